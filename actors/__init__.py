@@ -1,0 +1,1 @@
+"""Floor 3: Ray processes and what they host."""

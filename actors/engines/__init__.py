@@ -1,0 +1,1 @@
+"""Generation engines, one file each."""

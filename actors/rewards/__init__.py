@@ -1,0 +1,1 @@
+"""Rewards, one file each, and the rubric that weighs them."""

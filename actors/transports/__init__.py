@@ -1,0 +1,1 @@
+"""Weight transports, one file each."""

@@ -1,0 +1,1 @@
+"""Floor 1: pure functions between a batch and its bytes."""

@@ -1,0 +1,157 @@
+"""The one declaration of each field: kind, dtype, trailing shape, pad value."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Every dtype that may travel, by its wire name. Nothing else does.
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.uint16,
+        torch.int16,
+        torch.uint32,
+        torch.int32,
+        torch.uint64,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    )
+}
+
+
+class Kind(enum.StrEnum):
+    """How a field's rows are shaped."""
+
+    PER_TOKEN = "per_token"
+    """`[L, *trailing]` a row, L being the row's length: the same for all PER_TOKEN fields of a row."""
+    PER_SAMPLE = "per_sample"
+    """`[*trailing]` a row."""
+    RAGGED = "ragged"
+    """Any shape of a fixed number of dimensions (`ndim`) a row: images and other odd shapes."""
+    OBJECT = "object"
+    """Strings, bytes, numbers, None, lists and dicts of these, as msgpack."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One named column."""
+
+    name: str
+    kind: Kind
+    dtype: torch.dtype | None = None
+    """None only for OBJECT."""
+    trailing: tuple[int, ...] = ()
+    """Shape behind the token (PER_TOKEN) or the row (PER_SAMPLE) dimension; () for RAGGED and OBJECT."""
+    pad_value: int | float | bool = 0
+    """What `to_padded` fills with. Never on the wire."""
+    ndim: int = 1
+    """RAGGED only: dimensions of one row."""
+
+    def __post_init__(self) -> None:
+        if not self.name or not isinstance(self.name, str):
+            raise ValueError(f"field name: got {self.name!r}, expected a non-empty string")
+        if (self.dtype is None) != (self.kind is Kind.OBJECT):
+            raise ValueError(
+                f"field {self.name!r}: dtype {self.dtype} does not fit kind {self.kind.value}; "
+                "OBJECT fields have no dtype, all others need one"
+            )
+        if self.dtype is not None and self.dtype not in DTYPES.values():
+            raise ValueError(f"field {self.name!r}: dtype {self.dtype}, expected one of {', '.join(DTYPES)}")
+        if self.trailing and self.kind in (Kind.RAGGED, Kind.OBJECT):
+            raise ValueError(f"field {self.name!r}: kind {self.kind.value} takes no trailing shape")
+
+    @property
+    def dtype_name(self) -> str | None:
+        """The dtype's wire name (`"float32"`), None for OBJECT."""
+        return None if self.dtype is None else str(self.dtype).removeprefix("torch.")
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one token (PER_TOKEN), one row (PER_SAMPLE) or one element (RAGGED); 0 for OBJECT."""
+        if self.dtype is None:
+            return 0
+        size = self.dtype.itemsize
+        for extent in self.trailing:
+            size *= extent
+        return size
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "kind": self.kind.value,
+            "dtype": self.dtype_name,
+            "trailing": list(self.trailing),
+            "pad_value": self.pad_value,
+            "ndim": self.ndim,
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Field:
+        dtype = data["dtype"]
+        return Field(
+            name=data["name"],
+            kind=Kind(data["kind"]),
+            dtype=None if dtype is None else DTYPES[dtype],
+            trailing=tuple(data["trailing"]),
+            pad_value=data["pad_value"],
+            ndim=data["ndim"],
+        )
+
+
+class Schema(Mapping[str, Field]):
+    """Immutable, ordered fields of a partition, by name."""
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, fields: Iterable[Field]) -> None:
+        self._fields: dict[str, Field] = {}
+        for field in fields:
+            if field.name in self._fields:
+                raise ValueError(f"schema: field {field.name!r} is declared twice")
+            self._fields[field.name] = field
+
+    def __getitem__(self, name: str) -> Field:
+        try:
+            return self._fields[name]
+        except KeyError:
+            raise KeyError(f"no field {name!r}; the schema has {', '.join(self._fields)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schema) and list(self.values()) == list(other.values())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._fields.values()))
+
+    def __repr__(self) -> str:
+        return f"Schema({list(self._fields.values())!r})"
+
+    def subset(self, names: Iterable[str]) -> Schema:
+        """The named fields, in the order given. Raises KeyError for a name that is not declared."""
+        return Schema(self[name] for name in names)
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """Plain data for messages and manifests."""
+        return [field.to_dict() for field in self._fields.values()]
+
+    @staticmethod
+    def from_list(data: Iterable[Mapping[str, Any]]) -> Schema:
+        return Schema(Field.from_dict(item) for item in data)

@@ -1,0 +1,1 @@
+"""Floor 2: where rows live between producer and consumer."""

@@ -1,0 +1,87 @@
+"""Where bytes live: the protocol every store keeps, in its two halves.
+
+`StoreHost` stands beside the directory (one per run): it starts and ends what the store owns, allocates and frees.
+`BlockStore` is in every process that reads or writes: it moves bytes, and knows nothing of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from .meta import BlockRef
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSpec:
+    """All a client process needs to attach to a run's store. Plain data."""
+
+    kind: str
+    """`local`, `shm`, `ray`, `simple`, `mooncake`."""
+    run_id: str
+    address: dict[str, object]
+    """The store's own: names, ports, folders. msgpack-able."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Parts of one block that a reader needs whole."""
+
+    block: BlockRef
+    parts: tuple[int, ...]
+
+
+class StoreHost(Protocol):
+    """The half beside the directory; called from the directory's event loop only, so calls must be quick."""
+
+    spec: StoreSpec
+
+    def allocate(self, block_id: int, nbytes: int) -> bytes | None:
+        """A location for `nbytes`, or None when the store has no room just now. May return b"" when the location is known only after the write."""
+        ...
+
+    def free(self, block_id: int, location: bytes) -> None:
+        """Delete a block, written or not. Idempotent. Readers that hold its location get RowsCleared from then on."""
+        ...
+
+    def usage_bytes(self) -> int:
+        """Bytes the store holds just now, by its own count."""
+        ...
+
+    def close(self) -> None:
+        """End everything that this host started, by pid, and remove every file. Idempotent."""
+        ...
+
+
+class BlockStore(Protocol):
+    """The half in every process. Thread-safe. Every call returns or raises within `timeout_s`."""
+
+    def put(
+        self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
+    ) -> bytes:
+        """Write the block's parts (uint8 1-D each; `offsets` when laid end to end). Returns the final location.
+
+        The bytes have landed when it returns. Raises StoreLost naming the peer.
+        """
+        ...
+
+    def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
+        """Per want: part number -> uint8 view of the whole part. Read-only; valid until `settle`.
+
+        Raises RowsCleared when a block has been freed, StoreLost when its process does not answer.
+        """
+        ...
+
+    def settle(self, wants: Sequence[Want]) -> None:
+        """Called after the views of a `get` were copied and before the copies are handed out.
+
+        Raises RowsCleared when a block was freed (and its memory perhaps reused) since.
+        """
+        ...
+
+    def close(self) -> None:
+        """Detach this process. Idempotent; the run's store goes on."""
+        ...

@@ -1,0 +1,142 @@
+"""The data plane's exceptions.
+
+DataPlaneError
+├── SchemaMismatch       (also ValueError)  a put or read that the partition's schema does not allow
+├── DuplicateKeys        (also ValueError)  a key twice in one put
+├── AlreadyWritten       (also ValueError)  a (key, field) written before, and no replace=True
+├── KeysNotFound         (also KeyError)    keys the partition does not hold
+├── FieldsNotReady       keys are there, some of the wanted fields are not written yet
+├── RowsCleared          a receipt that outlived its rows
+├── LeaseLost            release of rows whose lease ended meanwhile
+├── IntegrityError       bytes read differ from the bytes written
+├── DataPlaneTimeout     (also TimeoutError) a bounded wait ran out
+│   ├── ClaimTimeout     not enough rows became ready
+│   └── CapacityExceeded no room became free
+└── PeerLost             a process of the data plane died or did not answer within its bound
+    ├── DirectoryLost
+    └── StoreLost
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+SHOWN_KEYS = 5
+
+
+def shown(keys: Sequence[str]) -> str:
+    """The first few of `keys`, and how many more there are."""
+    head = ", ".join(repr(str(key)) for key in keys[:SHOWN_KEYS])
+    more = len(keys) - SHOWN_KEYS
+    return f"[{head}, ... {more} more]" if more > 0 else f"[{head}]"
+
+
+class DataPlaneError(Exception):
+    """Base of all. Names operation, partition, keys (first few), peer and elapsed seconds where they apply.
+
+    Pickles across processes: only plain attributes, rebuilt by keyword.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        op: str = "",
+        partition: str = "",
+        keys: Sequence[str] = (),
+        peer: str = "",
+        elapsed_s: float | None = None,
+    ) -> None:
+        self.message = message
+        self.op = op
+        self.partition = partition
+        self.keys = tuple(str(key) for key in keys[: SHOWN_KEYS * 4])
+        self.peer = peer
+        self.elapsed_s = elapsed_s
+        where = [f"op={op}"] if op else []
+        if partition:
+            where.append(f"partition={partition!r}")
+        if len(keys):
+            where.append(f"keys={shown(keys)}")
+        if peer:
+            where.append(f"peer={peer}")
+        if elapsed_s is not None:
+            where.append(f"elapsed={elapsed_s:.2f}s")
+        text = f"{message} ({' '.join(where)})" if where else message
+        super().__init__(text)
+
+    def __reduce__(self):  # noqa: ANN204
+        return _rebuild, (type(self), self.message, self.fields())
+
+    def fields(self) -> dict:
+        """The context as plain data (messages between processes carry it)."""
+        return {
+            "op": self.op,
+            "partition": self.partition,
+            "keys": self.keys,
+            "peer": self.peer,
+            "elapsed_s": self.elapsed_s,
+        }
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def _rebuild(cls: type[DataPlaneError], message: str, fields: dict) -> DataPlaneError:
+    return cls(message, **fields)
+
+
+class SchemaMismatch(DataPlaneError, ValueError):
+    """A put or read that the partition's schema does not allow."""
+
+
+class DuplicateKeys(DataPlaneError, ValueError):
+    """A key stands twice in one put."""
+
+
+class AlreadyWritten(DataPlaneError, ValueError):
+    """A (key, field) was written before and `replace` is not set."""
+
+
+class KeysNotFound(DataPlaneError, KeyError):
+    """The partition holds no such keys."""
+
+
+class FieldsNotReady(DataPlaneError):
+    """The keys exist, but some of the wanted fields have not been written for them."""
+
+
+class RowsCleared(DataPlaneError):
+    """A receipt was used after its rows were cleared (or replaced)."""
+
+
+class LeaseLost(DataPlaneError):
+    """Rows were released by a consumer whose lease on them had ended."""
+
+
+class IntegrityError(DataPlaneError):
+    """Bytes read differ from the bytes written (checksum)."""
+
+
+class DataPlaneTimeout(DataPlaneError, TimeoutError):
+    """A bounded wait ran out."""
+
+
+class ClaimTimeout(DataPlaneTimeout):
+    """Not enough rows became ready in time; says which fields of how many rows were waited for."""
+
+
+class CapacityExceeded(DataPlaneTimeout):
+    """No room became free in time; says bytes wanted, bytes in use and the capacity."""
+
+
+class PeerLost(DataPlaneError):
+    """A process of the data plane died or did not answer within its bound."""
+
+
+class DirectoryLost(PeerLost):
+    """The directory's process."""
+
+
+class StoreLost(PeerLost):
+    """The process that holds the bytes."""

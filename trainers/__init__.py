@@ -1,0 +1,1 @@
+"""Floor 4: the algorithm, its backends, its controllers and the command line."""

@@ -1,0 +1,1 @@
+"""Controllers: short loops over the steps in grpo.py."""

@@ -1,0 +1,1 @@
+"""Losses: each returns sums and declares its denominator."""
