@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +13,36 @@ import torch
 
 from ..codecs.batch import Batch
 from ..codecs.schema import Field, Kind, Schema
+
+# ---------------------------------------------------------------- hosts
+
+
+@dataclass(frozen=True, slots=True)
+class ActorInfo:
+    """Who a process is, for errors, traces and clean-up."""
+
+    name: str
+    pid: int
+    host: str
+
+    @staticmethod
+    def here(name: str) -> ActorInfo:
+        """This process."""
+        return ActorInfo(name, os.getpid(), socket.gethostname())
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid} on {self.host})"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One timed piece of work in one process, for the trace."""
+
+    name: str
+    start_s: float
+    """Unix time."""
+    dur_s: float
+
 
 # ---------------------------------------------------------------- rows
 
@@ -23,11 +55,11 @@ ROLLOUT_SCHEMA = Schema(
         Field("ref_logprobs", Kind.PER_TOKEN, torch.float32),
     ]
 )
-"""Fields of the `train` partition. A row is prompt + response, L tokens; all PER_TOKEN fields are aligned with `input_ids`.
+"""Fields of the `train` partition. A row is prompt + response, L tokens; all fields are aligned with `input_ids`.
 
 input_ids         token ids
 response_mask     1 where the policy chose the token and it is to be trained on, else 0; all 0 for a failed row
-rollout_logprobs  log-prob that the engine gave the token when it sampled it (temperature applied), 0 where response_mask is 0
+rollout_logprobs  log-prob that the engine sampled the token with (temperature applied), 0 where response_mask is 0
 prev_logprobs     the same token under the policy as it was when the step began, written back by train workers
 ref_logprobs      the same token under the reference policy, written back by train workers
 
@@ -38,6 +70,36 @@ ROLLOUT_FIELDS = ("input_ids", "response_mask", "rollout_logprobs")
 """What a rollout actor puts."""
 
 # ---------------------------------------------------------------- prompts, environments, rewards
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """A prompt before it is part of a run."""
+
+    text: str
+    """What the model is given, template applied."""
+    answer: str
+    """What rewards compare with; "" when the dataset has none."""
+    fields: Mapping[str, Any]
+    """The dataset row's other columns, for rewards of the user's own."""
+
+
+class PromptSource(Protocol):
+    """Prompts by index: a file, a dataset, a generated task."""
+
+    @property
+    def name(self) -> str:
+        """Where they come from, for errors."""
+        ...
+
+    @property
+    def size(self) -> int | None:
+        """Number of prompts; None when endless."""
+        ...
+
+    def row(self, index: int) -> PromptRow:
+        """Prompt `index`, the same at every call. Raises ValueError naming the row when it is malformed."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +154,7 @@ class Score:
 class Reward(Protocol):
     """One verifiable check. Plain functions with this signature are rewards too."""
 
-    def __call__(self, prompt: Prompt, response: str, finish_reason: str) -> float: ...
+    def __call__(self, prompt: Prompt, response: str, finish_reason: str, /) -> float: ...
 
 
 # ---------------------------------------------------------------- engines
@@ -110,7 +172,20 @@ class SamplingParams:
     top_k: int = 0
     """0: off."""
     seed: int | None = None
+    """None: the engine's own."""
     stop_token_ids: tuple[int, ...] = ()
+    """Beside the model's own end tokens."""
+
+    def __post_init__(self) -> None:
+        for name, fits, expected in (
+            ("n", self.n >= 1, "at least 1"),
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0, at most 1"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+        ):
+            if not fits:
+                raise ValueError(f"sampling {name}: got {getattr(self, name)}, expected {expected}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +202,24 @@ class Completion:
     """Policy version that produced the first token."""
 
 
+@dataclass(slots=True)
+class EngineStats:
+    """What an engine has done since it started; counters grow in place."""
+
+    batches: int = 0
+    rows: int = 0
+    """Completions returned."""
+    tokens: int = 0
+    """Response tokens."""
+    busy_s: float = 0.0
+    """Seconds in which something was generated."""
+
+
 class GenerationEngine(Protocol):
-    """Turns prompt token ids into completions under the current policy version. One per rollout actor; async, so that episodes run concurrently."""
+    """Turns prompt token ids into completions under the current policy version.
+
+    One per rollout actor; async, so that episodes run concurrently.
+    """
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """`params.n` completions, in order. Concurrent calls are batched by the engine.
@@ -150,7 +241,8 @@ class GenerationEngine(Protocol):
     async def load_weights(self, version: int, named: Mapping[str, torch.Tensor]) -> None:
         """Replace all parameters at once, between two generation steps; from then on tokens carry `version`.
 
-        Names are those of the HF checkpoint. Raises ValueError naming missing, unknown or misshapen parameters, and then still serves the old version.
+        Names are those of the HF checkpoint. Raises ValueError naming missing, unknown or misshapen parameters, and
+        then still serves the old version.
         """
         ...
 
@@ -163,7 +255,23 @@ class GenerationEngine(Protocol):
     @property
     def version(self) -> int: ...
 
+    @property
+    def stats(self) -> EngineStats: ...
+
     async def close(self) -> None: ...
+
+
+class Environment(Protocol):
+    """Plays episodes of one prompt against an engine."""
+
+    async def run(
+        self, prompt: Prompt, engine: GenerationEngine, tokenizer: Any, params: SamplingParams
+    ) -> list[Sample]:
+        """`params.n` finished episodes, in order of their `index`. Raises what the engine raises.
+
+        tokenizer: a Hugging Face tokenizer.
+        """
+        ...
 
 
 # ---------------------------------------------------------------- train backends
@@ -184,7 +292,8 @@ class MicroBatch:
 class TrainBackend(Protocol):
     """A model under training on this rank, and the train-step state machine:
 
-    `begin_step -> accumulate* -> finish_step | abort_step`. Collective: every rank of the mesh makes the same calls in the same order.
+    `begin_step -> accumulate* -> finish_step | abort_step`. Collective: every rank of the mesh makes the same calls in
+    the same order.
     """
 
     def begin_step(self, temperature: float = 1.0) -> None:
@@ -207,7 +316,10 @@ class TrainBackend(Protocol):
         ...
 
     def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float = 1.0) -> torch.Tensor:
-        """float32 `[sum(lengths)]`, aligned with input_ids: log-prob of each token given those before it; 0 at each row's first token."""
+        """float32 `[sum(lengths)]`, aligned with input_ids: log-prob of each token given those before it.
+
+        0 at each row's first token.
+        """
         ...
 
     def export_weights(self) -> Mapping[str, torch.Tensor]:
@@ -222,4 +334,55 @@ class TrainBackend(Protocol):
         """Inverse of save; any number of ranks. Collective."""
         ...
 
+    def export_model(self, path: str) -> None:
+        """Write a HF model folder (weights, config, tokenizer). Collective; rank 0 writes."""
+        ...
+
     def close(self) -> None: ...
+
+
+# ---------------------------------------------------------------- weight transports
+
+
+@dataclass(frozen=True, slots=True)
+class WeightManifest:
+    """A published version of the weights. Of constant size: it goes through the driver, the weights do not."""
+
+    version: int
+    kind: str
+    """The transport's."""
+    location: str
+    """Where receivers find it; the transport's own."""
+    num_bytes: int
+    """Of all weights."""
+
+
+class WeightTransferError(RuntimeError):
+    """A version of the weights did not arrive whole; names version, bucket and path. The old one is served on."""
+
+
+class WeightSender(Protocol):
+    """Publishes weights; in the process that has them. The last two versions stay readable."""
+
+    def send(self, version: int, named: Mapping[str, torch.Tensor]) -> WeightManifest:
+        """Publish `named` (HF name -> full tensor) as `version`; whole or not at all.
+
+        Returns when receivers can read it. Raises ValueError unless versions rise.
+        """
+        ...
+
+    def close(self) -> None:
+        """Remove what was published. Idempotent."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    """Fetches published weights; in every engine's process."""
+
+    def receive(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
+        """The version's tensors, verified, in memory of their own. Raises WeightTransferError."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent."""
+        ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,3 +92,15 @@ class Batch(Mapping[str, Column]):
             if isinstance(column, Jagged):
                 return column.lengths
         return None
+
+    def subset(self, names: Iterable[str]) -> Batch:
+        """The named columns, in the order given; nothing is copied. Raises KeyError naming an unknown field."""
+        schema = self.schema.subset(names)
+        return Batch(schema, self.num_rows, {name: self._columns[name] for name in schema})
+
+    def merge(self, other: Batch) -> Batch:
+        """These columns and `other`'s, of the same rows; nothing is copied. No field may stand in both."""
+        if self.num_rows != other.num_rows:
+            raise ValueError(f"merge: got batches of {self.num_rows} and {other.num_rows} rows, expected equal numbers")
+        schema = Schema([*self.schema.values(), *other.schema.values()])
+        return Batch(schema, self.num_rows, {**self._columns, **other._columns})

@@ -1,27 +1,36 @@
 """Wire blocks: one put's rows x fields as a few contiguous parts plus a header that describes them.
 
 A block's parts, in order:
-  part 0                the header: magic, msgpack manifest (schema of the fields, rows, tokens, checksums), int32 lengths `[N]`
+  part 0                the header (`codecs/block_header.py`): the fields' schema, rows, checksums, int32 lengths `[N]`
   then for each field   its values part; RAGGED and OBJECT fields have an index part behind it
                         (RAGGED: int64 shapes `[N, ndim]`; OBJECT: int64 end offsets `[N]` into the msgpack bytes)
+Fields with an index part come last, so that a layout alone says which part is which.
 Laid end to end, every part starts at a multiple of ALIGN bytes (`BlockLayout.offsets`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 
-from .batch import Batch
-from .schema import Schema
+from . import objects
+from .batch import Batch, Column, Jagged, Ragged
+from .block_header import Header, decode_header, encode_header
+from .gather import gather_dense, gather_jagged, gather_objects, gather_ragged
+from .runs import as_bytes, exclusive_cumsum, find_runs
+from .schema import Field, Kind, Schema
 
 ALIGN = 64
 """Parts start at multiples of this, so that views of any dtype are aligned."""
 
 CHECKSUM_ROWS = 64
 """Rows under one xxh3 checksum: a reader of a few rows verifies only the row blocks it touches."""
+
+_INDEXED = (Kind.RAGGED, Kind.OBJECT)
+"""Kinds with an index part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +48,40 @@ class BlockLayout:
     @property
     def offsets(self) -> tuple[int, ...]:
         """Byte offset of each part when the parts are laid end to end, ALIGN-ed."""
-        raise NotImplementedError
+        return self._ends()[0]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole block laid end to end, padding included."""
-        raise NotImplementedError
+        return self._ends()[1]
 
     def parts_of(self, schema: Schema, fields: Sequence[str]) -> tuple[int, ...]:
-        """Part numbers that hold `fields` (values and index parts), without the header."""
-        raise NotImplementedError
+        """Part numbers that hold `fields` (values and index parts), without the header.
+
+        `schema` declares at least `fields`. Raises ValueError for a field that the block does not hold, or holds as
+        another kind than `schema` says.
+        """
+        return tuple(number for name in fields for number in self.field_parts(schema[name]))
+
+    def field_parts(self, field: Field) -> tuple[int, ...]:
+        """(values part,) or (values part, index part) of one field. Raises ValueError as `parts_of`."""
+        if field.name not in self.fields:
+            raise ValueError(f"field {field.name!r}: not in the block, which holds {', '.join(self.fields)}")
+        position = self.fields.index(field.name)
+        plain = 2 * len(self.fields) + 1 - len(self.part_bytes)  # fields without an index part; they come first
+        if (position >= plain) != (field.kind in _INDEXED):
+            raise ValueError(f"field {field.name!r}: the block holds it as another kind than {field.kind.value}")
+        if position < plain:
+            return (1 + position,)
+        values = 1 + plain + 2 * (position - plain)
+        return (values, values + 1)
+
+    def _ends(self) -> tuple[tuple[int, ...], int]:
+        offsets, end = [], 0
+        for nbytes in self.part_bytes:
+            offsets.append(end)
+            end += -(-nbytes // ALIGN) * ALIGN
+        return tuple(offsets), end
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +96,75 @@ class EncodedBlock:
 
 
 def encode_block(batch: Batch, start: int, stop: int, *, checksum: bool) -> EncodedBlock:
-    """Rows `start:stop` of `batch` as one block. No copy of PER_TOKEN, PER_SAMPLE and RAGGED values."""
-    raise NotImplementedError
+    """Rows `start:stop` of `batch` as one block. No copy of PER_TOKEN, PER_SAMPLE and RAGGED values.
+
+    Raises TypeError or ValueError for objects that do not travel (`objects.encode`).
+    """
+    assert 0 <= start <= stop <= batch.num_rows, (start, stop, batch.num_rows)
+    schema = batch.schema.subset(sorted(batch, key=lambda name: batch.schema[name].kind in _INDEXED))
+    parts: list[np.ndarray] = []
+    sums: list[int] = []
+    lengths = batch.lengths
+    first_token = 0 if lengths is None else int(lengths[:start].sum())
+    lengths = None if lengths is None else lengths[start:stop]
+    for field in schema.values():
+        values, index = _field_bytes(field, batch[field.name], start, stop, first_token, lengths)
+        parts.append(values)
+        if index is not None:
+            parts.append(index)
+        if checksum:
+            sums += map(_xxh3, _row_blocks(field, values, index, lengths, stop - start))
+            sums += () if index is None else (_xxh3(index),)
+    header = encode_header(schema, stop - start, lengths, sums if checksum else None)
+    parts.insert(0, header)
+    num_tokens = 0 if lengths is None else int(lengths.sum())
+    layout = BlockLayout(tuple(schema), stop - start, num_tokens, tuple(part.nbytes for part in parts))
+    return EncodedBlock(layout, tuple(parts), None if lengths is None else exclusive_cumsum(lengths))
+
+
+def _field_bytes(
+    field: Field, column: Column, start: int, stop: int, first_token: int, lengths: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Values part and index part of rows `start:stop`."""
+    if isinstance(column, Jagged):
+        assert lengths is not None
+        return as_bytes(column.values[first_token : first_token + int(lengths.sum())]), None
+    if isinstance(column, Ragged):
+        elements = column.shapes.prod(axis=1)
+        first = int(elements[:start].sum())
+        values = as_bytes(column.values[first : first + int(elements[start:stop].sum())])
+        return values, np.ascontiguousarray(column.shapes[start:stop], dtype="<i8").reshape(-1).view(np.uint8)
+    if isinstance(column, list):
+        values, ends = objects.encode_column(field.name, column[start:stop])
+        return values, ends.view(np.uint8)
+    return as_bytes(column[start:stop]), None
+
+
+def _row_blocks(
+    field: Field, values: np.ndarray, index: np.ndarray | None, lengths: np.ndarray | None, num_rows: int
+) -> Iterator[np.ndarray]:
+    """The values part's pieces of CHECKSUM_ROWS rows each."""
+    cuts = [*range(CHECKSUM_ROWS, num_rows, CHECKSUM_ROWS), num_rows] if num_rows else []
+    ends = _row_ends(field, index, lengths, num_rows)
+    begin = 0
+    for cut in cuts:
+        end = int(ends[cut - 1])
+        yield values[begin:end]
+        begin = end
+
+
+def _row_ends(field: Field, index: np.ndarray | None, lengths: np.ndarray | None, num_rows: int) -> np.ndarray:
+    """int64 `[N]`: where each row ends in the values part, in bytes."""
+    if field.kind is Kind.PER_TOKEN:
+        assert lengths is not None
+        return np.cumsum(lengths, dtype=np.int64) * field.item_bytes
+    if field.kind is Kind.PER_SAMPLE:
+        return np.arange(1, num_rows + 1, dtype=np.int64) * field.item_bytes
+    assert index is not None
+    if field.kind is Kind.RAGGED:
+        shapes = index.view("<i8").reshape(num_rows, field.ndim)
+        return np.cumsum(shapes.prod(axis=1), dtype=np.int64) * field.item_bytes
+    return index.view("<i8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +195,32 @@ def assemble(
 
     `schema` holds just the wanted fields, each in exactly one source. `lengths` is int64 `[N]`.
     Rows that are neighbours in a block and in the request are copied as one run.
+    Raises ValueError when a block does not hold what the request says, or holds objects that do not decode.
     """
-    raise NotImplementedError
+    lengths = np.ascontiguousarray(lengths, dtype=np.int64)
+    columns: dict[str, Column] = {}
+    for source in sources:
+        wanted = [schema[name] for name in source.fields if name in schema]
+        if not wanted:
+            continue
+        block, row = source.block, source.row
+        runs = find_runs(block, row)
+        used = [int(number) for number in np.unique(block)]
+        for field in wanted:
+            parts = {number: layouts[number].field_parts(field) for number in used}
+            values = {number: views[number][parts[number][0]] for number in used}
+            if field.kind is Kind.PER_TOKEN:
+                columns[field.name] = gather_jagged(field, lengths, source.start, runs, values)
+            elif field.kind is Kind.PER_SAMPLE:
+                columns[field.name] = gather_dense(field, block, row, runs, values)
+            else:
+                index = {number: views[number][parts[number][1]] for number in used}
+                columns[field.name] = (
+                    gather_ragged(field, block, row, runs, values, index)
+                    if field.kind is Kind.RAGGED
+                    else gather_objects(block, row, values, index)
+                )
+    return Batch(schema, len(lengths), columns)
 
 
 class ChecksumMismatch(ValueError):
@@ -115,9 +239,49 @@ def verify(
     `schema` holds the block's wanted fields. Raises ChecksumMismatch; ValueError when the block was
     written without checksums.
     """
-    raise NotImplementedError
+    try:
+        header = decode_header(views[0])
+    except ValueError as error:
+        raise ChecksumMismatch(str(error)) from error
+    if header.checksums is None:
+        raise ValueError("block: written without checksums (integrity was off at its writer), so it cannot be verified")
+    row_blocks = np.unique(source.row[source.block == block] // CHECKSUM_ROWS).tolist()
+    per_field = -(-header.num_rows // CHECKSUM_ROWS)
+    first_sum = 0
+    for field in header.schema.values():
+        if field.name in schema:
+            sums = header.checksums[first_sum:]
+            _verify_field(field, header, row_blocks, sums.tolist(), [views[part] for part in layout.field_parts(field)])
+        first_sum += per_field + (field.kind in _INDEXED)
+
+
+def _verify_field(
+    field: Field, header: Header, row_blocks: list[int], sums: list[int], parts: list[np.ndarray]
+) -> None:
+    """`sums` begins with the field's own: one per row block of its values, then its index part's."""
+    values, index = parts[0], parts[1] if len(parts) > 1 else None
+    if index is not None:
+        _expect_sum(f"field {field.name!r}, index part", sums[-(-header.num_rows // CHECKSUM_ROWS)], index)
+    if not row_blocks:
+        return
+    ends = _row_ends(field, index, header.lengths, header.num_rows)
+    for number in row_blocks:
+        first, last = number * CHECKSUM_ROWS, min((number + 1) * CHECKSUM_ROWS, header.num_rows) - 1
+        begin = int(ends[first - 1]) if first else 0
+        _expect_sum(f"field {field.name!r}, rows {first} to {last}", sums[number], values[begin : int(ends[last])])
+
+
+def _xxh3(data: np.ndarray) -> int:
+    return xxhash.xxh3_64_intdigest(data.data)
+
+
+def _expect_sum(where: str, expected: int, data: np.ndarray) -> None:
+    found = _xxh3(data)
+    if found != expected:
+        raise ChecksumMismatch(f"{where}: xxh3 of the bytes read is {found:016x}, but {expected:016x} was written")
 
 
 def read_header(header: np.ndarray) -> tuple[Schema, int, np.ndarray | None]:
     """(fields' schema, rows, int32 lengths `[N]` or None) from part 0. Raises ValueError on foreign bytes."""
-    raise NotImplementedError
+    found = decode_header(header)
+    return found.schema, found.num_rows, found.lengths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,12 @@ class Field:
             raise ValueError(f"field {self.name!r}: dtype {self.dtype}, expected one of {', '.join(DTYPES)}")
         if self.trailing and self.kind in (Kind.RAGGED, Kind.OBJECT):
             raise ValueError(f"field {self.name!r}: kind {self.kind.value} takes no trailing shape")
+        if any(extent < 0 for extent in self.trailing) or self.ndim < 0:
+            raise ValueError(
+                f"field {self.name!r}: trailing shape {self.trailing}, ndim {self.ndim}, expected none < 0"
+            )
+        if self.dtype is not None and not _holds(self.dtype, self.pad_value):
+            raise ValueError(f"field {self.name!r}: pad value {self.pad_value!r} does not fit dtype {self.dtype}")
 
     @property
     def dtype_name(self) -> str | None:
@@ -109,6 +116,16 @@ class Field:
             pad_value=data["pad_value"],
             ndim=data["ndim"],
         )
+
+
+def _holds(dtype: torch.dtype, value: int | float | bool) -> bool:
+    """Whether `value` as `dtype` is the same number (floats may be rounded, but not overflow)."""
+    if dtype == torch.bool:
+        return value in (0, 1)
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        return math.isfinite(value) and value == int(value) and limits.min <= value <= limits.max
+    return not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
 
 
 class Schema(Mapping[str, Field]):

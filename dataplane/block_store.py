@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -35,12 +35,15 @@ class Want:
 
 
 class StoreHost(Protocol):
-    """The half beside the directory; called from the directory's event loop only, so calls must be quick."""
+    """The half beside the directory; called from one thread of the directory's process."""
 
     spec: StoreSpec
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
-        """A location for `nbytes`, or None when the store has no room just now. May return b"" when the location is known only after the write."""
+        """A location for `nbytes`, or None when the store has no room just now.
+
+        b"" when the location is known only after the write.
+        """
         ...
 
     def free(self, block_id: int, location: bytes) -> None:
@@ -53,6 +56,24 @@ class StoreHost(Protocol):
 
     def close(self) -> None:
         """End everything that this host started, by pid, and remove every file. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class FreesMany(Protocol):
+    """A host to which freeing is a round trip, so that many blocks go in one."""
+
+    def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """`free` for each (block id, location)."""
+        ...
+
+
+@runtime_checkable
+class Serving(Protocol):
+    """A host that holds the bytes itself and answers the stores of other processes through the directory's link."""
+
+    def serve(self, request: bytes) -> bytes:
+        """Answer one request of the kind's own BlockStore. Raises DataPlaneErrors as that store would."""
         ...
 
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 
 from ..codecs.blocks import BlockLayout, RowSource
+from ..codecs.schema import Field, Kind, Schema
+from .compact import pack_ints, pack_keys, pack_source, unpack_ints, unpack_keys, unpack_source
+
+_FORMAT = "receipt1"
+_FIELD_KEYS = ("name", "kind", "dtype", "trailing", "pad_value", "ndim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +27,12 @@ class BlockRef:
     layout: BlockLayout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class KVBatchMeta:
     """A frozen receipt of N rows.
 
-    Returned by put, claim and lookup; `get` with it reads bytes without a directory call. Pure methods return new receipts.
+    Returned by put, claim and lookup; `get` with it reads bytes without a directory call. Pure methods return new ones.
+    Compared by identity. Between processes: pickle, or `to_bytes` / `from_bytes` (about 20 bytes a row).
     """
 
     partition: str
@@ -40,10 +47,239 @@ class KVBatchMeta:
     groups: np.ndarray
     """int64 `[N]`: directory-wide number of the row's group (rows of one prompt share it)."""
     tags: Mapping[str, np.ndarray]
-    """Per-row scalars, name -> `[N]` numeric numpy array: filter and balance on these without reading a row."""
+    """Per-row scalars, name -> `[N]` numeric numpy array: filter and balance on these without reading a row.
+    A tag is here when every row of the receipt was given it."""
     blocks: tuple[BlockRef, ...]
     """The blocks that `sources` point into."""
     sources: tuple[RowSource, ...]
-    """Per set of fields written together: block, row and first token of each of the N rows. Covers every field in `fields` once."""
+    """Per set of fields written together: where each of the N rows stands. Every field in `fields` is in one source."""
     lease_id: int = 0
     """Lease under which a claim gave these rows; 0 when they were not claimed."""
+    schema: Schema = field(kw_only=True)
+    """The partition's fields: readers need no other declaration."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.keys)
+
+    def select(self, indices: Sequence[int] | np.ndarray) -> KVBatchMeta:
+        """The rows at `indices` (int `[M]`, repeats allowed), in that order, with only the blocks they need.
+
+        Raises IndexError out of range, ValueError for anything but a list of integers (masks: `where`).
+        """
+        index = np.asarray(indices)
+        if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
+            raise ValueError(
+                f"select: got {index.dtype} {list(index.shape)}, expected one dimension of integers (masks: where)"
+            )
+        index = index.astype(np.int64)
+        picked = [(source, source.block[index]) for source in self.sources]
+        used = np.unique(np.concatenate([block for _, block in picked])) if picked else np.empty(0, np.int64)
+        return replace(
+            self,
+            keys=tuple(self.keys[i] for i in index.tolist()),
+            lengths=self.lengths[index],
+            versions=self.versions[index],
+            groups=self.groups[index],
+            tags={name: values[index] for name, values in self.tags.items()},
+            blocks=tuple(self.blocks[i] for i in used.tolist()),
+            sources=tuple(
+                RowSource(
+                    source.fields,
+                    np.searchsorted(used, block).astype(np.int32),
+                    source.row[index],
+                    source.start[index],
+                )
+                for source, block in picked
+            ),
+        )
+
+    def where(self, mask: np.ndarray) -> KVBatchMeta:
+        """The rows where `mask` (bool `[N]`, e.g. `meta.tags["valid"] > 0`) holds, in order."""
+        mask = np.asarray(mask)
+        if mask.dtype != np.bool_ or mask.shape != (len(self),):
+            raise ValueError(f"where: got {mask.dtype} {list(mask.shape)}, expected a bool mask of {len(self)} rows")
+        return self.select(np.flatnonzero(mask))
+
+    def split(self, parts: int | Sequence[int]) -> list[KVBatchMeta]:
+        """Consecutive rows as `parts` receipts whose sizes differ by one at most, or of the sizes given (sum N)."""
+        if isinstance(parts, int):
+            if parts < 1:
+                raise ValueError(f"split: got {parts} parts, expected at least 1")
+            sizes = [len(chunk) for chunk in np.array_split(np.arange(len(self)), parts)]
+        else:
+            sizes = [int(size) for size in parts]
+        if sum(sizes) != len(self) or min(sizes, default=0) < 0:
+            raise ValueError(f"split: sizes {sizes} sum to {sum(sizes)}, expected {len(self)} rows")
+        ends = np.cumsum(sizes)
+        return [self.select(np.arange(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+    def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
+        """Rows of `self`, then of `others`: all of one partition, with the same fields and tags, else ValueError.
+
+        Rows of one lease keep it; of several they have none: release the receipts that `claim` returned.
+        """
+        metas = (self, *others)
+        for other in others:
+            for name in ("partition", "schema"):
+                if getattr(other, name) != getattr(self, name):
+                    raise ValueError(f"concat: the receipts differ in {name}")
+            for name in ("fields", "tags"):
+                if set(getattr(other, name)) != set(getattr(self, name)):
+                    raise ValueError(
+                        f"concat: {name} {list(getattr(other, name))}, expected {list(getattr(self, name))}"
+                    )
+        blocks, maps = _merge_blocks(metas)
+        return replace(
+            self,
+            keys=tuple(key for meta in metas for key in meta.keys),
+            lengths=np.concatenate([meta.lengths for meta in metas]),
+            versions=np.concatenate([meta.versions for meta in metas]),
+            groups=np.concatenate([meta.groups for meta in metas]),
+            tags={name: np.concatenate([meta.tags[name] for meta in metas]) for name in self.tags},
+            blocks=blocks,
+            sources=_concat_sources(metas, maps),
+            lease_id=self.lease_id if all(meta.lease_id == self.lease_id for meta in others) else 0,
+        )
+
+    def merge_fields(self, other: KVBatchMeta) -> KVBatchMeta:
+        """This receipt, able to read the fields of `other` too: same keys in the same order, else ValueError.
+
+        Where both have a field or tag, `other` (the later write) counts.
+        """
+        if self.partition != other.partition or self.keys != other.keys:
+            raise ValueError("merge_fields: the receipts are not of the same keys in the same order")
+        kept = tuple(name for name in self.fields if name not in set(other.fields))
+        lengths = self.lengths
+        if any(other.schema[name].kind is Kind.PER_TOKEN for name in other.fields):
+            if any(self.schema[name].kind is Kind.PER_TOKEN for name in kept) and (lengths != other.lengths).any():
+                raise ValueError("merge_fields: the receipts differ in the rows' lengths")
+            lengths = other.lengths
+        left = replace(self, fields=kept, sources=narrow_sources(self.sources, kept))
+        blocks, maps = _merge_blocks((left, other))
+        sources = [_remap(source, maps[i]) for i, meta in enumerate((left, other)) for source in meta.sources]
+        return replace(
+            left,
+            fields=kept + other.fields,
+            lengths=lengths,
+            tags={**self.tags, **other.tags},
+            blocks=blocks,
+            sources=tuple(sources),
+        )
+
+    def with_tags(self, **tags: np.ndarray) -> KVBatchMeta:
+        """This receipt with tags added or replaced: numeric `[N]` each, else ValueError. The directory is not told."""
+        return replace(self, tags={**self.tags, **check_tags(tags, len(self))})
+
+    def to_bytes(self) -> bytes:
+        """The receipt as few bytes: msgpack with packed integer columns, about 20 bytes a row."""
+        layouts = [ref.layout for ref in self.blocks]
+        field_sets = list(dict.fromkeys(layout.fields for layout in layouts))
+        return msgspec.msgpack.encode(
+            [
+                _FORMAT,
+                self.partition,
+                pack_keys(self.keys),
+                self.fields,
+                [pack_ints(column) for column in (self.lengths, self.versions, self.groups)],
+                [[name, values.dtype.str, values.tobytes()] for name, values in self.tags.items()],
+                field_sets,
+                [
+                    [ref.block_id, ref.location, field_sets.index(at.fields), at.num_rows, at.num_tokens, at.part_bytes]
+                    for ref, at in zip(self.blocks, layouts, strict=True)
+                ],
+                [pack_source(source, self.lengths) for source in self.sources],
+                self.lease_id,
+                [[item.to_dict()[key] for key in _FIELD_KEYS] for item in self.schema.values()],
+            ]
+        )
+
+    @staticmethod
+    def from_bytes(data: bytes) -> KVBatchMeta:
+        """Inverse of `to_bytes`. Raises ValueError on foreign bytes."""
+        try:
+            mark, partition, keys, fields, columns, tags, sets, blocks, sources, lease, schema = msgspec.msgpack.decode(
+                data
+            )
+            if mark != _FORMAT:
+                raise ValueError(f"format {mark!r}, expected {_FORMAT}")
+        except (msgspec.DecodeError, TypeError, ValueError) as error:
+            raise ValueError(f"receipt: {len(data)} bytes are not one: {error}") from error
+        lengths, versions, groups = map(unpack_ints, columns)
+        field_sets = [tuple(names) for names in sets]
+        return KVBatchMeta(
+            partition,
+            tuple(unpack_keys(keys)),
+            tuple(fields),
+            lengths,
+            versions,
+            groups,
+            {name: np.frombuffer(values, dtype) for name, dtype, values in tags},
+            tuple(
+                BlockRef(block_id, location, BlockLayout(field_sets[names], rows, tokens, tuple(part_bytes)))
+                for block_id, location, names, rows, tokens, part_bytes in blocks
+            ),
+            tuple(unpack_source(parts, lengths) for parts in sources),
+            lease,
+            schema=Schema(Field.from_dict(dict(zip(_FIELD_KEYS, item, strict=True))) for item in schema),
+        )
+
+
+def check_tags(tags: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
+    """`tags` as numpy arrays. Raises ValueError unless each is bool, integer or float and `[num_rows]`."""
+    checked = {}
+    for name, values in tags.items():
+        array = np.asarray(values)
+        if array.dtype.kind not in "biuf" or array.shape != (num_rows,):
+            raise ValueError(
+                f"tag {name!r}: got {array.dtype} {list(array.shape)}, expected one number for each of {num_rows} rows"
+            )
+        checked[name] = array
+    return checked
+
+
+def narrow_sources(sources: Sequence[RowSource], fields: Sequence[str]) -> tuple[RowSource, ...]:
+    """The sources, each with just those of its fields that are wanted; none that has no such field."""
+    wanted = set(fields)
+    kept = []
+    for source in sources:
+        names = tuple(name for name in source.fields if name in wanted)
+        if names:
+            kept.append(RowSource(names, source.block, source.row, source.start))
+    return tuple(kept)
+
+
+def _merge_blocks(metas: Sequence[KVBatchMeta]) -> tuple[tuple[BlockRef, ...], list[np.ndarray]]:
+    """(each block once, per receipt: int32, its block number -> the merged one)."""
+    blocks: dict[int, BlockRef] = {}
+    number: dict[int, int] = {}
+    for meta in metas:
+        for ref in meta.blocks:
+            blocks.setdefault(ref.block_id, ref)
+            number.setdefault(ref.block_id, len(number))
+    maps = [np.array([number[ref.block_id] for ref in meta.blocks], dtype=np.int32) for meta in metas]
+    return tuple(blocks.values()), maps
+
+
+def _remap(source: RowSource, block_map: np.ndarray) -> RowSource:
+    return RowSource(source.fields, block_map[source.block], source.row, source.start)
+
+
+def _concat_sources(metas: Sequence[KVBatchMeta], maps: Sequence[np.ndarray]) -> tuple[RowSource, ...]:
+    """Fields that every receipt has in one source stay together; others part."""
+    source_of = [{name: source for source in meta.sources for name in source.fields} for meta in metas]
+    sets: dict[tuple[int, ...], list[str]] = {}
+    for name in metas[0].fields:
+        sets.setdefault(tuple(id(of[name]) for of in source_of), []).append(name)
+    joined = []
+    for names in sets.values():
+        parts = [_remap(of[names[0]], block_map) for of, block_map in zip(source_of, maps, strict=True)]
+        joined.append(
+            RowSource(
+                tuple(names),
+                np.concatenate([part.block for part in parts]),
+                np.concatenate([part.row for part in parts]),
+                np.concatenate([part.start for part in parts]),
+            )
+        )
+    return tuple(joined)

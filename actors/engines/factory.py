@@ -1,0 +1,68 @@
+"""Engine kinds: which there are, and how one is built from its configuration."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...codecs.schema import DTYPES
+from ..imports import import_object
+from ..protocols import GenerationEngine
+from ..tokenizer import load_tokenizer
+
+ENGINE_KINDS = ("hf", "scripted")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One generation engine."""
+
+    kind: str
+    """One of ENGINE_KINDS."""
+    model: str
+    """Folder or hub id of the model (`scripted`: of the tokenizer)."""
+    dtype: str = "float32"
+    """hf: a float dtype's name."""
+    device: str = "cpu"
+    """hf: a torch device."""
+    max_batch: int = 256
+    """hf: rows decoded together."""
+    seed: int = 0
+    script: str = ""
+    """scripted: import path of a `Script`; "": seeded random tokens of the tokenizer."""
+    latency_s: float = 0.0
+    """scripted: median seconds of a request."""
+    latency_sigma: float = 0.0
+    """scripted: spread of the log-normal latency; 0.0: constant."""
+
+
+def build_engine(config: EngineConfig) -> GenerationEngine:
+    """The engine. Raises ValueError in one sentence for an unknown kind or dtype, or a model that cannot be loaded."""
+    if config.kind == "hf":
+        return _build_hf(config)
+    if config.kind == "scripted":
+        return _build_scripted(config)
+    near = difflib.get_close_matches(config.kind, ENGINE_KINDS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"rollout.engine: got {config.kind!r}, expected one of {', '.join(ENGINE_KINDS)}{hint}")
+
+
+def _build_hf(config: EngineConfig) -> GenerationEngine:
+    from .hf import HfEngine  # here, so that scripted runs do not wait for transformers' model code
+
+    dtype = DTYPES.get(config.dtype)
+    if dtype is None or not dtype.is_floating_point:
+        raise ValueError(f"model.dtype: got {config.dtype!r}, expected float32, bfloat16 or float16")
+    return HfEngine(config.model, dtype=dtype, device=config.device, max_batch=config.max_batch, seed=config.seed)
+
+
+def _build_scripted(config: EngineConfig) -> GenerationEngine:
+    from .scripted import ScriptedEngine, random_tokens
+
+    script: Callable
+    if config.script:
+        script = import_object(config.script, "rollout.script")
+    else:
+        script = random_tokens(len(load_tokenizer(config.model)), config.seed)
+    return ScriptedEngine(script, latency_s=config.latency_s, latency_sigma=config.latency_sigma, seed=config.seed)

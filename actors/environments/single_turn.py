@@ -1,0 +1,49 @@
+"""The `single_turn` environment: one prompt, n sampled answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..protocols import Completion, GenerationEngine, Prompt, Sample, SamplingParams
+from ..tokenizer import decode_responses, encode_prompts
+
+
+class SingleTurn:
+    """Every sample is the prompt followed by one completion."""
+
+    async def run(
+        self, prompt: Prompt, engine: GenerationEngine, tokenizer: Any, params: SamplingParams
+    ) -> list[Sample]:
+        """`params.n` samples in order; raises what the engine raises."""
+        (prompt_ids,) = encode_prompts(tokenizer, [prompt.text])
+        completions = await engine.generate(prompt.uid, prompt_ids.tolist(), params)
+        texts = decode_responses(tokenizer, [_without_stop(completion) for completion in completions])
+        return [
+            _sample(prompt, index, prompt_ids, completion, text)
+            for index, (completion, text) in enumerate(zip(completions, texts, strict=True))
+        ]
+
+
+def _without_stop(completion: Completion) -> np.ndarray:
+    """The response's token ids; the stop token, which need not be a special one, is left out."""
+    return completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
+
+
+def _sample(prompt: Prompt, index: int, prompt_ids: np.ndarray, completion: Completion, text: str) -> Sample:
+    num_prompt, num_response = len(prompt_ids), len(completion.token_ids)
+    response_mask = np.zeros(num_prompt + num_response, dtype=np.uint8)
+    response_mask[num_prompt:] = 1
+    logprobs = np.zeros(num_prompt + num_response, dtype=np.float32)
+    logprobs[num_prompt:] = completion.logprobs
+    return Sample(
+        prompt=prompt,
+        index=index,
+        input_ids=np.concatenate([prompt_ids, completion.token_ids]).astype(np.int32),
+        response_mask=response_mask,
+        logprobs=logprobs,
+        text=text,
+        finish_reason=completion.finish_reason,
+        version=completion.version,
+    )

@@ -1,0 +1,95 @@
+"""Reward kinds: which there are, and how a rubric is built from their configuration."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from ..imports import import_object
+from ..protocols import Reward
+from .exact_match import exact_match
+from .format import Format
+from .per_position import per_position
+from .rubric import Rubric
+
+_FUNCTIONS: dict[str, Reward] = {"exact_match": exact_match, "per_position": per_position}
+_CLASSES: dict[str, Any] = {"format": Format}
+REWARD_KINDS = (*_FUNCTIONS, *_CLASSES)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardConfig:
+    """One line of the rubric."""
+
+    kind: str
+    """One of REWARD_KINDS, or an import path `package.module:name` of a function or class of the user's own."""
+    weight: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments: of the constructor for a class, of every call for a function."""
+    name: str = ""
+    """Its name in metrics; "": the kind (of an import path, what stands behind the colon)."""
+
+
+def build_rubric(configs: Sequence[RewardConfig]) -> Rubric:
+    """Raises ValueError for an unknown kind, a path that cannot be imported or options that do not fit."""
+    return Rubric(
+        [(config.name or config.kind.split(":")[-1], build_reward(config), config.weight) for config in configs]
+    )
+
+
+def build_reward(config: RewardConfig) -> Reward:
+    """One reward; raises like `build_rubric`."""
+    target = _target(config.kind)
+    options = dict(config.options)
+    is_class = inspect.isclass(target)
+    _check_options(config.kind, target, options, positional=0 if is_class else 3)
+    if not is_class:
+        return _WithOptions(target, options) if options else target
+    reward = target(**options)
+    if not callable(reward):
+        raise ValueError(f"reward: objects of {config.kind!r} cannot be called as (prompt, response, finish_reason)")
+    return cast(Reward, reward)
+
+
+def _target(kind: str) -> Any:
+    """The function or class behind `kind`."""
+    if ":" in kind:
+        target = import_object(kind, "reward")
+        if not callable(target):
+            raise ValueError(f"reward: {kind!r} is a {type(target).__name__}, expected a function or class")
+        return target
+    if kind in _FUNCTIONS:
+        return _FUNCTIONS[kind]
+    if kind in _CLASSES:
+        return _CLASSES[kind]
+    near = difflib.get_close_matches(kind, REWARD_KINDS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"reward: got {kind!r}, expected one of {', '.join(REWARD_KINDS)} "
+        f"or an import path 'package.module:function'{hint}"
+    )
+
+
+def _check_options(kind: str, target: Any, options: dict[str, Any], *, positional: int) -> None:
+    try:
+        signature = inspect.signature(target)
+    except ValueError:  # some built-in callables have none; their calls will tell
+        return
+    try:
+        signature.bind(*[None] * positional, **options)
+    except TypeError as error:
+        raise ValueError(f"reward {kind!r} with options {sorted(options)}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _WithOptions:
+    """A reward function with its keyword arguments."""
+
+    function: Any
+    options: dict[str, Any]
+
+    def __call__(self, prompt: Any, response: str, finish_reason: str) -> float:
+        return self.function(prompt, response, finish_reason, **self.options)

@@ -1,0 +1,153 @@
+"""What rollout actors tell the driver: figures only, no row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .protocols import Sample, Score, Span
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutReport:
+    """One `rollout` call, or several merged. Sums, so that reports of several actors merge exactly."""
+
+    rows: int
+    failed: int
+    """Rows whose reward raised or whose generation was aborted: masked, in no reward figure."""
+    first_error: str
+    """Of the first failed row; "" when none failed."""
+    truncated: int
+    """Rows cut by max_new_tokens."""
+    prompt_tokens: int
+    """Of all rows; a group's prompt counts once per row."""
+    response_tokens: int
+    response_length_max: int
+    reward_sum: float
+    """Of the rows that did not fail, like component_sums."""
+    component_sums: Mapping[str, float]
+    """Each reward's own value, unweighted."""
+    generate_s: float
+    """Wall seconds from the call's start to its last finished episode."""
+    reward_s: float
+    put_s: float
+    """Seconds in which this actor waited for puts."""
+    bytes_put: int
+    """Bytes of rows written to the data plane by this actor since its last report."""
+    calls: int
+    """Data-plane client calls of this actor since its last report."""
+    spans: tuple[Span, ...]
+
+    @property
+    def valid(self) -> int:
+        """Rows that did not fail."""
+        return self.rows - self.failed
+
+    @property
+    def reward_mean(self) -> float:
+        """Mean total reward of the rows that did not fail; NaN when all did."""
+        return self.reward_sum / self.valid if self.valid else float("nan")
+
+    @property
+    def response_length_mean(self) -> float:
+        """Tokens; NaN without rows."""
+        return self.response_tokens / self.rows if self.rows else float("nan")
+
+    def component_means(self) -> dict[str, float]:
+        """Mean of each reward's own value over the rows that did not fail."""
+        return {name: total / self.valid for name, total in self.component_sums.items()} if self.valid else {}
+
+
+def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
+    """One report of what several actors did at the same time: counts and bytes add up, seconds are the longest's."""
+    names = dict.fromkeys(name for report in reports for name in report.component_sums)
+    return RolloutReport(
+        rows=sum(r.rows for r in reports),
+        failed=sum(r.failed for r in reports),
+        first_error=next((r.first_error for r in reports if r.first_error), ""),
+        truncated=sum(r.truncated for r in reports),
+        prompt_tokens=sum(r.prompt_tokens for r in reports),
+        response_tokens=sum(r.response_tokens for r in reports),
+        response_length_max=max((r.response_length_max for r in reports), default=0),
+        reward_sum=sum(r.reward_sum for r in reports),
+        component_sums={name: sum(r.component_sums.get(name, 0.0) for r in reports) for name in names},
+        generate_s=max((r.generate_s for r in reports), default=0.0),
+        reward_s=max((r.reward_s for r in reports), default=0.0),
+        put_s=max((r.put_s for r in reports), default=0.0),
+        bytes_put=sum(r.bytes_put for r in reports),
+        calls=sum(r.calls for r in reports),
+        spans=tuple(span for r in reports for span in r.spans),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """One `validate` call."""
+
+    rows: int
+    exact_match: float
+    """Share of responses that equal the answer, surrounding white space aside; 0.0 without rows."""
+    reward: float
+    """Mean total reward of the rows that did not fail; 0.0 when there are none."""
+    failed: int
+    """Rows whose reward raised."""
+    first_error: str
+    response_length_mean: float
+    """Tokens; 0.0 without rows."""
+
+
+@dataclass(slots=True)
+class RolloutTally:
+    """A RolloutReport in the making."""
+
+    rows: int = 0
+    failed: int = 0
+    first_error: str = ""
+    truncated: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    response_length_max: int = 0
+    reward_sum: float = 0.0
+    component_sums: dict[str, float] = field(default_factory=dict)
+    generate_s: float = 0.0
+    reward_s: float = 0.0
+    put_s: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+
+    def add(self, samples: Iterable[Sample], scores: Iterable[Score]) -> None:
+        """Count scored samples."""
+        for sample, score in zip(samples, scores, strict=True):
+            response_length = int(np.count_nonzero(sample.response_mask))
+            self.rows += 1
+            self.prompt_tokens += len(sample.input_ids) - response_length
+            self.response_tokens += response_length
+            self.response_length_max = max(self.response_length_max, response_length)
+            self.truncated += sample.finish_reason == "length"
+            if not score.valid:
+                self.failed += 1
+                self.first_error = self.first_error or score.error
+                continue
+            self.reward_sum += score.reward
+            for name, value in score.components.items():
+                self.component_sums[name] = self.component_sums.get(name, 0.0) + value
+
+    def report(self, bytes_put: int, calls: int) -> RolloutReport:
+        return RolloutReport(
+            rows=self.rows,
+            failed=self.failed,
+            first_error=self.first_error,
+            truncated=self.truncated,
+            prompt_tokens=self.prompt_tokens,
+            response_tokens=self.response_tokens,
+            response_length_max=self.response_length_max,
+            reward_sum=self.reward_sum,
+            component_sums=self.component_sums,
+            generate_s=self.generate_s,
+            reward_s=self.reward_s,
+            put_s=self.put_s,
+            bytes_put=bytes_put,
+            calls=calls,
+            spans=tuple(self.spans),
+        )

@@ -1,0 +1,52 @@
+"""Text to token ids and back, the same way wherever prompts are read, checked or rolled out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def load_tokenizer(path: str) -> Any:
+    """The Hugging Face tokenizer of a local folder or hub id. Raises ValueError in one sentence when there is none."""
+    from transformers import AutoTokenizer  # seconds to import; a scripted or dry run may never come here
+
+    folder = Path(path).expanduser()
+    if not folder.is_dir() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
+        raise ValueError(f"tokenizer: got {path!r}, expected a folder that exists or a hub id (organisation/name)")
+    try:
+        return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"tokenizer: {path!r} has none that can be loaded: {reason}") from error
+
+
+def encode_prompts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
+    """int64 `[L]` per text. The tokenizer's special tokens are added, unless the text brings its own (a template)."""
+    if not texts:
+        return []
+    begin = tokenizer.bos_token
+    if begin:
+        # A template that starts with the begin token must not get a second one.
+        plain = [not text.startswith(begin) for text in texts]
+    else:
+        plain = [True] * len(texts)
+    ids: list[np.ndarray] = [np.zeros(0, np.int64)] * len(texts)
+    for add_special in (True, False):
+        chosen = [i for i, is_plain in enumerate(plain) if is_plain == add_special]
+        if chosen:
+            encoded = tokenizer([texts[i] for i in chosen], add_special_tokens=add_special)["input_ids"]
+            for i, row in zip(chosen, encoded, strict=True):
+                ids[i] = np.asarray(row, dtype=np.int64)
+    return ids
+
+
+def decode_responses(tokenizer: Any, responses: Sequence[np.ndarray]) -> list[str]:
+    """The text of each response's token ids, special tokens left out."""
+    if not responses:
+        return []
+    return tokenizer.batch_decode(
+        [response.tolist() for response in responses], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )

@@ -1,0 +1,293 @@
+"""One field's rows as users hold them (tensors, arrays, lists), checked and turned into one contiguous column.
+
+The schema decides what a value means; nothing is guessed from its shape. Tensors of another dtype are never cast.
+Every error is a ValueError that names field, row, what was given and what was expected.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack
+
+from .batch import Column, Jagged, Ragged
+from .runs import fresh
+from .schema import Field, Kind
+
+
+def to_column(field: Field, value: Any) -> Column:
+    """`value` as a column of `field`: contiguous, on the CPU, without grad; shares memory with `value` where it can.
+
+    Takes per kind, besides a finished column:
+    PER_TOKEN   N rows `[L, *trailing]` (list of tensors, arrays or lists; nested tensor), dense `[N, L, *trailing]`
+    PER_SAMPLE  N rows `[*trailing]`, or dense `[N, *trailing]`
+    RAGGED      N rows of `ndim` dimensions, or dense `[N, *shape]`
+    OBJECT      a list of N objects (or NonTensorStack, or an array of objects or strings)
+    Python numbers and numpy integers are narrowed where each value fits (python floats are rounded to the dtype).
+    """
+    if isinstance(value, NonTensorData | NonTensorStack):
+        value = value.tolist()
+    if field.kind is Kind.OBJECT:
+        return _objects(field, value)
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        value = list(value)
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        column = _jagged_from_nested(field, value)
+        if column is not None:
+            return column
+        value = list(value.unbind())
+    if field.kind is Kind.PER_TOKEN:
+        return _per_token(field, value)
+    if field.kind is Kind.PER_SAMPLE:
+        return _per_sample(field, value)
+    return _ragged(field, value)
+
+
+def num_rows(column: Column) -> int:
+    """Rows of a finished column."""
+    if isinstance(column, Jagged):
+        return len(column.lengths)
+    return len(column.shapes) if isinstance(column, Ragged) else len(column)
+
+
+def _per_token(field: Field, value: Any) -> Jagged:
+    if isinstance(value, Jagged):
+        values = _tensor(field, value.values, "values")
+        lengths = _extents(field, value.lengths, ndim=1)
+        _expect_shape(field, "values", values.shape, (int(lengths.sum()), *field.trailing))
+        return Jagged(values, lengths)
+    if isinstance(value, torch.Tensor | np.ndarray):
+        dense = _tensor(field, value, "the dense tensor")
+        _expect_shape(field, "the dense tensor", dense.shape, ("N", "L", *field.trailing))
+        count, length = dense.shape[:2]
+        return Jagged(dense.reshape(count * length, *field.trailing), np.full(count, length, dtype=np.int64))
+    rows = _rows(field, value)
+    values = _concat(field, rows, ("L", *field.trailing))
+    lengths = [row.shape[0] if isinstance(row, torch.Tensor) else len(row) for row in rows]
+    return Jagged(values, np.array(lengths, dtype=np.int64))
+
+
+def _per_sample(field: Field, value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        dense = _tensor(field, value, "the dense tensor")
+        _expect_shape(field, "the dense tensor", dense.shape, ("N", *field.trailing))
+        return dense
+    rows = _rows(field, value)
+    kinds = set(map(type, rows))
+    try:
+        if any(issubclass(kind, torch.Tensor | np.ndarray) for kind in kinds) or not rows:
+            tensors = [_row(field, row, index, field.trailing) for index, row in enumerate(rows)]
+            return torch.stack(tensors) if tensors else torch.empty((0, *field.trailing), dtype=field.dtype)
+        dense = _from_python(field, rows, "the list")
+        _expect_shape(field, "the list", dense.shape, (len(rows), *field.trailing))
+        return dense
+    except ValueError:
+        _name_the_row(field, rows, field.trailing)
+        raise
+
+
+def _ragged(field: Field, value: Any) -> Ragged:
+    if isinstance(value, Ragged):
+        values = _tensor(field, value.values, "values")
+        shapes = _extents(field, value.shapes, ndim=2)
+        _expect_shape(field, "shapes", shapes.shape, ("N", field.ndim))
+        _expect_shape(field, "values", values.shape, (int(shapes.prod(axis=1).sum()),))
+        return Ragged(values, shapes)
+    if isinstance(value, torch.Tensor | np.ndarray):
+        dense = _tensor(field, value, "the dense tensor")
+        _expect_shape(field, "the dense tensor", dense.shape, ("N", *["*"] * field.ndim))
+        shapes = np.tile(np.array(dense.shape[1:], dtype=np.int64), (len(dense), 1))
+        return Ragged(dense.reshape(-1), shapes)
+    rows = [_row(field, row, index, ("*",) * field.ndim) for index, row in enumerate(_rows(field, value))]
+    shapes = np.array([row.shape for row in rows], dtype=np.int64).reshape(len(rows), field.ndim)
+    values = torch.cat([row.reshape(-1) for row in rows]) if rows else torch.empty(0, dtype=field.dtype)
+    return Ragged(values, shapes)
+
+
+def _objects(field: Field, value: Any) -> list[Any]:
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OUS" and value.ndim == 1:
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return list(value)
+    raise ValueError(f"field {field.name!r}: got {_what(value)}, expected a list of objects, one a row")
+
+
+def _jagged_from_nested(field: Field, value: Any) -> Jagged | None:
+    """The values of a torch.jagged tensor without a copy; None where its rows do not lie one after another."""
+    if field.kind is not Kind.PER_TOKEN or value.layout is not torch.jagged:
+        return None
+    # An int here means that another dimension than the tokens' is the jagged one; lengths() that rows have gaps.
+    if isinstance(value.shape[1], int) or value.lengths() is not None:
+        return None
+    offsets = value.offsets().cpu().numpy()
+    values = value.values()[int(offsets[0]) : int(offsets[-1])]
+    return _per_token(field, Jagged(values, np.diff(offsets)))
+
+
+def _rows(field: Field, value: Any) -> Sequence[Any]:
+    if isinstance(value, list | tuple):
+        return value
+    raise ValueError(
+        f"field {field.name!r}: got {_what(value)}, expected a list of rows, a tensor or an array ({field.kind.value})"
+    )
+
+
+def _concat(field: Field, rows: Sequence[Any], shape: tuple[int | str, ...]) -> torch.Tensor:
+    """Rows of `shape` laid one after another along their first dimension."""
+    assert field.dtype is not None
+    kinds = set(map(type, rows))
+    if not rows:
+        return torch.empty((0, *field.trailing), dtype=field.dtype)
+    try:
+        # Lists and arrays are converted once for all rows, not once a row; on an error the row is looked for.
+        if kinds <= {list, tuple} and not field.trailing:
+            flat = _from_python(field, list(itertools.chain.from_iterable(rows)), "the rows")
+            _expect_shape(field, "the rows", flat.shape, ("L",))
+            return flat
+        if kinds == {np.ndarray} and len({(row.dtype, row.shape[1:]) for row in rows}) == 1:
+            values = _tensor(field, np.concatenate(rows), "the rows")
+            _expect_shape(field, "the rows", values.shape, shape)
+            return values
+    except ValueError:
+        _name_the_row(field, rows, shape)
+        raise
+    if kinds != {torch.Tensor} or not _all_fit(field, rows, shape):
+        rows = [_row(field, row, index, shape) for index, row in enumerate(rows)]
+    if not all([row.is_cpu for row in rows]):
+        rows = [row.cpu() for row in rows]
+    with torch.no_grad():
+        out = fresh(field.dtype, (sum([row.shape[0] for row in rows]), *field.trailing))
+        return torch.cat(tuple(rows), out=out)
+
+
+def _all_fit(field: Field, rows: Sequence[torch.Tensor], shape: tuple[int | str, ...]) -> bool:
+    """Whether all rows are plain tensors of the right dtype and shape; a tight loop, as there may be thousands."""
+    plain = {(row.dtype, row.ndim, row.layout) for row in rows} == {(field.dtype, len(shape), torch.strided)}
+    return plain and (not field.trailing or all([row.shape[1:] == field.trailing for row in rows]))
+
+
+def _name_the_row(field: Field, rows: Sequence[Any], shape: tuple[int | str, ...]) -> None:
+    for index, row in enumerate(rows):
+        _row(field, row, index, shape)
+
+
+def _row(field: Field, row: Any, index: int, shape: tuple[int | str, ...]) -> torch.Tensor:
+    where = f"row {index}"
+    if isinstance(row, torch.Tensor | np.ndarray):
+        tensor = _tensor(field, row, where)
+    else:
+        tensor = _from_python(field, row, where)
+        if not tensor.numel() and tensor.shape == (0,) and shape[:1] == ("L",):
+            tensor = tensor.reshape(0, *field.trailing)  # [] is a row without tokens, whatever trails
+    _expect_shape(field, where, tensor.shape, shape)
+    return tensor
+
+
+def _tensor(field: Field, value: Any, where: str) -> torch.Tensor:
+    """`value` contiguous, on the CPU, without grad; of the field's dtype or refused."""
+    if isinstance(value, np.ndarray):
+        return _from_numpy(field, value, where)
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"field {field.name!r}: {where} is {_what(value)}, expected a tensor")
+    if value.dtype != field.dtype:
+        raise ValueError(
+            f"field {field.name!r}: {where} has dtype {value.dtype}, expected {field.dtype}; "
+            f"cast it where it is made, tensors are never cast on the way"
+        )
+    if value.is_nested or value.layout is not torch.strided:
+        raise ValueError(f"field {field.name!r}: {where} has layout {value.layout}, expected a plain (strided) tensor")
+    return value.detach().cpu().contiguous().resolve_neg()
+
+
+def _from_numpy(field: Field, array: np.ndarray, where: str) -> torch.Tensor:
+    assert field.dtype is not None
+    name, target = array.dtype.name, field.dtype
+    if name == field.dtype_name:
+        native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape)
+        # torch warns of arrays that it may not write to, so these are copied.
+        return torch.from_numpy(native if native.flags.writeable else native.copy())
+    if array.dtype.kind not in "iu" or not _is_integer(target):
+        raise ValueError(f"field {field.name!r}: {where} is a numpy array of dtype {name}, expected {field.dtype_name}")
+    _expect_range(field, array, where)
+    return torch.from_numpy(array.astype(np.dtype(field.dtype_name)))
+
+
+def _from_python(field: Field, value: Any, where: str) -> torch.Tensor:
+    """Python numbers, or lists of them, as the field's dtype."""
+    assert field.dtype is not None
+    first = value
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    if isinstance(first, torch.Tensor):
+        raise ValueError(f"field {field.name!r}: {where} is a list of tensors, expected one tensor (torch.stack them)")
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"field {field.name!r}: {where} is no array of numbers: {error}") from None
+    kind, target = array.dtype.kind, field.dtype
+    if not array.size and kind in "biuf":
+        return torch.empty(array.shape, dtype=target)
+    if target == torch.bool and kind == "b":
+        return torch.from_numpy(array)
+    if _is_integer(target) and kind in "biu":
+        _expect_range(field, array, where)
+        return torch.from_numpy(array.astype(np.dtype(field.dtype_name)))
+    if target.is_floating_point and kind in "iuf":
+        tensor = torch.from_numpy(np.asarray(array, dtype=np.float64)).to(target)
+        back = tensor.to(torch.float64).numpy()
+        wrong = (back != array) if kind in "iu" else (np.isfinite(array) & ~np.isfinite(back))
+        if wrong.any():
+            raise ValueError(
+                f"field {field.name!r}: {where} holds {array[wrong].flat[0]}, which {field.dtype_name} cannot hold"
+            )
+        return tensor
+    raise ValueError(
+        f"field {field.name!r}: {where} is {_what(value)} with values of type {array.dtype.name}, "
+        f"expected {field.dtype_name}"
+    )
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return dtype != torch.bool and not dtype.is_floating_point
+
+
+def _expect_range(field: Field, array: np.ndarray, where: str) -> None:
+    assert field.dtype is not None
+    limits = torch.iinfo(field.dtype)
+    for value in (int(array.min()), int(array.max())) if array.size else ():
+        if not limits.min <= value <= limits.max:
+            raise ValueError(
+                f"field {field.name!r}: {where} holds {value}, expected {limits.min} to {limits.max} "
+                f"({field.dtype_name})"
+            )
+
+
+def _extents(field: Field, value: Any, *, ndim: int) -> np.ndarray:
+    """Lengths `[N]` or shapes `[N, ndim]` as int64."""
+    array = value.cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if array.ndim != ndim or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"field {field.name!r}: lengths are {array.dtype.name} of shape {array.shape}, expected {ndim}-D integers"
+        )
+    array = array.astype(np.int64, copy=False)
+    if array.size and array.min() < 0:
+        raise ValueError(f"field {field.name!r}: lengths hold {array.min()}, expected none below 0")
+    return array
+
+
+def _expect_shape(field: Field, where: str, shape: Sequence[int], expected: tuple[int | str, ...]) -> None:
+    """`expected` may hold names for extents that are free."""
+    fits = len(shape) == len(expected) and all(
+        isinstance(want, str) or got == want for got, want in zip(shape, expected, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join(map(str, expected))
+        raise ValueError(f"field {field.name!r}: {where} has shape {list(shape)}, expected [{wanted}]")
+
+
+def _what(value: Any) -> str:
+    return f"a {type(value).__name__}"

@@ -1,0 +1,208 @@
+"""Batches from and to what users hold: pack, unpack, pad, slice, select, concat."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+
+from .batch import Batch, Column, Jagged, Ragged
+from .columns import num_rows as rows_of
+from .columns import to_column
+from .gather import gather_dense, gather_jagged, gather_ragged
+from .runs import as_bytes, exclusive_cumsum, find_runs, fresh
+from .schema import Schema
+
+
+def pack(schema: Schema, data: Mapping[str, Any] | TensorDictBase, num_rows: int | None = None) -> Batch:
+    """The fields of `data` as a Batch: contiguous columns on the CPU without grad, in the schema's order.
+
+    data: a mapping (or Batch) from field name to a column in any form that `columns.to_column` takes, or a TensorDict
+        with one batch dimension. Fields of the schema that it does not hold are left out of the result.
+    num_rows: rows that every field must have; None takes the first field's (or the TensorDict's batch size).
+
+    Columns share memory with the input where that is contiguous already: do not write to it while the batch lives.
+    Raises ValueError naming field, row, what was given and what was expected.
+    """
+    values, found_rows = _values(data)
+    if num_rows is None:
+        num_rows = found_rows
+    for name in values:
+        if name not in schema:
+            raise ValueError(f"unknown field {name!r}{_nearest(name, schema)}; the schema has {', '.join(schema)}")
+    columns: dict[str, Column] = {}
+    first_jagged = ""
+    for name in (name for name in schema if name in values):
+        column = to_column(schema[name], values[name])
+        count = rows_of(column)
+        if num_rows is None:
+            num_rows = count
+        if count != num_rows:
+            raise ValueError(f"field {name!r}: got {count} rows, expected {num_rows}")
+        if isinstance(column, Jagged):
+            first_jagged = first_jagged or name
+            column = _same_lengths(name, column, first_jagged, columns.get(first_jagged))
+        columns[name] = column
+    if num_rows is None:
+        raise ValueError("no fields and no number of rows: got an empty mapping, expected at least one field")
+    return Batch(schema.subset(columns), num_rows, columns)
+
+
+def _values(data: Mapping[str, Any] | TensorDictBase) -> tuple[Mapping[str, Any], int | None]:
+    """(field name -> value, rows if known) of what `pack` is given."""
+    if isinstance(data, Batch):
+        return data, data.num_rows
+    if not isinstance(data, TensorDictBase):
+        if not isinstance(data, Mapping):
+            raise ValueError(f"fields: got a {type(data).__name__}, expected a mapping or a TensorDict")
+        return data, None
+    if len(data.batch_size) != 1:
+        raise ValueError(f"TensorDict: got batch size {list(data.batch_size)}, expected one dimension, the rows")
+    if isinstance(data, LazyStackedTensorDict):
+        return _lazy_values(data), data.batch_size[0]
+    return {name: data.get(name) for name in data.keys()}, data.batch_size[0]  # noqa: SIM118 (not a Mapping)
+
+
+def _lazy_values(data: LazyStackedTensorDict) -> dict[str, list[Any]]:
+    """Rows of a lazy stack one by one: its own `get` fails on ragged rows and its `keys` hide those not in all rows."""
+    rows = data.tensordicts
+    names = list(dict.fromkeys(name for row in rows for name in row.keys()))  # noqa: SIM118
+    values: dict[str, list[Any]] = {name: [] for name in names}
+    for index, row in enumerate(rows):
+        for name in names:
+            value = row.get(name, None)
+            if value is None:
+                raise ValueError(f"field {name!r}, row {index}: missing there, but other rows have it")
+            values[name].append(value.data if isinstance(value, NonTensorData) else value)
+    return values
+
+
+def _nearest(name: Any, schema: Schema) -> str:
+    close = difflib.get_close_matches(str(name), list(schema), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _same_lengths(name: str, column: Jagged, first_name: str, first: Column | None) -> Jagged:
+    """`column`, sharing the lengths of the batch's first PER_TOKEN field."""
+    if not isinstance(first, Jagged):
+        return column
+    if not np.array_equal(first.lengths, column.lengths):
+        row = int(np.flatnonzero(first.lengths != column.lengths)[0])
+        raise ValueError(
+            f"field {name!r}, row {row}: got {column.lengths[row]} tokens, "
+            f"expected {first.lengths[row]} as in field {first_name!r}"
+        )
+    return Jagged(column.values, first.lengths)
+
+
+def unpack(batch: Batch) -> dict[str, list[Any]]:
+    """Field name -> its N rows: tensors `[L, *trailing]`, `[*trailing]` or of the row's own shape, or objects.
+
+    Tensors are views of the batch.
+    """
+    return {name: _row_views(column) for name, column in batch.items()}
+
+
+def _row_views(column: Column) -> list[Any]:
+    if isinstance(column, Jagged):
+        return list(column.values.split(column.lengths.tolist()))
+    if isinstance(column, Ragged):
+        flat = column.values.split(column.shapes.prod(axis=1).tolist())
+        return [row.view(shape) for row, shape in zip(flat, column.shapes.tolist(), strict=True)]
+    return list(column.unbind()) if isinstance(column, torch.Tensor) else list(column)
+
+
+def to_tensordict(batch: Batch) -> TensorDict:
+    """The batch as a TensorDict of batch size [N], which `pack` takes back.
+
+    PER_TOKEN: nested tensor of layout torch.jagged; PER_SAMPLE: tensor; RAGGED and OBJECT: NonTensorStack. Tensors
+    share the batch's memory.
+    """
+    values: dict[str, Any] = {}
+    for name, column in batch.items():
+        if isinstance(column, Jagged):
+            offsets = torch.from_numpy(np.concatenate(([0], np.cumsum(column.lengths))))
+            values[name] = torch.nested.nested_tensor_from_jagged(column.values, offsets)
+        elif isinstance(column, torch.Tensor):
+            values[name] = column
+        else:
+            # An empty stack has no shape of its own.
+            values[name] = NonTensorStack(*_row_views(column)) if batch.num_rows else NonTensorData([], batch_size=[0])
+    return TensorDict(values, batch_size=[batch.num_rows])
+
+
+def slice_rows(batch: Batch, start: int, stop: int) -> Batch:
+    """Rows `start:stop` as views of `batch`. Raises ValueError unless 0 <= start <= stop <= rows."""
+    if not 0 <= start <= stop <= batch.num_rows:
+        raise ValueError(f"rows {start}:{stop}: expected 0 <= start <= stop <= {batch.num_rows}, the batch's rows")
+    columns: dict[str, Column] = {}
+    lengths = None if batch.lengths is None else batch.lengths[start:stop]
+    for name, column in batch.items():
+        if isinstance(column, Jagged):
+            assert lengths is not None
+            first = int(column.lengths[:start].sum())
+            columns[name] = Jagged(column.values[first : first + int(lengths.sum())], lengths)
+        elif isinstance(column, Ragged):
+            elements = column.shapes.prod(axis=1)
+            first, last = int(elements[:start].sum()), int(elements[:stop].sum())
+            columns[name] = Ragged(column.values[first:last], column.shapes[start:stop])
+        else:
+            columns[name] = column[start:stop]
+    return Batch(batch.schema, stop - start, columns)
+
+
+def select_rows(batch: Batch, indices: Sequence[int] | np.ndarray) -> Batch:
+    """Rows `indices` `[M]`, copied, in that order; a row may repeat. Raises ValueError for one that is not there."""
+    row = np.asarray(indices, dtype=np.int64)
+    if len(row) and not 0 <= row.min() <= row.max() < batch.num_rows:
+        raise ValueError(f"rows {row.min()} to {row.max()}: expected 0 to {batch.num_rows - 1}, the batch's rows")
+    block = np.zeros(len(row), dtype=np.int64)
+    runs = find_runs(block, row)
+    lengths = None if batch.lengths is None else batch.lengths[row]
+    columns: dict[str, Column] = {}
+    for name, column in batch.items():
+        field = batch.schema[name]
+        if isinstance(column, Jagged):
+            assert lengths is not None
+            start = exclusive_cumsum(column.lengths)[row]
+            columns[name] = gather_jagged(field, lengths, start, runs, {0: as_bytes(column.values)})
+        elif isinstance(column, Ragged):
+            index = np.ascontiguousarray(column.shapes).reshape(-1).view(np.uint8)
+            columns[name] = gather_ragged(field, block, row, runs, {0: as_bytes(column.values)}, {0: index})
+        elif isinstance(column, torch.Tensor):
+            columns[name] = gather_dense(field, block, row, runs, {0: as_bytes(column)})
+        else:
+            columns[name] = [column[index] for index in row.tolist()]
+    return Batch(batch.schema, len(row), columns)
+
+
+def concat(batches: Sequence[Batch]) -> Batch:
+    """The rows of all `batches`, copied, one after another. Raises ValueError unless they have one schema."""
+    if not batches:
+        raise ValueError("concat: got no batches, expected at least one")
+    schema = batches[0].schema
+    for index, batch in enumerate(batches):
+        if batch.schema != schema:
+            raise ValueError(f"concat: batch {index} has {batch.schema}, expected {schema} as in batch 0")
+    columns = {name: _concat_columns([batch[name] for batch in batches]) for name in schema}
+    return Batch(schema, sum(batch.num_rows for batch in batches), columns)
+
+
+def _concat_columns(columns: Sequence[Any]) -> Column:
+    first = columns[0]
+    if isinstance(first, Jagged):
+        return Jagged(_cat([c.values for c in columns]), np.concatenate([c.lengths for c in columns]))
+    if isinstance(first, Ragged):
+        return Ragged(_cat([c.values for c in columns]), np.concatenate([c.shapes for c in columns]))
+    if isinstance(first, torch.Tensor):
+        return _cat(columns)
+    return [row for column in columns for row in column]
+
+
+def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    out = fresh(tensors[0].dtype, (sum(map(len, tensors)), *tensors[0].shape[1:]))
+    return torch.cat(tuple(tensors), out=out)

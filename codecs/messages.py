@@ -1,0 +1,99 @@
+"""Metadata messages between processes: dataclasses, enums and numpy arrays as msgpack.
+
+For directory calls, receipts and manifests: small, typed, decoded into the very types that were encoded. Tensors do not
+travel here; rows' bytes are blocks (`codecs/blocks.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from .schema import Schema
+
+T = TypeVar("T")
+
+_ARRAY = 1
+"""msgpack extension code of a numpy array: 1 byte dtype length, 1 byte ndim, dtype, int64 shape unless 1-D, values."""
+
+_KINDS = "biufUS"
+"""numpy dtype kinds that travel: bool, ints, floats, fixed-width strings."""
+
+
+def encode(obj: Any) -> bytes:
+    """`obj` as one message.
+
+    Takes (nested) dataclasses, enums, numpy arrays and scalars, `Schema`, str, bytes, None, bool, int, float, lists,
+    tuples, sets and dicts. Raises TypeError naming any other type.
+    """
+    return _ENCODER.encode(obj)
+
+
+def decode(data: bytes | bytearray | memoryview, type: type[T]) -> T:  # noqa: A002
+    """The object of `type` (any annotation, `list[Receipt]` say) that `encode` wrote; its arrays own their memory.
+
+    Raises ValueError when `data` is not such a message.
+    """
+    try:
+        return _decoder(type).decode(data)
+    except (msgspec.DecodeError, IndexError) as error:
+        raise ValueError(f"message: {len(data)} bytes are not a {getattr(type, '__name__', type)}: {error}") from error
+
+
+@functools.cache
+def _decoder(of: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(of, ext_hook=_ext_hook, dec_hook=_dec_hook)
+
+
+def _enc_hook(obj: Any) -> Any:
+    if isinstance(obj, np.ndarray):
+        return msgspec.msgpack.Ext(_ARRAY, _array_bytes(obj))
+    if isinstance(obj, np.generic):
+        return obj.item()
+    if isinstance(obj, Schema):
+        return obj.to_list()
+    if isinstance(obj, MappingProxyType):
+        return dict(obj)
+    raise TypeError(f"message: cannot encode {type(obj).__module__}.{type(obj).__qualname__}")
+
+
+def _dec_hook(of: Any, obj: Any) -> Any:
+    if of is Schema:
+        return Schema.from_list(obj)
+    if not isinstance(obj, of):
+        raise msgspec.ValidationError(f"got {type(obj).__name__}, expected {of.__name__}")
+    return obj
+
+
+def _array_bytes(array: np.ndarray) -> bytes:
+    if array.dtype.kind not in _KINDS:
+        raise TypeError(f"message: cannot encode a numpy array of dtype {array.dtype}")
+    dtype = array.dtype.str.encode("ascii")
+    # A 1-D array's extent follows from the bytes, unless its items have none (dtype "<U0").
+    implied = array.ndim == 1 and array.itemsize > 0
+    shape = b"" if implied else np.asarray(array.shape, dtype="<i8").tobytes()
+    return bytes((len(dtype), 255 if implied else array.ndim)) + dtype + shape + array.tobytes()
+
+
+def _ext_hook(code: int, data: memoryview) -> np.ndarray:
+    if code != _ARRAY or len(data) < 2:
+        raise msgspec.ValidationError(f"msgpack extension {code} of {len(data)} bytes is not a numpy array")
+    dtype_end, ndim = 2 + data[0], data[1]
+    try:
+        dtype = np.dtype(bytes(data[2:dtype_end]).decode("ascii"))
+        if dtype.kind not in _KINDS:
+            raise ValueError(f"dtype {dtype} does not travel")
+        if ndim == 255:
+            return np.frombuffer(data[dtype_end:], dtype).copy()
+        body = dtype_end + 8 * ndim
+        shape = tuple(np.frombuffer(data[dtype_end:body], "<i8").tolist())
+        return np.ndarray(shape, dtype, bytes(data[body:])).copy()
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise msgspec.ValidationError(f"damaged numpy array: {error}") from error
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_enc_hook)

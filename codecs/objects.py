@@ -1,0 +1,85 @@
+"""Objects as msgpack: strings, numbers, lists and dicts, back exactly as they went in, and nothing else.
+
+No pickle: what a reader decodes can only be data. Types that msgpack would quietly turn into another one (tuples into
+lists, numpy scalars into numbers, enums into their values) are refused instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+MAX_DEPTH = 200
+"""Lists and dicts inside each other; also what stops an object that contains itself."""
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder()
+_SCALARS = frozenset((str, bytes, type(None), bool, float))
+
+
+def encode(obj: Any) -> bytes:
+    """`obj` as msgpack. Takes str, bytes, None, bool, int (64 bit), float, list, and dict with str or int keys.
+
+    Raises TypeError naming any other type and the path to it; ValueError for an int beyond 64 bit, text that is not
+    valid Unicode, and nesting deeper than MAX_DEPTH.
+    """
+    _check(obj, "", 0)
+    try:
+        return _ENCODER.encode(obj)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"object: a string holds {error.object[error.start]!r}, expected valid Unicode text") from None
+
+
+def decode(data: bytes | memoryview) -> Any:
+    """Inverse of `encode`. Raises ValueError when `data` is not one whole msgpack object."""
+    try:
+        return _DECODER.decode(data)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"object: {len(data)} bytes are not one msgpack object: {error}") from error
+
+
+def encode_column(name: str, rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """The column's rows one after another: uint8 bytes and int64 `[N]` end offsets. Errors name field and row."""
+    parts = []
+    for index, obj in enumerate(rows):
+        try:
+            parts.append(encode(obj))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"field {name!r}, row {index}: {error}") from None
+    ends = np.cumsum(np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)), dtype=np.int64)
+    return np.frombuffer(b"".join(parts), dtype=np.uint8), ends
+
+
+def _check(obj: Any, path: str, depth: int) -> None:
+    kind = type(obj)
+    if kind in _SCALARS:
+        return
+    if kind is int:
+        if not -(1 << 63) <= obj < 1 << 64:
+            raise ValueError(f"object{path}: {obj} does not fit 64 bit, expected -2**63 <= int < 2**64")
+        return
+    if depth >= MAX_DEPTH:
+        raise ValueError(f"object: nested deeper than {MAX_DEPTH} lists and dicts")
+    if kind is list:
+        for index, item in enumerate(obj):
+            if type(item) not in _SCALARS:
+                _check(item, f"{path}[{index}]", depth + 1)
+    elif kind is dict:
+        for key, item in obj.items():
+            if type(key) is int:
+                _check(key, path, depth + 1)
+            elif type(key) is not str:
+                raise TypeError(f"object{path}: key {key!r} is {_name(type(key))}, expected str or int")
+            if type(item) not in _SCALARS:
+                _check(item, f"{path}[{key!r}]", depth + 1)
+    else:
+        raise TypeError(
+            f"object{path}: cannot store {_name(kind)}, expected str, bytes, None, bool, int, float, list or dict"
+        )
+
+
+def _name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,164 @@
+"""The asyncio client: the blocking client's twin, for rollout actors and servers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..codecs.batch import Batch
+from ..codecs.schema import Schema
+from .block_store import BlockStore
+from .client_stats import ClientStats
+from .directory import Outcome
+from .handle import DataPlaneHandle
+from .links import Link
+from .meta import KVBatchMeta
+from .operations import Ask, Fields, Operations, Steps, Work
+from .requests import body_of
+from .status import DataPlaneStatus
+
+T = TypeVar("T")
+
+
+class AsyncDataPlaneClient:
+    """`DataPlaneClient` with awaitable methods: same arguments, results, errors, bounds. Made by `connect_async`.
+
+    Bytes are packed, moved and unpacked in threads; the loop only waits. May be shared by the tasks of a loop.
+    A cancelled put leaves nothing behind: it waits until the store no longer touches its bytes, takes its reservation
+    back, then raises CancelledError. A cancelled claim may have been granted: its rows return when the lease ends.
+    """
+
+    def __init__(self, handle: DataPlaneHandle, link: Link, store: BlockStore, name: str = "") -> None:
+        self._operations = Operations(handle, store, name)
+        self._link = link
+
+    @property
+    def stats(self) -> ClientStats:
+        """What this client has moved so far."""
+        return self._operations.stats
+
+    async def register(self, partition: str, schema: Schema, tasks: Sequence[str] = (), *, group_size: int = 1) -> None:
+        """See `DataPlaneClient.register`."""
+        await self._run("register", self._operations.register(partition, schema, tasks, group_size))
+
+    async def put(
+        self,
+        partition: str,
+        keys: Sequence[str],
+        fields: Fields,
+        *,
+        versions: int | np.ndarray | None = None,
+        groups: Sequence[str] | None = None,
+        tags: Mapping[str, np.ndarray] | None = None,
+        replace: bool = False,
+        timeout_s: float | None = None,
+    ) -> KVBatchMeta:
+        """See `DataPlaneClient.put`."""
+        return await self._run(
+            "put", self._operations.put(partition, keys, fields, versions, groups, tags, replace, timeout_s)
+        )
+
+    async def get(
+        self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
+    ) -> Batch:
+        """See `DataPlaneClient.get`."""
+        return await self._run("get", self._operations.get(meta, fields, timeout_s))
+
+    async def lookup(
+        self,
+        partition: str,
+        keys: Sequence[str],
+        fields: Sequence[str] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> KVBatchMeta:
+        """See `DataPlaneClient.lookup`."""
+        return await self._run("lookup", self._operations.lookup(partition, keys, fields, timeout_s))
+
+    async def get_keys(
+        self, partition: str, keys: Sequence[str], fields: Sequence[str], *, timeout_s: float | None = None
+    ) -> Batch:
+        """See `DataPlaneClient.get_keys`."""
+        return await self._run("get_keys", self._operations.get_keys(partition, keys, fields, timeout_s))
+
+    async def claim(
+        self,
+        partition: str,
+        task: str,
+        fields: Sequence[str],
+        n: int,
+        *,
+        whole_groups: bool = False,
+        timeout_s: float | None = None,
+    ) -> KVBatchMeta:
+        """See `DataPlaneClient.claim`."""
+        return await self._run("claim", self._operations.claim(partition, task, fields, n, whole_groups, timeout_s))
+
+    async def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:
+        """See `DataPlaneClient.release`."""
+        await self._run("release", self._operations.release(meta, task, outcome, timeout_s))
+
+    async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None) -> int:
+        """See `DataPlaneClient.clear`."""
+        return await self._run("clear", self._operations.clear(partition, keys, timeout_s))
+
+    async def status(self, partition: str | None = None, *, timeout_s: float | None = None) -> DataPlaneStatus:
+        """See `DataPlaneClient.status`."""
+        return await self._run("status", self._operations.status(partition, timeout_s))
+
+    async def close(self) -> None:
+        """Detach from the store. Idempotent; data plane and leases go on."""
+        await asyncio.to_thread(self._operations.store.close)
+
+    async def __aenter__(self) -> AsyncDataPlaneClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _run(self, op: str, steps: Steps[T]) -> T:
+        """Carry out the steps: directory calls on the loop, work in a thread."""
+        started = time.monotonic()
+        answer: Any = None
+        failure: BaseException | None = None
+        try:
+            while True:
+                step = steps.send(answer) if failure is None else steps.throw(failure)
+                answer, failure = None, None
+                try:
+                    answer = await (_in_thread(step) if isinstance(step, Work) else self._ask(step))
+                except BaseException as error:  # CancelledError too: the operation takes back what it reserved
+                    failure = error
+        except StopIteration as end:
+            return end.value
+        finally:
+            self.stats.count_call(op, time.monotonic() - started)
+
+    async def _ask(self, step: Ask) -> bytes:
+        started = time.monotonic()
+        reply = await self._link.call_async(step.op, step.payload, step.timeout_s)
+        self.stats.count_directory(len(step.payload) + len(reply))
+        return body_of(reply, step.op, time.monotonic() - started)
+
+
+async def _in_thread(work: Work) -> Any:
+    """Run it in a thread; when cancelled, wait for its end first: a block must not be freed under its writer."""
+    future = asyncio.get_running_loop().run_in_executor(None, work.run)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError:
+                continue  # it is being obeyed; the store's own bound ends this wait
+        if not future.cancelled():
+            future.exception()  # seen: the cancellation is what the caller is told
+        raise

@@ -1,0 +1,155 @@
+"""Rows to blocks and back: how a batch is cut and written, how a receipt's rows are read, checked and put together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..codecs.batch import Batch, Jagged, Ragged
+from ..codecs.blocks import ChecksumMismatch, EncodedBlock, RowSource, assemble, encode_block, verify
+from .block_store import BlockStore, Want
+from .errors import DataPlaneError, FieldsNotReady, IntegrityError, RowsCleared, SchemaMismatch
+from .meta import KVBatchMeta, narrow_sources
+
+PROBE_S = 2.0
+"""Bound of the look for the blocks that a failed read was about."""
+
+
+def cut(groups: Sequence[str], block_rows: int) -> list[tuple[int, int]]:
+    """(start, stop) of blocks of at most `block_rows` rows; neighbours of one group part only if they are more."""
+    blocks: list[tuple[int, int]] = []
+    start = unit = 0
+    for row in range(1, len(groups) + 1):
+        if row < len(groups) and groups[row] == groups[unit]:
+            continue
+        if row - start > block_rows and unit > start:
+            blocks.append((start, unit))
+            start = unit
+        while row - start > block_rows:
+            blocks.append((start, start + block_rows))
+            start += block_rows
+        unit = row
+    if len(groups) > start:
+        blocks.append((start, len(groups)))
+    return blocks
+
+
+def encode_blocks(batch: Batch, groups: Sequence[str], block_rows: int, *, checksum: bool) -> list[EncodedBlock]:
+    """The batch as blocks, its values uncopied."""
+    return [encode_block(batch, start, stop, checksum=checksum) for start, stop in cut(groups, block_rows)]
+
+
+def write_blocks(
+    store: BlockStore, blocks: Sequence[EncodedBlock], first_id: int, locations: Sequence[bytes], deadline: float
+) -> tuple[bytes, ...]:
+    """Put every block; returns their final locations. `deadline` is of time.monotonic()."""
+    final = []
+    for number, (block, location) in enumerate(zip(blocks, locations, strict=True)):
+        timeout_s = max(0.0, deadline - time.monotonic())
+        final.append(store.put(first_id + number, location, block.parts, block.layout.offsets, timeout_s))
+    return tuple(final)
+
+
+def check_readable(meta: KVBatchMeta, fields: Sequence[str]) -> None:
+    """Raises SchemaMismatch for undeclared or repeated fields, FieldsNotReady for those that the receipt lacks."""
+    unknown = [name for name in fields if name not in meta.schema]
+    if unknown or len(set(fields)) < len(fields):
+        message = f"fields {list(fields)}: expected names of {list(meta.schema)}, each once"
+        raise SchemaMismatch(message, op="get", partition=meta.partition)
+    lacking = [name for name in fields if name not in meta.fields]
+    if lacking:
+        message = f"the receipt cannot read {lacking}; it reads {list(meta.fields)}, lookup gives one for more"
+        raise FieldsNotReady(message, op="get", partition=meta.partition, keys=meta.keys)
+
+
+def read_rows(store: BlockStore, meta: KVBatchMeta, fields: Sequence[str], *, check: bool, timeout_s: float) -> Batch:
+    """The receipt's rows x `fields`, in its order, in memory of their own. check: verify checksums.
+
+    Raises RowsCleared naming the keys that are gone, StoreLost, IntegrityError naming the keys under the checksum.
+    """
+    schema = meta.schema.subset(fields)
+    sources = narrow_sources(meta.sources, fields)
+    wants = _wants(meta, sources, check)
+    started = time.monotonic()
+    try:
+        got = store.get([want for _, want in wants], timeout_s)
+        views: list[dict[int, np.ndarray]] = [{} for _ in meta.blocks]
+        for (number, _), parts in zip(wants, got, strict=True):
+            views[number] = parts
+        if check:
+            _verify(meta, sources, views)
+        batch = assemble(schema, meta.lengths, sources, [ref.layout for ref in meta.blocks], views)
+        store.settle([want for _, want in wants])
+        return batch
+    except RowsCleared as error:
+        keys = _cleared_keys(store, meta, sources, wants)
+        raise _named(error, meta, keys, started) from None
+    except DataPlaneError as error:
+        raise _named(error, meta, error.keys or meta.keys, started) from None
+    except ValueError as error:
+        # Bytes that do not parse: a block freed and used again while it was read, or damage.
+        store.settle([want for _, want in wants])
+        raise _named(IntegrityError(str(error)), meta, meta.keys, started) from error
+
+
+def column_bytes(batch: Batch) -> int:
+    """Bytes of the columns; objects count as nothing (their memory is Python's own)."""
+    total = 0
+    for column in batch.values():
+        if isinstance(column, Jagged | Ragged):
+            total += column.values.nbytes
+        elif not isinstance(column, list):
+            total += column.nbytes
+    return total
+
+
+def _wants(meta: KVBatchMeta, sources: Sequence[RowSource], header: bool) -> list[tuple[int, Want]]:
+    """(number of the block, what to read of it) for the blocks that the sources touch."""
+    parts: dict[int, set[int]] = {}
+    for source in sources:
+        for number in np.unique(source.block).tolist():
+            found = meta.blocks[number].layout.parts_of(meta.schema, source.fields)
+            parts.setdefault(number, {0} if header else set()).update(found)
+    return [(number, Want(meta.blocks[number], tuple(sorted(parts[number])))) for number in sorted(parts)]
+
+
+def _verify(meta: KVBatchMeta, sources: Sequence[RowSource], views: Sequence[dict[int, np.ndarray]]) -> None:
+    for source in sources:
+        schema = meta.schema.subset(source.fields)
+        for number in np.unique(source.block).tolist():
+            try:
+                verify(schema, source, number, meta.blocks[number].layout, views[number])
+            except ChecksumMismatch as error:
+                raise IntegrityError(str(error), keys=_keys_in(meta, [source], {number})) from error
+
+
+def _cleared_keys(
+    store: BlockStore, meta: KVBatchMeta, sources: Sequence[RowSource], wants: Sequence[tuple[int, Want]]
+) -> list[str]:
+    """Keys of the blocks that the store has no more; of all when it cannot be asked now."""
+    gone = set()
+    for number, want in wants:
+        try:
+            store.get([want], PROBE_S)
+            store.settle([want])
+        except RowsCleared:
+            gone.add(number)
+        except DataPlaneError:
+            return list(meta.keys)
+    return _keys_in(meta, sources, gone) or list(meta.keys)
+
+
+def _keys_in(meta: KVBatchMeta, sources: Sequence[RowSource], numbers: set[int]) -> list[str]:
+    hit = np.zeros(len(meta), dtype=bool)
+    for source in sources:
+        hit |= np.isin(source.block, list(numbers))
+    return [meta.keys[i] for i in np.flatnonzero(hit)]
+
+
+def _named(error: DataPlaneError, meta: KVBatchMeta, keys: Sequence[str], started: float) -> DataPlaneError:
+    """The store's error, with what only the reader knows."""
+    context = error.fields() | {"op": "get", "partition": meta.partition, "keys": keys}
+    context["elapsed_s"] = context["elapsed_s"] or time.monotonic() - started
+    return type(error)(error.message, **context)

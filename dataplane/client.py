@@ -1,0 +1,180 @@
+"""The blocking client: rows in, rows out, over a directory and a store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..codecs.batch import Batch
+from ..codecs.schema import Schema
+from .block_store import BlockStore
+from .client_stats import ClientStats
+from .directory import Outcome
+from .handle import DataPlaneHandle
+from .links import Link
+from .meta import KVBatchMeta
+from .operations import Ask, Fields, Operations, Steps, Work
+from .requests import body_of
+from .status import DataPlaneStatus
+
+T = TypeVar("T")
+
+
+class DataPlaneClient:
+    """One process's access to the run's data plane. Get one from `factory.connect`.
+
+    May be shared by threads. Every call returns or raises within its `timeout_s` (None: the configured `timeout_s`)
+    and a grace of seconds. Any call may raise DirectoryLost or StoreLost, naming the process that did not answer, and
+    ValueError for an unknown partition. Calls of one thread take effect in order; calls of several in any order, each
+    in full or not at all.
+    """
+
+    def __init__(self, handle: DataPlaneHandle, link: Link, store: BlockStore, name: str = "") -> None:
+        self._operations = Operations(handle, store, name)
+        self._link = link
+
+    @property
+    def stats(self) -> ClientStats:
+        """What this client has moved so far."""
+        return self._operations.stats
+
+    def register(self, partition: str, schema: Schema, tasks: Sequence[str] = (), *, group_size: int = 1) -> None:
+        """Declare a partition: its fields, its consumers, and (if over 1) the rows of a whole group.
+
+        Idempotent with equal arguments, from any process; ValueError naming what differs otherwise.
+        """
+        self._run("register", self._operations.register(partition, schema, tasks, group_size))
+
+    def put(
+        self,
+        partition: str,
+        keys: Sequence[str],
+        fields: Fields,
+        *,
+        versions: int | np.ndarray | None = None,
+        groups: Sequence[str] | None = None,
+        tags: Mapping[str, np.ndarray] | None = None,
+        replace: bool = False,
+        timeout_s: float | None = None,
+    ) -> KVBatchMeta:
+        """Write some fields of N rows; returns a receipt that reads just these fields.
+
+        keys: N row ids; new ones make rows, known ones get further fields. fields: all that `codecs.jagged.pack` takes.
+        versions: policy version(s) of new rows (-1 if None). groups: N names, None takes each key up to its last ".".
+        tags: per-row numbers `[N]`; a later put of a tag overwrites it. A row's length is that of its PER_TOKEN fields:
+        until one is written it reads as 0, and all of them must agree. Only replace=True writes a (key, field) again;
+        it may change a row's version, and its length if it replaces all its PER_TOKEN fields. No rows: nothing happens.
+
+        Ordering: all fields of all rows become readable together when it returns, or none does when it raises.
+        Blocks while the store is full. Not idempotent: the same again raises AlreadyWritten.
+        Raises SchemaMismatch, DuplicateKeys and AlreadyWritten before a byte moves (AlreadyWritten also after, when
+        another writer came first), CapacityExceeded, and DataPlaneTimeout when writing took longer than `reserve_s`.
+        """
+        return self._run(
+            "put", self._operations.put(partition, keys, fields, versions, groups, tags, replace, timeout_s)
+        )
+
+    def get(self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float | None = None) -> Batch:
+        """Read a receipt's rows x `fields` (None: all it can read), in its order, into memory of their own.
+
+        Asks the store only, never the directory. Idempotent; anybody who holds the receipt may call it.
+        Raises RowsCleared naming keys whose block is gone (the last of its rows was cleared or replaced; until then a
+        receipt still reads the bytes it was given for), FieldsNotReady for fields the receipt lacks, IntegrityError.
+        """
+        return self._run("get", self._operations.get(meta, fields, timeout_s))
+
+    def lookup(
+        self,
+        partition: str,
+        keys: Sequence[str],
+        fields: Sequence[str] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> KVBatchMeta:
+        """A receipt for `keys` in that order (a key may repeat). fields None: all that are written for every key.
+
+        Does not wait for rows: raises KeysNotFound or FieldsNotReady naming what is missing. Idempotent.
+        """
+        return self._run("lookup", self._operations.lookup(partition, keys, fields, timeout_s))
+
+    def get_keys(
+        self, partition: str, keys: Sequence[str], fields: Sequence[str], *, timeout_s: float | None = None
+    ) -> Batch:
+        """`lookup`, then `get`: exactly the keys x fields asked for, in request order, or it raises as they do."""
+        return self._run("get_keys", self._operations.get_keys(partition, keys, fields, timeout_s))
+
+    def claim(
+        self,
+        partition: str,
+        task: str,
+        fields: Sequence[str],
+        n: int,
+        *,
+        whole_groups: bool = False,
+        timeout_s: float | None = None,
+    ) -> KVBatchMeta:
+        """Lease n rows with all of `fields` written to this caller: no other claim of `task` gets them.
+
+        Lowest version first, then in order of arrival; whole_groups: group by group (n a multiple of group_size).
+        Blocks until there are n; claims of a task are served first come, first served. Each lease lasts `lease_s`:
+        rows not released by then can be claimed again. Raises ClaimTimeout saying what was waited for (no row is
+        leased then), ValueError for an unknown task, SchemaMismatch for an unknown field.
+        """
+        return self._run("claim", self._operations.claim(partition, task, fields, n, whole_groups, timeout_s))
+
+    def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:
+        """End this lease's hold on the receipt's rows: `done`, `task` is through with them; `retry`, claim them again.
+
+        meta: from `claim`, or a part of it (select, split). Raises LeaseLost naming rows whose lease had ended (time,
+        clear, an earlier release), having released the others; ValueError for a receipt without a lease.
+        """
+        self._run("release", self._operations.release(meta, task, outcome, timeout_s))
+
+    def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None) -> int:
+        """Forget rows (None: all of the partition) and their leases; returns how many. Who owns the flow calls it.
+
+        Bytes are free again once every row of their block is cleared. Raises KeysNotFound, and then clears nothing.
+        """
+        return self._run("clear", self._operations.clear(partition, keys, timeout_s))
+
+    def status(self, partition: str | None = None, *, timeout_s: float | None = None) -> DataPlaneStatus:
+        """Counts of rows, leases and bytes at this moment."""
+        return self._run("status", self._operations.status(partition, timeout_s))
+
+    def close(self) -> None:
+        """Detach from the store. Idempotent; data plane and leases go on."""
+        self._operations.store.close()
+
+    def __enter__(self) -> DataPlaneClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _run(self, op: str, steps: Steps[T]) -> T:
+        """Carry out the steps one after another in this thread."""
+        started = time.monotonic()
+        answer: Any = None
+        failure: BaseException | None = None
+        try:
+            while True:
+                step = steps.send(answer) if failure is None else steps.throw(failure)
+                answer, failure = None, None
+                try:
+                    answer = step.run() if isinstance(step, Work) else self._ask(step)
+                except BaseException as error:  # KeyboardInterrupt too: the operation takes back what it reserved
+                    failure = error
+        except StopIteration as end:
+            return end.value
+        finally:
+            self.stats.count_call(op, time.monotonic() - started)
+
+    def _ask(self, step: Ask) -> bytes:
+        started = time.monotonic()
+        reply = self._link.call(step.op, step.payload, step.timeout_s)
+        self.stats.count_directory(len(step.payload) + len(reply))
+        return body_of(reply, step.op, time.monotonic() - started)

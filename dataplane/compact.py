@@ -1,0 +1,114 @@
+"""Few bytes for what receipts and requests carry a row: integer columns, keys, places in blocks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from ..codecs.blocks import RowSource
+
+_WIDTHS = (np.uint8, np.uint16, np.uint32)
+_RUN_GAIN = 4
+"""Runs pay when a run holds at least this many values."""
+_ZIP_BYTES = 96
+"""Keys shorter than this together are not worth a compressor's set-up."""
+
+
+def pack_ints(values: np.ndarray) -> bytes:
+    """An integer array `[N]` as bytes: runs of equal values when there are few, else offsets from the minimum.
+
+    Inverse: `unpack_ints`. Raises ValueError for another shape or a non-integer dtype.
+    """
+    values = np.asarray(values)
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise ValueError(f"pack_ints: got {values.dtype} {list(values.shape)}, expected one dimension of integers")
+    values = values.astype(np.int64, copy=False)
+    starts = np.flatnonzero(values[1:] != values[:-1]) + 1
+    if len(values) >= _RUN_GAIN and (len(starts) + 1) * _RUN_GAIN <= len(values):
+        counts = np.diff(starts, prepend=0, append=len(values))
+        heads = values[np.concatenate(([0], starts))]
+        return msgspec.msgpack.encode([*_narrow(heads), *_narrow(counts)])
+    return msgspec.msgpack.encode(_narrow(values))
+
+
+def unpack_ints(data: bytes) -> np.ndarray:
+    """int64 `[N]` from `pack_ints`."""
+    parts = msgspec.msgpack.decode(data)
+    values = _widen(*parts[:3])
+    return values if len(parts) == 3 else np.repeat(values, _widen(*parts[3:]))
+
+
+def _narrow(values: np.ndarray) -> list:
+    """[base, bytes a value, values - base]."""
+    if not len(values):
+        return [0, 1, b""]
+    low, high = int(values.min()), int(values.max())
+    for width in _WIDTHS:
+        if high - low <= np.iinfo(width).max:
+            return [low, np.dtype(width).itemsize, (values - low).astype(width).tobytes()]
+    return [0, 8, values.tobytes()]
+
+
+def _widen(base: int, width: int, data: bytes) -> np.ndarray:
+    if width == 8:
+        return np.frombuffer(data, np.int64)
+    return np.frombuffer(data, f"u{width}").astype(np.int64) + base
+
+
+def pack_keys(keys: Sequence[str]) -> bytes:
+    """Row keys as bytes, deflated when there are many (neighbours share their prefix: about 3 bytes a key).
+
+    Inverse: `unpack_keys`. Keys hold no NUL and are not empty (`check_keys`).
+    """
+    if not keys:
+        return b""
+    text = "\0".join(keys).encode()
+    return b"z" + zlib.compress(text, 1) if len(text) > _ZIP_BYTES else b"t" + text
+
+
+def unpack_keys(data: bytes) -> list[str]:
+    if not data:
+        return []
+    text = zlib.decompress(data[1:]) if data[:1] == b"z" else data[1:]
+    return text.decode().split("\0")
+
+
+def check_keys(keys: Sequence[str]) -> list[str]:
+    """`keys` as a list. Raises ValueError unless each is a non-empty str without NUL."""
+    if isinstance(keys, str):
+        raise ValueError(f"keys: got the string {keys!r}, expected a sequence of strings")
+    checked = list(keys)
+    if set(map(type, checked)) - {str} or "" in checked or "\0" in "".join(checked):
+        bad = next(key for key in checked if type(key) is not str or not key or "\0" in key)
+        raise ValueError(f"keys: got {bad!r}, expected non-empty strings without NUL")
+    return checked
+
+
+def pack_source(source: RowSource, lengths: np.ndarray) -> list:
+    """Where rows stand, as runs of rows that follow one another in a block. `lengths`: int64 `[N]`, tokens a row."""
+    block, row, start = source.block, source.row, source.start
+    tokens = bool(start.any())
+    follows = (block[1:] == block[:-1]) & (row[1:] == row[:-1] + 1)
+    if tokens:
+        follows &= start[1:] == start[:-1] + lengths[:-1]
+    heads = np.concatenate(([0], np.flatnonzero(~follows) + 1)) if len(block) else np.empty(0, np.int64)
+    counts = np.diff(heads, append=len(block))
+    columns = (block[heads], row[heads], counts, start[heads]) if tokens else (block[heads], row[heads], counts)
+    return [list(source.fields), *map(pack_ints, columns)]
+
+
+def unpack_source(parts: list, lengths: np.ndarray) -> RowSource:
+    """Inverse of `pack_source`, given the same lengths."""
+    fields = tuple(parts[0])
+    block, row, counts, *start = map(unpack_ints, parts[1:])
+    run = np.repeat(np.arange(len(counts)), counts)
+    first = (np.cumsum(counts) - counts)[run]
+    place = np.arange(len(run)) - first
+    rows = (row[run] + place).astype(np.int32)
+    if not start:
+        return RowSource(fields, block[run].astype(np.int32), rows, np.zeros(len(run), np.int64))
+    before = np.cumsum(lengths) - lengths
+    return RowSource(fields, block[run].astype(np.int32), rows, start[0][run] + before - before[first])

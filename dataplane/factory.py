@@ -1,0 +1,156 @@
+"""Where a data plane is opened and joined, and the one place that knows every kind of store."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+import uuid
+from types import TracebackType
+from typing import Any, cast
+
+import ray
+
+from ..codecs import messages
+from . import requests
+from .async_client import AsyncDataPlaneClient
+from .block_store import BlockStore, StoreHost, StoreSpec
+from .client import DataPlaneClient
+from .config import DataPlaneConfig
+from .directory_actor import START_TIMEOUT_S, RayLink, actor_name, start_actor, stop_actor
+from .handle import DataPlaneHandle
+from .links import InProcessLink, Link, in_process_link
+
+
+class DataPlane:
+    """A run's data plane, owned by who opened it. Closing frees the store and ends the directory."""
+
+    def __init__(self, handle: DataPlaneHandle, link: InProcessLink | None, actor: Any, directory_pid: int) -> None:
+        self.handle = handle
+        self._link = link
+        self._actor = actor
+        self._directory_pid = directory_pid
+
+    def processes(self) -> dict[str, int]:
+        """Name -> pid of the directory's process and of those that the store runs in."""
+        units = cast(list[list[Any]], self.handle.store.address.get("units", []))
+        return {"directory": self._directory_pid, **{f"storage unit {n}": unit[2] for n, unit in enumerate(units)}}
+
+    def close(self) -> None:
+        """End store and directory, within a bound. Idempotent. Clients then get DirectoryLost."""
+        link, self._link = self._link, None
+        actor, self._actor = self._actor, None
+        if link is not None:
+            link.close()
+        if actor is not None and ray.is_initialized():
+            stop_actor(actor)
+
+    def __enter__(self) -> DataPlane:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def open_data_plane(
+    config: DataPlaneConfig, *, run_id: str | None = None, in_process: bool = False, one_host: bool = True
+) -> DataPlane:
+    """Start a directory and, beside it, the store.
+
+    in_process: in a thread of this process, for clients of this process only; else in one named Ray actor that takes
+    no CPU (Ray must be initialised). one_host: what `store.kind=auto` goes by. run_id: letters, digits, `-`, `_`, `.`;
+    None makes one up.
+    Raises ValueError for what the configuration asks and this machine cannot give, DirectoryLost or StoreLost when a
+    process does not start within its bound.
+    """
+    run_id = run_id or f"run-{uuid.uuid4().hex[:10]}"
+    if not run_id.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        raise ValueError(f"run_id: got {run_id!r}, expected letters, digits, '-', '_', '.'")
+    build_host = functools.partial(build_store_host, config, run_id, one_host=one_host)
+    if in_process:
+        link = InProcessLink(run_id, config, build_host)
+        return DataPlane(DataPlaneHandle(run_id, config, link.host.spec, "", link.peer), link, None, os.getpid())
+    if not ray.is_initialized():
+        raise ValueError("open_data_plane: Ray is not initialised; call ray.init() before, or pass in_process=True")
+    actor = start_actor(run_id, config, build_host)
+    try:
+        name = actor_name(run_id)
+        peer = _whoami(RayLink(name, name), START_TIMEOUT_S)
+    except BaseException:
+        stop_actor(actor)
+        raise
+    described = f"{name} pid={peer.pid} host={peer.node}"
+    return DataPlane(DataPlaneHandle(run_id, config, peer.store, name, described), None, actor, peer.pid)
+
+
+def _whoami(link: Link, timeout_s: float) -> requests.Peer:
+    started = time.monotonic()
+    reply = link.call("whoami", requests.encode(requests.Whoami()), timeout_s)
+    return messages.decode(requests.body_of(reply, "open", time.monotonic() - started), requests.Peer)
+
+
+def connect(handle: DataPlaneHandle, *, name: str = "") -> DataPlaneClient:
+    """Join a data plane from this process. `name` stands for this client in the directory's log.
+
+    Raises DirectoryLost or StoreLost when it is not (or no longer) there.
+    """
+    link = _link(handle)
+    return DataPlaneClient(handle, link, build_block_store(handle.store, link), name)
+
+
+def connect_async(handle: DataPlaneHandle, *, name: str = "") -> AsyncDataPlaneClient:
+    """`connect` for asyncio; attaching to the store may block for milliseconds."""
+    link = _link(handle)
+    return AsyncDataPlaneClient(handle, link, build_block_store(handle.store, link), name)
+
+
+def _link(handle: DataPlaneHandle) -> Link:
+    return RayLink(handle.actor_name, handle.peer) if handle.actor_name else in_process_link(handle.run_id)
+
+
+def build_store_host(config: DataPlaneConfig, run_id: str, *, one_host: bool = True) -> StoreHost:
+    """The configured store's host, in the process that calls. A store is imported only when it is used."""
+    kind = config.store.kind
+    if kind == "auto":
+        kind = "shm" if one_host else "simple"
+    capacity_bytes = config.store.capacity_mib << 20
+    if kind == "local":
+        from .stores.local import LocalHost
+
+        return LocalHost(run_id)
+    if kind == "shm":
+        from .stores.shared_memory import SharedMemoryHost
+
+        return SharedMemoryHost(run_id, capacity_bytes)
+    if kind == "ray":
+        from .stores.ray_objects import RayObjectsHost
+
+        return RayObjectsHost(run_id)
+    if kind == "simple":
+        from .stores.simple import SimpleHost
+
+        return SimpleHost(run_id, config.store.num_units)
+    raise ValueError(f"dataplane.store.kind: got {kind!r}, expected auto, local, shm, ray or simple")
+
+
+def build_block_store(spec: StoreSpec, link: Link) -> BlockStore:
+    """This process's half of the store that `spec` describes."""
+    if spec.kind == "local":
+        from .stores.local import LinkedLocalStore, LocalHost, LocalStore
+
+        if isinstance(link, InProcessLink) and isinstance(link.host, LocalHost):
+            return LocalStore(link.host)
+        return LinkedLocalStore(link)
+    if spec.kind == "shm":
+        from .stores.shared_memory import SharedMemoryStore
+
+        return SharedMemoryStore(spec)
+    if spec.kind == "ray":
+        from .stores.ray_objects import RayObjectsStore
+
+        return RayObjectsStore(spec)
+    if spec.kind == "simple":
+        from .stores.simple import SimpleStore
+
+        return SimpleStore(spec)
+    raise ValueError(f"store kind {spec.kind!r}: expected local, shm, ray or simple")

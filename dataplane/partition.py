@@ -1,0 +1,222 @@
+"""One partition: its schema, rows, groups and the cursors of its tasks. Pure bookkeeping; knows no bytes, no clock."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..codecs.blocks import BlockLayout
+from ..codecs.schema import Kind, Schema
+from .errors import AlreadyWritten, DuplicateKeys, KeysNotFound, SchemaMismatch
+from .ready import ReadyView
+from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, RowTable, default_group, grown, pick
+
+DONE = -1
+"""In a cursor: the task is through with the row. 0: free; above: the id of the lease that holds it."""
+MAX_VIEWS = 8
+"""Sets of fields per task that are kept up to date; the one unused for longest is dropped and rebuilt when wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutRows:
+    """The metadata of one put."""
+
+    partition: str
+    keys: Sequence[str]
+    """N row ids."""
+    fields: tuple[str, ...]
+    lengths: np.ndarray | None
+    """int64 `[N]`; None when no field is PER_TOKEN."""
+    versions: np.ndarray | None
+    """int64 `[N]`; None: -1 for new rows, others keep theirs."""
+    groups: Sequence[str] | None
+    """N names; None: each key up to its last "."."""
+    tags: Mapping[str, np.ndarray]
+    layouts: tuple[BlockLayout, ...]
+    """The blocks, which hold the rows in order."""
+    replace: bool
+    writer: str
+
+
+class TaskCursor:
+    """Where one task stands: a column of DONE, 0 or lease ids, and what it can claim."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.column = np.empty(0, dtype=np.int64)
+        self.views: OrderedDict[tuple[tuple[str, ...], bool], ReadyView] = OrderedDict()
+
+    def set(self, rows: np.ndarray, value: int) -> None:
+        self.column[rows] = value
+        self.refresh(rows)
+
+    def refresh(self, rows: np.ndarray, *, requeue: bool = False) -> None:
+        for view in self.views.values():
+            view.refresh(rows, self.column, requeue=requeue)
+
+
+class Partition:
+    """Rows of one named flow."""
+
+    def __init__(self, name: str, schema: Schema, tasks: Sequence[str], group_size: int) -> None:
+        self.name = name
+        self.schema = schema
+        self.rows = RowTable(schema)
+        self.groups = GroupTable(group_size)
+        self.tasks = {task: TaskCursor(task) for task in tasks}
+        self._token_fields = [field.name for field in schema.values() if field.kind is Kind.PER_TOKEN]
+
+    # -------------------------------------------------------------- reading
+
+    def view(self, task: str, fields: tuple[str, ...], whole_groups: bool) -> ReadyView:
+        """What `task` can claim of `fields`, now and from now on. Raises ValueError for an unknown task or field."""
+        cursor = self.tasks.get(task)
+        if cursor is None:
+            raise ValueError(f"task {task!r}: partition {self.name!r} has {sorted(self.tasks)}, expected one of them")
+        self.check_fields(fields)
+        if whole_groups and self.groups.group_size == 1:
+            raise ValueError(f"whole_groups: partition {self.name!r} was registered with group_size=1, expected more")
+        key = (tuple(sorted(fields)), whole_groups)
+        view = cursor.views.get(key)
+        if view is None:
+            view = cursor.views[key] = ReadyView(key[0], whole_groups, self.rows, self.groups)
+            view.refresh(self.rows.live(), cursor.column)
+            if len(cursor.views) > MAX_VIEWS:
+                cursor.views.popitem(last=False)
+        cursor.views.move_to_end(key)
+        return view
+
+    def find(self, keys: Sequence[str], op: str) -> np.ndarray:
+        """int64 `[N]`: rows of `keys`. Raises KeysNotFound naming those that are not here."""
+        rows = self.rows.find(keys)
+        if (rows < 0).any():
+            missing = pick(keys, np.flatnonzero(rows < 0))
+            raise KeysNotFound(
+                f"{len(missing)} of {len(keys)} keys not found", op=op, partition=self.name, keys=missing
+            )
+        return rows
+
+    def check_fields(self, fields: Sequence[str]) -> None:
+        """Raises SchemaMismatch unless `fields` are one or more declared names, each once."""
+        unknown = [name for name in fields if name not in self.schema]
+        if unknown or not fields or len(set(fields)) < len(fields):
+            raise SchemaMismatch(
+                f"fields {list(fields)}: expected one or more of {list(self.schema)}, each once", partition=self.name
+            )
+
+    # -------------------------------------------------------------- writing
+
+    def check_put(self, put: PutRows) -> np.ndarray:
+        """int64 `[N]`: row of each key, -1 for new ones. Raises SchemaMismatch, DuplicateKeys, AlreadyWritten."""
+        if len(set(put.keys)) < len(put.keys):
+            seen: set[str] = set()
+            twice = [key for key in put.keys if key in seen or seen.add(key)]
+            raise DuplicateKeys("keys stand twice in one put", op="put", partition=self.name, keys=twice)
+        self.check_fields(put.fields)
+        if sum(layout.num_rows for layout in put.layouts) != len(put.keys):
+            raise self._mismatch(f"blocks of {[at.num_rows for at in put.layouts]} rows", put.keys)
+        rows = self.rows.find(put.keys)
+        old = np.flatnonzero(rows >= 0)
+        if not put.replace:
+            for name in put.fields:
+                written = old[self.rows.slots[name][rows[old]] != UNWRITTEN]
+                if len(written):
+                    message = f"field {name!r} is written already; replace=True writes it anew"
+                    raise AlreadyWritten(message, op="put", partition=self.name, keys=pick(put.keys, written))
+        self._check_lengths(put, rows, old)
+        self._check_identity(put, rows, old)
+        for name, values in put.tags.items():
+            column = self.rows.tags.get(name)
+            if column is not None and column.dtype != values.dtype:
+                raise self._mismatch(f"tag {name!r}: got {values.dtype}, expected {column.dtype} as before", put.keys)
+        return rows
+
+    def _check_lengths(self, put: PutRows, rows: np.ndarray, old: np.ndarray) -> None:
+        """A row's length is that of its written PER_TOKEN fields; only a replace of all of them changes it."""
+        if put.lengths is None:
+            return
+        known = self.rows.lengths[rows[old]]
+        differ = (known != UNKNOWN) & (known != put.lengths[old])
+        if put.replace and differ.any():
+            kept = [name for name in self._token_fields if name not in put.fields]
+            stays = np.zeros(len(old), dtype=bool)
+            for name in kept:
+                stays |= self.rows.slots[name][rows[old]] != UNWRITTEN
+            differ &= stays
+        if differ.any():
+            i = int(old[differ][0])
+            expected = self.rows.lengths[rows[i]]
+            message = f"got {put.lengths[i]} tokens for {put.keys[i]!r}, expected {expected} as in its other fields"
+            raise self._mismatch(message, pick(put.keys, old[differ]))
+
+    def _check_identity(self, put: PutRows, rows: np.ndarray, old: np.ndarray) -> None:
+        """Version and group belong to the put that made the row; groups do not outgrow group_size."""
+        if put.versions is not None and not put.replace:
+            differ = old[self.rows.versions[rows[old]] != put.versions[old]]
+            if len(differ):
+                message = f"version {put.versions[differ[0]]}, but the row has {self.rows.versions[rows[differ[0]]]}"
+                raise self._mismatch(message, pick(put.keys, differ))
+        if put.groups is not None:
+            names = self.groups.names[self.rows.groups[rows[old]]]
+            differ = old[[given != name for given, name in zip(pick(put.groups, old), names, strict=True)]]
+            if len(differ):
+                message = f"group {put.groups[int(differ[0])]!r}, but the row is of another"
+                raise self._mismatch(message, pick(put.keys, differ))
+        full = self.groups.overfull(_group_names(put, np.flatnonzero(rows < 0)))
+        if full is not None:
+            raise self._mismatch(
+                f"group {full!r} would hold more than group_size={self.groups.group_size} rows", put.keys
+            )
+
+    def write(self, put: PutRows, rows: np.ndarray, block_ids: Sequence[int], numbering: Iterator[int]) -> np.ndarray:
+        """Make a checked put's rows readable. `rows`: from `check_put`, filled in for new keys.
+
+        Returns the slots that it replaced (any shape, UNWRITTEN among them).
+        """
+        new = np.flatnonzero(rows < 0)
+        if len(new):
+            groups = self.groups.intern(_group_names(put, new), numbering)
+            rows[new] = self.rows.add(pick(put.keys, new), groups)
+            self.groups.add(rows[new], groups)
+        for cursor in self.tasks.values():
+            cursor.column = grown(cursor.column, self.rows.capacity, 0)
+        sizes = [layout.num_rows for layout in put.layouts]
+        slots = np.concatenate([(block << ROW_BITS) + np.arange(n) for block, n in zip(block_ids, sizes, strict=True)])
+        replaced = np.stack([self.rows.slots[name][rows] for name in put.fields])
+        for name in put.fields:
+            self.rows.slots[name][rows] = slots
+        if put.lengths is not None:
+            self.rows.lengths[rows] = put.lengths
+        if put.versions is not None:
+            self.rows.versions[rows] = put.versions
+        for name, values in put.tags.items():
+            self.rows.set_tag(name, rows, values)
+        for cursor in self.tasks.values():
+            cursor.refresh(rows, requeue=put.replace)
+        return replaced
+
+    def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Forget rows (each once). Returns (their slots, the ids of leases that held them, one a row)."""
+        slots = np.stack([column[rows] for column in self.rows.slots.values()])
+        for column in self.rows.slots.values():
+            column[rows] = UNWRITTEN
+        leases = [np.empty(0, dtype=np.int64)]
+        for cursor in self.tasks.values():
+            cursor.refresh(rows)
+            held = cursor.column[rows]
+            leases.append(held[held > 0])
+            cursor.column[rows] = 0
+        self.groups.remove(rows, self.rows.groups[rows])
+        self.rows.remove(rows)
+        return slots, np.concatenate(leases)
+
+    def _mismatch(self, message: str, keys: Sequence[str]) -> SchemaMismatch:
+        return SchemaMismatch(message, op="put", partition=self.name, keys=keys)
+
+
+def _group_names(put: PutRows, which: np.ndarray) -> list[str]:
+    """Group name of the rows at `which`."""
+    return [default_group(key) for key in pick(put.keys, which)] if put.groups is None else pick(put.groups, which)

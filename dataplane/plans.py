@@ -1,0 +1,159 @@
+"""Which rank reads which rows in which microbatch: pure numpy on lengths, made once by the driver, never recomputed."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Ranks of the train mesh."""
+
+    dp: int
+    """Data-parallel replicas; each reads its own shard."""
+    tp: int = 1
+    cp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "cp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"topology.{name}: got {getattr(self, name)}, expected at least 1")
+
+    @property
+    def pad_multiple(self) -> int:
+        """Token counts of a microbatch row are rounded up to this (2 * cp for zig-zag context parallelism)."""
+        return self.tp * (2 * self.cp if self.cp > 1 else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one microbatch may hold, and what a row costs."""
+
+    tokens_per_microbatch: int
+    """Sum of the rows' tokens, each rounded up to the topology's pad multiple."""
+    linear_cost: float = 1.0
+    """a of a·L + b·L²: the matrix products' share of a token's FLOPs."""
+    quadratic_cost: float = 0.0
+    """b: attention's share."""
+    group_tolerance: float = 1.05
+    """Groups are split over ranks only when whole groups leave max/mean of the cost above this."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """Rows of a receipt, dealt to ranks and microbatches."""
+
+    rows: np.ndarray
+    """int64 `[N]`: positions in the receipt, by rank, then microbatch. Each of 0..N-1 once."""
+    sizes: np.ndarray
+    """int64 `[dp, M]`: rows of each microbatch; M is the same on every rank (unequal counts deadlock at the first
+    collective), so a rank that is short of rows has empty ones."""
+    digest: str
+    """Hash of the plan: workers that hold another one refuse to start."""
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.sizes.shape[1]
+
+    def shard(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """(positions of the rank's rows int64 `[n]`, rows of each of its microbatches int64 `[M]`)."""
+        ends = np.cumsum(self.sizes.sum(axis=1))
+        start = 0 if rank == 0 else int(ends[rank - 1])
+        return self.rows[start : int(ends[rank])], self.sizes[rank]
+
+
+def plan_shards(lengths: np.ndarray, topology: Topology, budget: Budget, groups: np.ndarray | None = None) -> ShardPlan:
+    """Deal rows to `topology.dp` ranks and into microbatches.
+
+    lengths: int `[N]`, tokens of each row. groups: int `[N]`, rows of one prompt share a number; None: each row for
+    itself. Ranks are balanced by a·L + b·L² (greedy, longest first), whole groups on one rank unless that leaves
+    max/mean of the cost above `budget.group_tolerance`. Within a rank, microbatches are balanced by tokens and never
+    exceed the budget. Deterministic. Raises ValueError when a row alone exceeds the budget.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    padded = -(-lengths // topology.pad_multiple) * topology.pad_multiple
+    if len(padded) and int(padded.max()) > budget.tokens_per_microbatch:
+        raise ValueError(
+            f"tokens_per_microbatch: got {budget.tokens_per_microbatch}, but row {int(padded.argmax())} alone "
+            f"takes {int(padded.max())} tokens; expected at least that"
+        )
+    cost = budget.linear_cost * lengths + budget.quadratic_cost * lengths.astype(np.float64) ** 2
+    rank_of = _deal_ranks(cost, topology.dp, groups, budget.group_tolerance)
+    order = np.argsort(rank_of, kind="stable")
+    counts = np.bincount(rank_of, minlength=topology.dp)
+    per_rank = np.split(order, np.cumsum(counts)[:-1])
+    bins = _equal_bins([padded[rows] for rows in per_rank], budget.tokens_per_microbatch)
+    num_bins = max((int(bin_of.max()) + 1 for bin_of in bins if len(bin_of)), default=1)
+    rows = [part[np.argsort(bin_of, kind="stable")] for part, bin_of in zip(per_rank, bins, strict=True)]
+    sizes = np.stack([np.bincount(bin_of, minlength=num_bins) for bin_of in bins]).astype(np.int64)
+    flat = np.concatenate(rows).astype(np.int64)
+    digest = hashlib.blake2b(flat.tobytes() + sizes.tobytes(), digest_size=8).hexdigest()
+    return ShardPlan(flat, sizes, digest)
+
+
+def _deal_ranks(cost: np.ndarray, dp: int, groups: np.ndarray | None, tolerance: float) -> np.ndarray:
+    """int64 `[N]`: the rank of each row."""
+    if dp == 1:
+        return np.zeros(len(cost), dtype=np.int64)
+    if groups is None:
+        return _longest_first(cost, dp)
+    _, unit = np.unique(groups, return_inverse=True)
+    rank_of = _longest_first(np.bincount(unit, weights=cost), dp)[unit]
+    loads = np.bincount(rank_of, weights=cost, minlength=dp)
+    if loads.max() <= tolerance * loads.mean():
+        return rank_of
+    return _split_groups(cost, rank_of, dp, tolerance)
+
+
+def _longest_first(cost: np.ndarray, num_bins: int) -> np.ndarray:
+    """Greedy longest-processing-time-first: each item, heaviest first, to the lightest bin (Graham 1969)."""
+    bin_of = np.empty(len(cost), dtype=np.int64)
+    heap = [(0.0, index) for index in range(num_bins)]
+    for item, weight in zip(order := np.argsort(-cost, kind="stable"), cost[order].tolist(), strict=True):
+        load, index = heap[0]
+        bin_of[item] = index
+        heapq.heapreplace(heap, (load + weight, index))
+    return bin_of
+
+
+def _split_groups(cost: np.ndarray, rank_of: np.ndarray, dp: int, tolerance: float) -> np.ndarray:
+    """Re-deal row by row the heaviest rank together with the lightest few, more of them until max/mean is in bounds."""
+    rank_of, lightest = rank_of.copy(), 1
+    while True:
+        loads = np.bincount(rank_of, weights=cost, minlength=dp)
+        if loads.max() <= tolerance * loads.mean() or lightest >= 2 * dp:
+            return rank_of
+        by_load = np.argsort(loads, kind="stable")
+        ranks = np.unique(np.append(by_load[:lightest], by_load[-1]))
+        rows = np.flatnonzero(np.isin(rank_of, ranks))
+        rank_of[rows] = ranks[_longest_first(cost[rows], len(ranks))]
+        if np.bincount(rank_of, weights=cost, minlength=dp).max() > 0.999 * loads.max():
+            lightest *= 2
+
+
+def _equal_bins(tokens_of: list[np.ndarray], budget: int) -> list[np.ndarray]:
+    """Per rank the microbatch of each row; the same number of microbatches everywhere, none over the budget."""
+    num_bins = max([1, *(-(-int(tokens.sum()) // budget) for tokens in tokens_of)])
+    while True:
+        dealt = [_fit(tokens, num_bins, budget) for tokens in tokens_of]
+        if all(bin_of is not None for bin_of in dealt):
+            return [bin_of for bin_of in dealt if bin_of is not None]
+        num_bins += max(1, num_bins // 16)
+
+
+def _fit(tokens: np.ndarray, num_bins: int, budget: int) -> np.ndarray | None:
+    """Microbatch of each row, or None when this way of dealing does not fit the rows into `num_bins`."""
+    if num_bins == 1:
+        return np.zeros(len(tokens), dtype=np.int64)
+    order = np.argsort(-tokens, kind="stable")
+    lap, place = np.divmod(np.arange(len(tokens)), num_bins)
+    snake = np.empty(len(tokens), dtype=np.int64)
+    snake[order] = np.where(lap % 2 == 0, place, num_bins - 1 - place)
+    if not len(tokens) or np.bincount(snake, weights=tokens).max() <= budget:
+        return snake
+    greedy = _longest_first(tokens.astype(np.float64), num_bins)
+    return greedy if np.bincount(greedy, weights=tokens).max() <= budget else None

@@ -1,0 +1,33 @@
+"""What the directory knows about a run's data plane at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlaneStatus:
+    """Rows and leases of one partition, or of all; bytes of the run."""
+
+    partitions: dict[str, int]
+    """Rows by partition: all of them, or the one asked for."""
+    rows: int
+    ready: dict[str, int]
+    """Rows in which a field is written, by field (summed over `partitions`)."""
+    leases: int
+    """Claims that have not been released in full."""
+    leased_rows: int
+    oldest_lease_s: float
+    """Age of the oldest lease; 0.0 without leases."""
+    blocks: int
+    bytes_used: int
+    """Bytes of committed blocks."""
+    bytes_reserved: int
+    """Bytes promised to puts under way."""
+    bytes_capacity: int
+    waiting_claims: int = 0
+    waiting_puts: int = 0
+    """Puts that wait for room."""
+    store_kind: str = ""
+    store_bytes: int = 0
+    """Bytes the store holds, by its own count."""

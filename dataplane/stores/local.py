@@ -1,0 +1,135 @@
+"""Store `local`, the reference: a dict in the directory's own process; other processes go through its link."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...codecs import messages
+from ..block_store import StoreSpec, Want
+from ..errors import RowsCleared
+from ..links import Link
+from ..requests import body_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    block_id: int
+    parts: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Get:
+    blocks: tuple[tuple[int, tuple[int, ...]], ...]
+    """Per block: id and part numbers. No part numbers: is it still there?"""
+
+
+class LocalHost:
+    """Holds the bytes. Thread-safe."""
+
+    def __init__(self, run_id: str) -> None:
+        self.spec = StoreSpec("local", run_id, {})
+        self._blocks: dict[int, tuple[np.ndarray, ...] | None] = {}
+        """None: allocated, not written yet."""
+        self._lock = threading.Lock()
+
+    def allocate(self, block_id: int, nbytes: int) -> bytes | None:
+        with self._lock:
+            self._blocks[block_id] = None
+        return b""
+
+    def free(self, block_id: int, location: bytes) -> None:
+        with self._lock:
+            self._blocks.pop(block_id, None)
+
+    def usage_bytes(self) -> int:
+        with self._lock:
+            return sum(part.nbytes for parts in self._blocks.values() for part in parts or ())
+
+    def close(self) -> None:
+        with self._lock:
+            self._blocks.clear()
+
+    def write(self, block_id: int, parts: Sequence[np.ndarray]) -> None:
+        """Keep copies of the parts. Raises RowsCleared when the block was freed meanwhile."""
+        copies = tuple(part.copy() for part in parts)
+        for copy in copies:
+            copy.flags.writeable = False
+        with self._lock:
+            if block_id not in self._blocks:
+                raise RowsCleared(f"block {block_id} was freed before it was written", op="put")
+            self._blocks[block_id] = copies
+
+    def read(self, block_id: int, numbers: Sequence[int]) -> dict[int, np.ndarray]:
+        """Part number -> the part itself. Raises RowsCleared."""
+        with self._lock:
+            parts = self._blocks.get(block_id)
+        if parts is None:
+            raise RowsCleared(f"block {block_id} was freed", op="get")
+        return {number: parts[number] for number in numbers}
+
+    def serve(self, request: bytes) -> bytes:
+        """Answer `_Put` or `_Get` of a store in another process: a letter, then the message."""
+        kind, body = request[:1], request[1:]
+        if kind == b"p":
+            put = messages.decode(body, _Put)
+            self.write(put.block_id, put.parts)
+            return b""
+        got = [self.read(block_id, numbers) for block_id, numbers in messages.decode(body, _Get).blocks]
+        return messages.encode([list(parts.values()) for parts in got])
+
+
+class LocalStore:
+    """The store in the directory's own process: no copy on the way out but the reader's."""
+
+    def __init__(self, host: LocalHost) -> None:
+        self._host = host
+
+    def put(
+        self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
+    ) -> bytes:
+        self._host.write(block_id, parts)
+        return b""
+
+    def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
+        return [self._host.read(want.block.block_id, want.parts) for want in wants]
+
+    def settle(self, wants: Sequence[Want]) -> None:
+        """Nothing to check: the views kept their bytes alive."""
+
+    def close(self) -> None:
+        """Nothing is attached."""
+
+
+class LinkedLocalStore:
+    """The store in any other process: bytes travel with the directory's calls. For tests and small runs."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def put(
+        self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
+    ) -> bytes:
+        self._ask("put", b"p" + messages.encode(_Put(block_id, tuple(parts))), timeout_s)
+        return b""
+
+    def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
+        request = _Get(tuple((want.block.block_id, want.parts) for want in wants))
+        reply = self._ask("get", b"g" + messages.encode(request), timeout_s)
+        got = messages.decode(reply, list[list[np.ndarray]])
+        return [dict(zip(want.parts, parts, strict=True)) for want, parts in zip(wants, got, strict=True)]
+
+    def settle(self, wants: Sequence[Want]) -> None:
+        """Nothing to check: the reply was a copy."""
+
+    def close(self) -> None:
+        """The link is the client's."""
+
+    def _ask(self, op: str, request: bytes, timeout_s: float) -> bytes:
+        started = time.monotonic()
+        reply = self._link.call("store", request, timeout_s)
+        return body_of(reply, op, time.monotonic() - started)

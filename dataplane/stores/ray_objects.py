@@ -1,0 +1,238 @@
+"""Store `ray`: blocks as objects in Ray's object store: zero-copy reads on a host, pulls between hosts, spilling.
+
+One keeper actor per node owns the objects of the writers on that node, so that a producer may die: since Ray 2.56 an
+object belongs to the process that put it, and no other can be named its owner. A put is therefore two copies (into the
+task's argument, into the kept object), a get none: the keeper lends references, and the views pin their object.
+
+Ray has no call that frees an object others refer to; what makes a freed block unreadable is that its keeper lends it no
+more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import ObjectStoreFullError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ..block_store import StoreSpec, Want
+from ..errors import CapacityExceeded, RowsCleared, StoreLost
+from .received import received_part
+
+_logger = logging.getLogger(__name__)
+
+NAMESPACE = "headrace"
+START_TIMEOUT_S = 60.0
+DROP_TIMEOUT_S = 5.0
+
+
+class Keeper:
+    """Owner of one node's blocks. Runs as a Ray actor."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, ray.ObjectRef] = {}
+        self._dropped_early: set[int] = set()
+
+    def pid(self) -> int:
+        """Pid of the actor's process."""
+        return os.getpid()
+
+    def keep(self, block_id: int, parts: list[np.ndarray]) -> bool:
+        """Copy the parts into an object of this process. False when the block was dropped before it came."""
+        if block_id in self._dropped_early:
+            return False
+        self._blocks[block_id] = ray.put(parts)
+        return block_id not in self._dropped_early or self._blocks.pop(block_id, None) is None
+
+    def lend(self, block_ids: list[int]) -> list[ray.ObjectRef | None]:
+        """A reference to each block's parts; None for a block that is not (or no longer) here."""
+        return [self._blocks.get(block_id) for block_id in block_ids]
+
+    def drop(self, block_ids: list[int]) -> None:
+        """Forget blocks, and refuse those that have not come yet."""
+        for block_id in block_ids:
+            if self._blocks.pop(block_id, None) is None:
+                self._dropped_early.add(block_id)
+
+
+class RayObjectsHost:
+    """Starts a keeper on every node alive now; nodes that join later use the first one. Called from one thread."""
+
+    def __init__(self, run_id: str) -> None:
+        """Raises ValueError without Ray, StoreLost when a keeper does not start within START_TIMEOUT_S."""
+        if not ray.is_initialized():
+            raise ValueError("dataplane.store.kind='ray' needs Ray: call ray.init() first, or use 'local' or 'shm'")
+        self._bytes: dict[int, int] = {}
+        self._lost: set[int] = set()
+        self._keepers: list[Any] = []
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        here = ray.get_runtime_context().get_node_id()
+        nodes.sort(key=lambda node: node != here)
+        names = [f"headrace-{run_id}-keeper-{number}" for number in range(len(nodes))]
+        actor_class = ray.remote(Keeper)
+        for node, name in zip(nodes, names, strict=True):
+            self._keepers.append(
+                actor_class.options(
+                    name=name,
+                    namespace=NAMESPACE,
+                    num_cpus=0,
+                    max_concurrency=4,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                ).remote()
+            )
+        started = time.monotonic()
+        pids = []
+        for keeper, name in zip(self._keepers, names, strict=True):
+            try:
+                pids.append(keeper.pid.remote().future().result(START_TIMEOUT_S))
+            except (RayError, FutureTimeout) as error:
+                self.close()
+                elapsed = time.monotonic() - started
+                raise StoreLost(f"keeper did not start: {error}", op="start", peer=name, elapsed_s=elapsed) from None
+        address = {"nodes": nodes, "names": names, "pids": pids}
+        self.spec = StoreSpec(kind="ray", run_id=run_id, address=address)
+
+    def allocate(self, block_id: int, nbytes: int) -> bytes | None:
+        """b"": the writer's keeper is the location, and Ray spills what does not fit in memory."""
+        self._bytes[block_id] = nbytes
+        return b""
+
+    def free(self, block_id: int, location: bytes) -> None:
+        """See `free_many`."""
+        self.free_many([(block_id, location)])
+
+    def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Keepers lend these blocks no more once this returns: one round trip, about a millisecond. Idempotent."""
+        dropped: dict[int, list[int]] = {}
+        for block_id, location in blocks:
+            if self._bytes.pop(block_id, None) is None:
+                continue
+            # A block that was reserved and not committed may be with any keeper, or still on its way to one.
+            for keeper in [int.from_bytes(location)] if location else range(len(self._keepers)):
+                dropped.setdefault(keeper, []).append(block_id)
+        calls = [
+            (number, self._keepers[number].drop.remote(block_ids).future())
+            for number, block_ids in dropped.items()
+            if number not in self._lost
+        ]
+        for number, call in calls:
+            try:
+                call.result(DROP_TIMEOUT_S)
+            except (RayError, FutureTimeout) as error:
+                self._lost.add(number)  # its blocks are gone, and readers get StoreLost: do not wait for it again
+                _logger.warning("%s is lost: %s", self.spec.address["names"][number], error)  # type: ignore[index]
+
+    def usage_bytes(self) -> int:
+        """Bytes of the blocks that are reserved or written."""
+        return sum(self._bytes.values())
+
+    def close(self) -> None:
+        """Kill the keepers; Ray drops their objects with them. Idempotent."""
+        keepers, self._keepers = self._keepers, []
+        if ray.is_initialized():
+            for keeper in keepers:
+                ray.kill(keeper)
+
+
+class RayObjectsStore:
+    """Reads and writes through the keepers, from any process connected to the Ray cluster. Thread-safe."""
+
+    def __init__(self, spec: StoreSpec) -> None:
+        """Raises ValueError without Ray, StoreLost when a keeper has ended."""
+        if not ray.is_initialized():
+            raise ValueError("dataplane.store.kind='ray' needs Ray: call ray.init() before connecting")
+        started = time.monotonic()
+        nodes: Any = spec.address["nodes"]
+        names: Any = spec.address["names"]
+        pids: Any = spec.address["pids"]
+        here = ray.get_runtime_context().get_node_id()
+        self._own = nodes.index(here) if here in nodes else 0
+        self._peers = [f"{name} pid={pid} node={node[:12]}" for name, pid, node in zip(names, pids, nodes, strict=True)]
+        self._keepers: list[Any] = []
+        for number, name in enumerate(names):
+            try:
+                self._keepers.append(ray.get_actor(name, namespace=NAMESPACE))
+            except ValueError:
+                raise self._died("connect", number, started, "no such actor") from None
+
+    def put(
+        self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
+    ) -> bytes:
+        """Hand the parts to this node's keeper and wait until it has copied them.
+
+        Raises RowsCleared when the reservation ended, CapacityExceeded when Ray's object store has no room (in memory
+        or on disk).
+        """
+        started = time.monotonic()
+        try:
+            kept = self._wait(
+                "put", self._own, self._keepers[self._own].keep.remote(block_id, list(parts)), started, timeout_s
+            )
+        except ObjectStoreFullError as error:
+            text = f"Ray's object store has no room for block {block_id}: {error}"
+            raise CapacityExceeded(
+                text, op="put", peer=self._peers[self._own], elapsed_s=time.monotonic() - started
+            ) from None
+        if not kept:
+            raise RowsCleared(f"block {block_id} was freed", op="put", elapsed_s=time.monotonic() - started)
+        return self._own.to_bytes(2)
+
+    def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
+        """Read-only views of the objects themselves; they pin them. Blocks on other nodes are pulled whole."""
+        started = time.monotonic()
+        by_keeper: dict[int, list[int]] = {}
+        for want in wants:
+            by_keeper.setdefault(int.from_bytes(want.block.location), []).append(want.block.block_id)
+        lent = []
+        for number, block_ids in by_keeper.items():
+            lent.append((number, block_ids, self._keepers[number].lend.remote(block_ids)))
+        parts: dict[int, list[np.ndarray]] = {}
+        for number, block_ids, reply in lent:
+            references = self._wait("get", number, reply, started, timeout_s)
+            if None in references:
+                cleared = block_ids[references.index(None)]
+                raise RowsCleared(f"block {cleared} was freed", op="get", elapsed_s=time.monotonic() - started)
+            futures = [reference.future() for reference in references]
+            for block_id, future in zip(block_ids, futures, strict=True):
+                parts[block_id] = self._result("get", number, future, started, timeout_s)
+        found = []
+        for want in wants:
+            views, peer = parts[want.block.block_id], self._peers[int.from_bytes(want.block.location)]
+            found.append({part: received_part(views[part], want, part, peer) for part in want.parts})
+        return found
+
+    def settle(self, wants: Sequence[Want]) -> None:
+        """Nothing to check: views pin their object, so a block freed during the copy was read as it was before."""
+
+    def close(self) -> None:
+        """Let go of the keepers' handles."""
+        self._keepers = []
+
+    def _wait(self, op: str, number: int, reference: Any, started: float, timeout_s: float) -> Any:
+        # A future and not ray.get, which logs a warning in any process that is an async actor, whatever the thread.
+        return self._result(op, number, reference.future(), started, timeout_s)
+
+    def _result(self, op: str, number: int, future: Any, started: float, timeout_s: float) -> Any:
+        try:
+            return future.result(max(0.0, started + timeout_s - time.monotonic()))
+        except FutureTimeout:
+            raise self._died(op, number, started, "no answer") from None
+        except ObjectStoreFullError:
+            raise
+        except RayError as error:
+            raise self._died(op, number, started, str(error).partition("\n")[0]) from None
+
+    def _died(self, op: str, number: int, started: float, why: str) -> StoreLost:
+        return StoreLost(
+            f"keeper of Ray objects is lost: {why}",
+            op=op,
+            peer=self._peers[number],
+            elapsed_s=time.monotonic() - started,
+        )

@@ -1,0 +1,321 @@
+"""Store `simple`: blocks in TransferQueue's SimpleStorage units, one process each.
+
+The units are TransferQueue's own Ray actors; they are spoken to directly, in TransferQueue's messages over ZeroMQ:
+block id as global index, part number as field name, one uint8 array per part. Its controller and client are not used:
+rows are the directory's affair, and a unit needs neither.
+
+A unit listens on the address Ray knows its node by, on a port of the system's choice, and trusts whoever can reach it
+(its wire format holds pickles): keep that network private.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+import transfer_queue.storage.simple_storage as tq_storage
+import zmq
+from ray.exceptions import RayError
+from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, create_zmq_socket, format_zmq_address
+
+from ..block_store import StoreSpec, Want
+from ..errors import RowsCleared, StoreLost
+from .received import received_part
+
+_logger = logging.getLogger(__name__)
+
+NAMESPACE = "headrace"
+START_TIMEOUT_S = 60.0
+CLEAR_TIMEOUT_S = 5.0
+_IDENTITY = "TQ_STORAGE_headrace"  # a unit drops requests of peers whose identity does not begin with TQ_STORAGE_
+
+# Ray ships the unit's class by value, this constant in it. Above 1, TransferQueue switches torch's thread count around
+# every request and the idle OpenMP threads spin: 12 MB then take 100 ms and not 13.
+tq_storage.TQ_NUM_THREADS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Where a storage unit is."""
+
+    unit_id: str
+    name: str
+    pid: int
+    ip: str
+    port: int
+
+    @property
+    def peer(self) -> str:
+        return f"{self.name} pid={self.pid} {self.ip}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One message to one unit."""
+
+    unit: int
+    kind: Any
+    body: dict[str, Any]
+
+
+class UnitLink:
+    """Requests to the units: pooled sockets, bounded waits; a broken connection ends a wait at once. Thread-safe."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = tuple(units)
+        self._context = zmq.Context()
+        self._idle: list[list[tuple[zmq.Socket, zmq.Socket]]] = [[] for _ in units]
+        self._lent = 0
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def exchange(self, op: str, requests: Sequence[Request], timeout_s: float) -> list[ZMQMessage]:
+        """Send all, then wait for all the answers. Raises StoreLost naming the unit that did not answer."""
+        started = time.monotonic()
+        with self._sockets([request.unit for request in requests]) as sockets:
+            for request, (channel, _) in zip(requests, sockets, strict=True):
+                message = ZMQMessage.create(
+                    request_type=request.kind,
+                    sender_id=_IDENTITY,
+                    receiver_id=self.units[request.unit].unit_id,
+                    body=request.body,
+                )
+                channel.send_multipart(message.serialize(), copy=False)
+            return [
+                self._receive(op, self.units[request.unit], pair, started, timeout_s)
+                for request, pair in zip(requests, sockets, strict=True)
+            ]
+
+    def _receive(
+        self, op: str, unit: Unit, pair: tuple[zmq.Socket, zmq.Socket], started: float, timeout_s: float
+    ) -> ZMQMessage:
+        channel, monitor = pair
+        poller = zmq.Poller()
+        poller.register(channel, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        remaining = max(0.0, started + timeout_s - time.monotonic())
+        ready = dict(poller.poll(int(remaining * 1000)))
+        if channel not in ready:
+            why = "connection broke" if monitor in ready else "no answer"
+            elapsed = time.monotonic() - started
+            raise StoreLost(f"storage unit is lost: {why}", op=op, peer=unit.peer, elapsed_s=elapsed)
+        reply = ZMQMessage.deserialize(channel.recv_multipart(copy=False))
+        if reply.sender_id != unit.unit_id:
+            raise StoreLost(f"answer came from {reply.sender_id}", op=op, peer=unit.peer)
+        return reply
+
+    @contextmanager
+    def _sockets(self, units: Sequence[int]) -> Iterator[list[tuple[zmq.Socket, zmq.Socket]]]:
+        """A socket and its monitor per unit; closed after an error, lest a late answer meet another request."""
+        pairs = []
+        with self._lock:
+            if self._closed:
+                raise StoreLost("this client is closed", op="connect", peer=self.units[0].peer)
+            self._lent += 1
+        healthy = False
+        try:
+            for unit in units:
+                pairs.append(self._take(unit))
+            yield pairs
+            healthy = True
+        finally:
+            with self._lock:
+                self._lent -= 1
+                if healthy and not self._closed:
+                    for unit, pair in zip(units, pairs, strict=True):
+                        self._idle[unit].append(pair)
+                else:
+                    for pair in pairs:
+                        _close(pair)
+                if self._closed and self._lent == 0:
+                    self._context.term()
+
+    def _take(self, unit: int) -> tuple[zmq.Socket, zmq.Socket]:
+        while True:
+            with self._lock:
+                pair = self._idle[unit].pop() if self._idle[unit] else None
+            if pair is None:
+                return self._connect(self.units[unit])
+            if pair[1].poll(0) == 0:
+                return pair
+            _close(pair)  # its connection broke while it was idle
+
+    def _connect(self, unit: Unit) -> tuple[zmq.Socket, zmq.Socket]:
+        identity = f"{_IDENTITY}_{os.getpid()}_{uuid.uuid4().hex[:12]}".encode()
+        channel = create_zmq_socket(self._context, zmq.DEALER, unit.ip, identity)
+        channel.setsockopt(zmq.LINGER, 0)
+        # CLOSED: connection refused. The unit was listening when its address was handed out, so it has ended.
+        monitor = channel.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        channel.connect(format_zmq_address(unit.ip, unit.port))
+        return channel, monitor
+
+    def close(self) -> None:
+        """Close idle sockets now and those in use when their request is over. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for pairs in self._idle:
+                for pair in pairs:
+                    _close(pair)
+                pairs.clear()
+            if self._lent == 0:
+                self._context.term()
+
+
+def _close(pair: tuple[zmq.Socket, zmq.Socket]) -> None:
+    channel, monitor = pair
+    channel.disable_monitor()
+    monitor.close(linger=0)
+    channel.close(linger=0)
+
+
+class SimpleHost:
+    """Starts and ends the units. Called from one thread (the directory's)."""
+
+    def __init__(self, run_id: str, num_units: int) -> None:
+        """Raises ValueError without Ray, StoreLost when a unit does not start within START_TIMEOUT_S."""
+        if not ray.is_initialized():
+            raise ValueError("dataplane.store.kind='simple' needs Ray: call ray.init() first, or use 'local' or 'shm'")
+        self._bytes: dict[int, int] = {}
+        self._lost: set[int] = set()
+        self._uncommitted: deque[int] = deque(maxlen=256)
+        config = {"total_storage_size": None, "num_data_storage_units": num_units}
+        names = [f"headrace-{run_id}-unit-{number}" for number in range(num_units)]
+        self._actors: list[Any] = [
+            tq_storage.SimpleStorageUnit.options(name=name, namespace=NAMESPACE, num_cpus=0).remote(config)  # type: ignore[attr-defined]
+            for name in names
+        ]
+        started = time.monotonic()
+        units = []
+        for actor, name in zip(self._actors, names, strict=True):
+            try:
+                info = actor.get_zmq_server_info.remote().future().result(START_TIMEOUT_S)
+                pid = actor.__ray_call__.remote(lambda _: os.getpid()).future().result(START_TIMEOUT_S)
+            except (RayError, FutureTimeout) as error:
+                self._kill()
+                elapsed = time.monotonic() - started
+                raise StoreLost(
+                    f"storage unit did not start: {error}", op="start", peer=name, elapsed_s=elapsed
+                ) from None
+            units.append(Unit(info.id, name, pid, info.ip, info.ports["put_get_socket"]))
+        self._link = UnitLink(units)
+        address: dict[str, object] = {
+            "units": [[unit.unit_id, unit.name, unit.pid, unit.ip, unit.port] for unit in units]
+        }
+        self.spec = StoreSpec(kind="simple", run_id=run_id, address=address)
+
+    def allocate(self, block_id: int, nbytes: int) -> bytes | None:
+        """b"" until it is written. The directory's capacity is the only bound."""
+        self._bytes[block_id] = nbytes
+        return b""
+
+    def free(self, block_id: int, location: bytes) -> None:
+        """See `free_many`."""
+        self.free_many([(block_id, location)])
+
+    def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """The units have deleted these blocks when this returns: one round trip, about a millisecond. Idempotent.
+
+        A block that was never committed may still be on its way to its unit: it is deleted again with later ones.
+        """
+        by_unit: dict[int, list[int]] = {}
+        for block_id in self._uncommitted:
+            by_unit.setdefault(block_id % len(self._link.units), []).append(block_id)
+        for block_id, location in blocks:
+            if self._bytes.pop(block_id, None) is not None and not location:
+                self._uncommitted.append(block_id)
+            by_unit.setdefault(block_id % len(self._link.units), []).append(block_id)
+        for unit, block_ids in by_unit.items():
+            if unit in self._lost:
+                continue
+            try:
+                request = Request(unit, ZMQRequestType.CLEAR_DATA, {"global_indexes": block_ids})
+                (reply,) = self._link.exchange("clear", [request], CLEAR_TIMEOUT_S)
+                if reply.request_type != ZMQRequestType.CLEAR_DATA_RESPONSE:
+                    raise StoreLost(str(reply.body.get("message")), op="clear", peer=self._link.units[unit].peer)
+            except StoreLost as error:
+                self._lost.add(unit)  # its blocks are gone, and readers get StoreLost: do not wait for it again
+                _logger.warning("%s", error)
+
+    def usage_bytes(self) -> int:
+        """Bytes of the blocks that are reserved or written."""
+        return sum(self._bytes.values())
+
+    def close(self) -> None:
+        """Kill the units. Idempotent."""
+        self._link.close()
+        self._kill()
+
+    def _kill(self) -> None:
+        actors, self._actors = self._actors, []
+        if ray.is_initialized():
+            for actor in actors:
+                ray.kill(actor)
+
+
+class SimpleStore:
+    """Reads and writes the units over TCP, from any process that reaches them; needs no Ray. Thread-safe."""
+
+    def __init__(self, spec: StoreSpec) -> None:
+        units: Any = spec.address["units"]
+        self._link = UnitLink([Unit(*unit) for unit in units])
+
+    def put(
+        self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
+    ) -> bytes:
+        """One message with a frame per part, taken from the parts' own memory; returns once the unit holds it."""
+        unit = block_id % len(self._link.units)
+        data = {str(part): [values] for part, values in enumerate(parts)}
+        request = Request(unit, ZMQRequestType.PUT_DATA, {"global_indexes": [block_id], "data": data})
+        (reply,) = self._link.exchange("put", [request], timeout_s)
+        if reply.request_type != ZMQRequestType.PUT_DATA_RESPONSE:
+            raise StoreLost(str(reply.body.get("message")), op="put", peer=self._link.units[unit].peer)
+        return unit.to_bytes(2)
+
+    def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
+        """Blocks wanted with the same parts from one unit travel in one answer. Views of the received frames."""
+        together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for position, want in enumerate(wants):
+            unit = want.block.block_id % len(self._link.units)
+            together.setdefault((unit, want.parts), []).append(position)
+        requests = []
+        for (unit, parts), positions in together.items():
+            block_ids = [wants[position].block.block_id for position in positions]
+            body = {"global_indexes": block_ids, "fields": [str(part) for part in parts]}
+            requests.append(Request(unit, ZMQRequestType.GET_DATA, body))
+        replies = self._link.exchange("get", requests, timeout_s)
+        found: list[dict[int, np.ndarray]] = [{} for _ in wants]
+        for (unit, parts), positions, reply in zip(together, together.values(), replies, strict=True):
+            peer = self._link.units[unit].peer
+            columns = self._columns(reply, peer)
+            for part in parts:
+                for position, view in zip(positions, columns[str(part)], strict=True):
+                    found[position][part] = received_part(view, wants[position], part, peer)
+        return found
+
+    def settle(self, wants: Sequence[Want]) -> None:
+        """Nothing to check: what `get` returned is this process's own memory."""
+
+    def close(self) -> None:
+        """Close the sockets; the units go on."""
+        self._link.close()
+
+    def _columns(self, reply: ZMQMessage, peer: str) -> dict[str, list[Any]]:
+        if reply.request_type == ZMQRequestType.GET_DATA_RESPONSE:
+            return reply.body["data"]
+        message = str(reply.body.get("message"))
+        if tq_storage.KEY_NOT_FOUND_MARKER in message:
+            raise RowsCleared(f"a block was freed: {message}", op="get", peer=peer)
+        raise StoreLost(message, op="get", peer=peer)

@@ -1,0 +1,310 @@
+"""The rollout worker: rows, masks, tags and reports; what happens when rewards, puts or episodes fail."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.actors.engines.hf import HfEngine
+from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.actors.environments.factory import build_environment
+from headrace.actors.environments.single_turn import SingleTurn
+from headrace.actors.prompts import PromptStream
+from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt, SamplingParams
+from headrace.actors.rewards.exact_match import exact_match
+from headrace.actors.rewards.per_position import per_position
+from headrace.actors.rewards.rubric import Rubric
+from headrace.actors.rollout import RolloutWorker
+from headrace.actors.rollout_report import merge_reports
+from headrace.actors.tasks import TaskSource
+from headrace.actors.transports.ipc import IpcReceiver, IpcSender
+from headrace.codecs.batch import Batch
+from headrace.dataplane.client_stats import ClientStats
+from headrace.dataplane.config import DataPlaneConfig, StoreConfig
+from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
+
+PARTITION = "train"
+EOS = 2
+
+
+@pytest.fixture
+def plane() -> Iterator[DataPlane]:
+    with open_data_plane(DataPlaneConfig(store=StoreConfig(kind="local")), in_process=True) as opened:
+        connect(opened.handle).register(PARTITION, ROLLOUT_SCHEMA, ["train"], group_size=2)
+        yield opened
+
+
+def rubric(*extra: tuple[str, Any, float]) -> Rubric:
+    return Rubric([("exact_match", exact_match, 0.5), ("per_position", per_position, 0.5), *extra])
+
+
+def right_then_wrong(tokenizer: Any) -> Any:
+    """Sample 0 reverses the digits, sample 1 repeats them, further ones ramble on without an end."""
+
+    def script(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
+        digits = list(prompt_ids[1:-1])
+        if sample == 0:
+            return [*reversed(digits), EOS]
+        return [*digits, EOS] if sample == 1 else digits * 20
+
+    return script
+
+
+def worker(engine: Any, tokenizer: Any, client: Any, rewards: Rubric | None = None, **options: Any) -> RolloutWorker:
+    return RolloutWorker(
+        engine=engine,
+        environment=SingleTurn(),
+        tokenizer=tokenizer,
+        rubric=rewards or rubric(),
+        prompts=PromptStream(TaskSource("reverse", held_out=False)),
+        held_out=PromptStream(TaskSource("reverse", held_out=True), shuffle=False, uid_prefix="val-"),
+        client=client,
+        **options,
+    )
+
+
+class FakeClient:
+    """A data-plane client that remembers its puts, or fails them."""
+
+    def __init__(self, error: Exception | None = None, delay_s: float = 0.0) -> None:
+        self.puts: list[tuple[list[str], Batch, dict[str, np.ndarray]]] = []
+        self.error, self.delay_s = error, delay_s
+        self.closed = False
+        self.stats = ClientStats()
+
+    async def put(self, partition: str, keys: list[str], batch: Batch, *, versions: np.ndarray, tags: dict) -> None:
+        await asyncio.sleep(self.delay_s)
+        if self.error is not None:
+            raise self.error
+        self.puts.append((keys, batch, tags))
+        self.stats.count_call("put", 0.0)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_rows_in_the_data_plane(plane: DataPlane, tokenizer: Any) -> None:
+    prompts = PromptStream(TaskSource("reverse", held_out=False))
+
+    async def run() -> Any:
+        engine = ScriptedEngine(right_then_wrong(tokenizer), version=7)
+        rollouts = worker(engine, tokenizer, connect_async(plane.handle, name="rollout"))
+        report = await rollouts.rollout(10, 4, PARTITION, SamplingParams(n=2, max_new_tokens=12))
+        await rollouts.close()
+        return report
+
+    report = asyncio.run(run())
+    client = connect(plane.handle)
+    meta = client.claim(PARTITION, "train", ROLLOUT_FIELDS, 8, whole_groups=True, timeout_s=5)
+    batch = client.get(meta)
+    assert (meta.versions == 7).all()
+    assert sorted(meta.keys) == sorted(f"{prompts[position].uid}.{i}" for position in range(10, 14) for i in range(2))
+    by_uid = {prompts[position].uid: prompts[position] for position in range(10, 14)}
+    starts = np.cumsum([0, *meta.lengths])
+    for row, key in enumerate(meta.keys):
+        uid, sample = key.split(".")
+        prompt = by_uid[uid]
+        response = prompt.answer if sample == "0" else prompt.answer[::-1]
+        span = slice(starts[row], starts[row + 1])
+        ids = [*tokenizer(prompt.text)["input_ids"], *tokenizer(response)["input_ids"], EOS]
+        mask = [0] * len(prompt.text) + [1] * (len(response) + 1)
+        assert batch.jagged("input_ids").values[span].tolist() == ids
+        assert batch.jagged("response_mask").values[span].tolist() == mask
+        assert batch.jagged("rollout_logprobs").values[span].tolist() == [-1.0 * m for m in mask]
+        expected = rubric().score(prompt, response, "stop")
+        assert meta.tags["reward"][row] == np.float32(expected.reward) and meta.tags["valid"][row] == 1.0
+        assert meta.tags["response_length"][row] == len(response) + 1
+        assert meta.tags["reward"].dtype == np.float32
+    assert (report.rows, report.failed, report.first_error, report.truncated) == (8, 0, "", 0)
+    assert report.response_tokens == meta.tags["response_length"].sum()
+    assert report.prompt_tokens == meta.lengths.sum() - report.response_tokens
+    assert report.reward_mean == pytest.approx(meta.tags["reward"].mean())
+    assert report.component_means()["exact_match"] >= 0.5
+    assert report.bytes_put >= 9 * meta.lengths.sum() and report.calls >= 1
+    assert {span.name for span in report.spans} == {"generate", "reward", "put"}
+
+
+def test_a_real_model_end_to_end(plane: DataPlane, model_folder: str, tokenizer: Any, tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = HfEngine(model_folder)
+        rollouts = worker(engine, tokenizer, connect_async(plane.handle), receiver=IpcReceiver())
+        params = SamplingParams(n=2, max_new_tokens=8)
+        first = await rollouts.rollout(0, 16, PARTITION, params)
+        sender = IpcSender("run", root=tmp_path)
+        named = {name: p.detach() * 1.1 for name, p in engine._model.named_parameters()}
+        manifest = sender.send(1, named)
+        assert await rollouts.load_weights(manifest) == manifest.num_bytes and rollouts.version == 1
+        second = await rollouts.rollout(16, 16, PARTITION, params)
+        sender.close()
+        await rollouts.close()
+        assert first.rows == second.rows == 32 and 0 < first.response_length_mean <= 8
+        merged = merge_reports([first, second])
+        assert merged.rows == 64 and merged.reward_sum == pytest.approx(first.reward_sum + second.reward_sum)
+
+    asyncio.run(run())
+    client = connect(plane.handle)
+    meta = client.claim(PARTITION, "train", ROLLOUT_FIELDS, 64, timeout_s=5)
+    assert sorted(meta.versions) == [0] * 32 + [1] * 32
+    batch = client.get(meta)
+    mask = batch.jagged("response_mask").values.bool()
+    logprobs = batch.jagged("rollout_logprobs").values
+    assert (logprobs[mask] < 0).all() and (logprobs[~mask] == 0).all()
+
+
+def test_failed_rows_are_masked_counted_and_cost_no_other_row(tokenizer: Any) -> None:
+    def picky(prompt: Prompt, response: str, finish_reason: str) -> float:
+        if finish_reason == "length":
+            raise RuntimeError("no end")
+        return 1.0
+
+    client = FakeClient()
+    engine = ScriptedEngine(right_then_wrong(tokenizer))
+    rollouts = worker(engine, tokenizer, client, rubric(("picky", picky, 1.0)))
+    report = asyncio.run(rollouts.rollout(0, 3, PARTITION, SamplingParams(n=3, max_new_tokens=10)))
+    assert (report.rows, report.failed, report.valid, report.truncated) == (9, 3, 6, 3)
+    assert report.first_error == "reward 'picky' raised RuntimeError: no end"
+    assert report.component_means()["picky"] == 1.0 and report.reward_mean >= 1.5
+    for keys, batch, tags in client.puts:
+        failed = np.array([key.endswith(".2") for key in keys])
+        assert np.array_equal(tags["valid"], (~failed).astype(np.float32))
+        assert (tags["reward"][failed] == 0).all() and (tags["reward"][~failed] >= 1).all()
+        tokens = torch.from_numpy(np.repeat(failed, batch.jagged("input_ids").lengths))
+        assert (batch.jagged("response_mask").values[tokens] == 0).all()
+        assert (batch.jagged("rollout_logprobs").values[tokens] == 0).all()
+        assert (batch.jagged("input_ids").values[tokens] > 0).all()
+
+
+def test_groups_are_put_as_they_finish_and_share_a_put_when_they_can(tokenizer: Any) -> None:
+    client = FakeClient(delay_s=0.02)
+    engine = ScriptedEngine(right_then_wrong(tokenizer), latency_s=0.02, latency_sigma=1.0)
+    rollouts = worker(engine, tokenizer, client)
+    report = asyncio.run(rollouts.rollout(0, 20, PARTITION, SamplingParams(n=2)))
+    keys = [key for put, _, _ in client.puts for key in put]
+    assert len(set(keys)) == len(keys) == report.rows == 40 and 1 < len(client.puts) < 20
+    for put, _, _ in client.puts:
+        uids = [key.split(".")[0] for key in put]
+        assert all(uids.count(uid) == 2 for uid in uids), "a group was torn apart"
+    at_once = FakeClient()
+    together = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, at_once)
+    asyncio.run(together.rollout(0, 20, PARTITION, SamplingParams(n=2)))
+    assert len(at_once.puts) <= 2
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("failure", ["put", "engine", "cancel"])
+def test_nothing_outlives_a_failed_call(tokenizer: Any, failure: str) -> None:
+    async def run() -> None:
+        client = FakeClient(error=RuntimeError("store is gone") if failure == "put" else None)
+        count = 0
+
+        def script(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
+            nonlocal count
+            count += 1
+            if failure == "engine" and count > 2:
+                raise RuntimeError("engine broke")
+            return [5, EOS]
+
+        engine = ScriptedEngine(script, latency_s=0.05, latency_sigma=2.0)
+        rollouts = worker(engine, tokenizer, client)
+        call = asyncio.create_task(rollouts.rollout(0, 20, PARTITION, SamplingParams(n=2)))
+        if failure == "cancel":
+            await asyncio.sleep(0.05)
+            call.cancel()
+        with pytest.raises(asyncio.CancelledError if failure == "cancel" else RuntimeError):
+            await call
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "episodes were left running"
+        assert not engine._aborts, "requests were left in the engine"
+        await rollouts.close()
+        assert client.closed
+
+    started = time.monotonic()
+    asyncio.run(run())
+    assert time.monotonic() - started < 2
+
+
+def test_a_slow_reward_does_not_hold_up_other_calls(tokenizer: Any) -> None:
+    def slow(prompt: Prompt, response: str, finish_reason: str) -> float:
+        time.sleep(0.05)
+        return 1.0
+
+    async def run() -> None:
+        rollouts = worker(
+            ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, FakeClient(), Rubric([("s", slow, 1.0)])
+        )
+        call = asyncio.create_task(rollouts.rollout(0, 4, PARTITION, SamplingParams(n=2)))
+        await asyncio.sleep(0.05)
+        waits = []
+        while not call.done():
+            before = time.perf_counter()
+            await asyncio.sleep(0.001)
+            waits.append(time.perf_counter() - before)
+        assert len(waits) > 20 and np.median(waits) < 0.02
+
+    asyncio.run(run())
+
+
+def test_aborted_rows_are_not_trained_on(tokenizer: Any) -> None:
+    async def run() -> None:
+        client = FakeClient()
+        engine = ScriptedEngine(right_then_wrong(tokenizer), latency_s=30.0)
+        rollouts = worker(engine, tokenizer, client)
+        call = asyncio.create_task(rollouts.rollout(0, 2, PARTITION, SamplingParams(n=2)))
+        await asyncio.sleep(0.02)
+        await engine.close()
+        report = await call
+        assert report.failed == report.rows == 4 and report.first_error == "prompt '0': generation aborted"
+        assert all((tags["valid"] == 0).all() for _, _, tags in client.puts)
+
+    asyncio.run(run())
+
+
+def test_weights_that_do_not_arrive_leave_the_old_version(tokenizer: Any, tmp_path: Path) -> None:
+    engine = ScriptedEngine(right_then_wrong(tokenizer))
+    sender = IpcSender("run", root=tmp_path)
+    manifest = sender.send(1, {"w": torch.ones(3)})
+    sender.close()
+    with pytest.raises(RuntimeError, match="version 1 is not at"):
+        asyncio.run(worker(engine, tokenizer, FakeClient(), receiver=IpcReceiver()).load_weights(manifest))
+    assert engine.version == 0
+    with pytest.raises(RuntimeError, match="without a weight receiver"):
+        asyncio.run(worker(engine, tokenizer, FakeClient()).load_weights(manifest))
+
+
+# ---------------------------------------------------------------- validation
+
+
+def test_validation_scores_held_out_prompts_and_puts_nothing(tokenizer: Any) -> None:
+    client = FakeClient()
+    rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, client)
+    greedy = SamplingParams(n=1, max_new_tokens=12, temperature=0.0)
+    report = asyncio.run(rollouts.validate(0, 30, greedy))
+    assert (report.rows, report.exact_match, report.reward, report.failed) == (30, 1.0, 1.0, 0)
+    assert 4 <= report.response_length_mean <= 9 and not client.puts
+    both = asyncio.run(rollouts.validate(0, 30, SamplingParams(n=2, max_new_tokens=12)))
+    assert both.rows == 60 and 0.5 <= both.exact_match < 0.6
+    assert asyncio.run(rollouts.validate(0, 0, greedy)).rows == 0
+
+
+def test_validation_needs_held_out_prompts(tokenizer: Any) -> None:
+    rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, FakeClient())
+    rollouts._held_out = None
+    with pytest.raises(ValueError, match="no held-out prompts"):
+        asyncio.run(rollouts.validate(0, 1, SamplingParams()))
+
+
+def test_environment_factory() -> None:
+    assert isinstance(build_environment("single_turn"), SingleTurn)
+    with pytest.raises(ValueError, match="environment: got 'multi', expected one of single_turn"):
+        build_environment("multi")

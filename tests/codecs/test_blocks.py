@@ -1,0 +1,221 @@
+"""Wire blocks: layout, zero copy, and checksums that catch every flipped byte that a reader would see."""
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.codecs.blocks import (
+    CHECKSUM_ROWS,
+    BlockLayout,
+    ChecksumMismatch,
+    RowSource,
+    assemble,
+    encode_block,
+    read_header,
+    verify,
+)
+from headrace.codecs.jagged import pack, unpack
+from headrace.codecs.padding import to_padded
+from headrace.codecs.schema import Field, Kind, Schema
+
+SCHEMA = Schema(
+    [
+        Field("log", Kind.OBJECT),
+        Field("ids", Kind.PER_TOKEN, torch.int32),
+        Field("image", Kind.RAGGED, torch.uint8, ndim=2),
+        Field("reward", Kind.PER_SAMPLE, torch.float32),
+    ]
+)
+ROWS = 2 * CHECKSUM_ROWS + 22  # three row blocks, the last one short
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rng = np.random.default_rng(0)
+    return pack(
+        SCHEMA,
+        {
+            "log": [f"row {index}" for index in range(ROWS)],
+            "ids": [rng.integers(0, 99, n, dtype=np.int32) for n in rng.integers(1, 9, ROWS)],
+            "image": [rng.integers(0, 256, shape, dtype=np.uint8) for shape in rng.integers(1, 4, (ROWS, 2))],
+            "reward": rng.random(ROWS, dtype=np.float32),
+        },
+    )
+
+
+def source_of(block, rows):
+    rows = np.asarray(rows, dtype=np.int32)
+    return RowSource(block.layout.fields, np.zeros(len(rows), dtype=np.int32), rows, block.row_starts[rows])
+
+
+def part_names(block):
+    """Part number -> (field, "values" or "index")."""
+    names = {}
+    for name in block.layout.fields:
+        for number, what in zip(block.layout.parts_of(SCHEMA, [name]), ("values", "index"), strict=False):
+            names[number] = (name, what)
+    return names
+
+
+def test_shuffled_and_repeated_rows_of_uneven_blocks(batch):
+    edges = [0, 40, 40, 41, 120, ROWS]
+    blocks = [encode_block(batch, *edge, checksum=False) for edge in zip(edges[:-1], edges[1:], strict=True)]
+    wanted = np.random.default_rng(1).integers(0, ROWS, 300)
+    number = np.searchsorted(edges, wanted, side="right") - 1
+    row = wanted - np.array(edges)[number]
+    starts = [block.row_starts for block in blocks]
+    first_token = np.array([starts[block][at] for block, at in zip(number, row, strict=True)])
+    views = [dict(enumerate(block.parts)) for block in blocks]
+    source = RowSource(blocks[0].layout.fields, number, row, first_token)
+    lengths = batch.jagged("ids").lengths[wanted]
+    out = unpack(assemble(SCHEMA, lengths, [source], [block.layout for block in blocks], views))
+    for name, rows in unpack(batch).items():
+        for got, index in zip(out[name], wanted, strict=True):
+            assert torch.equal(got, rows[index]) if isinstance(got, torch.Tensor) else got == rows[index]
+
+
+def test_values_are_not_copied(batch):
+    block = encode_block(batch, 10, 90, checksum=False)
+    memory = {
+        "ids": batch.jagged("ids").values,
+        "image": batch.ragged("image").values,
+        "reward": batch.tensor("reward"),
+    }
+    for name, values in memory.items():
+        number = block.layout.parts_of(SCHEMA, [name])[0]
+        assert np.shares_memory(block.parts[number], values.numpy())
+
+
+def test_parts_follow_from_the_layout(batch):
+    layout = encode_block(batch, 0, ROWS, checksum=False).layout
+    assert layout.fields == ("ids", "reward", "log", "image")  # those with an index part last
+    assert layout.parts_of(SCHEMA, ["image", "ids"]) == (5, 6, 1)
+    assert layout.parts_of(SCHEMA.subset(["image"]), ["image"]) == (5, 6)
+    assert layout.num_rows == ROWS and layout.num_tokens == len(batch.jagged("ids").values)
+    ends = [offset + nbytes for offset, nbytes in zip(layout.offsets, layout.part_bytes, strict=True)]
+    assert all(end <= offset for end, offset in zip(ends, layout.offsets[1:], strict=False))
+    assert ends[-1] <= layout.nbytes
+
+
+def test_layout_refuses_what_the_block_does_not_hold():
+    layout = BlockLayout(("ids", "log"), 1, 1, (100, 4, 4, 8))
+    with pytest.raises(ValueError, match="field 'reward': not in the block, which holds ids, log"):
+        layout.parts_of(SCHEMA, ["reward"])
+    with pytest.raises(ValueError, match="field 'ids': the block holds it as another kind than object"):
+        layout.parts_of(Schema([Field("ids", Kind.OBJECT)]), ["ids"])
+
+
+def test_empty_block():
+    batch = pack(SCHEMA, {name: [] for name in SCHEMA})
+    block = encode_block(batch, 0, 0, checksum=True)
+    source = source_of(block, [])
+    views = dict(enumerate(block.parts))
+    verify(SCHEMA, source, 0, block.layout, views)
+    assert assemble(SCHEMA, np.zeros(0), [source], [block.layout], [views]).num_rows == 0
+
+
+def test_rows_without_a_byte():
+    """Empty arrays from numpy have strides that torch refuses to view as bytes."""
+    data = {"ids": [np.zeros(0, dtype=np.int32)] * 2, "reward": np.zeros(2, dtype=np.float32)}
+    batch = pack(SCHEMA, data)
+    block = encode_block(batch, 0, 2, checksum=True)
+    source, views = source_of(block, [1, 0]), dict(enumerate(block.parts))
+    verify(batch.schema, source, 0, block.layout, views)
+    out = assemble(batch.schema, np.zeros(2), [source], [block.layout], [views])
+    assert out.jagged("ids").lengths.tolist() == [0, 0] and to_padded(out)[0]["ids"].shape == (2, 0)
+
+
+def test_every_byte_is_under_a_checksum(batch):
+    """One byte flipped in each part, at the first, a middle and the last byte."""
+    block = encode_block(batch, 0, ROWS, checksum=True)
+    everything = source_of(block, range(ROWS))
+    for number, part in enumerate(block.parts):
+        for position in (0, len(part) // 2, len(part) - 1):
+            views = {other: view.copy() for other, view in enumerate(block.parts)}
+            verify(SCHEMA, everything, 0, block.layout, views)
+            views[number][position] ^= 1
+            with pytest.raises(ChecksumMismatch):
+                verify(SCHEMA, everything, 0, block.layout, views)
+
+
+@pytest.mark.parametrize("flipped", range(3))
+def test_only_row_blocks_that_are_read_are_verified(batch, flipped):
+    block = encode_block(batch, 0, ROWS, checksum=True)
+    for number, (name, what) in part_names(block).items():
+        views = {other: view.copy() for other, view in enumerate(block.parts)}
+        # Where the flipped row block begins: what the rows before it take when they are a block of their own.
+        before = pack(SCHEMA, {name: batch[name]}, ROWS)
+        first = encode_block(before, 0, flipped * CHECKSUM_ROWS, checksum=False)
+        position = first.layout.part_bytes[1]
+        views[number][position] ^= 0x40
+        for row_block in range(3):
+            source = source_of(block, [min(row_block * CHECKSUM_ROWS + 5, ROWS - 1)])
+            if row_block == flipped or what == "index":
+                with pytest.raises(ChecksumMismatch, match=f"field '{name}'"):
+                    verify(SCHEMA, source, 0, block.layout, views)
+            else:
+                verify(SCHEMA, source, 0, block.layout, views)
+        others = SCHEMA.subset([other for other in SCHEMA if other != name])
+        verify(others, source_of(block, range(ROWS)), 0, block.layout, views)
+
+
+def test_mismatch_names_field_rows_and_both_sums(batch):
+    block = encode_block(batch, 0, ROWS, checksum=True)
+    views = {number: view.copy() for number, view in enumerate(block.parts)}
+    views[block.layout.parts_of(SCHEMA, ["reward"])[0]][4 * 70] ^= 1
+    with pytest.raises(ChecksumMismatch, match="field 'reward', rows 64 to 127: xxh3 .* is [0-9a-f]{16}, but [0-9a-f]"):
+        verify(SCHEMA, source_of(block, [70]), 0, block.layout, views)
+
+
+def test_rows_of_other_blocks_are_not_verified(batch):
+    block = encode_block(batch, 0, ROWS, checksum=True)
+    views = {number: view.copy() for number, view in enumerate(block.parts)}
+    views[1][0] ^= 1
+    source = RowSource(block.layout.fields, np.array([1, 0]), np.array([0, 100]), np.array([0, 0]))
+    verify(SCHEMA, source, 0, block.layout, views)
+    with pytest.raises(ChecksumMismatch):
+        verify(SCHEMA, source, 1, block.layout, views)
+
+
+def test_blocks_without_checksums_cannot_be_verified(batch):
+    block = encode_block(batch, 0, 5, checksum=False)
+    with pytest.raises(ValueError, match="written without checksums") as caught:
+        verify(SCHEMA, source_of(block, [0]), 0, block.layout, dict(enumerate(block.parts)))
+    assert not isinstance(caught.value, ChecksumMismatch)
+
+
+@pytest.mark.parametrize("foreign", [b"", b"short", b"\0" * 200, b"hrblock1" + b"\0" * 200])
+def test_foreign_bytes_are_no_header(foreign):
+    with pytest.raises(ValueError, match="block header"):
+        read_header(np.frombuffer(foreign, dtype=np.uint8))
+
+
+def test_rows_beyond_a_block_are_refused(batch):
+    """A wrong receipt never reads short, or a neighbour's bytes."""
+    block = encode_block(batch, 0, 4, checksum=False)
+    views = dict(enumerate(block.parts))
+    first_token = batch.jagged("ids").lengths[:3].sum()
+    source = RowSource(("ids",), np.array([0]), np.array([3]), np.array([first_token + 1]))
+    with pytest.raises(ValueError, match="rows reach to byte"):
+        assemble(SCHEMA.subset(["ids"]), batch.jagged("ids").lengths[3:4], [source], [block.layout], [views])
+
+
+def test_rows_of_one_size_scattered_and_in_a_row():
+    """PER_SAMPLE rows take the indexed copy when scattered and the run copy otherwise; both give the same."""
+    schema = Schema(
+        [Field("small", Kind.PER_SAMPLE, torch.int16, (3,)), Field("big", Kind.PER_SAMPLE, torch.int64, (99,))]
+    )
+    rng = np.random.default_rng(0)
+    data = {
+        "small": torch.from_numpy(rng.integers(0, 999, (120, 3), dtype=np.int16)),
+        "big": torch.from_numpy(rng.integers(0, 999, (120, 99))),
+    }
+    batch = pack(schema, data)
+    blocks = [encode_block(batch, start, start + 40, checksum=False) for start in (0, 40, 80)]
+    views = [dict(enumerate(block.parts)) for block in blocks]
+    layouts = [block.layout for block in blocks]
+    for order in (np.arange(120), rng.permutation(120), rng.integers(0, 120, 300), np.arange(120)[::-1]):
+        source = RowSource(tuple(schema), order // 40, order % 40, np.zeros(len(order), dtype=np.int64))
+        out = assemble(schema, np.zeros(len(order)), [source], layouts, views)
+        for name, values in data.items():
+            assert torch.equal(out.tensor(name), values[order.copy()])

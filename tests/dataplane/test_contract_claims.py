@@ -1,0 +1,170 @@
+"""The data plane's contract: claims, leases and their end, the same over every store."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.dataplane.errors import ClaimTimeout, LeaseLost
+from headrace.dataplane.factory import DataPlane, connect
+from headrace.tests.dataplane.rows import FIRST, LATER, SCHEMA, assert_rows, columns, keys_of
+
+
+def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """The running thread, and where its result (or its exception) and the time it came at will be."""
+    result: list[Any] = []
+
+    def run() -> None:
+        try:
+            result.append(call())
+        except Exception as error:
+            result.append(error)
+        result.append(time.monotonic())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, result
+
+
+def test_lowest_version_first_then_in_order_of_arrival(client: Any, partition: str) -> None:
+    late, early, same = keys_of(range(0, 2), prefix="late"), keys_of(range(0, 2), prefix="early"), ["late9.0"]
+    client.put(partition, late, columns(late), versions=7)
+    client.put(partition, early, columns(early), versions=3)
+    client.put(partition, same, columns(same), versions=7)
+    meta = client.claim(partition, "train", FIRST, 17)
+    assert meta.keys == (*early, *late, *same)
+    assert meta.versions.tolist() == [3] * 8 + [7] * 9
+    assert_rows(client.get(meta), list(meta.keys), FIRST)
+
+
+def test_a_row_goes_to_one_consumer_of_each_task(client: Any, partition: str) -> None:
+    keys = keys_of(range(6))
+    client.put(partition, keys, columns(keys))
+    first, second = client.claim(partition, "train", FIRST, 10), client.claim(partition, "train", FIRST, 14)
+    assert sorted(first.keys + second.keys) == sorted(keys)
+    with pytest.raises(ClaimTimeout):
+        client.claim(partition, "train", FIRST, 1, timeout_s=0.05)
+    other = client.claim(partition, "eval", ("reward",), 24)
+    assert sorted(other.keys) == sorted(keys) and set(other.fields) == {"reward"}
+
+
+def test_done_rows_are_never_claimed_again_and_retried_ones_are(client: Any, partition: str) -> None:
+    keys = keys_of(range(2))
+    client.put(partition, keys, columns(keys))
+    meta = client.claim(partition, "train", FIRST, 8)
+    client.release(meta.select(np.arange(5)), "train", "done")
+    client.release(meta.select(np.arange(5, 8)), "train", "retry")
+    again = client.claim(partition, "train", FIRST, 3)
+    assert sorted(again.keys) == sorted(meta.keys[5:])
+    with pytest.raises(LeaseLost, match=meta.keys[0]):
+        client.release(meta, "train", "done")
+    client.release(again, "train", "done")
+    with pytest.raises(ClaimTimeout, match="8 done"):
+        client.claim(partition, "train", FIRST, 1, timeout_s=0.05)
+
+
+def test_whole_groups_wait_for_their_last_row_and_are_never_mixed(client: Any, partition: str) -> None:
+    groups = [keys_of(range(n, n + 1)) for n in range(3)]
+    for group in groups[:2]:
+        client.put(partition, group[:3], columns(group[:3]))
+    client.put(partition, groups[2], columns(groups[2]))
+    meta = client.claim(partition, "train", FIRST, 4, whole_groups=True)
+    assert sorted(meta.keys) == groups[2] and len(set(meta.groups.tolist())) == 1
+    with pytest.raises(ClaimTimeout, match="whole groups"):
+        client.claim(partition, "train", FIRST, 4, whole_groups=True, timeout_s=0.05)
+    client.put(partition, groups[1][3:], columns(groups[1][3:]))
+    meta = client.claim(partition, "train", FIRST, 4, whole_groups=True)
+    assert sorted(meta.keys) == groups[1]
+    with pytest.raises(ValueError, match="multiple of 4"):
+        client.claim(partition, "train", FIRST, 6, whole_groups=True)
+
+
+def test_rows_can_be_claimed_once_all_wanted_fields_are_there(client: Any, partition: str) -> None:
+    keys = keys_of(range(2))
+    client.put(partition, keys, columns(keys))
+    client.put(partition, keys[:3], columns(keys[:3], LATER))
+    meta = client.claim(partition, "train", ("ids", "logp"), 3)
+    assert meta.keys == tuple(keys[:3])
+    assert_rows(client.get(meta), keys[:3], ("ids", "logp"))
+    started = time.monotonic()
+    with pytest.raises(ClaimTimeout) as caught:
+        client.claim(partition, "train", ("ids", "logp"), 4, timeout_s=0.3)
+    assert 0.25 < time.monotonic() - started < 1.5
+    for part in ("task 'train'", "of 4 rows", "'logp'", "5 of the others lack", "3 leased", partition, "elapsed"):
+        assert part in str(caught.value), (part, str(caught.value))
+    for arguments in (("nobody", FIRST, 1), ("train", ("nothing",), 1), ("train", FIRST, 0)):
+        with pytest.raises(ValueError, match="expected"):
+            client.claim(partition, *arguments)
+
+
+def test_waiting_claim_is_woken_by_the_put_that_completes_it(client: Any, plane: DataPlane, partition: str) -> None:
+    consumer, delays = connect(plane.handle, name="consumer"), []
+    for attempt in range(7):
+        keys = keys_of(range(attempt, attempt + 1))
+        before = consumer.stats.directory_calls
+        thread, result = in_thread(lambda: consumer.claim(partition, "train", FIRST, 4, timeout_s=10))
+        client.put(partition, keys[:3], columns(keys[:3]))
+        time.sleep(0.05)
+        assert not result, "three rows of four are not enough"
+        client.put(partition, keys[3:], columns(keys[3:]))
+        put_at = time.monotonic()
+        thread.join(10)
+        delays.append(result[1] - put_at)
+        assert result[0].keys == tuple(keys)
+        assert consumer.stats.directory_calls == before + 1, "one call that waits, no polling"
+    assert statistics.median(delays) < 0.05, delays
+    consumer.close()
+
+
+def test_claims_of_a_task_are_served_in_the_order_they_came(client: Any, partition: str) -> None:
+    waiting = []
+    for _ in range(3):
+        waiting.append(in_thread(lambda: client.claim(partition, "train", FIRST, 2, timeout_s=10)))
+        deadline = time.monotonic() + 5
+        while client.status().waiting_claims < len(waiting) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    keys = keys_of(range(2))[:6]
+    for n in range(0, 6, 2):
+        client.put(partition, keys[n : n + 2], columns(keys[n : n + 2]))
+        waiting[n // 2][0].join(10)
+    assert [result[0].keys for _, result in waiting] == [tuple(keys[n : n + 2]) for n in range(0, 6, 2)]
+
+
+def test_expired_lease_returns_its_rows_and_the_late_consumer_is_told(tight_plane: DataPlane, partition: str) -> None:
+    client, other = connect(tight_plane.handle, name="slow"), connect(tight_plane.handle, name="other")
+    client.register(partition, SCHEMA, ("train",))
+    keys = keys_of(range(1))
+    client.put(partition, keys, columns(keys))
+    meta = client.claim(partition, "train", FIRST, 4)
+    started = time.monotonic()
+    status = client.status(partition)
+    assert status.leases == 1 and status.leased_rows == 4 and status.oldest_lease_s < 0.5
+    again = other.claim(partition, "train", FIRST, 4, timeout_s=5)
+    assert 0.3 < time.monotonic() - started < 1.5, "woken by the end of the lease of 0.5 s"
+    with pytest.raises(LeaseLost, match=keys[0]):
+        client.release(meta, "train", "done")
+    other.release(again, "train", "done")
+    assert client.status(partition).leases == 0
+    client.clear(partition)
+    client.close()
+    other.close()
+
+
+def test_cleared_rows_leave_their_lease_and_their_task(client: Any, partition: str) -> None:
+    keys = keys_of(range(2))
+    client.put(partition, keys, columns(keys))
+    meta = client.claim(partition, "train", FIRST, 4)
+    client.clear(partition, list(meta.keys[:2]))
+    with pytest.raises(LeaseLost, match=meta.keys[0]):
+        client.release(meta, "train", "done")
+    rest = client.claim(partition, "train", FIRST, 4)
+    assert not set(rest.keys) & set(meta.keys)
+    client.clear(partition)
+    client.put(partition, keys, columns(keys))
+    assert len(client.claim(partition, "train", FIRST, 8)) == 8, "keys put again are new rows"

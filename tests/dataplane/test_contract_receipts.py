@@ -1,0 +1,100 @@
+"""The data plane's contract: what a receipt is good for, and when it says that its rows are gone."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.dataplane.errors import DataPlaneError, KeysNotFound, RowsCleared
+from headrace.dataplane.factory import DataPlane, connect
+from headrace.dataplane.meta import KVBatchMeta
+from headrace.tests.dataplane.rows import BYTES, FIRST, assert_rows, block_of, columns, keys_of
+
+
+def test_receipts_are_read_without_the_directory_and_cut_at_will(client: Any, partition: str) -> None:
+    keys = keys_of(range(8))
+    tags = {"score": np.arange(32, dtype=np.float32)}
+    meta = client.put(partition, keys, columns(keys), tags=tags)
+    assert meta.keys == tuple(keys) and meta.tags["score"].tolist() == list(range(32))
+    calls = client.stats.directory_calls
+    assert_rows(client.get(meta), keys, FIRST)
+    assert_rows(client.get(meta.select([31, 0, 0, 7])), [keys[i] for i in (31, 0, 0, 7)], FIRST)
+    left, middle, right = meta.split([5, 20, 7])
+    assert_rows(client.get(middle, ("ids",)), keys[5:25], ("ids",))
+    assert_rows(client.get(right.concat(left)), keys[25:] + keys[:5], FIRST)
+    assert_rows(client.get(meta.where(meta.tags["score"] >= 30)), keys[30:], FIRST)
+    for copy in (KVBatchMeta.from_bytes(meta.to_bytes()), pickle.loads(pickle.dumps(meta))):
+        assert_rows(client.get(copy.select([9])), [keys[9]], FIRST)
+    assert client.stats.directory_calls == calls
+
+
+def test_cleared_rows_are_refused_and_their_neighbours_stay(client: Any, partition: str) -> None:
+    keys = keys_of(range(8))
+    meta = client.put(partition, keys, columns(keys))
+    assert client.clear(partition, keys[:16]) == 16
+    with pytest.raises(RowsCleared, match=keys[0]):
+        client.get(meta)
+    assert_rows(client.get(meta.select(np.arange(16, 32))), keys[16:], FIRST)
+    with pytest.raises(KeysNotFound, match=keys[0]):
+        client.get_keys(partition, keys, FIRST)
+    with pytest.raises(KeysNotFound):
+        client.clear(partition, [keys[20], keys[0]])
+    assert_rows(client.get_keys(partition, keys[16:], FIRST), keys[16:], FIRST)
+    assert client.clear(partition) == 16 and client.clear(partition) == 0
+
+
+def test_receipt_never_shows_the_bytes_of_rows_that_came_after(client: Any, plane: DataPlane, partition: str) -> None:
+    raw = f"{partition}-raw"
+    client.register(raw, BYTES, ("train",))
+    held = []
+    for generation in range(20):
+        meta = client.put(raw, [f"{n}.{generation}" for n in range(4)], block_of(generation, 4))
+        assert client.get(meta).tensor("x").unique().tolist() == [generation]
+        held.append(meta)
+        for old in held[:-1]:
+            with pytest.raises(RowsCleared):
+                client.get(old)
+        if generation < 19:
+            client.clear(raw)
+    client.clear(raw)
+
+
+def test_rows_overwritten_while_they_are_read_are_never_torn(client: Any, plane: DataPlane, partition: str) -> None:
+    raw = f"{partition}-raw"
+    client.register(raw, BYTES, ("train",))
+    keys = [f"r.{n}" for n in range(4)]
+    client.put(raw, keys, block_of(0, 4))
+    stop, failures = threading.Event(), []
+    writer = connect(plane.handle, name="writer")
+
+    def overwrite() -> None:
+        try:
+            for value in range(1, 200):
+                if stop.is_set():
+                    return
+                writer.put(raw, keys, block_of(value, 4), replace=True)
+        except DataPlaneError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=overwrite)
+    thread.start()
+    seen, refused, deadline = set(), 0, time.monotonic() + 1.5
+    while time.monotonic() < deadline:
+        meta = client.lookup(raw, keys, ("x",))
+        try:
+            values = client.get(meta).tensor("x")
+        except RowsCleared:
+            refused += 1
+            continue
+        assert len(values.unique()) == 1, "rows of one put, and of no other"
+        seen.add(int(values[0, 0]))
+    stop.set()
+    thread.join(20)
+    assert not failures and len(seen) > 1, (failures, seen, refused)
+    writer.close()
+    client.clear(raw)

@@ -1,0 +1,92 @@
+"""Ray actors of the process tests: a client in a process of its own, told what to do."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import ray
+
+from headrace.dataplane.factory import connect
+from headrace.dataplane.handle import DataPlaneHandle
+from headrace.tests.dataplane.rows import FIRST, assert_rows, columns, keys_of
+
+
+class Worker:
+    """One process with one client. Times are CLOCK_MONOTONIC seconds, comparable between processes of a host."""
+
+    def __init__(self, handle: DataPlaneHandle, name: str) -> None:
+        self._client = connect(handle, name=name)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def put(self, partition: str, keys: list[str], version: int | None = None) -> tuple[Any, float]:
+        """(receipt, when the put was through)."""
+        return self._client.put(partition, keys, columns(keys), versions=version), time.monotonic()
+
+    def put_columns(self, partition: str, keys: list[str], fields: Any) -> tuple[Any, float]:
+        """(receipt, seconds)."""
+        started = time.monotonic()
+        return self._client.put(partition, keys, fields), time.monotonic() - started
+
+    def produce(self, partition: str, prompts: range, samples: int) -> int:
+        """One put a group. Returns rows put."""
+        for prompt in prompts:
+            keys = keys_of(range(prompt, prompt + 1), samples)
+            self._client.put(partition, keys, columns(keys), versions=prompt)
+        return len(prompts) * samples
+
+    def consume(self, partition: str, num_rows: int, share: int) -> list[str]:
+        """Claim, read, check and release `share` rows at a time until the task is through with `num_rows`."""
+        seen: list[str] = []
+        while len(seen) < num_rows:
+            meta = self._client.claim(partition, "train", FIRST, share, whole_groups=True, timeout_s=30)
+            assert_rows(self._client.get(meta), list(meta.keys), FIRST)
+            self._client.release(meta, "train", "done")
+            seen.extend(meta.keys)
+        return seen
+
+    def read(self, receipt: Any, fields: tuple[str, ...] = FIRST) -> float:
+        """Read with a receipt of somebody else, check every byte. Returns the seconds the read took."""
+        started = time.monotonic()
+        batch = self._client.get(receipt, fields)
+        taken = time.monotonic() - started
+        assert_rows(batch, list(receipt.keys), fields)
+        return taken
+
+    def time_get(self, receipt: Any) -> float:
+        started = time.monotonic()
+        self._client.get(receipt)
+        return time.monotonic() - started
+
+    def claim(self, partition: str, num_rows: int, timeout_s: float = 30) -> tuple[Any, float, int]:
+        """(receipt, when the claim returned, directory calls it took)."""
+        before = self._client.stats.directory_calls
+        meta = self._client.claim(partition, "train", FIRST, num_rows, timeout_s=timeout_s)
+        return meta, time.monotonic(), self._client.stats.directory_calls - before
+
+    def put_and_hang(self, partition: str, keys: list[str], mark: str) -> None:
+        """Write the first block of a put, create file `mark`, and never go on."""
+        store_class = type(self._client._operations.store)
+        real = store_class.put
+
+        def put_one(store: Any, *arguments: Any) -> None:
+            real(store, *arguments)
+            open(mark, "w").close()
+            time.sleep(600)
+
+        store_class.put = put_one
+        self._client.put(partition, keys, columns(keys))
+
+    def stats(self) -> Any:
+        return self._client.stats
+
+
+def start(handle: DataPlaneHandle, *names: str) -> list[Any]:
+    """A Worker actor per name, ready."""
+    actor_class = ray.remote(num_cpus=0, max_concurrency=2)(Worker)
+    workers = [actor_class.remote(handle, name) for name in names]
+    ray.get([worker.pid.remote() for worker in workers], timeout=60)
+    return workers

@@ -1,0 +1,41 @@
+"""kill -9 of one process of a run: the run ends soon, says who died, and leaves nothing behind."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from headrace.tests import cli_runs as runs
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("victim", "store", "extra"),
+    [
+        ("rollout 0", "shm", ()),
+        ("train worker 1", "shm", ("trainer.dp=2",)),
+        ("storage unit 0", "simple", ("dataplane.timeout_s=10",)),
+        ("directory", "shm", ("dataplane.timeout_s=10",)),
+    ],
+)
+def test_killed_process_is_named_and_nothing_is_left(tmp_path, victim, store, extra):
+    before = set(os.listdir("/dev/shm"))
+    run_dir = tmp_path / "run"
+    process = runs.start(run_dir, f"dataplane.store.kind={store}", "algorithm.steps=100000", *extra)
+    runs.wait_for_step(run_dir, 2, process)
+    family = runs.descendants(process)
+    target = runs.actors(run_dir)[victim]
+    assert target in family  # never a process that this test's run did not start
+    os.kill(target.pid, signal.SIGKILL)
+    killed = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - killed < 60
+    assert process.returncode == 1, output
+    assert victim in output and str(target.pid) in output, output
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not [other for other in alive if other.status() != psutil.STATUS_ZOMBIE]
+    assert {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("headrace")} == set()
+    assert victim in Path(run_dir / "error.txt").read_text()

@@ -1,0 +1,118 @@
+"""Checkpoints, exported weights and HF folders of the fsdp backend on one rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from headrace.tests.trainers.backend_ranks import backend_config, random_rows, run_step, save_tiny_model
+from headrace.trainers.backends import checkpoint
+from headrace.trainers.backends.fsdp import FsdpBackend
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    return save_tiny_model(tmp_path_factory.mktemp("tied"))
+
+
+def new_backend(model: str) -> FsdpBackend:
+    return FsdpBackend(backend_config(model), 0, 1)
+
+
+def test_a_loaded_backend_goes_on_as_if_nothing_had_happened(model: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "step-2")
+    first = new_backend(model)
+    for step in range(2):
+        run_step(first, [random_rows(step, 8)])
+    first.save(path)
+    rng = torch.rand(3)
+    expected = run_step(first, [random_rows(2, 8)])
+    second = new_backend(model)
+    second.load(path)
+    assert torch.equal(torch.rand(3), rng)
+    assert run_step(second, [random_rows(2, 8)]) == expected
+    ours, theirs = second.export_weights(), first.export_weights()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_checkpoint_of_step_0_is_whole(model: str, tmp_path: Path) -> None:
+    first = new_backend(model)
+    first.save(str(tmp_path / "start"))
+    expected = run_step(first, [random_rows(0, 8)])
+    first.load(str(tmp_path / "start"))
+    assert run_step(first, [random_rows(0, 8)]) == expected
+
+
+def test_a_save_that_fails_leaves_the_last_one_whole(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = new_backend(model)
+    backend.save(str(tmp_path / "good"))
+    path = tmp_path / "next"
+
+    def torn(state: dict, checkpoint_id: str) -> None:
+        Path(checkpoint_id, "half").write_bytes(b"x")
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", torn)
+        with pytest.raises(OSError, match="disk full"):
+            backend.save(str(path))
+    assert not path.exists() and (tmp_path / "next.tmp" / "half").exists()
+    with pytest.raises(ValueError, match="not there or not whole"):
+        backend.load(str(path))
+    backend.load(str(tmp_path / "good"))
+    backend.save(str(path))
+    backend.load(str(path))
+    assert sorted(os.listdir(tmp_path)) == ["good", "next"]
+    assert "half" not in os.listdir(path)
+
+
+def test_checkpoint_mistakes_change_nothing(model: str, tmp_path: Path) -> None:
+    backend = new_backend(model)
+    path = str(tmp_path / "one")
+    backend.save(path)
+    with pytest.raises(ValueError, match="exists already, expected the name of a new folder"):
+        backend.save(path)
+    backend.load(path)
+
+    other = new_backend(save_tiny_model(tmp_path / "untied", tied=False))
+    torch.manual_seed(5)
+    before = other.export_weights()["lm_head.weight"]
+    with pytest.raises(ValueError, match="has no such tensor for 'optimizer.lm_head.weight.step', the model needs"):
+        other.load(path)
+    assert torch.equal(other.export_weights()["lm_head.weight"], before)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_exported_weights_are_those_of_the_hf_model(tmp_path: Path, tied: bool) -> None:
+    folder = save_tiny_model(tmp_path, tied=tied)
+    backend = new_backend(folder)
+    exported = backend.export_weights()
+    expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert list(exported) == list(expected) and "lm_head.weight" in exported
+    assert all(
+        torch.equal(exported[name], value) and exported[name].device.type == "cpu" for name, value in expected.items()
+    )
+    assert torch.equal(exported["lm_head.weight"], exported["model.embed_tokens.weight"]) == tied
+    kept = exported["model.norm.weight"].clone()
+    run_step(backend, [random_rows(0, 8)])
+    assert torch.equal(exported["model.norm.weight"], kept), "what was exported does not change with the next step"
+
+
+def test_an_exported_folder_loads_elsewhere(model: str, tmp_path: Path) -> None:
+    backend = new_backend(model)
+    run_step(backend, [random_rows(0, 8)])
+    backend.export_model(str(tmp_path / "out"))
+    assert os.listdir(tmp_path) == ["out"]
+    with pytest.raises(ValueError, match="out: exists already"):
+        backend.export_model(str(tmp_path / "out"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    exported = backend.export_weights()
+    assert all(torch.equal(exported[name], value) for name, value in loaded.items())
+    run_step(FsdpBackend(backend_config(str(tmp_path / "out")), 0, 1), [random_rows(1, 8)])

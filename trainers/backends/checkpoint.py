@@ -1,0 +1,116 @@
+"""Sharded checkpoints: every rank writes its shards, any number of ranks reads them, whole or not there at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+STEPS = "steps"
+"""int64 scalar: optimizer steps taken, which is the schedule's whole state."""
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, steps: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Every tensor that training changes, by name; the values are the live ones (sharded where the model is).
+
+    Hyperparameters are left out on purpose: on resume the config decides them.
+    """
+    state = {STEPS: steps}
+    state |= {f"model.{name}": value for name, value in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[param].items()}
+    return state
+
+
+def save_checkpoint(path: str, state: dict[str, torch.Tensor], rank: int, world: int) -> None:
+    """Write `state` and every rank's RNG to the folder `path`. Collective.
+
+    The folder is written as `path.tmp` and renamed at the end: a kill in between leaves no `path`, and the next save
+    clears the rest away. Raises ValueError on every rank when `path` exists.
+    """
+    on_first_rank(lambda: start_draft(path), rank, world)
+    with _one_process(world):
+        save({**state, **_rng_state(rank)}, checkpoint_id=draft_of(path))
+    on_first_rank(lambda: os.rename(draft_of(path), path), rank, world)
+
+
+def load_checkpoint(path: str, state: dict[str, torch.Tensor], rank: int, world: int) -> None:
+    """Fill the tensors of `state` in place from the folder `path`, and set this rank's RNG. Collective.
+
+    Any number of ranks may load; one that has no RNG state of its own there takes that of rank % saved ranks.
+    Raises ValueError before it changes anything when there is no whole checkpoint or it is of another model.
+    """
+    if not os.path.exists(os.path.join(path, ".metadata")):
+        raise ValueError(f"checkpoint {path}: not there or not whole, expected a folder that save has written")
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    for name, value in state.items():
+        entry = stored.get(name)
+        size = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        if size != tuple(value.shape):
+            found = "no such tensor" if size is None else f"shape {size}"
+            raise ValueError(f"checkpoint {path}: has {found} for {name!r}, the model needs shape {tuple(value.shape)}")
+    saved_ranks = sum(name.startswith("rng.") for name in stored)
+    rng = {name: torch.empty_like(value) for name, value in _rng_state(rank % saved_ranks).items() if name in stored}
+    with _one_process(world):
+        load({**state, **rng}, checkpoint_id=path)
+    for name, value in rng.items():
+        torch.cuda.set_rng_state(value) if name.startswith("cuda_rng.") else torch.set_rng_state(value)
+
+
+def draft_of(path: str) -> str:
+    """The folder that is renamed to `path` when it is whole."""
+    return f"{path}.tmp"
+
+
+def start_draft(path: str) -> None:
+    """Make an empty draft folder. Raises ValueError when `path` itself exists."""
+    if os.path.exists(path):
+        raise ValueError(f"{path}: exists already, expected the name of a new folder")
+    shutil.rmtree(draft_of(path), ignore_errors=True)
+    os.makedirs(draft_of(path))
+
+
+def on_first_rank(action: Callable[[], None], rank: int, world: int) -> None:
+    """Run `action` on rank 0 while the others wait; if it raises there, all ranks raise and none waits on.
+
+    Collective. OSError and ValueError are passed on as such; the others' text names rank 0.
+    """
+    error: Exception | None = None
+    if rank == 0:
+        try:
+            action()
+        except (OSError, ValueError) as raised:
+            error = raised
+    if world > 1:
+        outcome: list[Any] = [None if error is None else (isinstance(error, OSError), str(error))]
+        dist.broadcast_object_list(outcome, src=0)
+        if rank != 0 and outcome[0] is not None:
+            is_os_error, text = outcome[0]
+            raise (OSError if is_os_error else ValueError)(f"rank 0: {text}")
+    if error is not None:
+        raise error
+
+
+def _rng_state(rank: int) -> dict[str, torch.Tensor]:
+    state = {f"rng.{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state[f"cuda_rng.{rank}"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _one_process(world: int) -> warnings.catch_warnings[Any]:
+    """One rank has no process group, and torch warns that it assumes so."""
+    context = warnings.catch_warnings()
+    if world == 1:
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    return context

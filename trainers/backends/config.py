@@ -1,0 +1,79 @@
+"""What a train backend is built from: model, precision, loss and optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..losses.factory import LossConfig
+from .causal_lm import Head
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) and its schedule."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Of matrices; norms and biases have none."""
+    grad_clip: float | None = 1.0
+    """Largest global norm of the mean gradient; None: not clipped."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """After the warm-up."""
+    total_steps: int = 0
+    """Step at which cosine and linear reach 0; not needed by `constant`."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"trainer.{name}: got {getattr(self, name)}, expected a number above 0")
+        for name in ("weight_decay", "warmup_steps", "total_steps"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"trainer.{name}: got {getattr(self, name)}, expected 0 or more")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"trainer.betas: got {self.betas}, expected two numbers in [0, 1)")
+        if self.grad_clip is not None and not self.grad_clip > 0:
+            raise ValueError(f"trainer.grad_clip: got {self.grad_clip}, expected a number above 0, or null for none")
+        if self.schedule not in ("constant", "cosine", "linear"):
+            raise ValueError(f"trainer.schedule: got {self.schedule!r}, expected 'constant', 'cosine' or 'linear'")
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"trainer.warmup_steps: got {self.warmup_steps}, expected fewer than the run's {self.total_steps} "
+                f"steps with schedule {self.schedule!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class BackendConfig:
+    """Everything a rank needs to build its backend; plain data, so it travels to the worker."""
+
+    model: str
+    """HF causal LM: a local folder or a hub id. Loaded as float32."""
+    kind: Literal["fsdp"] = "fsdp"
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    prev: Literal["rollout", "recompute"] = "rollout"
+    """What ratios are taken against: the engine's log-probs, or the `prev_logprobs` column written before the step."""
+    mixed_precision: bool = False
+    """Forward and backward in bfloat16; parameters, gradient sums and optimizer stay float32."""
+    with_reference: bool = False
+    """Keep a frozen copy of the initial weights for `logprobs(reference=True)`."""
+    entropy: bool = False
+    """Report the policy's mean entropy at the trained tokens (`train/entropy`); costs a softmax over the vocabulary."""
+    head: Head = "selected"
+    """`full` for models that alter their logits behind the output layer; the backend says when it must be set."""
+
+    def __post_init__(self) -> None:
+        if self.prev not in ("rollout", "recompute"):
+            raise ValueError(f"algorithm.prev_logprobs: got {self.prev!r}, expected 'rollout' or 'recompute'")
+        if self.head not in ("selected", "full"):
+            raise ValueError(f"trainer.head: got {self.head!r}, expected 'selected' or 'full'")
+        if self.loss.kl_coef > 0 and not self.with_reference:
+            raise ValueError(
+                f"trainer.with_reference: got False, expected True with loss.kl_coef = {self.loss.kl_coef}, "
+                "which needs a reference model"
+            )

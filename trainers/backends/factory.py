@@ -1,0 +1,19 @@
+"""Backend config to backend: one line for each kind."""
+
+from __future__ import annotations
+
+from ...actors.protocols import TrainBackend
+from .config import BackendConfig
+
+
+def build_backend(config: BackendConfig, rank: int, world: int) -> TrainBackend:
+    """The backend of rank `rank` of `world` data-parallel ranks. Collective when `world` > 1.
+
+    The default process group must then exist and have `world` ranks; with one rank none is needed.
+    Raises ValueError naming the key, its value and what was expected.
+    """
+    if config.kind == "fsdp":
+        from .fsdp import FsdpBackend  # transformers: seconds of import that a dry run must not pay
+
+        return FsdpBackend(config, rank, world)
+    raise ValueError(f"trainer.backend: got {config.kind!r}, expected 'fsdp'")

@@ -1,0 +1,155 @@
+"""The state machine of one train step, shared by all backends: sums, counts, and the one scale at the end.
+
+    begin -> (accumulating: add -> backward)* -> finish | abort
+
+Losses and metrics are kept as sums, denominators as counts; `finish` reduces them over the ranks in one vector.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..losses.terms import LossInputs, PolicyLoss
+
+
+class StepState(enum.Enum):
+    """Where a step is."""
+
+    CLOSED = "no step is open"
+    OPEN = "a step is open"
+    BROKEN = "a microbatch of the open step failed; abort it"
+    """Also while a microbatch is in work: what raises in between leaves it so, and half a gradient is never applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """A finished step over all ranks."""
+
+    denominator: float
+    """N: tokens, sequences or groups, as the loss declares; 0 when nothing was to be trained on."""
+    grad_norm: float
+    """Norm of the mean gradient, before clipping; 0.0 when N is 0."""
+    metrics: dict[str, float]
+    """`train/loss` (sum over N), `train/tokens`, `train/sequences`, and each metric's mean over tokens."""
+
+    @property
+    def applies(self) -> bool:
+        """Whether there is a gradient to step with: N > 0 and all of it finite."""
+        return self.denominator > 0 and math.isfinite(self.grad_norm)
+
+
+class TrainStep:
+    """Sums and counts of the step that is open."""
+
+    def __init__(
+        self, loss: PolicyLoss, device: torch.device, group: dist.ProcessGroup | None, *, with_entropy: bool = False
+    ) -> None:
+        """`group`: the data-parallel ranks, None for one alone. `with_entropy`: microbatches bring it; report it."""
+        self._loss = loss
+        self._device = device
+        self._group = group
+        self._names = ("loss", *loss.metrics, *(("entropy",) if with_entropy else ()))
+        self._state = StepState.CLOSED
+        self._reset()
+
+    def _reset(self) -> None:
+        self._temperature = 1.0
+        self._sums = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
+        self._tokens = self._sequences = 0
+        self._group_ids: set[int] = set()
+
+    def begin(self, temperature: float) -> None:
+        """Raises RuntimeError when a step is open, ValueError when `temperature` is not above 0."""
+        if self._state is not StepState.CLOSED:
+            raise RuntimeError(f"begin_step: {self._state.value}; finish_step or abort_step comes first")
+        if not temperature > 0:
+            raise ValueError(f"temperature: got {temperature}, expected a number above 0")
+        self._reset()
+        self._temperature = temperature
+        self._state = StepState.OPEN
+
+    def require_closed(self, call: str) -> None:
+        """Raises RuntimeError naming `call` while a step is open."""
+        if self._state is not StepState.CLOSED:
+            raise RuntimeError(f"{call}: {self._state.value}; finish_step or abort_step comes first")
+
+    def _require_open(self, call: str) -> None:
+        if self._state is not StepState.OPEN:
+            raise RuntimeError(f"{call}: {self._state.value}; {call} goes between begin_step and finish_step")
+
+    @contextmanager
+    def accumulating(self) -> Iterator[float]:
+        """Around one microbatch's forward and backward; gives the step's temperature.
+
+        Raises RuntimeError when no step is open or an earlier microbatch failed.
+        """
+        self._require_open("accumulate")
+        self._state = StepState.BROKEN
+        yield self._temperature
+        self._state = StepState.OPEN
+
+    def add(
+        self, inputs: LossInputs, row_tokens: np.ndarray, group_ids: np.ndarray, entropy: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add one microbatch; returns its summed loss, a scalar to call backward on.
+
+        `row_tokens` int64 `[N]`: the inputs' own, on the CPU, so that counting does not wait for a GPU; `group_ids`
+        int64 `[N]`; `entropy` float32 `[T]` without grad, None exactly when the step is without entropy.
+        """
+        sums = self._loss(inputs)
+        extra = () if entropy is None else (entropy.sum(),)
+        self._sums += torch.stack([sums.loss.detach(), *sums.metrics.values(), *extra]).double()
+        self._tokens += int(row_tokens.sum())
+        self._sequences += int((row_tokens > 0).sum())
+        if self._loss.denominator == "groups":
+            self._group_ids.update(group_ids[row_tokens > 0].tolist())
+        return sums.loss
+
+    def finish(self, square_norm: torch.Tensor) -> StepTotals:
+        """Close the step. Collective over the group.
+
+        `square_norm`: float64 scalar, this rank's part of the squared norm of the summed gradient; the ranks' parts add
+        up to the whole. Raises RuntimeError when no step is open or a microbatch failed.
+        """
+        self._require_open("finish_step")
+        counts = torch.tensor([self._tokens, self._sequences], dtype=torch.float64, device=self._device)
+        totals = torch.cat([counts, square_norm.reshape(1), self._sums])
+        if self._group is not None:
+            dist.all_reduce(totals, group=self._group)
+        tokens, sequences, square, *sums = totals.tolist()
+        denominator = {"tokens": tokens, "sequences": sequences}.get(self._loss.denominator)
+        if denominator is None:
+            denominator = float(self._count_groups())
+        self._state = StepState.CLOSED
+        metrics = {f"train/{name}": value / max(tokens, 1.0) for name, value in zip(self._names, sums, strict=True)}
+        metrics["train/loss"] = sums[0] / max(denominator, 1.0)
+        norm = math.sqrt(square) / denominator if denominator else 0.0
+        return StepTotals(denominator, norm, {**metrics, "train/tokens": tokens, "train/sequences": sequences})
+
+    def _count_groups(self) -> int:
+        """Distinct groups over all ranks: one may stand on several, so its rows' ids are exchanged, not counts."""
+        own = torch.tensor(sorted(self._group_ids), dtype=torch.int64, device=self._device)
+        if self._group is None:
+            return len(own)
+        world = dist.get_world_size(self._group)
+        sizes = torch.zeros(world, dtype=torch.int64, device=self._device)
+        sizes[dist.get_rank(self._group)] = len(own)
+        dist.all_reduce(sizes, group=self._group)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.int64, device=self._device)
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in range(world)]
+        dist.all_gather(parts, padded, group=self._group)
+        return len({gid for part, size in zip(parts, sizes.tolist(), strict=True) for gid in part[:size].tolist()})
+
+    def abort(self) -> None:
+        """Close whatever is open. Idempotent."""
+        self._state = StepState.CLOSED
+        self._reset()

@@ -1,0 +1,343 @@
+"""The configuration: every key of a run's YAML file, with its unit, meaning and bounds."""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import os
+import types
+import typing
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from ..dataplane.config import DataPlaneConfig
+from .config_checks import meaning_problems, size_problems
+
+BUILTIN_MODELS = ("builtin:tiny-qwen3",)
+REWARD_KINDS = ("exact_match", "per_position", "format")
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def _takes_number(annotation: Any) -> bool:
+    """Whether a field's type is int, float, or one of them behind Annotated or `| None`."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, Annotated):
+        return any(_takes_number(part) for part in typing.get_args(annotation))
+    return annotation in (int, float)
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values never change, numbers are finite."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic would read `true` as the number 1."""
+        if isinstance(value, bool) and _takes_number(cls.model_fields[info.field_name or ""].annotation):
+            raise ValueError(f"got {str(value).lower()}, expected a number")
+        return value
+
+
+class RunConfig(Section):
+    """Where a run leaves its files, and its seed."""
+
+    dir: str | None = None
+    """Run folder. None: `runs/{name}-{YYYYmmdd-HHMMSS}` under the current folder."""
+    name: str = Field(default="headrace", min_length=1, pattern=r"^[^/]+$")
+    """Short name, shown in the report; part of the default run folder."""
+    seed: CountOrZero = 0
+    """Seeds prompts, sampling and the built-in model's weights."""
+    checkpoint_every: CountOrZero = 0
+    """Steps between checkpoints; 0: none."""
+    trace_step: CountOrZero = 5
+    """The step whose timeline is written to trace.json (the last one of a shorter run); 0: none."""
+
+
+class ModelConfig(Section):
+    """The policy that is trained."""
+
+    path: str = BUILTIN_MODELS[0]
+    """Hugging Face model folder, hub id, or `builtin:tiny-qwen3`: a 2-layer character model made on the spot."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights, in trainer and engines."""
+
+    @property
+    def builtin(self) -> bool:
+        return self.path.startswith("builtin:")
+
+    @field_validator("path")
+    @classmethod
+    def _known_builtin(cls, path: str) -> str:
+        if path.startswith("builtin:") and path not in BUILTIN_MODELS:
+            raise ValueError(f"got {path!r}, expected {' or '.join(map(repr, BUILTIN_MODELS))}, a folder or a hub id")
+        return path
+
+
+class WarmupConfig(Section):
+    """Supervised warm-up of the built-in model: its own phase before step 1, in no RL figure."""
+
+    corpus: Literal["none", "digit_skills"] = "none"
+    """`digit_skills`: generated texts on digits (not the task that RL trains)."""
+    steps: Count = 300
+    batch_size: Count = 256
+    """Texts a step."""
+    lr: Positive = 2e-3
+    """Peak learning rate."""
+
+
+class DataConfig(Section):
+    """Prompts and answers."""
+
+    train: str = "task:reverse"
+    """`task:reverse` or `task:arithmetic` (generated), a .jsonl file, a Hugging Face dataset folder, or a hub id."""
+    validation: str | None = None
+    """Like `train`. None: the task's held-out part; there is none for files and datasets."""
+    split: str = "train"
+    """Split of a Hugging Face dataset."""
+    prompt_field: str = "prompt"
+    """Column with the prompt: text, or chat messages."""
+    answer_field: str = "answer"
+    """Column with the expected answer."""
+    template: str = "{prompt}"
+    """Python format string over the row's columns that makes the model's input."""
+    options: dict[str, Any] = {}
+    """Options of a generated task, e.g. `min_digits`, `max_digits`."""
+    max_prompt_tokens: Count = 512
+    """Longer prompts are an error at the start."""
+
+    @property
+    def generated(self) -> bool:
+        return self.train.startswith("task:")
+
+
+class RolloutConfig(Section):
+    """Generation."""
+
+    engine: Literal["hf", "scripted"] = "hf"
+    """`hf`: transformers generate; `scripted`: fixed answers without a model, for dry runs of the machinery."""
+    num_engines: Count = 1
+    """Rollout actors; each holds a whole model."""
+    max_new_tokens: Count = 256
+    temperature: Positive = 1.0
+    """Of training rollouts; validation is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: CountOrZero = 0
+    """0: off."""
+    max_batch: Count = 256
+    """Rows that an engine generates at a time."""
+
+
+class RewardFunctionConfig(Section):
+    """One term of the rubric."""
+
+    kind: str
+    """`exact_match`, `per_position`, `format`, or your own as `package.module:function`."""
+    weight: float = 1.0
+    """Factor in the total; 0: only logged."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the reward."""
+    name: str | None = Field(default=None, min_length=1, pattern=r"^[^/\s]+$")
+    """Of its metric `reward/<name>`. None: the kind, or the function's name."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.kind.rpartition(":")[2]
+
+    @field_validator("kind")
+    @classmethod
+    def _known_kind(cls, kind: str) -> str:
+        module, colon, function = kind.partition(":")
+        if kind not in REWARD_KINDS and not (colon and module and function.isidentifier()):
+            near = difflib.get_close_matches(kind, REWARD_KINDS, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"got {kind!r}, expected {', '.join(REWARD_KINDS)} or package.module:function{hint}")
+        return kind
+
+
+class RewardConfig(Section):
+    """The rubric: total = sum of weight x value."""
+
+    functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(kind="exact_match"),)
+    max_error_share: Share = 0.5
+    """Share of a step's rows whose reward function raised (masked and counted) above which the run stops."""
+
+    @field_validator("functions")
+    @classmethod
+    def _at_least_one(cls, functions: tuple[RewardFunctionConfig, ...]) -> tuple[RewardFunctionConfig, ...]:
+        # Not min_length: pydantic would report it beside every mistake inside a function.
+        if not functions:
+            raise ValueError("got [], expected at least one function")
+        return functions
+
+
+class AlgorithmConfig(Section):
+    """The size and number of steps."""
+
+    mode: Literal["sync"] = "sync"
+    """`sync`: rollout, train and weight sync in lock-step."""
+    steps: Count = 100
+    """Optimizer steps of the run."""
+    prompts_per_step: Count = 32
+    """Groups a step."""
+    group_size: int = 8
+    """Samples a prompt."""
+    prev_logprobs: Literal["rollout", "recompute"] = "rollout"
+    """The old policy's log-probs in the ratio: the engine's own, or recomputed by the trainer before each step."""
+
+    @field_validator("group_size")
+    @classmethod
+    def _has_baseline(cls, size: int) -> int:
+        if size < 2:
+            raise ValueError(f"got {size}, expected a whole number >= 2, as a group of one has no baseline")
+        return size
+
+
+class AdvantageConfig(Section):
+    """How rewards become advantages."""
+
+    kind: Literal["grpo"] = "grpo"
+    """Reward minus its group's mean (DeepSeekMath, arXiv:2402.03300)."""
+    normalize_std: bool = True
+    """Divide by the group's standard deviation."""
+
+
+class LossConfig(Section):
+    """What the policy minimises."""
+
+    kind: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: Positive = 0.28
+    """The ratio is clipped above 1 + clip_high (DAPO, arXiv:2503.14476)."""
+    aggregation: Literal["token", "sequence"] = "token"
+    """Mean over the step's tokens, or over its sequences' token means."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL to the reference (the initial weights); 0: no reference is kept."""
+    kl_kind: Literal["k3"] = "k3"
+
+
+class TrainerConfig(Section):
+    """The train workers and their optimizer (AdamW)."""
+
+    backend: Literal["fsdp"] = "fsdp"
+    dp: Count = 1
+    """Data-parallel train workers."""
+    lr: Positive = 1e-6
+    """Peak learning rate."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    weight_decay: NonNegative = 0.0
+    grad_clip: Positive = 1.0
+    """Bound of the gradient's global norm."""
+    warmup_steps: CountOrZero = 0
+    """Steps of linear rise to `lr`."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Of the learning rate after the rise; cosine and linear end at 0."""
+    tokens_per_microbatch: Count = 16384
+    """Tokens, padding included, of one forward and backward on one rank."""
+    mixed_precision: bool = False
+    """Compute in bfloat16, keep weights and gradients' sums in float32."""
+
+
+class SyncConfig(Section):
+    """Weights from trainer to engines."""
+
+    transport: Literal["auto", "ipc"] = "auto"
+    """`ipc`: shared memory of one host; `auto` picks it on one host."""
+    bucket_mib: Count = 64
+    timeout_s: Positive = 60.0
+    """Bound of one sync."""
+
+
+class ValidationConfig(Section):
+    """Greedy evaluation on prompts that are never trained on."""
+
+    every: CountOrZero = 10
+    """Steps between validations, which also open and close the run; 0: none."""
+    num_prompts: Count = 128
+    max_new_tokens: Count | None = None
+    """None: as in training."""
+
+
+class ResourcesConfig(Section):
+    """Where the run's processes live."""
+
+    ray_address: str | None = None
+    """Ray cluster to join. None: the run starts its own Ray and ends it."""
+    num_cpus: Count | None = None
+    """CPUs of the run's own Ray. None: this machine's cores."""
+    threads: Count | None = None
+    """Compute threads of each worker. None: the cores shared out."""
+    stage_timeout_s: Positive = 300.0
+    """Bound of any one stage of a step (rollout, train, sync, validation)."""
+
+
+class LoggingConfig(Section):
+    """What is shown and written besides metrics.jsonl."""
+
+    tensorboard: bool = True
+    progress: bool = True
+    """Live display on a terminal, short lines elsewhere."""
+
+
+class Config(Section):
+    """One run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    warmup: WarmupConfig = WarmupConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    sync: SyncConfig = SyncConfig()
+    dataplane: DataPlaneConfig = DataPlaneConfig()
+    validation: ValidationConfig = ValidationConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.algorithm.prompts_per_step * self.algorithm.group_size
+
+    @property
+    def with_reference(self) -> bool:
+        """Whether train workers keep a frozen copy of the initial weights."""
+        return self.loss.kl_coef > 0
+
+    @property
+    def traced_step(self) -> int:
+        """The step whose timeline is written; 0: none."""
+        return min(self.run.trace_step, self.algorithm.steps)
+
+    @model_validator(mode="after")
+    def _keys_fit_together(self) -> Config:
+        problems = size_problems(self) + meaning_problems(self)
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def with_run_dir(config: Config, now: datetime.datetime | None = None) -> Config:
+    """`config` with `run.dir` filled in (absolute); `now` defaults to the local time."""
+    folder = config.run.dir
+    if folder is None:
+        stamp = (now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S")
+        folder = os.path.join("runs", f"{config.run.name}-{stamp}")
+    folder = os.path.abspath(os.path.expanduser(folder))
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
+
+
+def resolved_yaml(config: Config) -> str:
+    """The whole configuration, defaults included, as YAML that `load_config` reads back to an equal Config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)

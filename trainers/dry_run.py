@@ -1,0 +1,123 @@
+"""What a run would take, told without starting it: placement, memory, rows and microbatches of a step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .base_model import TINY_QWEN3
+from .config import Config
+
+ROLLOUT_TOKEN_BYTES = 9
+"""input_ids int32, response_mask uint8, rollout_logprobs float32."""
+LOGPROB_BYTES = 4
+"""Each column that the train workers write back."""
+TRAINING_COPIES = 4
+"""float32 weights, gradients and two Adam moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One process of the run."""
+
+    name: str
+    cpus: int
+    """Logical CPUs asked of Ray."""
+    what: str
+
+
+def placements(config: Config) -> list[Placement]:
+    """Every process that the run starts, Ray's own aside."""
+    store = config.dataplane.store
+    listed = [Placement("driver", 0, "controller: receipts, plans, figures"), Placement("directory", 0, "row metadata")]
+    if store.kind == "simple":
+        listed += [Placement(f"storage unit {unit}", 0, "TransferQueue blocks") for unit in range(store.num_units)]
+    engine = config.rollout.engine
+    listed += [Placement(f"rollout {index}", 1, f"engine {engine}") for index in range(config.rollout.num_engines)]
+    backend = config.trainer.backend
+    return listed + [Placement(f"train worker {rank}", 1, f"backend {backend}") for rank in range(config.trainer.dp)]
+
+
+def step_bytes(config: Config) -> int:
+    """Bytes that a step's rows take in the store when every row is as long as it may be."""
+    columns = (config.algorithm.prev_logprobs == "recompute") + config.with_reference
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return config.rows_per_step * longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns)
+
+
+def capacity_problem(config: Config) -> str | None:
+    """A sentence when a step of longest rows does not fit into the store, which would stop the run at its first put."""
+    capacity = config.dataplane.store.capacity_mib
+    needed = step_bytes(config)
+    if needed <= capacity << 20:
+        return None
+    return (
+        f"dataplane.store.capacity_mib: got {capacity}, expected at least {-(-needed >> 20)}: "
+        f"{config.rows_per_step} rows of up to {config.data.max_prompt_tokens + config.rollout.max_new_tokens} tokens"
+    )
+
+
+def describe(config: Config) -> str:
+    """The text of `--dry-run`, behind the resolved configuration."""
+    algorithm, trainer = config.algorithm, config.trainer
+    rows, longest = config.rows_per_step, config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    per_rank = rows // trainer.dp
+    microbatches = -(-per_rank * longest // trainer.tokens_per_microbatch)
+    lines = ["placement"]
+    lines += [f"  {place.name:<16} {place.cpus} CPU   {place.what}" for place in placements(config)]
+    lines += ["memory"]
+    params = count_parameters(config)
+    if params is None:
+        lines += [f"  model            {config.model.path}: read when the run starts"]
+    else:
+        wide = {"float32": 4, "bfloat16": 2}[config.model.dtype]
+        trained = params * 4 * (TRAINING_COPIES + config.with_reference) // trainer.dp
+        lines += [
+            f"  model            {params:,} parameters",
+            f"  train worker     {_size(trained)} weights, gradients, Adam"
+            + (" and reference" * config.with_reference),
+            f"  rollout actor    {_size(params * wide)} weights",
+        ]
+    store = config.dataplane.store
+    lines += [
+        f"  store ({store.kind})".ljust(19)
+        + f"at most {_size(step_bytes(config))} a step; {store.capacity_mib} MiB in all",
+        "plan of a step",
+        f"  {algorithm.prompts_per_step} prompts x {algorithm.group_size} samples = {rows} rows of up to {longest} tokens",
+        f"  {trainer.dp} rank(s) x {per_rank} rows, at most {microbatches} microbatch(es) of "
+        f"{trainer.tokens_per_microbatch} tokens each",
+        f"  {algorithm.steps} steps, validation every {config.validation.every}"
+        if config.validation.every
+        else f"  {algorithm.steps} steps, no validation",
+    ]
+    return "\n".join(lines)
+
+
+def count_parameters(config: Config) -> int | None:
+    """Parameters of a dense Llama-like model, from its config; None when that is not on this machine or another kind."""
+    if config.model.builtin:
+        return _dense_parameters(dict(TINY_QWEN3))
+    path = Path(config.model.path) / "config.json"
+    return _dense_parameters(json.loads(path.read_text())) if path.exists() else None
+
+
+def _dense_parameters(model: dict[str, Any]) -> int | None:
+    if "num_experts" in model or not {"hidden_size", "num_hidden_layers", "intermediate_size"} <= set(model):
+        return None
+    hidden, heads = model["hidden_size"], model["num_attention_heads"]
+    head_dim = model.get("head_dim") or hidden // heads
+    kv_heads = model.get("num_key_value_heads") or heads
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    layer = attention + 3 * hidden * model["intermediate_size"] + 2 * hidden
+    tables = 1 if model.get("tie_word_embeddings") else 2
+    return model["num_hidden_layers"] * layer + tables * model["vocab_size"] * hidden + hidden
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            return f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError

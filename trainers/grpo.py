@@ -1,0 +1,212 @@
+"""The steps of GRPO (DeepSeekMath, arXiv:2402.03300): small functions over metadata, for controllers to string together.
+
+Nothing here touches a row: rollout actors put them, train workers get them, and what passes through are receipts,
+plans, per-row scalars and figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ..actors.protocols import ROLLOUT_FIELDS, SamplingParams
+from ..actors.rollout_report import RolloutReport, ValidationReport
+from ..actors.train_worker import PREV, REF, TrainShard, WorkerReport
+from ..codecs import messages
+from ..dataplane.client import DataPlaneClient
+from ..dataplane.meta import KVBatchMeta
+from ..dataplane.plans import Budget, ShardPlan, Topology, plan_shards
+from .advantages.estimator import AdvantageEstimator
+from .config import Config
+from .peers import Call, DriverMeter, Peer, gather
+from .trace import Tracer
+
+PARTITION = "train"
+TASK = "train"
+
+
+class TooManyFailedRows(RuntimeError):
+    """More rewards raised in one step than `reward.max_error_share` allows."""
+
+
+@dataclass(slots=True)
+class Run:
+    """What the steps work with: handles and settings, no rows."""
+
+    config: Config
+    client: DataPlaneClient
+    rollouts: list[Peer]
+    workers: list[Peer]
+    meter: DriverMeter
+    tracer: Tracer
+    estimate: AdvantageEstimator
+    sampling: SamplingParams
+    greedy: SamplingParams
+    budget: Budget
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall seconds of each stage of the current step."""
+    _seen: tuple[int, int] = (0, 0)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage of the step, for metrics and trace."""
+        with self.tracer.span(name) as span:
+            yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + span.dur_s
+
+    def begin_step(self, step: int) -> None:
+        """Start timing and tracing `step`."""
+        self.seconds = {}
+        self.tracer.begin_step(step)
+
+    def client_traffic(self) -> tuple[int, int]:
+        """(directory bytes, calls) of the driver's own data-plane client since it was last asked."""
+        stats = self.client.stats
+        now = (stats.directory_bytes, stats.calls.total())
+        before, self._seen = self._seen, now
+        return now[0] - before[0], now[1] - before[1]
+
+    def gather(self, calls: list[Call], stage: str) -> list[Any]:
+        return gather(calls, stage, self.config.resources.stage_timeout_s)
+
+
+@dataclass(slots=True)
+class State:
+    """Where the run stands; with the workers' checkpoint it is all that a resume needs."""
+
+    step: int = 0
+    """Steps finished."""
+    version: int = 0
+    """Policy version that the engines serve."""
+    position: int = 0
+    """Next prompt of the prompt stream."""
+
+
+def generate(run: Run, state: State) -> list[RolloutReport]:
+    """Have the step's prompts rolled out, an equal share by each rollout actor; moves the prompt cursor.
+
+    Raises TooManyFailedRows.
+    """
+    share = run.config.algorithm.prompts_per_step // len(run.rollouts)
+    with run.stage("rollout"):
+        calls = [
+            peer.call("rollout", state.position + index * share, share, PARTITION, run.sampling)
+            for index, peer in enumerate(run.rollouts)
+        ]
+        reports = run.gather(calls, "rollout")
+    for peer, report in zip(run.rollouts, reports, strict=True):
+        run.tracer.add(peer.info.name, report.spans)
+    state.position += share * len(run.rollouts)
+    failed, rows = sum(report.failed for report in reports), sum(report.rows for report in reports)
+    if failed > run.config.reward.max_error_share * rows:
+        error = next(report.first_error for report in reports if report.first_error)
+        raise TooManyFailedRows(
+            f"rewards failed for {failed} of {rows} rows in step {state.step + 1}, more than reward.max_error_share="
+            f"{run.config.reward.max_error_share:g} allows; the first error was: {error}"
+        )
+    return reports
+
+
+def claim_batch(run: Run) -> KVBatchMeta:
+    """Lease the step's rows, whole groups, in the order of their prompts (so that a step does not depend on which actor
+    put first)."""
+    algorithm = run.config.algorithm
+    with run.stage("claim"):
+        meta = run.client.claim(
+            PARTITION, TASK, ROLLOUT_FIELDS, algorithm.prompts_per_step * algorithm.group_size, whole_groups=True
+        )
+    return meta.select(np.array(sorted(range(len(meta)), key=lambda row: prompt_order(meta.keys[row]))))
+
+
+def prompt_order(key: str) -> tuple[int, str, int]:
+    """Sort key of `{prompt_uid}.{sample}`: uids are base-36 counters, so shorter ones are earlier."""
+    uid, _, sample = key.rpartition(".")
+    return len(uid), uid, int(sample)
+
+
+def with_advantages(run: Run, meta: KVBatchMeta) -> KVBatchMeta:
+    """The receipt with tag `advantage`, from the tags `reward` and `valid`."""
+    advantage = run.estimate(meta.tags["reward"], meta.tags["valid"] > 0, meta.groups)
+    return meta.with_tags(advantage=advantage)
+
+
+def ship_plan(run: Run, meta: KVBatchMeta, step: int) -> ShardPlan:
+    """Deal the rows to ranks and microbatches and send each rank its part; the one time that a step ships receipts."""
+    with run.stage("plan"):
+        plan = plan_shards(meta.lengths, Topology(dp=len(run.workers)), run.budget, meta.groups)
+        lean = replace(meta, tags={"advantage": meta.tags["advantage"]})
+        calls = []
+        for rank, peer in enumerate(run.workers):
+            rows, sizes = plan.shard(rank)
+            shard = TrainShard(step, lean.select(rows).to_bytes(), sizes, plan.digest)
+            calls.append(peer.call("begin", messages.encode(shard)))
+        run.gather(calls, "plan")
+    return plan
+
+
+def write_logprobs(run: Run) -> list[WorkerReport]:
+    """Have the workers write the columns that the loss needs: previous and reference log-probs."""
+    fields = [PREV] if run.config.algorithm.prev_logprobs == "recompute" else []
+    fields += [REF] if run.config.loss.kl_coef > 0 else []
+    reports = []
+    for name in fields:
+        with run.stage("logprob"):
+            replies = run.gather([peer.call("write_logprobs", name) for peer in run.workers], name)
+        reports += collect(run, replies)
+    return reports
+
+
+def train(run: Run) -> list[WorkerReport]:
+    """One optimizer step over the shards that the workers hold."""
+    with run.stage("train"):
+        replies = run.gather([peer.call("train") for peer in run.workers], "train")
+    return collect(run, replies)
+
+
+def collect(run: Run, replies: list[bytes]) -> list[WorkerReport]:
+    """Workers' reports, rank by rank; their spans go into the trace."""
+    reports = [messages.decode(reply, WorkerReport) for reply in replies]
+    for peer, report in zip(run.workers, reports, strict=True):
+        run.tracer.add(peer.info.name, report.spans)
+    return reports
+
+
+def sync_weights(run: Run, state: State) -> int:
+    """Bring all engines to `state.version`; returns bytes sent to each."""
+    with run.stage("sync"):
+        manifests = run.gather([peer.call("send_weights", state.version) for peer in run.workers], "weight gather")
+        loads = [peer.call("load_weights", manifests[0]) for peer in run.rollouts]
+        return max(run.gather(loads, "weight load"))
+
+
+def export_model(run: Run, path: str) -> None:
+    """Write the trained policy as a HF model folder."""
+    run.gather([peer.call("export_model", path) for peer in run.workers], "export")
+
+
+def retire(run: Run, meta: KVBatchMeta) -> None:
+    """The rows are trained on: release the lease and clear them."""
+    with run.stage("clear"):
+        run.client.release(meta, TASK, "done")
+        run.client.clear(PARTITION, meta.keys)
+
+
+def validate(run: Run) -> dict[str, float]:
+    """Greedy answers to the held-out prompts; exact match and reward, no rows put."""
+    total = run.config.validation.num_prompts
+    bounds = np.linspace(0, total, len(run.rollouts) + 1).astype(int).tolist()
+    with run.stage("validate"):
+        calls = [
+            peer.call("validate", start, stop - start, run.greedy)
+            for peer, start, stop in zip(run.rollouts, bounds, bounds[1:], strict=False)
+        ]
+        reports: list[ValidationReport] = run.gather(calls, "validate")
+    rows = sum(report.rows for report in reports)
+    return {
+        "val/exact_match": sum(report.exact_match * report.rows for report in reports) / rows,
+        "val/reward": sum(report.reward * report.rows for report in reports) / rows,
+    }

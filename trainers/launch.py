@@ -1,0 +1,158 @@
+"""A run from start to end: folder, base model, Ray, data plane, actors, controller, and everything undone in reverse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from ..actors.protocols import ROLLOUT_SCHEMA, ActorInfo
+from ..actors.rollout_actor import RolloutActor
+from ..actors.train_worker import TrainWorker
+from ..dataplane.factory import DataPlane, connect, open_data_plane
+from . import grpo, setups
+from .advantages.factory import build_advantages
+from .base_model import prepare_model
+from .checkpoints import Checkpoints
+from .cluster import Cluster, Demand
+from .config import Config
+from .controllers.factory import controller
+from .peers import DriverMeter, Peer, gather
+from .progress import Progress
+from .report import write_report
+from .run_folder import RunFolder
+from .trace import Tracer
+
+START_TIMEOUT_S = 300.0
+"""Bound of starting all actors: imports and model loading on a cold disk."""
+MIN_OBJECT_STORE_MIB = 128
+
+
+def run_training(config: Config, *, resume: bool) -> None:
+    """Train as `config` says, into `config.run.dir`; with `resume` go on from the run's newest checkpoint there.
+
+    Raises UserError for what the user can mend, PeerFailed and DataPlaneError for a process that died, failed or hung.
+    Whatever happens, the processes, shared memory and ports of the run are gone when it returns.
+    """
+    with RunFolder(config, resume=resume) as folder:
+        steps = config.algorithm.steps
+        with Progress(config.run.name, steps, enabled=config.logging.progress) as progress:
+            checkpoints = Checkpoints(folder.checkpoints_dir)
+            state = checkpoints.latest_state() if resume else grpo.State()
+            model = prepare_model(config, folder, progress)
+            tracer = Tracer(config.traced_step)
+            progress.phase("starting Ray, data plane and actors")
+            with launched(config, model, tracer, folder.path) as run:
+                if state.step:
+                    checkpoints.load(run, state)
+                    grpo.sync_weights(run, state)
+                    folder.resumed(state.step)
+
+                def after_step(state: grpo.State, metrics: dict[str, float]) -> None:
+                    folder.metrics.log(state.step, metrics)
+                    progress.update(state.step, metrics)
+                    every = config.run.checkpoint_every
+                    if every and state.step and state.step % every == 0:
+                        checkpoints.save(run, state)
+
+                controller(config)(run, state, after_step)
+                progress.phase("saving the model")
+                grpo.export_model(run, str(folder.path / "model"))
+            tracer.write(folder.trace_path)
+            folder.metrics.finish(state.step)
+            write_report(folder.path)
+            progress.message(f"report: {folder.report_path}")
+
+
+@contextmanager
+def launched(config: Config, model: str, tracer: Tracer, folder: Path) -> Iterator[grpo.Run]:
+    """Ray, data plane and actors, ready to train; all of it gone on leaving, however that happens."""
+    run_id = uuid.uuid4().hex[:8]
+    demand = Demand(config.rollout.num_engines, config.trainer.dp)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, f"/dev/shm/headrace-{run_id}", ignore_errors=True)
+        cluster = Cluster(
+            address=config.resources.ray_address,
+            num_cpus=config.resources.num_cpus,
+            demand=demand,
+            namespace=f"headrace-{run_id}",
+            object_store_mib=object_store_mib(config),
+        )
+        stack.callback(cluster.close)
+        plane = stack.enter_context(open_data_plane(config.dataplane, run_id=run_id, one_host=cluster.num_nodes == 1))
+        client = connect(plane.handle, name="driver")
+        stack.callback(client.close)
+        meter = DriverMeter()
+        rollouts, workers = start_actors(config, model, plane, cluster, meter, stack)
+        write_actors(folder, plane, rollouts, workers)
+        client.register(grpo.PARTITION, ROLLOUT_SCHEMA, [grpo.TASK], group_size=config.algorithm.group_size)
+        meter.take()
+        yield grpo.Run(
+            config=config,
+            client=client,
+            rollouts=rollouts,
+            workers=workers,
+            meter=meter,
+            tracer=tracer,
+            estimate=build_advantages(setups.advantage_config(config)),
+            sampling=setups.sampling(config),
+            greedy=setups.greedy(config),
+            budget=setups.budget(config, model),
+        )
+
+
+def start_actors(
+    config: Config, model: str, plane: DataPlane, cluster: Cluster, meter: DriverMeter, stack: ExitStack
+) -> tuple[list[Peer], list[Peer]]:
+    """All rollout actors and train workers, built at the same time; `stack` ends them."""
+    num_actors = config.rollout.num_engines + config.trainer.dp
+    gpus = min(1.0, cluster.num_gpus / num_actors)
+    device = "cuda" if gpus else "cpu"
+    rollouts = [
+        _start(RolloutActor, setups.rollout_setup(config, index, model, plane.handle, device), gpus, meter, stack)
+        for index in range(config.rollout.num_engines)
+    ]
+    workers = [
+        _start(TrainWorker, setups.worker_setup(config, rank, model, plane.handle), gpus, meter, stack)
+        for rank in range(config.trainer.dp)
+    ]
+    peers = rollouts + workers
+    infos = gather([peer.call("info") for peer in peers], "start", START_TIMEOUT_S)
+    for peer, info in zip(peers, infos, strict=True):
+        peer.info = info
+    host = ray.util.get_node_ip_address() if cluster.num_nodes > 1 else "127.0.0.1"
+    port = 0
+    if config.trainer.dp > 1:
+        [port] = gather([workers[0].call("open_rendezvous", host)], "start", START_TIMEOUT_S)
+    builds = [peer.call("build") for peer in rollouts] + [peer.call("build", host, port) for peer in workers]
+    gather(builds, "start", START_TIMEOUT_S)
+    return rollouts, workers
+
+
+def _start(kind: type, setup: Any, gpus: float, meter: DriverMeter, stack: ExitStack) -> Peer:
+    handle = ray.remote(kind).options(num_cpus=1, num_gpus=gpus, max_restarts=0).remote(setup)
+    stack.callback(ray.kill, handle, no_restart=True)
+    return Peer(handle, ActorInfo(setup.name, 0, "not up yet"), meter)
+
+
+def write_actors(folder: Path, plane: DataPlane, rollouts: list[Peer], workers: list[Peer]) -> None:
+    """actors.json: who runs where, for operators and post-mortems."""
+    host = socket.gethostname()
+    infos = [ActorInfo(name, pid, host) for name, pid in plane.processes().items()]
+    infos += [peer.info for peer in rollouts + workers]
+    (folder / "actors.json").write_text(json.dumps([asdict(info) for info in infos], indent=1))
+
+
+def object_store_mib(config: Config) -> int:
+    """Ray's object store: the data plane's capacity when that lives in it, else just enough for Ray."""
+    if config.dataplane.store.kind == "ray":
+        return config.dataplane.store.capacity_mib + MIN_OBJECT_STORE_MIB
+    return MIN_OBJECT_STORE_MIB

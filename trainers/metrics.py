@@ -1,0 +1,139 @@
+"""The run's figures: one JSON line a record in metrics.jsonl, and the same as TensorBoard scalars.
+
+Keys are flat: `reward/`, `val/`, `rollout/`, `train/`, `policy/`, `dataplane/`, `driver/`, `sync/` and, in seconds,
+`time/`. `time/step_s` is a whole step without its validation, `time/elapsed_s` counts from the writer's start, and
+`time/data_wait_s`, the time that train workers waited for rows, is part of `time/logprob_s` and `time/train_s`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FINISHED = "finished"
+RESUMED = "resumed"
+"""Names of events: lines that report something other than a step."""
+ELAPSED = "time/elapsed_s"
+
+
+def time_split(record: Mapping[str, float | None]) -> dict[str, float]:
+    """Stage -> seconds of a step that add up to `time/step_s`; empty when the record has no step time.
+
+    Stages in order: `rollout`, `data wait`, `log-probs`, `train`, `sync`, `other`.
+    """
+    total = record.get("time/step_s")
+    if not total:
+        return {}
+    wait, logprob, train = (record.get(f"time/{name}_s") or 0.0 for name in ("data_wait", "logprob", "train"))
+    wait = min(wait, logprob + train)
+    # The first pass over the rows is the one that waits for them.
+    in_logprob = min(wait, logprob)
+    split = {
+        "rollout": record.get("time/rollout_s") or 0.0,
+        "data wait": wait,
+        "log-probs": logprob - in_logprob,
+        "train": train - (wait - in_logprob),
+        "sync": record.get("time/sync_s") or 0.0,
+    }
+    return {**split, "other": max(0.0, total - sum(split.values()))}
+
+
+class MetricsWriter:
+    """Appends to metrics.jsonl, every line flushed, and to TensorBoard. For one process and thread."""
+
+    def __init__(self, path: str | os.PathLike[str], tensorboard_dir: str | os.PathLike[str] | None = None) -> None:
+        """Continues a file that is there. `tensorboard_dir` None: no TensorBoard events (and no import of torch)."""
+        self._start = time.monotonic()
+        self._file = open(path, "ab")  # noqa: SIM115 - open for the run's life
+        _drop_torn_line(Path(path))
+        self._board = None
+        if tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(tensorboard_dir), flush_secs=10)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """One line for `step`. Values are numbers (also numpy or torch scalars) or None; NaN and infinity become null.
+
+        Raises ValueError naming the key of any other value, before anything is written.
+        """
+        line: dict[str, Any] = {"step": int(step)}
+        for key, value in metrics.items():
+            line[key] = _number(key, value)
+        line[ELAPSED] = self.elapsed_s
+        self._append(line)
+        if self._board is not None:
+            for key, value in line.items():
+                if value is not None and key != "step":
+                    self._board.add_scalar(key, value, step)
+
+    def event(self, name: str, step: int, **fields: Any) -> None:
+        """A line that is no step's: `{"event": name, "step": step, ...}`; `fields` are plain JSON values."""
+        self._append({"event": name, "step": step, ELAPSED: self.elapsed_s, **fields})
+
+    def finish(self, step: int, **fields: Any) -> None:
+        """The last line of a run that reached its end."""
+        self.event(FINISHED, step, **fields)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since this writer was made."""
+        return round(time.monotonic() - self._start, 3)
+
+    def close(self) -> None:
+        """Flush and close both. Idempotent."""
+        if not self._file.closed:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+
+def _number(key: str, value: Any) -> float | int | None:
+    if hasattr(value, "item"):
+        value = value.item()
+    if value is None or isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    raise ValueError(f"metric {key!r}: got {value!r}, expected a number or None")
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off what a process that died in mid-line left behind, so that the next line starts a line."""
+    data = path.read_bytes()
+    if data and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(records, events) of a metrics.jsonl: one merged record a step, ascending; events in file order.
+
+    After a `resumed` event the steps beyond its own are dropped: the resumed run took them again. A last line that is
+    torn is left out. Raises ValueError naming file and line for any other line that is no JSON object.
+    """
+    records: dict[int, dict[str, Any]] = {}
+    events = []
+    lines = Path(path).read_bytes().split(b"\n")
+    for number, raw in enumerate(lines[:-1], start=1):
+        try:
+            line = json.loads(raw)
+            step = line["step"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} line {number}: no metrics record ({error!r})") from error
+        if "event" not in line:
+            records.setdefault(step, {}).update(line)
+            continue
+        events.append(line)
+        if line["event"] == RESUMED:
+            records = {kept: record for kept, record in records.items() if kept <= step}
+    return [records[step] for step in sorted(records)], events

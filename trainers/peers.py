@@ -1,0 +1,105 @@
+"""The driver's view of its actors: calls that carry metadata only, every byte counted, every failure with a name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from ..actors.protocols import ActorInfo
+from ..codecs import messages
+
+
+class PeerFailed(RuntimeError):
+    """An actor died, failed or was late: says who, where, in which stage, after how long."""
+
+
+@dataclass(slots=True)
+class DriverMeter:
+    """Bytes that went through the driver to and from its actors since the last `take`."""
+
+    num_bytes: int = 0
+
+    def take(self) -> int:
+        """The count so far, and start again at 0."""
+        taken, self.num_bytes = self.num_bytes, 0
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call on its way."""
+
+    peer: Peer
+    method: str
+    ref: ray.ObjectRef
+    started: float
+
+
+class Peer:
+    """One actor. Arguments and results are plain data or dataclasses of numbers and metadata columns, never tensors:
+    what the message codec refuses does not pass."""
+
+    def __init__(self, handle: Any, info: ActorInfo, meter: DriverMeter) -> None:
+        self.handle = handle
+        self.info = info
+        self.meter = meter
+
+    def call(self, method: str, *args: Any) -> Call:
+        """Start `method`; collect the result with `gather`."""
+        self.meter.num_bytes += sum(message_bytes(arg) for arg in args)
+        return Call(self, method, getattr(self.handle, method).remote(*args), time.monotonic())
+
+
+def message_bytes(value: Any) -> int:
+    """Bytes of a message. Raises TypeError when it holds a tensor."""
+    return len(value) if isinstance(value, bytes) else len(messages.encode(value))
+
+
+def gather(calls: Sequence[Call], stage: str, timeout_s: float) -> list[Any]:
+    """All results in the order of `calls`. The first failure ends the wait at once, whichever peer it comes from.
+
+    Raises PeerFailed when a peer died, raised, or did not answer within `timeout_s`.
+    """
+    start = time.monotonic()
+    of_ref = {call.ref: call for call in calls}
+    pending, results = list(of_ref), {}
+    while pending:
+        left = timeout_s - (time.monotonic() - start)
+        done, pending = ray.wait(pending, num_returns=1, timeout=max(left, 0.0))
+        if not done:
+            late = ", ".join(str(of_ref[ref].peer.info) for ref in pending)
+            raise PeerFailed(f"{stage}: no answer within {timeout_s:g} s from {late}")
+        for ref in done:
+            results[ref] = _result(of_ref[ref], stage)
+    return [results[call.ref] for call in calls]
+
+
+def _result(call: Call, stage: str) -> Any:
+    peer = call.peer
+    elapsed = time.monotonic() - call.started
+    try:
+        value = ray.get(call.ref, timeout=60.0)
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, BaseException) else error
+        raise PeerFailed(
+            f"{stage}: {peer.info} failed after {elapsed:.1f} s: {type(cause).__name__}: {cause}"
+        ) from error
+    except RayActorError as error:
+        raise PeerFailed(
+            f"{stage}: {peer.info} died; the call {call.method} was under way for {elapsed:.1f} s. {_reason(error)}"
+        ) from error
+    except (GetTimeoutError, RayError) as error:
+        raise PeerFailed(f"{stage}: the answer of {peer.info} is lost: {type(error).__name__}: {error}") from error
+    peer.meter.num_bytes += message_bytes(value)
+    return value
+
+
+def _reason(error: RayActorError) -> str:
+    """Ray's own words on a death, its first useful lines."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[-2:])[:400]

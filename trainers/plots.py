@@ -1,0 +1,237 @@
+"""The report's plots: metrics records in, SVG out that takes its colours and its font from the page around it."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from .metrics import time_split
+
+Record = dict[str, Any]
+
+# matplotlib draws with these stand-ins; in the SVG they become CSS variables, so that a plot follows the page's theme.
+_STAND_INS = {
+    "ink": "#010203",
+    "grid": "#010204",
+    "blue": "#010205",
+    "orange": "#010206",
+    "green": "#010207",
+    "red": "#010208",
+    "purple": "#010209",
+    "grey": "#01020a",
+}
+
+STAGE_COLOURS = {
+    "rollout": "blue",
+    "data wait": "red",
+    "log-probs": "purple",
+    "train": "green",
+    "sync": "orange",
+    "other": "grey",
+}
+
+MAX_BARS = 80
+"""Steps of a longer run are averaged into this many stacked bars."""
+
+SMOOTH_SHARE = 1 / 30
+"""A smoothed line averages over this share of the steps on either side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One figure of the report."""
+
+    title: str
+    note: str
+    """How to read it; "" when the title says all."""
+    legend: tuple[tuple[str, str], ...]
+    """(label, colour name of the page) of each series."""
+    svg: str
+    """`<svg>` element with a viewBox and no size."""
+    wide: bool = False
+    """Whether it takes the page's whole width."""
+
+
+def all_plots(records: Sequence[Record]) -> list[Plot]:
+    """Every plot that `records` (ascending steps, as `read_metrics` gives them) have figures for."""
+    makers = (_learning, _responses, _times, _data_plane, _optimisation)
+    return [plot for plot in (make(records) for make in makers) if plot is not None]
+
+
+# ---------------------------------------------------------------- plots
+
+
+def _learning(records: Sequence[Record]) -> Plot | None:
+    rewards, matches = _series(records, "reward/mean"), _series(records, "val/exact_match")
+    if not rewards[0] and not matches[0]:
+        return None
+    figure, axes = _figure()
+    legend = []
+    if rewards[0]:
+        axes.plot(*rewards, color=_STAND_INS["blue"], alpha=0.3, linewidth=1)
+        axes.plot(rewards[0], _smooth(rewards[1]), color=_STAND_INS["blue"], linewidth=2)
+        legend.append(("training reward", "blue"))
+    if matches[0]:
+        axes.plot(*matches, color=_STAND_INS["orange"], linewidth=2, marker="o", markersize=4)
+        legend.append(("held-out exact match (greedy)", "orange"))
+    values = rewards[1] + matches[1]
+    if min(values) >= 0 and max(values) <= 1:
+        axes.set_ylim(-0.03, 1.03)
+    return _plot("Learning", "Thin: each step; thick: averaged over neighbouring steps.", legend, figure)
+
+
+def _responses(records: Sequence[Record]) -> Plot | None:
+    mean, longest = _series(records, "rollout/response_length_mean"), _series(records, "rollout/response_length_max")
+    speed = _series(records, "rollout/tokens_per_s")
+    if not mean[0]:
+        return None
+    figure, (length, rate) = _figures(2)
+    length.plot(*longest, color=_STAND_INS["grey"], linewidth=1)
+    length.plot(*mean, color=_STAND_INS["blue"], linewidth=2)
+    _finish(length, "tokens a response", mean[1] + longest[1])
+    rate.plot(*speed, color=_STAND_INS["green"], linewidth=1.5)
+    _finish(rate, "tokens generated a second", speed[1])
+    legend = [("mean of the step", "blue"), ("longest of the step", "grey"), ("tokens a second", "green")]
+    return _plot("Responses", "", legend, figure)
+
+
+def _times(records: Sequence[Record]) -> Plot | None:
+    timed = [(record["step"], split) for record in records if (split := time_split(record))]
+    if not timed:
+        return None
+    size = math.ceil(len(timed) / MAX_BARS)
+    bins = [timed[at : at + size] for at in range(0, len(timed), size)]
+    starts = [part[0][0] for part in bins]
+    figure, axes = _figure()
+    legend, base = [], [0.0] * len(bins)
+    for stage, colour in STAGE_COLOURS.items():
+        heights = [sum(split[stage] for _, split in part) / len(part) for part in bins]
+        if not any(heights):
+            continue
+        axes.bar(starts, heights, size * 0.86, base, align="edge", color=_STAND_INS[colour], linewidth=0)
+        base = [low + height for low, height in zip(base, heights, strict=True)]
+        share = sum(split[stage] for _, split in timed) / sum(sum(split.values()) for _, split in timed)
+        legend.append((f"{stage} {share:.0%}", colour))
+    notes = [f"Each bar is the mean of {size} steps."] if size > 1 else []
+    # A first step that loads and compiles would flatten all others.
+    typical = sorted(base)[int(0.9 * (len(base) - 1))]
+    if max(base) > 2.5 * typical > 0:
+        axes.set_ylim(0, 1.6 * typical)
+        notes.append(f"The tallest bar, {max(base):.1f} s, is cut off.")
+    return _plot("Where a step's time goes, seconds", " ".join(notes), legend, figure)
+
+
+def _data_plane(records: Sequence[Record]) -> Plot | None:
+    put, got = _series(records, "dataplane/bytes_put"), _series(records, "dataplane/bytes_got")
+    calls = _series(records, "dataplane/calls")
+    if not put[0] and not got[0]:
+        return None
+    unit, factor = ("MB", 1e6) if max(put[1] + got[1]) >= 1e6 else ("kB", 1e3)
+    figure, (volume, count) = _figures(2)
+    for (steps, values), colour in ((put, "blue"), (got, "green")):
+        volume.plot(steps, [value / factor for value in values], color=_STAND_INS[colour], linewidth=2)
+    _finish(volume, f"{unit} a step", [value / factor for value in put[1] + got[1]])
+    count.plot(*calls, color=_STAND_INS["purple"], linewidth=2)
+    _finish(count, "calls a step", calls[1])
+    legend = [(f"{unit} put", "blue"), (f"{unit} got", "green"), ("calls", "purple")]
+    return _plot("Data plane", "", legend, figure)
+
+
+def _optimisation(records: Sequence[Record]) -> Plot | None:
+    panels = [
+        (title, colour, series)
+        for title, key, colour in (
+            ("loss", "train/loss", "blue"),
+            ("gradient norm", "train/grad_norm", "orange"),
+            ("KL to the reference", "train/kl", "red"),
+            ("clipped share of tokens", "train/clip_fraction", "green"),
+        )
+        if any((series := _series(records, key))[1])
+    ]
+    if not panels:
+        return None
+    figure, places = _figures(len(panels), wide=True)
+    for axes, (title, colour, (steps, values)) in zip(places, panels, strict=True):
+        axes.plot(steps, values, color=_STAND_INS[colour], alpha=0.3, linewidth=1)
+        axes.plot(steps, _smooth(values), color=_STAND_INS[colour], linewidth=1.8)
+        _finish(axes, title)
+    return _plot("Optimisation", "Thin: each step; thick: averaged over neighbouring steps.", [], figure, wide=True)
+
+
+# ---------------------------------------------------------------- drawing
+
+
+def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of the records that have a figure for `key`."""
+    having = [record for record in records if record.get(key) is not None]
+    return [record["step"] for record in having], [record[key] for record in having]
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Centred moving average, its window cut off at both ends."""
+    reach = round(len(values) * SMOOTH_SHARE)
+    windows = (values[max(0, at - reach) : at + reach + 1] for at in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def _figure() -> tuple[Figure, Axes]:
+    figure, axes = _figures(1)
+    return figure, axes[0]
+
+
+def _figures(count: int, *, wide: bool = False) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` axes over the steps, side by side."""
+    # Inches such that 9 pt come out as large as the page's small print: half of the page, or all of it.
+    figure = Figure(figsize=(12.0, 2.4) if wide else (5.8, 2.9), layout="constrained")
+    places = [figure.add_subplot(1, count, index + 1) for index in range(count)]
+    for axes in places:
+        axes.set_facecolor("none")
+        axes.grid(axis="y", color=_STAND_INS["grid"], linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=_STAND_INS["ink"], labelsize=9, length=0)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        for side, spine in axes.spines.items():
+            spine.set_visible(side == "bottom")
+            spine.set_color(_STAND_INS["grid"])
+        axes.set_xlabel("step", fontsize=9, color=_STAND_INS["ink"])
+    figure.patch.set_alpha(0)
+    return figure, places
+
+
+def _finish(axes: Axes, title: str, values: Sequence[float] = ()) -> None:
+    """Small title; with the values given, an axis from 0."""
+    axes.set_title(title, loc="left", fontsize=9, color=_STAND_INS["ink"])
+    if values and max(values) > 0:
+        axes.set_ylim(0, 1.08 * max(values))
+
+
+def _plot(title: str, note: str, legend: Sequence[tuple[str, str]], figure: Figure, *, wide: bool = False) -> Plot:
+    buffer = io.StringIO()
+    # The salt keeps the ids of several plots on one page apart, and the same from one build to the next.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'^<svg[^>]*?(viewBox="[^"]*")[^>]*>', _opening(title), svg, count=1)
+    svg = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font: \1 var(--font)", svg)
+    svg = re.sub(r"font-family: [^;\"]+", "font-family: var(--font)", svg)
+    for name, stand_in in _STAND_INS.items():
+        svg = svg.replace(stand_in, f"var(--{name})")
+    return Plot(title, note, tuple(legend), svg, wide)
+
+
+def _opening(title: str) -> str:
+    """Replacement for the SVG's opening tag: the viewBox kept, the size left to the page."""
+    links = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return rf'<svg role="img" aria-label="{title}" \1 {links}>'

@@ -1,0 +1,195 @@
+"""The live view of a run: a panel on a terminal, short lines everywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from .metrics import time_split
+
+COLOURS = {
+    "rollout": "bright_blue",
+    "data wait": "bright_red",
+    "log-probs": "magenta",
+    "train": "bright_green",
+    "sync": "yellow",
+    "other": "bright_black",
+}
+"""Stage of a step -> colour of its part of the time bar."""
+
+SMOOTHING = 0.2
+"""Weight of the newest step in the figures that are averaged over steps."""
+
+SPARKS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 40
+
+
+class Progress:
+    """A context manager fed with the metrics of each step."""
+
+    def __init__(self, title: str, num_steps: int, *, enabled: bool = True, console: Console | None = None) -> None:
+        """`num_steps`: of the run. Without a terminal about twenty lines are printed, and one for each validation."""
+        self._title = title
+        self._num_steps = num_steps
+        self._enabled = enabled
+        self._console = console or Console()
+        self._line_every = max(1, num_steps // 20)
+        self._start = time.monotonic()
+        self._phase = "starting"
+        self._phase_share: float | None = None
+        self._step = 0
+        self._first_step: tuple[int, float] | None = None
+        self._figures: dict[str, float] = {}
+        self._rewards: list[float] = []
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        if self._enabled and self._console.is_terminal:
+            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def phase(self, name: str, done: int = 0, total: int = 0, note: str = "") -> None:
+        """What the run does outside its steps: starting, warm-up, saving. `total` 0: not counted."""
+        new = name != self._phase.partition(":")[0]
+        self._phase = f"{name}: {note}" if note else name
+        self._phase_share = done / total if total else None
+        if self._enabled and self._live is None and (new or (total and done == total)):
+            self._print(self._phase)
+
+    def update(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """The metrics of `step` (0: before the first)."""
+        self._phase, self._phase_share, self._step = "training", None, step
+        if step and self._first_step is None:
+            # The first step is left out of the estimate: it pays for what is made once.
+            self._first_step = (step, time.monotonic())
+        for key, value in metrics.items():
+            if value is None:
+                continue
+            old = self._figures.get(key)
+            smooth = key.startswith("time/") or key == "rollout/tokens_per_s"
+            self._figures[key] = value if old is None or not smooth else old + SMOOTHING * (value - old)
+        reward = metrics.get("reward/mean")
+        if reward is not None:
+            self._rewards.append(reward)
+        validated = "val/exact_match" in metrics
+        if self._enabled and self._live is None and (validated or step % self._line_every == 0 or step == 1):
+            self._print(self._line(metrics))
+
+    def message(self, text: str) -> None:
+        """A line above the panel."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    # ------------------------------------------------------------ plain lines
+
+    def _print(self, text: str) -> None:
+        self._console.print(
+            f"[{_clock(time.monotonic() - self._start)}] {text}", markup=False, highlight=False, soft_wrap=True
+        )
+
+    def _line(self, metrics: Mapping[str, float | None]) -> str:
+        parts = [f"step {self._step}/{self._num_steps}"]
+        for label, key, form in (
+            ("reward", "reward/mean", ".3f"),
+            ("held-out exact match", "val/exact_match", ".3f"),
+            ("loss", "train/loss", ".4f"),
+            ("s/step", "time/step_s", ".2f"),
+            ("tokens/s", "rollout/tokens_per_s", ",.0f"),
+        ):
+            value = metrics.get(key)
+            if value is not None:
+                parts.append(f"{label} {value:{form}}")
+        left = self._left_s()
+        return "  ".join(parts + ([f"left {_clock(left)}"] if left is not None else []))
+
+    def _left_s(self) -> float | None:
+        """Seconds to the last step at the pace since the first, None while that is unknown."""
+        if self._first_step is None or self._step <= self._first_step[0]:
+            return None
+        first, since = self._first_step
+        return (time.monotonic() - since) / (self._step - first) * (self._num_steps - self._step)
+
+    # ------------------------------------------------------------ panel
+
+    def _render(self) -> Panel:
+        share = self._phase_share if self._phase_share is not None else self._step / self._num_steps
+        left = self._left_s()
+        clock = f"{_clock(time.monotonic() - self._start)} elapsed" + (f", {_clock(left)} left" if left else "")
+        head = Table.grid(expand=True, padding=(0, 1))
+        head.add_column(ratio=1, no_wrap=True)
+        head.add_column(justify="right", no_wrap=True)
+        where = f"step {self._step}/{self._num_steps}" if self._phase == "training" else self._phase
+        head.add_row(Text(where, style="bold"), Text(clock, style="dim"))
+        rows = [
+            head,
+            ProgressBar(total=1.0, completed=share, complete_style="bright_green", finished_style="bright_green"),
+        ]
+        if self._figures:
+            rows.append(self._figure_table())
+        if len(self._rewards) > 1:
+            rows.append(Text.assemble(("reward ", "dim"), (_sparkline(self._rewards), "bright_blue")))
+        rows += self._time_bar()
+        return Panel(Group(*rows), title=Text(self._title, style="bold"), title_align="left", border_style="dim")
+
+    def _figure_table(self) -> Table:
+        table = Table.grid("", "", "", padding=(0, 3))
+        cells = []
+        for label, key, form in (
+            ("reward", "reward/mean", ".3f"),
+            ("held-out exact match", "val/exact_match", ".1%"),
+            ("response tokens", "rollout/response_length_mean", ".1f"),
+            ("tokens/s", "rollout/tokens_per_s", ",.0f"),
+            ("s/step", "time/step_s", ".2f"),
+            ("failed rows", "rollout/failed_rows", ".0f"),
+        ):
+            value = self._figures.get(key)
+            if value is not None and not (key == "rollout/failed_rows" and value == 0):
+                cells.append(Text.assemble((f"{label} ", "dim"), (f"{value:{form}}", "bold")))
+        for at in range(0, len(cells), 3):
+            table.add_row(*cells[at : at + 3])
+        return table
+
+    def _time_bar(self) -> list[Text]:
+        """One bar of a step's time in its stages' colours, and its legend."""
+        split = {stage: seconds for stage, seconds in time_split(self._figures).items() if seconds > 0}
+        width, total = max(20, self._console.width - 4), sum(split.values())
+        bar, legend, at, drawn = Text(no_wrap=True), Text(), 0.0, 0
+        for stage, seconds in split.items():
+            at += seconds
+            end = round(width * at / total)
+            bar.append("━" * (end - drawn), style=COLOURS[stage])
+            drawn = end
+            legend.append("■ ", style=COLOURS[stage]).append(f"{stage} {seconds / total:.0%}  ", style="dim")
+        return [bar, legend] if split else []
+
+
+def _sparkline(values: list[float]) -> str:
+    """The whole history in SPARK_WIDTH characters, each the mean of its part, from the lowest to the highest."""
+    count = min(SPARK_WIDTH, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(means), max(means)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKS[round((value - low) * scale)] for value in means)
+
+
+def _clock(seconds: float) -> str:
+    """`4:05`, or `1:02:03` from an hour on."""
+    minutes, second = divmod(int(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

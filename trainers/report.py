@@ -1,0 +1,204 @@
+"""The page that a run leaves: figures, plots and settings in one HTML file that needs no network."""
+
+from __future__ import annotations
+
+import html
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import yaml
+
+from .errors import UserError
+from .metrics import ELAPSED, FINISHED, read_metrics
+from .plots import Plot, Record, all_plots
+from .report_page import PAGE
+
+SUMMARY_KEYS = (
+    "model.path",
+    "data.train",
+    "data.validation",
+    "algorithm.mode",
+    "algorithm.prompts_per_step",
+    "algorithm.group_size",
+    "advantage.kind",
+    "loss.kind",
+    "loss.kl_coef",
+    "trainer.backend",
+    "trainer.dp",
+    "trainer.lr",
+    "rollout.engine",
+    "rollout.num_engines",
+    "rollout.max_new_tokens",
+    "rollout.temperature",
+    "dataplane.store.kind",
+    "sync.transport",
+    "run.seed",
+)
+"""What the settings table shows; all of config.yaml stands below it."""
+
+
+def write_report(run_dir: str | os.PathLike[str]) -> Path:
+    """Write `report.html` into the run folder from its metrics.jsonl and config.yaml, and return its path.
+
+    Works on runs that are under way or failed. Raises UserError when the folder holds no metrics or broken ones.
+    """
+    folder = Path(run_dir)
+    metrics_path, config_path = folder / "metrics.jsonl", folder / "config.yaml"
+    if not metrics_path.is_file():
+        raise UserError(f"{folder}: no metrics.jsonl there, expected a run folder")
+    try:
+        records, events = read_metrics(metrics_path)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    config_text = config_path.read_text(encoding="utf-8") if config_path.is_file() else ""
+    page = render(records, events, config_text, title=folder.resolve().name)
+    path = folder / "report.html"
+    new = folder / "report.html.new"
+    new.write_text(page, encoding="utf-8")
+    new.replace(path)
+    return path
+
+
+def render(records: Sequence[Record], events: Sequence[Record], config_text: str, *, title: str) -> str:
+    """The page's HTML. `config_text` is the resolved config.yaml, "" when there is none."""
+    config = yaml.safe_load(config_text) or {}
+    num_steps = _at(config, "algorithm.steps")
+    steps = max((record["step"] for record in records), default=0)
+    finished = any(event["event"] == FINISHED and event["step"] == steps for event in events)
+    of = f" of {num_steps}" if num_steps else ""
+    state = f"finished, {steps} steps" if finished else f"not finished, {steps}{of} steps"
+    return Template(PAGE).substitute(
+        title=html.escape(title),
+        state=html.escape(state),
+        state_class="good" if finished else "open",
+        cards="".join(_card(*figure) for figure in final_figures(records)),
+        plots="".join(_plot_html(plot) for plot in all_plots(records)),
+        phases=_phases_html(events),
+        validations=_validations_html(records),
+        settings=_settings_html(config),
+        config=html.escape(config_text),
+    )
+
+
+# ---------------------------------------------------------------- figures
+
+
+def final_figures(records: Sequence[Record]) -> list[tuple[str, str, str]]:
+    """(label, figure, small print) of the cards on top, those that the records have figures for."""
+    figures = []
+    for label, key, form in (("Held-out exact match", "val/exact_match", ".1%"), ("Reward", "reward/mean", ".3f")):
+        values = _values(records, key)
+        if values:
+            figures.append((label, f"{values[-1]:{form}}", f"first {values[0]:{form}}, best {max(values):{form}}"))
+    for label, key, show in (
+        ("Time a step", "time/step_s", _seconds),
+        ("Tokens a second", "rollout/tokens_per_s", _count),
+        ("Put a step", "dataplane/bytes_put", _bytes),
+        ("Got a step", "dataplane/bytes_got", _bytes),
+    ):
+        values = _values(records, key)
+        if values:
+            figures.append((label, show(statistics.median(values)), f"median; largest {show(max(values))}"))
+    per_row = _values(records, "driver/bytes_per_row")
+    if per_row:
+        figures.append(("Through the driver", f"{statistics.median(per_row):.0f} B a row", "metadata only; median"))
+    failed = sum(_values(records, "rollout/failed_rows"))
+    if failed:
+        figures.append(("Failed rows", _count(failed), "their reward raised; masked"))
+    times = _values(records, "time/step_s")
+    if times:
+        validating = sum(_values(records, "time/validate_s"))
+        figures.append(("All steps", _seconds(sum(times)), f"and {_seconds(validating)} of validation"))
+    return figures
+
+
+def _values(records: Sequence[Record], key: str) -> list[float]:
+    return [record[key] for record in records if record.get(key) is not None]
+
+
+def _seconds(value: float) -> str:
+    if value < 1:
+        return f"{value * 1e3:.0f} ms"
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
+
+
+def _bytes(value: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _at(config: Any, dotted: str) -> Any:
+    """The value at `dotted`, None where it is missing."""
+    for key in dotted.split("."):
+        config = config.get(key) if isinstance(config, dict) else None
+    return config
+
+
+# ---------------------------------------------------------------- HTML
+
+
+def _card(label: str, figure: str, small: str) -> str:
+    return (
+        f'<div class="card"><span>{html.escape(label)}</span><b>{html.escape(figure)}</b>'
+        f"<small>{html.escape(small)}</small></div>"
+    )
+
+
+def _plot_html(plot: Plot) -> str:
+    legend = "".join(f'<li style="--c: var(--{colour})">{html.escape(label)}</li>' for label, colour in plot.legend)
+    note = f"<p>{html.escape(plot.note)}</p>" if plot.note else ""
+    width = ' class="wide"' if plot.wide else ""
+    listed = f"<ul>{legend}</ul>" if legend else ""
+    return f"<figure{width}><h2>{html.escape(plot.title)}</h2>{listed}{plot.svg}{note}</figure>"
+
+
+def _phases_html(events: Sequence[Record]) -> str:
+    """What the run did beside its steps (warm-up, a resume): one line an event."""
+    lines = []
+    for event in events:
+        facts = [f"step {event['step']}", f"at {_seconds(event[ELAPSED])}"]
+        facts += [f"{key} {_short(value)}" for key, value in event.items() if key not in ("event", "step", ELAPSED)]
+        lines.append(f"<tr><th>{html.escape(str(event['event']))}</th><td>{html.escape(', '.join(facts))}</td></tr>")
+    return _table("Events", ("event", ""), lines)
+
+
+def _validations_html(records: Sequence[Record]) -> str:
+    lines = [
+        f"<tr><td>{record['step']}</td><td>{_short(record.get('val/exact_match'))}</td>"
+        f"<td>{_short(record.get('val/reward'))}</td></tr>"
+        for record in records
+        if "val/exact_match" in record
+    ]
+    return _table("Validation", ("step", "exact match", "reward"), lines)
+
+
+def _settings_html(config: dict[str, Any]) -> str:
+    lines = [
+        f"<tr><td><code>{key}</code></td><td>{html.escape(_short(_at(config, key)))}</td></tr>"
+        for key in SUMMARY_KEYS
+        if _at(config, key) is not None
+    ]
+    return _table("Settings", ("key", "value"), lines)
+
+
+def _table(title: str, head: Sequence[str], lines: Sequence[str]) -> str:
+    """A titled table, "" when it would be empty."""
+    if not lines:
+        return ""
+    cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    body = f"<thead><tr>{cells}</tr></thead><tbody>{''.join(lines)}</tbody>"
+    return f"<section><h2>{title}</h2><table>{body}</table></section>"
+
+
+def _short(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,163 @@
+"""From the run's configuration to what each process is built from."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+from ..actors.engines.factory import EngineConfig
+from ..actors.prompts import DataConfig
+from ..actors.protocols import SamplingParams
+from ..actors.rewards.factory import RewardConfig
+from ..actors.rollout_actor import RolloutSetup
+from ..actors.train_worker import WorkerSetup
+from ..actors.transports.factory import build_sender
+from ..dataplane.factory import DataPlaneHandle
+from ..dataplane.plans import Budget
+from .advantages.factory import AdvantageConfig
+from .backends.config import BackendConfig, OptimizerConfig
+from .backends.factory import build_backend
+from .config import Config
+from .losses.factory import LossConfig
+
+TRANSPORT = "ipc"
+"""What `sync.transport: auto` is while engines and trainer share a host."""
+
+
+def threads(config: Config) -> int:
+    """Compute threads of each worker: rollout actors and train workers take turns, so each side has all cores."""
+    side = max(config.rollout.num_engines, config.trainer.dp)
+    return config.resources.threads or max(1, (os.cpu_count() or 1) // side)
+
+
+def sampling(config: Config) -> SamplingParams:
+    """Of training rollouts."""
+    rollout = config.rollout
+    return SamplingParams(
+        n=config.algorithm.group_size,
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        seed=config.run.seed,
+    )
+
+
+def greedy(config: Config) -> SamplingParams:
+    """Of validation."""
+    longest = config.validation.max_new_tokens or config.rollout.max_new_tokens
+    return SamplingParams(n=1, max_new_tokens=longest, temperature=0.0, seed=config.run.seed)
+
+
+def training_data(config: Config) -> DataConfig:
+    data = config.data
+    return DataConfig(
+        source=data.train,
+        split=data.split,
+        prompt_field=data.prompt_field,
+        answer_field=data.answer_field,
+        template=data.template,
+        options=data.options,
+        seed=config.run.seed,
+    )
+
+
+def validation_data(config: Config) -> DataConfig | None:
+    """None when the run never validates."""
+    data = config.data
+    if not config.validation.every:
+        return None
+    source = data.validation or data.train
+    return DataConfig(
+        source=source,
+        split=data.split,
+        prompt_field=data.prompt_field,
+        answer_field=data.answer_field,
+        template=data.template,
+        options=data.options if source.startswith("task:") else {},
+        held_out=source.startswith("task:"),
+        seed=config.run.seed,
+    )
+
+
+def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str) -> RolloutSetup:
+    """Rollout actor `index`; `model` is a local folder or hub id."""
+    return RolloutSetup(
+        name=f"rollout {index}",
+        threads=threads(config),
+        seed=config.run.seed,
+        engine=EngineConfig(
+            kind=config.rollout.engine,
+            model=model,
+            dtype=config.model.dtype,
+            device=device,
+            max_batch=config.rollout.max_batch,
+            seed=config.run.seed,
+        ),
+        environment="single_turn",
+        tokenizer=model,
+        rewards=tuple(
+            RewardConfig(kind=term.kind, weight=term.weight, options=term.options, name=term.label)
+            for term in config.reward.functions
+        ),
+        data=training_data(config),
+        validation=validation_data(config),
+        transport=TRANSPORT,
+        data_plane=handle,
+    )
+
+
+def worker_setup(config: Config, rank: int, model: str, handle: DataPlaneHandle) -> WorkerSetup:
+    """Train worker `rank`."""
+    return WorkerSetup(
+        rank=rank,
+        world=config.trainer.dp,
+        threads=threads(config),
+        temperature=config.rollout.temperature,
+        timeout_s=config.resources.stage_timeout_s,
+        data_plane=handle,
+        backend=partial(build_backend, backend_config(config, model)),
+        sender=partial(build_sender, TRANSPORT, handle.run_id, config.sync.bucket_mib << 20),
+    )
+
+
+def backend_config(config: Config, model: str) -> BackendConfig:
+    trainer, loss = config.trainer, config.loss
+    return BackendConfig(
+        model=model,
+        kind=trainer.backend,
+        loss=LossConfig(
+            kind=loss.kind,
+            aggregation=loss.aggregation,
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            kl_coef=loss.kl_coef,
+            kl_kind=loss.kl_kind,
+        ),
+        optimizer=OptimizerConfig(
+            lr=trainer.lr,
+            betas=trainer.betas,
+            weight_decay=trainer.weight_decay,
+            grad_clip=trainer.grad_clip,
+            warmup_steps=trainer.warmup_steps,
+            schedule=trainer.schedule,
+            total_steps=config.algorithm.steps,
+        ),
+        prev=config.algorithm.prev_logprobs,
+        mixed_precision="bf16" if trainer.mixed_precision else "off",
+        with_reference=config.with_reference,
+    )
+
+
+def advantage_config(config: Config) -> AdvantageConfig:
+    return AdvantageConfig(kind=config.advantage.kind, normalize_std=config.advantage.normalize_std)
+
+
+def budget(config: Config, model: str) -> Budget:
+    """Of a microbatch. Attention's share of a token's cost is L / (6 · hidden size) of the matrix products'
+    (24·h² and 4·h·L FLOPs a token and layer)."""
+    path = Path(model) / "config.json"
+    hidden = json.loads(path.read_text()).get("hidden_size") if path.exists() else None
+    return Budget(config.trainer.tokens_per_microbatch, 1.0, 1.0 / (6 * hidden) if hidden else 0.0)
