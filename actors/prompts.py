@@ -180,6 +180,7 @@ def check_prompt_lengths(source: PromptSource, tokenizer: Any, max_tokens: int) 
     if too_long:
         more = f" and {len(too_long) - 3} more" if len(too_long) > 3 else ""
         raise ValueError(
-            f"data: prompts of {source.name!r} are longer than {max_tokens} tokens: {', '.join(too_long[:3])}{more}"
+            f"data.max_prompt_tokens: got {max_tokens}, but prompts of {source.name!r} are longer: "
+            f"{', '.join(too_long[:3])}{more}"
         )
     return longest

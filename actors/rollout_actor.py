@@ -12,7 +12,7 @@ from ..dataplane.factory import connect_async
 from ..dataplane.handle import DataPlaneHandle
 from .engines.factory import EngineConfig, build_engine
 from .environments.factory import build_environment
-from .prompts import DataConfig, PromptStream, open_source
+from .prompts import DataConfig, PromptStream, check_prompt_lengths, open_source
 from .protocols import ActorInfo, SamplingParams, WeightManifest
 from .rewards.factory import RewardConfig, build_rubric
 from .rollout import RolloutWorker
@@ -41,6 +41,9 @@ class RolloutSetup:
     rewards: tuple[RewardConfig, ...]
     data: DataConfig
     validation: DataConfig | None
+    max_prompt_tokens: int
+    """Longer prompts are an error; looked for by the actor with `check_prompts`, in both sources."""
+    check_prompts: bool
     transport: str
     """Weight transport's kind."""
     data_plane: DataPlaneHandle
@@ -69,11 +72,12 @@ class RolloutActor:
         torch.set_num_threads(setup.threads)
         rubric = build_rubric(setup.rewards)
         tokenizer = load_tokenizer(setup.tokenizer)
-        prompts = PromptStream(open_source(setup.data, tokenizer), seed=setup.seed)
-        held_out = None
-        if setup.validation is not None:
-            source = open_source(setup.validation, tokenizer)
-            held_out = PromptStream(source, shuffle=False, uid_prefix=VALIDATION_UID)
+        sources = [open_source(data, tokenizer) for data in (setup.data, setup.validation) if data is not None]
+        if setup.check_prompts:
+            for source in sources:
+                check_prompt_lengths(source, tokenizer, setup.max_prompt_tokens)
+        prompts = PromptStream(sources[0], seed=setup.seed)
+        held_out = PromptStream(sources[1], shuffle=False, uid_prefix=VALIDATION_UID) if len(sources) > 1 else None
         return RolloutWorker(
             engine=build_engine(setup.engine),
             environment=build_environment(setup.environment),

@@ -150,6 +150,6 @@ def _keys_in(meta: KVBatchMeta, sources: Sequence[RowSource], numbers: set[int])
 
 def _named(error: DataPlaneError, meta: KVBatchMeta, keys: Sequence[str], started: float) -> DataPlaneError:
     """The store's error, with what only the reader knows."""
-    context = error.fields() | {"op": "get", "partition": meta.partition, "keys": keys}
+    context = error.fields() | {"op": "get", "partition": meta.partition, "keys": keys, "num_keys": len(keys)}
     context["elapsed_s"] = context["elapsed_s"] or time.monotonic() - started
     return type(error)(error.message, **context)

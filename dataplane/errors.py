@@ -24,10 +24,10 @@ from collections.abc import Sequence
 SHOWN_KEYS = 5
 
 
-def shown(keys: Sequence[str]) -> str:
-    """The first few of `keys`, and how many more there are."""
+def shown(keys: Sequence[str], num_keys: int | None = None) -> str:
+    """The first few of `keys`, and how many more there are of `num_keys` (None: of these)."""
     head = ", ".join(repr(str(key)) for key in keys[:SHOWN_KEYS])
-    more = len(keys) - SHOWN_KEYS
+    more = (len(keys) if num_keys is None else num_keys) - SHOWN_KEYS
     return f"[{head}, ... {more} more]" if more > 0 else f"[{head}]"
 
 
@@ -46,18 +46,20 @@ class DataPlaneError(Exception):
         keys: Sequence[str] = (),
         peer: str = "",
         elapsed_s: float | None = None,
+        num_keys: int | None = None,
     ) -> None:
         self.message = message
         self.op = op
         self.partition = partition
         self.keys = tuple(str(key) for key in keys[: SHOWN_KEYS * 4])
+        self.num_keys = len(keys) if num_keys is None else num_keys
         self.peer = peer
         self.elapsed_s = elapsed_s
         where = [f"op={op}"] if op else []
         if partition:
             where.append(f"partition={partition!r}")
         if len(keys):
-            where.append(f"keys={shown(keys)}")
+            where.append(f"keys={shown(keys, self.num_keys)}")
         if peer:
             where.append(f"peer={peer}")
         if elapsed_s is not None:
@@ -76,6 +78,7 @@ class DataPlaneError(Exception):
             "keys": self.keys,
             "peer": self.peer,
             "elapsed_s": self.elapsed_s,
+            "num_keys": self.num_keys,
         }
 
     def __str__(self) -> str:

@@ -44,6 +44,7 @@ class DataPlane:
             link.close()
         if actor is not None and ray.is_initialized():
             stop_actor(actor)
+            remove_leftovers(self.handle.store)
 
     def __enter__(self) -> DataPlane:
         return self
@@ -131,6 +132,14 @@ def build_store_host(config: DataPlaneConfig, run_id: str, *, one_host: bool = T
 
         return SimpleHost(run_id, config.store.num_units)
     raise ValueError(f"dataplane.store.kind: got {kind!r}, expected auto, local, shm, ray or simple")
+
+
+def remove_leftovers(spec: StoreSpec) -> None:
+    """Remove what a store's host that was killed has left on this machine; those of living runs stay."""
+    if spec.kind == "shm":
+        from .stores.shm_folder import remove_stale_folders
+
+        remove_stale_folders()
 
 
 def build_block_store(spec: StoreSpec, link: Link) -> BlockStore:

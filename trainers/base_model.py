@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 from .config import Config
+from .errors import UserError
 from .progress import Progress
 from .run_folder import RunFolder
 
@@ -35,7 +38,9 @@ def prepare_model(config: Config, folder: RunFolder, progress: Progress) -> str:
 
     The built-in one is made in the run folder (`base_model/`), from `run.seed` alone, warmed up as `warmup` says; a
     resumed run finds it there. The warm-up is a phase of its own and in no figure of the training.
+    Raises UserError when the longest row does not fit into the model's context.
     """
+    check_context(config)
     if not config.model.builtin:
         return config.model.path
     path = folder.path / "base_model"
@@ -62,3 +67,22 @@ def prepare_model(config: Config, folder: RunFolder, progress: Progress) -> str:
     draft.rename(path)
     folder.metrics.event("warmup", 0, seconds=round(time.perf_counter() - start, 2), **fields)
     return str(path)
+
+
+def model_config(config: Config) -> dict[str, Any]:
+    """The model's config.json; empty for a hub id, whose files are fetched later."""
+    if config.model.builtin:
+        return TINY_QWEN3
+    path = Path(config.model.path) / "config.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def check_context(config: Config) -> None:
+    """Prompt and answer must fit into the model's context."""
+    context = model_config(config).get("max_position_embeddings")
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if context is not None and longest > context:
+        raise UserError(
+            f"data.max_prompt_tokens + rollout.max_new_tokens: got {config.data.max_prompt_tokens} + "
+            f"{config.rollout.max_new_tokens}, expected at most {context}, the context of {config.model.path}"
+        )

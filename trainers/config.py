@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from ..dataplane.config import DataPlaneConfig
-from .config_checks import meaning_problems, size_problems
+from .config_checks import capacity_problems, meaning_problems, size_problems
 
 BUILTIN_MODELS = ("builtin:tiny-qwen3",)
 REWARD_KINDS = ("exact_match", "per_position", "format")
@@ -322,7 +322,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> Config:
-        problems = size_problems(self) + meaning_problems(self)
+        problems = size_problems(self) + capacity_problems(self) + meaning_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -8,6 +8,31 @@ if TYPE_CHECKING:
     from .config import Config
 
 
+ROLLOUT_TOKEN_BYTES = 9
+"""input_ids int32, response_mask uint8, rollout_logprobs float32."""
+LOGPROB_BYTES = 4
+"""Each column that the train workers write back."""
+
+
+def step_bytes(config: Config) -> int:
+    """Bytes that a step's rows take in the store when every row is as long as it may be."""
+    columns = (config.algorithm.prev_logprobs == "recompute") + config.with_reference
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return config.rows_per_step * longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns)
+
+
+def capacity_problems(config: Config) -> list[str]:
+    """A sentence when a step of longest rows does not fit into the store, which would stop the run at its first put."""
+    capacity = config.dataplane.store.capacity_mib
+    needed = step_bytes(config)
+    if needed <= capacity << 20:
+        return []
+    return [
+        f"dataplane.store.capacity_mib: got {capacity}, expected at least {-(-needed >> 20)}: "
+        f"{config.rows_per_step} rows of up to {config.data.max_prompt_tokens + config.rollout.max_new_tokens} tokens"
+    ]
+
+
 def size_problems(config: Config) -> list[str]:
     """Sentences on numbers that do not fit one another."""
     problems = []

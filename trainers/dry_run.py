@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from .base_model import TINY_QWEN3
+from .base_model import check_context, model_config
 from .config import Config
+from .config_checks import step_bytes
 
-ROLLOUT_TOKEN_BYTES = 9
-"""input_ids int32, response_mask uint8, rollout_logprobs float32."""
-LOGPROB_BYTES = 4
-"""Each column that the train workers write back."""
 TRAINING_COPIES = 4
 """float32 weights, gradients and two Adam moments."""
 
@@ -40,27 +35,9 @@ def placements(config: Config) -> list[Placement]:
     return listed + [Placement(f"train worker {rank}", 1, f"backend {backend}") for rank in range(config.trainer.dp)]
 
 
-def step_bytes(config: Config) -> int:
-    """Bytes that a step's rows take in the store when every row is as long as it may be."""
-    columns = (config.algorithm.prev_logprobs == "recompute") + config.with_reference
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    return config.rows_per_step * longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns)
-
-
-def capacity_problem(config: Config) -> str | None:
-    """A sentence when a step of longest rows does not fit into the store, which would stop the run at its first put."""
-    capacity = config.dataplane.store.capacity_mib
-    needed = step_bytes(config)
-    if needed <= capacity << 20:
-        return None
-    return (
-        f"dataplane.store.capacity_mib: got {capacity}, expected at least {-(-needed >> 20)}: "
-        f"{config.rows_per_step} rows of up to {config.data.max_prompt_tokens + config.rollout.max_new_tokens} tokens"
-    )
-
-
 def describe(config: Config) -> str:
-    """The text of `--dry-run`, behind the resolved configuration."""
+    """The text of `--dry-run`, behind the resolved configuration. Raises UserError like a run would."""
+    check_context(config)
     algorithm, trainer = config.algorithm, config.trainer
     rows, longest = config.rows_per_step, config.data.max_prompt_tokens + config.rollout.max_new_tokens
     per_rank = rows // trainer.dp
@@ -85,7 +62,8 @@ def describe(config: Config) -> str:
         f"  store ({store.kind})".ljust(19)
         + f"at most {_size(step_bytes(config))} a step; {store.capacity_mib} MiB in all",
         "plan of a step",
-        f"  {algorithm.prompts_per_step} prompts x {algorithm.group_size} samples = {rows} rows of up to {longest} tokens",
+        f"  {algorithm.prompts_per_step} prompts x {algorithm.group_size} samples = {rows} rows of up to {longest} "
+        "tokens",
         f"  {trainer.dp} rank(s) x {per_rank} rows, at most {microbatches} microbatch(es) of "
         f"{trainer.tokens_per_microbatch} tokens each",
         f"  {algorithm.steps} steps, validation every {config.validation.every}"
@@ -96,11 +74,8 @@ def describe(config: Config) -> str:
 
 
 def count_parameters(config: Config) -> int | None:
-    """Parameters of a dense Llama-like model, from its config; None when that is not on this machine or another kind."""
-    if config.model.builtin:
-        return _dense_parameters(dict(TINY_QWEN3))
-    path = Path(config.model.path) / "config.json"
-    return _dense_parameters(json.loads(path.read_text())) if path.exists() else None
+    """Parameters of a dense Llama-like model, from its config; None when that is not here or of another kind."""
+    return _dense_parameters(model_config(config))
 
 
 def _dense_parameters(model: dict[str, Any]) -> int | None:

@@ -40,7 +40,7 @@ def step_metrics(
         "time/logprob_s": seconds.get("logprob", 0.0),
         "time/train_s": seconds["train"],
         "time/sync_s": seconds["sync"],
-        "time/data_wait_s": seconds["claim"] + max((report.data_wait_s for report in passes), default=0.0),
+        "time/data_wait_s": max((report.data_wait_s for report in passes), default=0.0),
         "sync/seconds": seconds["sync"],
         "sync/bytes": float(sync_bytes),
         "dataplane/bytes_put": float(rollout.bytes_put + sum(report.bytes_put for report in passes)),

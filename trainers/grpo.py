@@ -1,4 +1,4 @@
-"""The steps of GRPO (DeepSeekMath, arXiv:2402.03300): small functions over metadata, for controllers to string together.
+"""The steps of GRPO (DeepSeekMath, arXiv:2402.03300): functions over metadata that controllers string together.
 
 Nothing here touches a row: rollout actors put them, train workers get them, and what passes through are receipts,
 plans, per-row scalars and figures.

@@ -1,4 +1,4 @@
-"""A run from start to end: folder, base model, Ray, data plane, actors, controller, and everything undone in reverse."""
+"""A run from start to end: folder, base model, Ray, data plane, actors, controller, and all of it undone in reverse."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import ray
 from ..actors.protocols import ROLLOUT_SCHEMA, ActorInfo
 from ..actors.rollout_actor import RolloutActor
 from ..actors.train_worker import TrainWorker
+from ..dataplane.errors import DataPlaneError
 from ..dataplane.factory import DataPlane, connect, open_data_plane
 from . import grpo, setups
 from .advantages.factory import build_advantages
@@ -25,7 +26,8 @@ from .checkpoints import Checkpoints
 from .cluster import Cluster, Demand
 from .config import Config
 from .controllers.factory import controller
-from .peers import DriverMeter, Peer, gather
+from .errors import UserError
+from .peers import DriverMeter, Peer, PeerFailed, gather
 from .progress import Progress
 from .report import write_report
 from .run_folder import RunFolder
@@ -78,7 +80,7 @@ def launched(config: Config, model: str, tracer: Tracer, folder: Path) -> Iterat
     run_id = uuid.uuid4().hex[:8]
     demand = Demand(config.rollout.num_engines, config.trainer.dp)
     with ExitStack() as stack:
-        stack.callback(shutil.rmtree, f"/dev/shm/headrace-{run_id}", ignore_errors=True)
+        stack.callback(remove_shared_memory, run_id)
         cluster = Cluster(
             address=config.resources.ray_address,
             num_cpus=config.resources.num_cpus,
@@ -105,8 +107,14 @@ def launched(config: Config, model: str, tracer: Tracer, folder: Path) -> Iterat
             estimate=build_advantages(setups.advantage_config(config)),
             sampling=setups.sampling(config),
             greedy=setups.greedy(config),
-            budget=setups.budget(config, model),
+            budget=setups.budget(config),
         )
+
+
+def remove_shared_memory(run_id: str) -> None:
+    """What a killed process of the run left behind; the others have removed their own."""
+    for folder in Path("/dev/shm").glob(f"headrace-{run_id}*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def start_actors(
@@ -133,7 +141,13 @@ def start_actors(
     if config.trainer.dp > 1:
         [port] = gather([workers[0].call("open_rendezvous", host)], "start", START_TIMEOUT_S)
     builds = [peer.call("build") for peer in rollouts] + [peer.call("build", host, port) for peer in workers]
-    gather(builds, "start", START_TIMEOUT_S)
+    try:
+        gather(builds, "start", START_TIMEOUT_S)
+    except PeerFailed as error:
+        if isinstance(error.cause, ValueError) and not isinstance(error.cause, DataPlaneError):
+            # a wrong path, dataset or reward shows only where it is opened
+            raise UserError(str(error.cause)) from error
+        raise
     return rollouts, workers
 
 

@@ -17,6 +17,11 @@ from ..codecs import messages
 class PeerFailed(RuntimeError):
     """An actor died, failed or was late: says who, where, in which stage, after how long."""
 
+    def __init__(self, message: str, cause: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.cause = cause
+        """What the actor raised; None when it died or was late."""
+
 
 @dataclass(slots=True)
 class DriverMeter:
@@ -63,7 +68,7 @@ def message_bytes(value: Any) -> int:
 def gather(calls: Sequence[Call], stage: str, timeout_s: float) -> list[Any]:
     """All results in the order of `calls`. The first failure ends the wait at once, whichever peer it comes from.
 
-    Raises PeerFailed when a peer died, raised, or did not answer within `timeout_s`.
+    Raises PeerFailed when a peer died, raised (its `cause`), or did not answer within `timeout_s`.
     """
     start = time.monotonic()
     of_ref = {call.ref: call for call in calls}
@@ -86,9 +91,8 @@ def _result(call: Call, stage: str) -> Any:
         value = ray.get(call.ref, timeout=60.0)
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
-        raise PeerFailed(
-            f"{stage}: {peer.info} failed after {elapsed:.1f} s: {type(cause).__name__}: {cause}"
-        ) from error
+        message = f"{stage}: {peer.info} failed after {elapsed:.1f} s: {type(cause).__name__}: {cause}"
+        raise PeerFailed(message, cause) from error
     except RayActorError as error:
         raise PeerFailed(
             f"{stage}: {peer.info} died; the call {call.method} was under way for {elapsed:.1f} s. {_reason(error)}"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from types import TracebackType
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -135,10 +135,11 @@ class Progress:
         head.add_column(justify="right", no_wrap=True)
         where = f"step {self._step}/{self._num_steps}" if self._phase == "training" else self._phase
         head.add_row(Text(where, style="bold"), Text(clock, style="dim"))
-        rows = [
-            head,
-            ProgressBar(total=1.0, completed=share, complete_style="bright_green", finished_style="bright_green"),
-        ]
+        bar = Table.grid(expand=True)  # in a table, as a bare ProgressBar does not end its line
+        bar.add_row(
+            ProgressBar(total=1.0, completed=share, complete_style="bright_green", finished_style="bright_green")
+        )
+        rows: list[RenderableType] = [head, bar]
         if self._figures:
             rows.append(self._figure_table())
         if len(self._rewards) > 1:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from functools import partial
-from pathlib import Path
 
 from ..actors.engines.factory import EngineConfig
 from ..actors.prompts import DataConfig
@@ -19,6 +17,7 @@ from ..dataplane.plans import Budget
 from .advantages.factory import AdvantageConfig
 from .backends.config import BackendConfig, OptimizerConfig
 from .backends.factory import build_backend
+from .base_model import model_config
 from .config import Config
 from .losses.factory import LossConfig
 
@@ -104,6 +103,8 @@ def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandl
         ),
         data=training_data(config),
         validation=validation_data(config),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        check_prompts=index == 0,
         transport=TRANSPORT,
         data_plane=handle,
     )
@@ -155,9 +156,8 @@ def advantage_config(config: Config) -> AdvantageConfig:
     return AdvantageConfig(kind=config.advantage.kind, normalize_std=config.advantage.normalize_std)
 
 
-def budget(config: Config, model: str) -> Budget:
+def budget(config: Config) -> Budget:
     """Of a microbatch. Attention's share of a token's cost is L / (6 · hidden size) of the matrix products'
     (24·h² and 4·h·L FLOPs a token and layer)."""
-    path = Path(model) / "config.json"
-    hidden = json.loads(path.read_text()).get("hidden_size") if path.exists() else None
+    hidden = model_config(config).get("hidden_size")
     return Budget(config.trainer.tokens_per_microbatch, 1.0, 1.0 / (6 * hidden) if hidden else 0.0)

@@ -110,7 +110,8 @@ def warm_up(
 ) -> float:
     """Supervised next-token training on the answers; returns the last loss.
 
-    The learning rate rises over the first 5 % of the steps and falls linearly over the last 30 %. `show` gets step and loss.
+    The learning rate rises over the first 5 % of the steps and falls linearly over the last 30 %; `show` gets step and
+    loss of each.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     batches = corpus(seed, config.batch_size)

@@ -94,7 +94,7 @@ class _Rows:
         self.tokens[written, step] = tokens[active]
         self.logprobs[written, step] = logprobs[active]
         self.lengths[written] = step + 1
-        stopped = written[np.isin(tokens[active], stop_ids)]
+        stopped = written[(tokens[active, None] == stop_ids).any(axis=1)]
         self.reasons[stopped] = "stop"
         self.running[stopped] = False
         aborted = np.array([request.aborted for request in self.requests])

@@ -97,17 +97,24 @@ class HfEngine:
         try:
             return await pending.future
         finally:
-            pending.request.aborted = True  # of no effect unless the call was cancelled while its rows still run
             del self._in_flight[request_id]
+            if pending.future.cancelled():
+                self._drop(pending)
 
     async def abort(self, request_id: str) -> None:
         pending = self._in_flight.get(request_id)
         if pending is None:
             return
-        pending.request.aborted = True
-        if pending in self._queue:
-            self._queue.remove(pending)
+        if self._drop(pending):
             pending.settle([_nothing(self._version) for _ in range(pending.params.n)])
+
+    def _drop(self, pending: _Pending) -> bool:
+        """Take a request out of the queue, or have its rows end at the next step. Returns whether it was queued."""
+        pending.request.aborted = True
+        if pending not in self._queue:
+            return False
+        self._queue.remove(pending)
+        return True
 
     async def pause(self) -> None:
         self._resumed.clear()

@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..block_store import StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
+from .ray_processes import end_actors
 from .received import received_part
 
 _logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class RayObjectsHost:
         self._bytes: dict[int, int] = {}
         self._lost: set[int] = set()
         self._keepers: list[Any] = []
+        self._local_pids: list[int] = []
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         here = ray.get_runtime_context().get_node_id()
         nodes.sort(key=lambda node: node != here)
@@ -88,7 +90,7 @@ class RayObjectsHost:
                 ).remote()
             )
         started = time.monotonic()
-        pids = []
+        pids: list[int] = []
         for keeper, name in zip(self._keepers, names, strict=True):
             try:
                 pids.append(keeper.pid.remote().future().result(START_TIMEOUT_S))
@@ -96,6 +98,7 @@ class RayObjectsHost:
                 self.close()
                 elapsed = time.monotonic() - started
                 raise StoreLost(f"keeper did not start: {error}", op="start", peer=name, elapsed_s=elapsed) from None
+        self._local_pids = [pid for pid, node in zip(pids, nodes, strict=True) if node == here]
         address = {"nodes": nodes, "names": names, "pids": pids}
         self.spec = StoreSpec(kind="ray", run_id=run_id, address=address)
 
@@ -134,11 +137,10 @@ class RayObjectsHost:
         return sum(self._bytes.values())
 
     def close(self) -> None:
-        """Kill the keepers; Ray drops their objects with them. Idempotent."""
+        """Kill the keepers, and with them their objects; those on this node have ended when it returns. Idempotent."""
         keepers, self._keepers = self._keepers, []
-        if ray.is_initialized():
-            for keeper in keepers:
-                ray.kill(keeper)
+        if keepers:
+            end_actors(keepers, self._local_pids)
 
 
 class RayObjectsStore:

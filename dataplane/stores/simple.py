@@ -15,6 +15,7 @@ import os
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -31,6 +32,7 @@ from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, create_zm
 
 from ..block_store import StoreSpec, Want
 from ..errors import RowsCleared, StoreLost
+from .ray_processes import end_actors
 from .received import received_part
 
 _logger = logging.getLogger(__name__)
@@ -74,11 +76,12 @@ class UnitLink:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
-        self._context = zmq.Context()
+        # The process's context: one of our own, collected with sockets open, would wait for them for ever.
+        self._context = zmq.Context.instance()
         self._idle: list[list[tuple[zmq.Socket, zmq.Socket]]] = [[] for _ in units]
-        self._lent = 0
         self._closed = False
         self._lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # of a client that nobody closed
 
     def exchange(self, op: str, requests: Sequence[Request], timeout_s: float) -> list[ZMQMessage]:
         """Send all, then wait for all the answers. Raises StoreLost naming the unit that did not answer."""
@@ -118,11 +121,9 @@ class UnitLink:
     @contextmanager
     def _sockets(self, units: Sequence[int]) -> Iterator[list[tuple[zmq.Socket, zmq.Socket]]]:
         """A socket and its monitor per unit; closed after an error, lest a late answer meet another request."""
+        if self._closed:
+            raise StoreLost("this client is closed", op="connect", peer=self.units[0].peer)
         pairs = []
-        with self._lock:
-            if self._closed:
-                raise StoreLost("this client is closed", op="connect", peer=self.units[0].peer)
-            self._lent += 1
         healthy = False
         try:
             for unit in units:
@@ -131,15 +132,12 @@ class UnitLink:
             healthy = True
         finally:
             with self._lock:
-                self._lent -= 1
-                if healthy and not self._closed:
+                keep = healthy and not self._closed
+                if keep:
                     for unit, pair in zip(units, pairs, strict=True):
                         self._idle[unit].append(pair)
-                else:
-                    for pair in pairs:
-                        _close(pair)
-                if self._closed and self._lent == 0:
-                    self._context.term()
+            if not keep:
+                _close_all([pairs])
 
     def _take(self, unit: int) -> tuple[zmq.Socket, zmq.Socket]:
         while True:
@@ -149,7 +147,7 @@ class UnitLink:
                 return self._connect(self.units[unit])
             if pair[1].poll(0) == 0:
                 return pair
-            _close(pair)  # its connection broke while it was idle
+            _close_all([[pair]])  # its connection broke while it was idle
 
     def _connect(self, unit: Unit) -> tuple[zmq.Socket, zmq.Socket]:
         identity = f"{_IDENTITY}_{os.getpid()}_{uuid.uuid4().hex[:12]}".encode()
@@ -163,22 +161,17 @@ class UnitLink:
     def close(self) -> None:
         """Close idle sockets now and those in use when their request is over. Idempotent."""
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
-            for pairs in self._idle:
-                for pair in pairs:
-                    _close(pair)
-                pairs.clear()
-            if self._lent == 0:
-                self._context.term()
+            _close_all(self._idle)
 
 
-def _close(pair: tuple[zmq.Socket, zmq.Socket]) -> None:
-    channel, monitor = pair
-    channel.disable_monitor()
-    monitor.close(linger=0)
-    channel.close(linger=0)
+def _close_all(pools: Sequence[list[tuple[zmq.Socket, zmq.Socket]]]) -> None:
+    for pairs in pools:
+        while pairs:
+            channel, monitor = pairs.pop()
+            channel.disable_monitor()
+            monitor.close(linger=0)
+            channel.close(linger=0)
 
 
 class SimpleHost:
@@ -204,7 +197,7 @@ class SimpleHost:
                 info = actor.get_zmq_server_info.remote().future().result(START_TIMEOUT_S)
                 pid = actor.__ray_call__.remote(lambda _: os.getpid()).future().result(START_TIMEOUT_S)
             except (RayError, FutureTimeout) as error:
-                self._kill()
+                self._end([])
                 elapsed = time.monotonic() - started
                 raise StoreLost(
                     f"storage unit did not start: {error}", op="start", peer=name, elapsed_s=elapsed
@@ -254,15 +247,15 @@ class SimpleHost:
         return sum(self._bytes.values())
 
     def close(self) -> None:
-        """Kill the units. Idempotent."""
+        """Kill the units; those on this node have ended when it returns. Idempotent."""
         self._link.close()
-        self._kill()
+        here = ray.util.get_node_ip_address() if ray.is_initialized() else ""
+        self._end([unit.pid for unit in self._link.units if unit.ip == here])
 
-    def _kill(self) -> None:
+    def _end(self, local_pids: Sequence[int]) -> None:
         actors, self._actors = self._actors, []
-        if ray.is_initialized():
-            for actor in actors:
-                ray.kill(actor)
+        if actors:
+            end_actors(actors, local_pids)
 
 
 class SimpleStore:

@@ -135,6 +135,14 @@ def test_abort_returns_a_partial_output_and_cancel_frees_the_id(model_folder: st
         with pytest.raises(asyncio.CancelledError):
             await cancelled
         assert len(await engine.generate("a", [5], SamplingParams(max_new_tokens=2))) == 1
+        await engine.pause()
+        held = asyncio.create_task(engine.generate("a", [5], params))
+        await asyncio.sleep(0)
+        held.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await held
+        assert not engine._queue and not engine._in_flight
+        await engine.resume()
         await engine.close()
         await engine.close()
         with pytest.raises(RuntimeError, match="closed"):

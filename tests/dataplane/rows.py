@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import uuid
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +33,11 @@ FIRST = ("ids", "mask", "routes", "reward", "image", "info")
 """What a rollout writes."""
 LATER = ("logp", "advantage")
 """What a train worker adds."""
+
+
+def fresh_run_id() -> str:
+    """A run id by which the end of the tests finds what they left behind."""
+    return f"test{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def length_of(key: str) -> int:

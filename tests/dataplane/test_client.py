@@ -1,4 +1,4 @@
-"""Clients over the local store: waits and wake-ups, the twins, failed and cancelled puts, closed and killed directories."""
+"""Clients over the local store: waits and wake-ups, the twins, failed and cancelled puts, ended directories."""
 
 from __future__ import annotations
 
@@ -368,6 +368,12 @@ def test_directory_in_an_actor_and_its_death(ray_session: None) -> None:
         assert caught.value.op == "claim" and time.perf_counter() - started < 10
         with pytest.raises(DirectoryLost):
             client.put("p", ["c.0"], {"ids": ids(1)})
+
+
+def test_errors_count_all_keys(client: DataPlaneClient) -> None:
+    client.put("p", [f"k{i}" for i in range(99)], {"score": torch.zeros(99)})
+    with pytest.raises(AlreadyWritten, match=r"'k4', ... 94 more\]"):
+        client.put("p", [f"k{i}" for i in range(99)], {"score": torch.zeros(99)})
 
 
 def test_a_store_that_cannot_start_says_why(ray_session: None) -> None:

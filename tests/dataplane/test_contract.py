@@ -26,7 +26,17 @@ from headrace.dataplane.errors import (
     StoreLost,
 )
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
-from headrace.tests.dataplane.rows import BYTES, FIRST, LATER, SCHEMA, assert_rows, block_of, columns, keys_of
+from headrace.tests.dataplane.rows import (
+    BYTES,
+    FIRST,
+    LATER,
+    SCHEMA,
+    assert_rows,
+    block_of,
+    columns,
+    fresh_run_id,
+    keys_of,
+)
 
 # ------------------------------------------------------------------ 1. get
 
@@ -237,7 +247,7 @@ def test_batches_and_nested_tensors_can_be_put(client: Any, partition: str) -> N
 
 def test_closed_plane_ends_waits_and_refuses_calls(kind: str) -> None:
     config = DataPlaneConfig(store=StoreConfig.model_validate({"kind": kind, "capacity_mib": 8}), timeout_s=30)
-    plane = open_data_plane(config, in_process=True)
+    plane = open_data_plane(config, run_id=fresh_run_id(), in_process=True)
     client = connect(plane.handle)
     client.register("p", SCHEMA, ("train",))
     meta = client.put("p", ["a.0"], columns(["a.0"]))

@@ -18,7 +18,7 @@ from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import DataPlaneError, DirectoryLost, KeysNotFound, RowsCleared, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
 from headrace.dataplane.meta import KVBatchMeta
-from headrace.tests.dataplane.rows import BYTES, FIRST, SCHEMA, assert_rows, block_of, columns, keys_of
+from headrace.tests.dataplane.rows import BYTES, FIRST, SCHEMA, assert_rows, block_of, columns, fresh_run_id, keys_of
 from headrace.tests.dataplane.workers import start
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 def open_apart(kind: str, **settings: Any) -> DataPlane:
     """A data plane whose directory is an actor."""
     store = StoreConfig.model_validate({"kind": kind, "capacity_mib": 64})
-    return open_data_plane(DataPlaneConfig(store=store, **{"timeout_s": 20, **settings}))
+    return open_data_plane(DataPlaneConfig(store=store, **{"timeout_s": 20, **settings}), run_id=fresh_run_id())
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,12 @@ def wait_until(what: Any, timeout_s: float = 10.0) -> None:
     while not what():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
+
+
+def kill(worker: Any) -> None:
+    """End a Worker's process without its having a say."""
+    pid: Any = ray.get(worker.pid.remote(), timeout=20)
+    os.kill(pid, signal.SIGKILL)
 
 
 def gone(pid: int) -> bool:
@@ -126,7 +132,7 @@ def test_receipt_outlives_its_producer_and_ends_with_its_rows(driver: Any, apart
     (producer,) = start(apart.handle, "mortal")
     keys = keys_of(range(8))
     meta, _ = ray.get(producer.put.remote(partition, keys))
-    os.kill(ray.get(producer.pid.remote()), signal.SIGKILL)
+    kill(producer)
     assert_rows(driver.get(meta), keys, FIRST)
     driver.clear(partition)
     (reader,) = start(apart.handle, "reader")
@@ -144,10 +150,10 @@ def test_put_killed_half_way_shows_nothing_and_gives_its_bytes_back(
     client = connect(hasty.handle, name="driver")
     client.register(partition, SCHEMA, ("train",))
     (writer,) = start(hasty.handle, "victim")
-    pid, keys = ray.get(writer.pid.remote()), keys_of(range(8))
+    keys = keys_of(range(8))
     writer.put_and_hang.remote(partition, keys, str(tmp_path / "half"))
     wait_until((tmp_path / "half").exists)
-    os.kill(pid, signal.SIGKILL)
+    kill(writer)
     status = client.status()
     assert status.bytes_reserved > 0 and status.rows == 0 and status.store_bytes > 0
     with pytest.raises(KeysNotFound):
@@ -166,7 +172,7 @@ def test_rows_of_a_killed_consumer_return_with_its_lease(hasty: DataPlane, parti
     client.put(partition, keys, columns(keys))
     (victim,) = start(hasty.handle, "victim")
     meta, claimed_at, _ = ray.get(victim.claim.remote(partition, 8))
-    os.kill(ray.get(victim.pid.remote()), signal.SIGKILL)
+    kill(victim)
     again = client.claim(partition, "train", FIRST, 8, timeout_s=10)
     assert 1.0 < time.monotonic() - claimed_at < 5.0
     assert sorted(again.keys) == sorted(meta.keys) == sorted(keys)
@@ -180,7 +186,7 @@ def test_waiting_claim_of_a_killed_consumer_takes_no_rows_for_good(hasty: DataPl
     (victim,) = start(hasty.handle, "victim")
     victim.claim.remote(partition, 4)
     wait_until(lambda: client.status().waiting_claims == 1)
-    os.kill(ray.get(victim.pid.remote()), signal.SIGKILL)
+    kill(victim)
     keys = keys_of(range(1))
     client.put(partition, keys, columns(keys))
     assert sorted(client.claim(partition, "train", FIRST, 4, timeout_s=10).keys) == keys

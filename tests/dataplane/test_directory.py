@@ -12,7 +12,7 @@ import torch
 
 from headrace.codecs.blocks import BlockLayout
 from headrace.codecs.schema import Field, Kind, Schema
-from headrace.dataplane.directory import ClaimRows, Directory
+from headrace.dataplane.directory import ClaimRows, Directory, Outcome
 from headrace.dataplane.errors import (
     AlreadyWritten,
     CapacityExceeded,
@@ -200,7 +200,7 @@ class Run:
             return
         meta, task, _ = self.random.choice(self.leases)
         meta = meta.select(self.random.sample(range(len(meta)), self.random.randint(1, len(meta))))
-        outcome = self.random.choice(["done", "retry"])
+        outcome: Outcome = "done" if self.random.random() < 0.5 else "retry"
         rows = {key: self.model.rows.get(key) for key in meta.keys}
         held = [key for key, row in rows.items() if row and row.state[task] == meta.lease_id]
         if len(held) < len(meta):

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,12 +16,13 @@ from headrace.codecs.blocks import BlockLayout
 from headrace.dataplane.block_store import Want
 from headrace.dataplane.errors import IntegrityError, RowsCleared, StoreLost
 from headrace.dataplane.meta import BlockRef
+from headrace.tests.dataplane.rows import fresh_run_id
 
 SIZES = (100, 0, 300_000, 7)
 
 
 def open_host(kind: str) -> Any:
-    run_id = f"test-{uuid.uuid4().hex[:8]}"
+    run_id = fresh_run_id()
     if kind == "ray":
         from headrace.dataplane.stores.ray_objects import RayObjectsHost
 

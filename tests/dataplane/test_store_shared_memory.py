@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,13 +22,14 @@ from headrace.dataplane.stores import shared_memory
 from headrace.dataplane.stores.free_ranges import FreeRanges
 from headrace.dataplane.stores.shared_memory import SEGMENT_BYTES, SharedMemoryHost, SharedMemoryStore
 from headrace.dataplane.stores.shm_folder import WRITER_PID, process_start, remove_stale_folders
+from headrace.tests.dataplane.rows import fresh_run_id
 
 MIB = 1 << 20
 
 
 @pytest.fixture
 def host() -> Iterator[SharedMemoryHost]:
-    host = SharedMemoryHost(f"test-{uuid.uuid4().hex[:8]}", 64 * MIB)
+    host = SharedMemoryHost(fresh_run_id(), 64 * MIB)
     yield host
     host.close()
 
@@ -198,7 +198,7 @@ def test_range_of_a_writer_killed_half_way_is_reused(host: SharedMemoryHost) -> 
 
 
 def test_closed_pool_says_so_and_leaves_nothing() -> None:
-    run_id = f"test-{uuid.uuid4().hex[:8]}"
+    run_id = fresh_run_id()
     host = SharedMemoryHost(run_id, MIB)
     store = SharedMemoryStore(host.spec)
     want = write(host, store, 0, (10,))

@@ -69,7 +69,7 @@ class Worker:
 
     def put_and_hang(self, partition: str, keys: list[str], mark: str) -> None:
         """Write the first block of a put, create file `mark`, and never go on."""
-        store_class = type(self._client._operations.store)
+        store_class: Any = type(self._client._operations.store)
         real = store_class.put
 
         def put_one(store: Any, *arguments: Any) -> None:
@@ -86,7 +86,7 @@ class Worker:
 
 def start(handle: DataPlaneHandle, *names: str) -> list[Any]:
     """A Worker actor per name, ready."""
-    actor_class = ray.remote(num_cpus=0, max_concurrency=2)(Worker)
-    workers = [actor_class.remote(handle, name) for name in names]
+    actor_class: Any = ray.remote(Worker)
+    workers = [actor_class.options(num_cpus=0, max_concurrency=2).remote(handle, name) for name in names]
     ray.get([worker.pid.remote() for worker in workers], timeout=60)
     return workers

@@ -33,12 +33,6 @@ from headrace.trainers.losses.terms import LossInputs, PolicyLoss, TermSums
 STEPS = 3
 ZEROS = {name: np.zeros(2, np.float32) for name in COLUMNS}
 POISONED = Row(np.array([3, 4], np.int32), np.array([0, 1], np.uint8), ZEROS, float("nan"), 0)
-    np.array([3, 4], np.int32),
-    np.array([0, 1], np.uint8),
-    {name: np.zeros(2, np.float32) for name in COLUMNS},
-    float("nan"),
-    0,
-)
 
 
 def chunks_of(rows: Sequence[Row], seed: int, rank: int) -> list[list[Row]]:

@@ -27,7 +27,8 @@ class RowLayout:
     """
 
     input_ids: torch.Tensor
-    """int64 `[N, L]`; at least `[1, 1]`, so that a rank without rows still takes part in the collectives."""
+    """int64 `[N, L]`, L being one less than the longest row; at least `[1, 1]`, so that a rank without rows still takes
+    part in the collectives."""
     source: torch.Tensor
     """int64 `[T]`: flat positions in `[N * L]` whose hidden state predicts the token."""
     targets: torch.Tensor
@@ -54,10 +55,12 @@ def lay_out(batch: Batch, device: torch.device) -> RowLayout:
             raise ValueError(f"response_mask: row {int(orphans[0])} marks its first token, expected a prompt before it")
     else:
         wanted = position > 0
-    width = max(int(lengths.max()), 1) if len(lengths) else 1
+    # One less than the longest row: a row's last token predicts nothing that is wanted.
+    width = max(int(lengths.max()) - 1, 1) if len(lengths) else 1
     padded = ids.new_zeros(max(len(lengths), 1), width)
     flat = rows * width + position
-    padded.view(-1)[flat] = ids
+    inside = position < width
+    padded.view(-1)[flat[inside]] = ids[inside]
     index = wanted.nonzero().flatten()
     return RowLayout(
         input_ids=padded.to(device),

@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable
 
 from .. import grpo
-from ..grpo import Run, State
 from ..figures import step_metrics
+from ..grpo import Run, State
 
 AfterStep = Callable[[State, dict[str, float]], None]
 """Called with the state and the step's metrics when a step is done: log, checkpoint, show."""
