@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -108,9 +109,10 @@ def _rng_state(rank: int) -> dict[str, torch.Tensor]:
     return state
 
 
-def _one_process(world: int) -> warnings.catch_warnings[Any]:
+@contextmanager
+def _one_process(world: int) -> Iterator[None]:
     """One rank has no process group, and torch warns that it assumes so."""
-    context = warnings.catch_warnings()
-    if world == 1:
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-    return context
+    with warnings.catch_warnings():
+        if world == 1:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
