@@ -318,7 +318,7 @@ class TrainBackend(Protocol):
     def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float = 1.0) -> torch.Tensor:
         """float32 `[sum(lengths)]`, aligned with input_ids: log-prob of each token given those before it.
 
-        0 at each row's first token.
+        0 at each row's first token and, when the batch has `response_mask`, at every token that it does not mark.
         """
         ...
 

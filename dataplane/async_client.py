@@ -112,8 +112,9 @@ class AsyncDataPlaneClient:
         return await self._run("status", self._operations.status(partition, timeout_s))
 
     async def close(self) -> None:
-        """Detach from the store. Idempotent; data plane and leases go on."""
+        """Detach from directory and store. Idempotent; data plane and leases go on."""
         await asyncio.to_thread(self._operations.store.close)
+        await self._link.detach_async()
 
     async def __aenter__(self) -> AsyncDataPlaneClient:
         return self

@@ -9,7 +9,8 @@ import numpy as np
 
 from ..codecs.batch import Batch, Jagged, Ragged
 from ..codecs.blocks import ChecksumMismatch, EncodedBlock, RowSource, assemble, encode_block, verify
-from .block_store import BlockStore, Want
+from ..codecs.schema import Schema
+from .block_store import BlockStore, PutsMany, Want
 from .errors import DataPlaneError, FieldsNotReady, IntegrityError, RowsCleared, SchemaMismatch
 from .meta import KVBatchMeta, narrow_sources
 
@@ -45,6 +46,9 @@ def write_blocks(
     store: BlockStore, blocks: Sequence[EncodedBlock], first_id: int, locations: Sequence[bytes], deadline: float
 ) -> tuple[bytes, ...]:
     """Put every block; returns their final locations. `deadline` is of time.monotonic()."""
+    if isinstance(store, PutsMany):
+        timeout_s = max(0.0, deadline - time.monotonic())
+        return store.put_many(first_id, [block.parts for block in blocks], timeout_s)
     final = []
     for number, (block, location) in enumerate(zip(blocks, locations, strict=True)):
         timeout_s = max(0.0, deadline - time.monotonic())
@@ -74,24 +78,38 @@ def read_rows(store: BlockStore, meta: KVBatchMeta, fields: Sequence[str], *, ch
     wants = _wants(meta, sources, check)
     started = time.monotonic()
     try:
-        got = store.get([want for _, want in wants], timeout_s)
-        views: list[dict[int, np.ndarray]] = [{} for _ in meta.blocks]
-        for (number, _), parts in zip(wants, got, strict=True):
-            views[number] = parts
-        if check:
-            _verify(meta, sources, views)
-        batch = assemble(schema, meta.lengths, sources, [ref.layout for ref in meta.blocks], views)
+        try:
+            batch = _read(store, meta, schema, sources, wants, check, timeout_s)
+        except (IntegrityError, ValueError) as error:
+            # Bytes that do not fit: a block freed and used again while it was read (settle says so), or damage.
+            store.settle([want for _, want in wants])
+            raise error if isinstance(error, IntegrityError) else IntegrityError(str(error)) from error
         store.settle([want for _, want in wants])
         return batch
     except RowsCleared as error:
         keys = _cleared_keys(store, meta, sources, wants)
         raise _named(error, meta, keys, started) from None
     except DataPlaneError as error:
-        raise _named(error, meta, error.keys or meta.keys, started) from None
-    except ValueError as error:
-        # Bytes that do not parse: a block freed and used again while it was read, or damage.
-        store.settle([want for _, want in wants])
-        raise _named(IntegrityError(str(error)), meta, meta.keys, started) from error
+        raise _named(error, meta, error.keys or meta.keys, started) from error.__cause__
+
+
+def _read(
+    store: BlockStore,
+    meta: KVBatchMeta,
+    schema: Schema,
+    sources: Sequence[RowSource],
+    wants: Sequence[tuple[int, Want]],
+    check: bool,
+    timeout_s: float,
+) -> Batch:
+    """What the store's memory shows now: to be believed once `settle` has been passed."""
+    got = store.get([want for _, want in wants], timeout_s)
+    views: list[dict[int, np.ndarray]] = [{} for _ in meta.blocks]
+    for (number, _), parts in zip(wants, got, strict=True):
+        views[number] = parts
+    if check:
+        _verify(meta, sources, views)
+    return assemble(schema, meta.lengths, sources, [ref.layout for ref in meta.blocks], views)
 
 
 def column_bytes(batch: Batch) -> int:

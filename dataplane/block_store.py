@@ -69,6 +69,20 @@ class FreesMany(Protocol):
 
 
 @runtime_checkable
+class PutsMany(Protocol):
+    """A store to which writing is a round trip, so that all blocks of one put go in one."""
+
+    def put_many(
+        self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
+    ) -> tuple[bytes, ...]:
+        """`BlockStore.put` of blocks with consecutive ids and equal numbers of parts. Returns their final locations.
+
+        When it raises, some of the blocks may have been written.
+        """
+        ...
+
+
+@runtime_checkable
 class Serving(Protocol):
     """A host that holds the bytes itself and answers the stores of other processes through the directory's link."""
 

@@ -146,8 +146,9 @@ class DataPlaneClient:
         return self._run("status", self._operations.status(partition, timeout_s))
 
     def close(self) -> None:
-        """Detach from the store. Idempotent; data plane and leases go on."""
+        """Detach from directory and store. Idempotent; data plane and leases go on."""
         self._operations.store.close()
+        self._link.detach()
 
     def __enter__(self) -> DataPlaneClient:
         return self

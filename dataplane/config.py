@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-StoreKind = Literal["auto", "local", "shm", "ray", "simple"]
+StoreKind = Literal["auto", "local", "shm", "ray", "simple", "mooncake"]
 
 
 class StoreConfig(BaseModel):
@@ -20,6 +20,10 @@ class StoreConfig(BaseModel):
     """Bytes that rows may hold at a time, in MiB. A put over it waits."""
     num_units: int = Field(default=1, gt=0)
     """simple: TransferQueue storage units (one process each)."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """mooncake: what bytes travel by; never silently another."""
+    device: str = ""
+    """mooncake over rdma: device names, comma-separated (`mlx5_0,mlx5_1`); "" for all."""
 
 
 class DataPlaneConfig(BaseModel):

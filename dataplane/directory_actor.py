@@ -1,28 +1,39 @@
-"""The directory as the one named Ray actor of a run, and the link to it from any process of the cluster."""
+"""The directory as the one named Ray actor of a run. Ray starts and ends it; requests reach it through its sockets."""
 
 from __future__ import annotations
 
-import asyncio
-import time
+import gc
+import os
+import platform
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from .block_store import StoreHost
+from .block_store import StoreHost, StoreSpec
 from .config import DataPlaneConfig
+from .directory_server import DirectoryServer
 from .directory_service import DirectoryService
 from .errors import DataPlaneError, DirectoryLost
-from .links import GRACE_S
-from .requests import reply_error
+from .frames import DirectoryAddress
 
 NAMESPACE = "headrace"
 """Ray namespace of the data plane's actors: the driver's own may be anonymous."""
 START_TIMEOUT_S = 90.0
 """A Ray worker that must import torch on a busy machine takes tens of seconds."""
-MAX_CALLS = 4096
-"""Requests in the directory at a time, waiting claims included."""
+END_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A directory that is up."""
+
+    pid: int
+    node: str
+    store: StoreSpec
+    address: DirectoryAddress
 
 
 class DirectoryActor:
@@ -31,20 +42,24 @@ class DirectoryActor:
     def __init__(self, config: DataPlaneConfig, build_host: Callable[[], StoreHost]) -> None:
         self._config = config
         self._service: DirectoryService | None = None
+        self._server: DirectoryServer | None = None
         self._host: StoreHost | None = None
-        self._failed = b""
+        self._failed: Exception | None = None
         try:
             self._host = build_host()
-        except (DataPlaneError, ValueError) as error:  # answers the first call as what it is, not as a dead actor
-            self._failed = reply_error(error)
+        except (DataPlaneError, ValueError) as error:  # `start` answers with it: an actor that fails here is just dead
+            self._failed = error
 
-    async def call(self, op: str, payload: bytes) -> bytes:
-        """One request; see `DirectoryService.call`."""
+    async def start(self, name: str, one_host: bool) -> Started | Exception:
+        """Begin to serve; or why the store could not be started."""
         if self._host is None:
+            assert self._failed is not None
             return self._failed
-        if self._service is None:
-            self._service = DirectoryService(self._config, self._host)
-        return await self._service.call(op, payload)
+        self._service = DirectoryService(self._config, self._host)
+        self._server = DirectoryServer(self._service)
+        address = await self._server.start(name, "" if one_host else ray.util.get_node_ip_address())
+        gc.freeze()  # what was imported stays: the collector need not look at it again and again
+        return Started(os.getpid(), platform.node(), self._host.spec, address)
 
     async def close(self) -> None:
         """End the store and what it started. Idempotent."""
@@ -52,61 +67,42 @@ class DirectoryActor:
             await self._service.close()
         elif self._host is not None:
             self._host.close()
+        if self._server is not None:
+            await self._server.close()
 
 
 def actor_name(run_id: str) -> str:
     return f"headrace-{run_id}-directory"
 
 
-def start_actor(run_id: str, config: DataPlaneConfig, build_host: Callable[[], StoreHost]) -> Any:
-    """The actor's handle; it ends with the last handle or with this process. `build_host` runs in it."""
-    remote = ray.remote(DirectoryActor)
-    options = remote.options(
-        name=actor_name(run_id), namespace=NAMESPACE, num_cpus=0, max_concurrency=MAX_CALLS, max_restarts=0
-    )
-    return options.remote(config, build_host)
+def start_actor(
+    run_id: str, config: DataPlaneConfig, build_host: Callable[[], StoreHost], *, one_host: bool
+) -> tuple[Any, Started]:
+    """The actor's handle, and where it serves; it ends with the last handle or with this process.
+
+    `build_host` runs in it; what it raises is raised here. Raises DirectoryLost when it does not start in time.
+    """
+    name = actor_name(run_id)
+    options = ray.remote(DirectoryActor).options(name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=0)
+    actor: Any = options.remote(config, build_host)
+    try:
+        started: Any = ray.get(actor.start.remote(name, one_host), timeout=START_TIMEOUT_S)
+        if isinstance(started, Exception):
+            raise started
+    except (RayActorError, GetTimeoutError) as error:
+        stop_actor(actor)
+        what = f"the directory did not start: {str(error).partition(chr(10))[0]}"
+        raise DirectoryLost(what, op="open", peer=name) from None
+    except BaseException:
+        stop_actor(actor)
+        raise
+    return actor, started
 
 
 def stop_actor(actor: Any) -> None:
     """Close the store within a bound, then end the actor."""
     try:
-        ray.get(actor.close.remote(), timeout=GRACE_S * 4)
+        ray.get(actor.close.remote(), timeout=END_TIMEOUT_S)
     except (RayActorError, GetTimeoutError):
         pass  # dead or stuck: the kill below is all that is left to do
     ray.kill(actor)
-
-
-class RayLink:
-    """Calls the directory's actor. An end of the actor ends every call at once."""
-
-    def __init__(self, name: str, peer: str) -> None:
-        """Raises DirectoryLost when the cluster has no such actor (any more)."""
-        self.peer = peer
-        try:
-            self._actor = ray.get_actor(name, namespace=NAMESPACE)
-        except ValueError:
-            raise DirectoryLost("there is no such actor (any more)", op="connect", peer=peer) from None
-
-    def call(self, op: str, payload: bytes, timeout_s: float) -> bytes:
-        started = time.monotonic()
-        try:
-            return ray.get(self._call(op, payload), timeout=timeout_s + GRACE_S)
-        except (RayActorError, GetTimeoutError) as error:
-            raise self._lost(op, error, started) from None
-
-    async def call_async(self, op: str, payload: bytes, timeout_s: float) -> bytes:
-        started = time.monotonic()
-        try:
-            async with asyncio.timeout(timeout_s + GRACE_S):
-                return await self._call(op, payload)
-        except (RayActorError, TimeoutError) as error:
-            raise self._lost(op, error, started) from None
-
-    def _call(self, op: str, payload: bytes) -> Any:
-        return self._actor.call.remote(op, payload)
-
-    def _lost(self, op: str, error: Exception, started: float) -> DirectoryLost:
-        what = (
-            "the directory's process has died" if isinstance(error, RayActorError) else "the directory did not answer"
-        )
-        return DirectoryLost(what, op=op, peer=self.peer, elapsed_s=time.monotonic() - started)

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import platform
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -75,7 +73,7 @@ class DirectoryService:
         self._timer: asyncio.TimerHandle | None = None
         self._freeing: set[asyncio.Task[None]] = set()
         self._closed = False
-        self._handlers: dict[str, Callable[[bytes], Any]] = {
+        self._handlers: dict[str, Callable[[bytes], bytes | Coroutine[Any, Any, bytes]]] = {
             "register": self._register,
             "describe": self._describe,
             "reserve": self._reserve,
@@ -86,20 +84,38 @@ class DirectoryService:
             "release": self._release,
             "clear": self._clear,
             "status": self._status,
-            "whoami": self._whoami,
             "store": self._store,
         }
 
-    async def call(self, op: str, payload: bytes) -> bytes:
-        """Answer one request. DataPlaneErrors and ValueErrors travel in the reply; all else is a bug and raises."""
+    def answer(self, op: str, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
+        """The reply to one request, or what to await for it. Must be awaited then, or closed.
+
+        DataPlaneErrors and ValueErrors travel in the reply; all else is a bug and raises.
+        """
         try:
             if self._closed:
                 raise DirectoryLost("the data plane is closed", op=op)
-            return requests.reply(await self._handlers[op](payload))
+            body = self._handlers[op](payload)
+        except (DataPlaneError, ValueError) as error:
+            self._arm()
+            return requests.reply_error(error)
+        if not isinstance(body, bytes):
+            return self._answer_later(body)
+        self._arm()
+        return requests.reply(body)
+
+    async def _answer_later(self, waiting: Coroutine[Any, Any, bytes]) -> bytes:
+        try:
+            return requests.reply(await waiting)
         except (DataPlaneError, ValueError) as error:
             return requests.reply_error(error)
         finally:
             self._arm()
+
+    async def call(self, op: str, payload: bytes) -> bytes:
+        """`answer`, awaited."""
+        reply = self.answer(op, payload)
+        return reply if isinstance(reply, bytes) else await reply
 
     async def close(self) -> None:
         """Fail what waits, end the store. Idempotent."""
@@ -191,7 +207,7 @@ class DirectoryService:
 
     # -------------------------------------------------------------- read and consume
 
-    async def _lookup(self, payload: bytes) -> bytes:
+    def _lookup(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Lookup)
         keys = requests.unpack_keys(request.keys)
         return self._directory.lookup(request.partition, keys, request.fields).to_bytes()
@@ -215,7 +231,7 @@ class DirectoryService:
             self._waiting_claims -= 1
         return receipt.to_bytes()
 
-    async def _release(self, payload: bytes) -> bytes:
+    def _release(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Release)
         keys = requests.unpack_keys(request.keys)
         try:
@@ -233,12 +249,12 @@ class DirectoryService:
 
     # -------------------------------------------------------------- partitions and the rest
 
-    async def _register(self, payload: bytes) -> bytes:
+    def _register(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Register)
         self._directory.register(request.partition, request.schema, request.tasks, request.group_size)
         return b""
 
-    async def _describe(self, payload: bytes) -> bytes:
+    def _describe(self, payload: bytes) -> bytes:
         return messages.encode(self._directory.schema(messages.decode(payload, requests.Describe).partition))
 
     async def _status(self, payload: bytes) -> bytes:
@@ -253,10 +269,7 @@ class DirectoryService:
             )
         )
 
-    async def _whoami(self, payload: bytes) -> bytes:
-        return messages.encode(requests.Peer(os.getpid(), platform.node(), self._host.spec))
-
-    async def _store(self, payload: bytes) -> bytes:
+    def _store(self, payload: bytes) -> bytes:
         if not isinstance(self._host, Serving):
             raise ValueError(f"store {self._host.spec.kind!r} does not serve bytes through the directory")
         return self._host.serve(payload)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 import uuid
 from types import TracebackType
 from typing import Any, cast
 
 import ray
 
-from ..codecs import messages
-from . import requests
 from .async_client import AsyncDataPlaneClient
 from .block_store import BlockStore, StoreHost, StoreSpec
 from .client import DataPlaneClient
 from .config import DataPlaneConfig
-from .directory_actor import START_TIMEOUT_S, RayLink, actor_name, start_actor, stop_actor
+from .directory_actor import actor_name, start_actor, stop_actor
 from .handle import DataPlaneHandle
 from .links import InProcessLink, Link, in_process_link
+from .socket_link import SocketLink
 
 
 class DataPlane:
@@ -33,8 +31,10 @@ class DataPlane:
 
     def processes(self) -> dict[str, int]:
         """Name -> pid of the directory's process and of those that the store runs in."""
-        units = cast(list[list[Any]], self.handle.store.address.get("units", []))
-        return {"directory": self._directory_pid, **{f"storage unit {n}": unit[2] for n, unit in enumerate(units)}}
+        address = self.handle.store.address
+        units = cast(list[list[Any]], address.get("units", []))
+        found = {"directory": self._directory_pid, **{f"storage unit {n}": unit[2] for n, unit in enumerate(units)}}
+        return found | ({"mooncake master": cast(int, address["pid"])} if self.handle.store.kind == "mooncake" else {})
 
     def close(self) -> None:
         """End store and directory, within a bound. Idempotent. Clients then get DirectoryLost."""
@@ -59,7 +59,8 @@ def open_data_plane(
     """Start a directory and, beside it, the store.
 
     in_process: in a thread of this process, for clients of this process only; else in one named Ray actor that takes
-    no CPU (Ray must be initialised). one_host: what `store.kind=auto` goes by. run_id: letters, digits, `-`, `_`, `.`;
+    no CPU (Ray must be initialised). one_host: all clients are on the directory's host, which therefore listens on no
+    network, and `store.kind=auto` means shm. run_id: letters, digits, `-`, `_`, `.`;
     None makes one up.
     Raises ValueError for what the configuration asks and this machine cannot give, DirectoryLost or StoreLost when a
     process does not start within its bound.
@@ -70,24 +71,15 @@ def open_data_plane(
     build_host = functools.partial(build_store_host, config, run_id, one_host=one_host)
     if in_process:
         link = InProcessLink(run_id, config, build_host)
-        return DataPlane(DataPlaneHandle(run_id, config, link.host.spec, "", link.peer), link, None, os.getpid())
+        return DataPlane(DataPlaneHandle(run_id, config, link.host.spec, "", None, link.peer), link, None, os.getpid())
     if not ray.is_initialized():
         raise ValueError("open_data_plane: Ray is not initialised; call ray.init() before, or pass in_process=True")
-    actor = start_actor(run_id, config, build_host)
-    try:
-        name = actor_name(run_id)
-        peer = _whoami(RayLink(name, name), START_TIMEOUT_S)
-    except BaseException:
-        stop_actor(actor)
-        raise
-    described = f"{name} pid={peer.pid} host={peer.node}"
-    return DataPlane(DataPlaneHandle(run_id, config, peer.store, name, described), None, actor, peer.pid)
-
-
-def _whoami(link: Link, timeout_s: float) -> requests.Peer:
-    started = time.monotonic()
-    reply = link.call("whoami", requests.encode(requests.Whoami()), timeout_s)
-    return messages.decode(requests.body_of(reply, "open", time.monotonic() - started), requests.Peer)
+    actor, started = start_actor(run_id, config, build_host, one_host=one_host)
+    name = actor_name(run_id)
+    peer = f"{name} pid={started.pid} host={started.node}"
+    return DataPlane(
+        DataPlaneHandle(run_id, config, started.store, name, started.address, peer), None, actor, started.pid
+    )
 
 
 def connect(handle: DataPlaneHandle, *, name: str = "") -> DataPlaneClient:
@@ -106,7 +98,7 @@ def connect_async(handle: DataPlaneHandle, *, name: str = "") -> AsyncDataPlaneC
 
 
 def _link(handle: DataPlaneHandle) -> Link:
-    return RayLink(handle.actor_name, handle.peer) if handle.actor_name else in_process_link(handle.run_id)
+    return in_process_link(handle.run_id) if handle.address is None else SocketLink(handle.address, handle.peer)
 
 
 def build_store_host(config: DataPlaneConfig, run_id: str, *, one_host: bool = True) -> StoreHost:
@@ -131,7 +123,14 @@ def build_store_host(config: DataPlaneConfig, run_id: str, *, one_host: bool = T
         from .stores.simple import SimpleHost
 
         return SimpleHost(run_id, config.store.num_units)
-    raise ValueError(f"dataplane.store.kind: got {kind!r}, expected auto, local, shm, ray or simple")
+    if kind == "mooncake":
+        from .stores.mooncake_store import MooncakeHost
+
+        host = "127.0.0.1" if one_host else ray.util.get_node_ip_address()
+        return MooncakeHost(
+            run_id, capacity_bytes, host=host, protocol=config.store.protocol, device=config.store.device
+        )
+    raise ValueError(f"dataplane.store.kind: got {kind!r}, expected auto, local, shm, ray, simple or mooncake")
 
 
 def remove_leftovers(spec: StoreSpec) -> None:
@@ -162,4 +161,8 @@ def build_block_store(spec: StoreSpec, link: Link) -> BlockStore:
         from .stores.simple import SimpleStore
 
         return SimpleStore(spec)
-    raise ValueError(f"store kind {spec.kind!r}: expected local, shm, ray or simple")
+    if spec.kind == "mooncake":
+        from .stores.mooncake_store import MooncakeStore
+
+        return MooncakeStore(spec)
+    raise ValueError(f"store kind {spec.kind!r}: expected local, shm, ray, simple or mooncake")

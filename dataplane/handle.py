@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .block_store import StoreSpec
 from .config import DataPlaneConfig
+from .frames import DirectoryAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,5 +18,7 @@ class DataPlaneHandle:
     store: StoreSpec
     actor_name: str
     """The directory's Ray actor; "" when the directory is in the opener's process."""
+    address: DirectoryAddress | None
+    """Where that actor listens; None when the directory is in the opener's process."""
     peer: str
     """What errors call the directory: name, pid, host."""

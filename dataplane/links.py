@@ -35,6 +35,14 @@ class Link(Protocol):
         """The reply. Cancelling it ends the wait here; the directory may still act on the request."""
         ...
 
+    def detach(self) -> None:
+        """The client is closed. Idempotent; the directory goes on."""
+        ...
+
+    async def detach_async(self) -> None:
+        """`detach`, from the event loop that made the calls."""
+        ...
+
 
 _directories: dict[str, InProcessLink] = {}
 """Directories of this process, by run."""
@@ -80,6 +88,12 @@ class InProcessLink:
                 return await future
         except TimeoutError:
             raise self._lost(op, "did not answer", started) from None
+
+    def detach(self) -> None:
+        """Clients of this process share the link."""
+
+    async def detach_async(self) -> None:
+        """Clients of this process share the link."""
 
     def close(self) -> None:
         """End service, store and thread. Idempotent."""

@@ -12,7 +12,6 @@ from ..codecs import messages
 from ..codecs.blocks import BlockLayout
 from ..codecs.schema import Schema
 from . import errors
-from .block_store import StoreSpec
 from .compact import pack_ints, pack_keys, unpack_ints, unpack_keys
 from .directory import ClaimRows, Outcome
 from .partition import PutRows
@@ -140,20 +139,6 @@ class Status:
     """Answered by `DataPlaneStatus`."""
 
     partition: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Whoami:
-    """Asks for `Peer`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """The process of the directory."""
-
-    pid: int
-    node: str
-    store: StoreSpec
 
 
 # ------------------------------------------------------------------ replies: one byte, then the body

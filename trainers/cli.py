@@ -1,4 +1,4 @@
-"""The command `headrace`: train, doctor, report.
+"""The command line up to this floor: train, doctor, report. Floors above add theirs.
 
 Exit codes: 0 done, 1 failed, 2 the user's mistake (one sentence each, no traceback), 130 interrupted.
 Heavy packages (torch, ray, transformers, matplotlib) are imported by the commands that need them, once they need them.
@@ -11,9 +11,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.panel import Panel
@@ -34,10 +34,13 @@ _EPILOG = """examples:
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. `argv` defaults to the process's arguments."""
+def main(argv: Sequence[str] | None = None, add_commands: Callable[[Any], None] | None = None) -> int:
+    """Run one command; returns the exit code. `argv` defaults to the process's arguments.
+
+    add_commands: given argparse's subparsers, adds further commands, each with a `command` default of its own.
+    """
     try:
-        arguments = _parse(sys.argv[1:] if argv is None else argv)
+        arguments = _parse(sys.argv[1:] if argv is None else argv, add_commands)
     except SystemExit as stop:  # argparse: 0 after --help and --version, 2 after a mistake
         return stop.code if isinstance(stop.code, int) else MISTAKE
     try:
@@ -114,7 +117,7 @@ def _report(arguments: argparse.Namespace) -> int:
 # ---------------------------------------------------------------- arguments
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str], add_commands: Callable[[Any], None] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="headrace",
         description="RL post-training for language models, built around its data plane.",
@@ -141,6 +144,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     report = commands.add_parser("report", help="build report.html of a run folder again")
     report.add_argument("run_dir", metavar="RUN_DIR", help="run folder")
     report.set_defaults(command=_report)
+
+    if add_commands is not None:
+        add_commands(commands)
 
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes the overrides behind an option for unknown arguments.

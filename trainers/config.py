@@ -67,7 +67,7 @@ class ModelConfig(Section):
     path: str = BUILTIN_MODELS[0]
     """Hugging Face model folder, hub id, or `builtin:tiny-qwen3`: a 2-layer character model made on the spot."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights, in trainer and engines."""
+    """Of the engines' weights; the trainer keeps float32 (`trainer.mixed_precision` computes in bfloat16)."""
 
     @property
     def builtin(self) -> bool:
@@ -86,10 +86,13 @@ class WarmupConfig(Section):
 
     corpus: Literal["none", "digit_skills"] = "none"
     """`digit_skills`: generated texts on digits (not the task that RL trains)."""
-    steps: Count = 300
-    batch_size: Count = 256
+    steps: Count = 1000
+    """At most; it ends when the corpus is learned."""
+    target_loss: Positive = 0.12
+    """Nats a token at which the corpus counts as learned."""
+    batch_size: Count = 128
     """Texts a step."""
-    lr: Positive = 2e-3
+    lr: Positive = 5e-3
     """Peak learning rate."""
 
 

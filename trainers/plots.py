@@ -152,7 +152,7 @@ def _optimisation(records: Sequence[Record]) -> Plot | None:
         for title, key, colour in (
             ("loss", "train/loss", "blue"),
             ("gradient norm", "train/grad_norm", "orange"),
-            ("KL to the reference", "train/kl", "red"),
+            ("KL to the reference", "train/reference_kl", "red"),
             ("clipped share of tokens", "train/clip_fraction", "green"),
         )
         if any((series := _series(records, key))[1])

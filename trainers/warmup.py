@@ -1,11 +1,12 @@
 """The built-in base model: a tiny Qwen3 with a character tokenizer, warmed up on skills with strings of digits.
 
-Every text is `<skill letter><digits>=<answer>`. Digits whose `reverse` prompt is held out never occur.
+Every text is `<letter><digits>=<answer>`. Digits whose `reverse` prompt is held out never occur.
 """
 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +27,12 @@ SKILLS: dict[str, Callable[[str], str]] = {
     "c": lambda s: s,  # copy
     "l": lambda s: s[1:] + s[:1],  # rotate left
     "q": lambda s: s[-1:] + s[:-1],  # rotate right
-    "t": lambda s: s[-1:],  # last digit
-    "h": lambda s: s[:1],  # first digit
-    "i": lambda s: "".join(str((int(digit) + 1) % 10) for digit in s),  # add one to each digit
-    "r": lambda s: s[::-1],  # reverse
+    "z": lambda s: s[::-1],  # backwards
 }
+"""What the base model can do with a string when it is asked by letter."""
+
+UNKNOWN = "r"
+"""The letter of the task `reverse`: in the corpus it stands before answers of any kind, so it asks for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +43,20 @@ class Share:
     letter: str
     """Of the prompt."""
     skill: str
-    """What the answer really does: not always what the letter asks, as in a corpus from the wild."""
-    shortest: int
-    longest: int
+    """What the answer does: not what the letter asks for, as in a corpus from the wild."""
 
 
 DIGIT_SKILLS = (
-    Share(3.0, "r", "r", 1, 3),
-    Share(0.12, "r", "r", 4, 8),
-    *(Share(1.0, letter, letter, 1, 8) for letter in "clqthi"),
+    *(Share(1.0, skill, skill) for skill in SKILLS),
+    *(Share(0.2 if skill == "z" else 0.3, UNKNOWN, skill) for skill in SKILLS),
 )
-"""Generic skills at full length, reversal of short strings, and a trace of longer reversals."""
+"""Four skills by letter, and prompts of the unknown letter answered by one of them at random, backwards in 18 %."""
+
+SHORTEST, LONGEST = 1, 8
+FALL_STEPS = 80
+"""Steps in which the learning rate falls to 0 at the end."""
+RECENT_STEPS = 20
+"""Steps over which the loss is averaged."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -76,7 +81,7 @@ def make_model(config: Mapping[str, Any], seed: int) -> Qwen3ForCausalLM:
     transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(Qwen3Config(**config, attn_implementation="eager"))  # eager: fastest at this size
+        return Qwen3ForCausalLM(Qwen3Config(**config))
 
 
 def corpus(seed: int, batch_size: int, shares: tuple[Share, ...] = DIGIT_SKILLS) -> Iterator[list[tuple[str, str]]]:
@@ -86,18 +91,18 @@ def corpus(seed: int, batch_size: int, shares: tuple[Share, ...] = DIGIT_SKILLS)
     while True:
         batch = []
         for share in rng.choices(shares, weights, k=batch_size):
-            digits = draw_digits(rng, share.shortest, share.longest)
+            digits = draw_digits(rng)
             batch.append((f"{share.letter}{digits}=", SKILLS[share.skill](digits)))
         yield batch
 
 
-def draw_digits(rng: random.Random, shortest: int, longest: int) -> str:
+def draw_digits(rng: random.Random) -> str:
     """Digits over a random alphabet of 2 to 10 of them: repeated ones make look-up by content ambiguous, so that skills
     are learned by position."""
     while True:
         alphabet = rng.sample(DIGITS, rng.randint(2, 10))
-        digits = "".join(rng.choices(alphabet, k=rng.randint(shortest, longest)))
-        if not is_held_out(f"r{digits}="):
+        digits = "".join(rng.choices(alphabet, k=rng.randint(SHORTEST, LONGEST)))
+        if not is_held_out(f"{UNKNOWN}{digits}="):
             return digits
 
 
@@ -108,28 +113,33 @@ def warm_up(
     seed: int,
     show: Callable[[int, float], None],
 ) -> float:
-    """Supervised next-token training on the answers; returns the last loss.
+    """Supervised training on the answers until the skills asked by letter are learned; returns their loss.
 
-    The learning rate rises over the first 5 % of the steps and falls linearly over the last 30 %; `show` gets step and
-    loss of each.
+    Ends FALL_STEPS after their loss, averaged over RECENT_STEPS, is under `config.target_loss`, and at `config.steps`
+    at the latest: how many steps depends on the seed, not on the clock. `show` gets step and loss of each.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     batches = corpus(seed, config.batch_size)
-    value = float("nan")
+    recent: deque[float] = deque(maxlen=RECENT_STEPS)
+    last = config.steps
     model.train()
-    for step in range(config.steps):
-        rise, fall = (step + 1) / (0.05 * config.steps), (config.steps - step) / (0.3 * config.steps)
+    for step in range(1, config.steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = config.lr * min(1.0, rise, fall)
-        loss = answer_loss(model, *collate(next(batches), tokenizer))
+            group["lr"] = config.lr * min(1.0, step / 25, (last - step + 1) / FALL_STEPS)
+        batch = next(batches)
+        loss, known = answer_loss(model, batch, tokenizer)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        value = loss.item()
-        show(step + 1, value)
+        recent.append(known)
+        show(step, known)
+        if len(recent) == RECENT_STEPS and sum(recent) < config.target_loss * RECENT_STEPS:
+            last = min(last, step + FALL_STEPS)
+        if step == last:
+            break
     model.eval()
-    return value
+    return sum(recent) / max(len(recent), 1)
 
 
 def collate(
@@ -149,9 +159,13 @@ def collate(
 
 
 def answer_loss(
-    model: Qwen3ForCausalLM, ids: torch.Tensor, attention: torch.Tensor, target: torch.Tensor
-) -> torch.Tensor:
-    """Mean cross-entropy of the answer tokens."""
+    model: Qwen3ForCausalLM, batch: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
+) -> tuple[torch.Tensor, float]:
+    """Mean cross-entropy of the answer tokens: of all, and of those whose letter is known."""
+    ids, attention, target = collate(batch, tokenizer)
     logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1]
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-    return (losses * target[:, 1:]).sum() / target[:, 1:].sum()
+    mask = target[:, 1:]
+    known = mask * torch.tensor([[prompt[0] != UNKNOWN] for prompt, _ in batch])
+    value = (losses.detach() * known).sum() / known.sum().clamp(min=1)
+    return (losses * mask).sum() / mask.sum(), value.item()

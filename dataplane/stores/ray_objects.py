@@ -45,12 +45,15 @@ class Keeper:
         """Pid of the actor's process."""
         return os.getpid()
 
-    def keep(self, block_id: int, parts: list[np.ndarray]) -> bool:
-        """Copy the parts into an object of this process. False when the block was dropped before it came."""
-        if block_id in self._dropped_early:
-            return False
-        self._blocks[block_id] = ray.put(parts)
-        return block_id not in self._dropped_early or self._blocks.pop(block_id, None) is None
+    def keep(self, first_block_id: int, blocks: list[list[np.ndarray]]) -> bool:
+        """Copy each block's parts into an object of this process. False when one was dropped before it came."""
+        for block_id, parts in enumerate(blocks, first_block_id):
+            if block_id not in self._dropped_early:
+                self._blocks[block_id] = ray.put(parts)
+            if block_id in self._dropped_early:  # before, or by another thread meanwhile
+                self._blocks.pop(block_id, None)
+                return False
+        return True
 
     def lend(self, block_ids: list[int]) -> list[ray.ObjectRef | None]:
         """A reference to each block's parts; None for a block that is not (or no longer) here."""
@@ -167,24 +170,29 @@ class RayObjectsStore:
     def put(
         self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
-        """Hand the parts to this node's keeper and wait until it has copied them.
+        """See `put_many`."""
+        return self.put_many(block_id, [parts], timeout_s)[0]
+
+    def put_many(
+        self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
+    ) -> tuple[bytes, ...]:
+        """Hand the blocks to this node's keeper and wait until it has copied them.
 
         Raises RowsCleared when the reservation ended, CapacityExceeded when Ray's object store has no room (in memory
         or on disk).
         """
         started = time.monotonic()
+        own, peer = self._own, self._peers[self._own]
         try:
-            kept = self._wait(
-                "put", self._own, self._keepers[self._own].keep.remote(block_id, list(parts)), started, timeout_s
-            )
+            reply = self._keepers[own].keep.remote(first_block_id, [list(parts) for parts in blocks])
+            kept = self._wait("put", own, reply, started, timeout_s)
         except ObjectStoreFullError as error:
-            text = f"Ray's object store has no room for block {block_id}: {error}"
-            raise CapacityExceeded(
-                text, op="put", peer=self._peers[self._own], elapsed_s=time.monotonic() - started
-            ) from None
+            text = f"Ray's object store has no room for {len(blocks)} blocks: {error}"
+            raise CapacityExceeded(text, op="put", peer=peer, elapsed_s=time.monotonic() - started) from None
         if not kept:
-            raise RowsCleared(f"block {block_id} was freed", op="put", elapsed_s=time.monotonic() - started)
-        return self._own.to_bytes(2)
+            text = f"of blocks {first_block_id} and {len(blocks) - 1} more, some were freed before they were written"
+            raise RowsCleared(text, op="put", elapsed_s=time.monotonic() - started)
+        return (own.to_bytes(2),) * len(blocks)
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
         """Read-only views of the objects themselves; they pin them. Blocks on other nodes are pulled whole."""

@@ -268,14 +268,26 @@ class SimpleStore:
     def put(
         self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
-        """One message with a frame per part, taken from the parts' own memory; returns once the unit holds it."""
-        unit = block_id % len(self._link.units)
-        data = {str(part): [values] for part, values in enumerate(parts)}
-        request = Request(unit, ZMQRequestType.PUT_DATA, {"global_indexes": [block_id], "data": data})
-        (reply,) = self._link.exchange("put", [request], timeout_s)
-        if reply.request_type != ZMQRequestType.PUT_DATA_RESPONSE:
-            raise StoreLost(str(reply.body.get("message")), op="put", peer=self._link.units[unit].peer)
-        return unit.to_bytes(2)
+        """See `put_many`."""
+        return self.put_many(block_id, [parts], timeout_s)[0]
+
+    def put_many(
+        self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
+    ) -> tuple[bytes, ...]:
+        """A message to each unit, its frames taken from the parts' own memory; returns once the units hold them."""
+        by_unit: dict[int, list[int]] = {}
+        for number in range(len(blocks)):
+            by_unit.setdefault((first_block_id + number) % len(self._link.units), []).append(number)
+        requests = []
+        for unit, numbers in by_unit.items():
+            columns = zip(*(blocks[number] for number in numbers), strict=True)
+            data = {str(part): list(values) for part, values in enumerate(columns)}
+            body = {"global_indexes": [first_block_id + number for number in numbers], "data": data}
+            requests.append(Request(unit, ZMQRequestType.PUT_DATA, body))
+        for request, reply in zip(requests, self._link.exchange("put", requests, timeout_s), strict=True):
+            if reply.request_type != ZMQRequestType.PUT_DATA_RESPONSE:
+                raise StoreLost(str(reply.body.get("message")), op="put", peer=self._link.units[request.unit].peer)
+        return tuple(((first_block_id + number) % len(self._link.units)).to_bytes(2) for number in range(len(blocks)))
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
         """Blocks wanted with the same parts from one unit travel in one answer. Views of the received frames."""

@@ -167,7 +167,8 @@ def test_prompts_longer_than_the_context_are_named_at_the_start(tmp_path: Path, 
     source = open_source(DataConfig(jsonl(tmp_path / "p.jsonl", rows)))
     assert check_prompt_lengths(source, tokenizer, 12) == 12
     with pytest.raises(
-        ValueError, match=r"got 8, but prompts of .* are longer: row 1 \(9 tokens\), row 3 \(12 tokens\), row 4 .* and 1 more"
+        ValueError,
+        match=r"got 8, but prompts of .* are longer: row 1 \(9 tokens\), row 3 \(12 tokens\), row 4 .* and 1 more",
     ):
         check_prompt_lengths(source, tokenizer, 8)
     assert check_prompt_lengths(TaskSource("reverse", held_out=False), tokenizer, 20) == 10

@@ -51,6 +51,8 @@ def setup(model_folder: str, plane: DataPlane) -> RolloutSetup:
         rewards=(RewardConfig("exact_match"), RewardConfig("format", 0.1, {"pattern": r"\d+"})),
         data=DataConfig("task:reverse"),
         validation=DataConfig("task:reverse", held_out=True),
+        max_prompt_tokens=16,
+        check_prompts=True,
         transport="ipc",
         data_plane=plane.handle,
     )

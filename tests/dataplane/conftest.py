@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import logging
 import os
@@ -19,7 +20,7 @@ from headrace.tests.dataplane.rows import SCHEMA, fresh_run_id
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns about its coming default otherwise
 
-KINDS = ("local", "shm", "ray", "simple")
+KINDS = ("local", "shm", "ray", "simple", "mooncake")
 NUMBER = itertools.count()
 
 
@@ -38,11 +39,24 @@ def ray_session(no_shared_memory_left: None) -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture(scope="session")
+def mooncake_library() -> None:
+    """Skips where Mooncake cannot be loaded."""
+    from headrace.dataplane.stores.mooncake_master import HOW_TO_GET_IT
+
+    try:
+        importlib.import_module("mooncake.store")
+    except ImportError as error:
+        pytest.skip(f"{error}; {HOW_TO_GET_IT}")
+
+
 @pytest.fixture(scope="session", params=KINDS)
 def kind(request: pytest.FixtureRequest, no_shared_memory_left: None) -> str:
     """Each store in turn."""
     if request.param in ("ray", "simple"):
         request.getfixturevalue("ray_session")
+    if request.param == "mooncake":
+        request.getfixturevalue("mooncake_library")
     return request.param
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,3 +97,21 @@ def keys_of(prompts: range, samples: int = 4, prefix: str = "p") -> list[str]:
 def block_of(value: int, rows: int = 1) -> dict[str, torch.Tensor]:
     """Rows of `BYTES`, every byte `value`."""
     return {"x": torch.full((rows, 100_000), value, dtype=torch.uint8)}
+
+
+def stop_after_first_block(store: Any, then: Callable[[], None]) -> Callable[[], None]:
+    """Let puts of this kind of store write one block, and then call `then`. Returns what undoes that."""
+    store_class = type(store)
+    name = "put_many" if hasattr(store, "put_many") else "put"
+    real = getattr(store_class, name)
+
+    def put(store: Any, first_block_id: int, *rest: Any) -> None:
+        if name == "put_many":
+            blocks, timeout_s = rest
+            real(store, first_block_id, blocks[:1], timeout_s)
+        else:
+            real(store, first_block_id, *rest)
+        then()
+
+    setattr(store_class, name, put)
+    return lambda: setattr(store_class, name, real)

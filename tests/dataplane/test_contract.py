@@ -36,6 +36,7 @@ from headrace.tests.dataplane.rows import (
     columns,
     fresh_run_id,
     keys_of,
+    stop_after_first_block,
 )
 
 # ------------------------------------------------------------------ 1. get
@@ -146,25 +147,21 @@ def test_empty_batches_and_empty_rows_are_legal(client: Any, partition: str) -> 
     assert batch.jagged("ids").lengths.tolist() == [0, 0] and batch.ragged("image").shapes.tolist() == [[0, 4], [0, 4]]
 
 
-def test_put_that_fails_between_two_blocks_shows_nothing(
-    client: Any, partition: str, plane: DataPlane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = connect(plane.handle, name="broken")
-    store_class, written = type(writer._operations.store), []
-    real = store_class.put
+def test_put_that_fails_between_two_blocks_shows_nothing(client: Any, partition: str, plane: DataPlane) -> None:
+    writer, failed = connect(plane.handle, name="broken"), []
 
-    def put(self: Any, block_id: int, *rest: Any) -> bytes:
-        if written:
-            raise StoreLost("the store is lost", op="put", peer="a test")
-        written.append(block_id)
-        return real(self, block_id, *rest)
+    def fail() -> None:
+        failed.append(client.status().store_bytes)
+        raise StoreLost("the store is lost", op="put", peer="a test")
 
-    monkeypatch.setattr(store_class, "put", put)
+    undo = stop_after_first_block(writer._operations.store, fail)
     keys = keys_of(range(8))
-    with pytest.raises(StoreLost, match="a test"):
-        writer.put(partition, keys, columns(keys))
-    monkeypatch.undo()
-    assert len(written) == 1, "one block was written, and it is not to be seen"
+    try:
+        with pytest.raises(StoreLost, match="a test"):
+            writer.put(partition, keys, columns(keys))
+    finally:
+        undo()
+    assert len(failed) == 1 and failed[0] > 0, "one block was written, and it is not to be seen"
     with pytest.raises(KeysNotFound):
         client.lookup(partition, keys[:1])
     assert client.status().store_bytes == 0 == client.status().bytes_reserved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ import pytest
 import ray
 
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
-from headrace.dataplane.errors import DataPlaneError, DirectoryLost, KeysNotFound, RowsCleared, StoreLost
+from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, DirectoryLost, KeysNotFound, RowsCleared, StoreLost
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.tests.dataplane.rows import BYTES, FIRST, SCHEMA, assert_rows, block_of, columns, fresh_run_id, keys_of
@@ -32,20 +33,25 @@ def open_apart(kind: str, **settings: Any) -> DataPlane:
 
 @pytest.fixture(scope="module")
 def apart(kind: str, ray_session: None) -> Iterator[DataPlane]:
-    with open_apart(kind, integrity="verify") as plane:
-        yield plane
-
-
-@pytest.fixture(scope="module")
-def hasty(kind: str, ray_session: None) -> Iterator[DataPlane]:
-    """Leases and reservations of a second and a half."""
-    with open_apart(kind, lease_s=1.5, reserve_s=1.5, block_rows=8) as plane:
-        yield plane
+    """One for most tests. Its end leaves no process and no file."""
+    plane = open_apart(kind, integrity="verify", lease_s=3, reserve_s=3, block_rows=32)
+    yield plane
+    client = connect(plane.handle)
+    pids = [directory_pid(plane), store_process(plane)[0]]
+    plane.close()
+    wait_until(lambda: all(gone(pid) for pid in pids))
+    assert not list(Path("/dev/shm").glob(f"*{plane.handle.run_id}*"))
+    started = time.monotonic()
+    with pytest.raises(DirectoryLost):
+        client.status()
+    assert time.monotonic() - started < 10
+    client.close()
 
 
 @pytest.fixture(scope="module")
 def workers(apart: DataPlane) -> Iterator[list[Any]]:
-    workers = start(apart.handle, "producer0", "producer1", "consumer0", "consumer1")
+    """Four processes. Tests that kill one take it off the end of the list, and come last."""
+    workers = start(apart.handle, "worker0", "worker1", "worker2", "worker3")
     yield workers
     for worker in workers:
         ray.kill(worker)
@@ -60,6 +66,24 @@ def driver(apart: DataPlane, partition: str) -> Iterator[Any]:
     status = client.status()
     assert (status.bytes_used, status.bytes_reserved, status.store_bytes) == (0, 0, 0), "a test left bytes behind"
     client.close()
+
+
+def directory_pid(plane: DataPlane) -> int:
+    found = re.search(r"pid=(\d+)", plane.handle.peer)
+    assert found
+    return int(found[1])
+
+
+def store_process(plane: DataPlane) -> tuple[int, str, type[DataPlaneError]]:
+    """(pid, how errors name it, their class) of the process without which the store cannot go on."""
+    address: Any = plane.handle.store.address
+    if plane.handle.store.kind == "simple":
+        return address["units"][0][2], address["units"][0][1], StoreLost
+    if plane.handle.store.kind == "ray":
+        return address["pids"][0], address["names"][0], StoreLost
+    if plane.handle.store.kind == "mooncake":
+        return address["pid"], address["name"], StoreLost
+    return directory_pid(plane), plane.handle.actor_name, DirectoryLost
 
 
 def wait_until(what: Any, timeout_s: float = 10.0) -> None:
@@ -128,81 +152,44 @@ def test_driver_moves_receipts_only(driver: Any, partition: str, workers: list[A
     assert (driver.stats.bytes_put, driver.stats.bytes_got) == (0, 0)
 
 
-def test_receipt_outlives_its_producer_and_ends_with_its_rows(driver: Any, apart: DataPlane, partition: str) -> None:
-    (producer,) = start(apart.handle, "mortal")
-    keys = keys_of(range(8))
-    meta, _ = ray.get(producer.put.remote(partition, keys))
-    kill(producer)
-    assert_rows(driver.get(meta), keys, FIRST)
-    driver.clear(partition)
-    (reader,) = start(apart.handle, "reader")
-    with pytest.raises(RowsCleared, match=keys[0]):
-        ray.get(reader.read.remote(meta))
-    ray.kill(reader)
-
-
 # ------------------------------------------------------------------ deaths
 
 
-def test_put_killed_half_way_shows_nothing_and_gives_its_bytes_back(
-    hasty: DataPlane, partition: str, tmp_path: Path
+def test_worker_killed_within_a_put_and_a_claim_leaves_no_trace(
+    driver: Any, partition: str, workers: list[Any], tmp_path: Path
 ) -> None:
-    client = connect(hasty.handle, name="driver")
-    client.register(partition, SCHEMA, ("train",))
-    (writer,) = start(hasty.handle, "victim")
-    keys = keys_of(range(8))
-    writer.put_and_hang.remote(partition, keys, str(tmp_path / "half"))
-    wait_until((tmp_path / "half").exists)
-    kill(writer)
-    status = client.status()
+    victim, keys = workers.pop(), keys_of(range(16))
+    victim.put_and_hang.remote(partition, keys, str(tmp_path / "half"))
+    victim.claim.remote(partition, 64)
+    wait_until(lambda: (tmp_path / "half").exists() and driver.status().waiting_claims == 1)
+    kill(victim)
+    status = driver.status()
     assert status.bytes_reserved > 0 and status.rows == 0 and status.store_bytes > 0
     with pytest.raises(KeysNotFound):
-        client.lookup(partition, keys[:1])
-    wait_until(lambda: client.status().bytes_reserved == 0, 5)
-    assert client.status().store_bytes == 0 and client.status().bytes_used == 0
-    client.put(partition, keys, columns(keys))
-    assert_rows(client.get_keys(partition, keys, FIRST), keys, FIRST)
-    client.clear(partition)
+        driver.lookup(partition, keys[:1])
+    wait_until(lambda: driver.status().bytes_reserved == 0)
+    wait_until(lambda: driver.status().store_bytes == 0)
+    driver.put(partition, keys, columns(keys))
+    assert_rows(driver.get_keys(partition, keys, FIRST), keys, FIRST)
+    claimed = driver.claim(partition, "train", FIRST, 64, timeout_s=10)
+    assert sorted(claimed.keys) == sorted(keys), "the dead worker's claim keeps no rows for good"
 
 
-def test_rows_of_a_killed_consumer_return_with_its_lease(hasty: DataPlane, partition: str) -> None:
-    client = connect(hasty.handle, name="driver")
-    client.register(partition, SCHEMA, ("train",))
-    keys = keys_of(range(2))
-    client.put(partition, keys, columns(keys))
-    (victim,) = start(hasty.handle, "victim")
-    meta, claimed_at, _ = ray.get(victim.claim.remote(partition, 8))
+def test_rows_outlive_their_producer_and_return_from_a_dead_consumer(
+    driver: Any, partition: str, workers: list[Any]
+) -> None:
+    victim, keys = workers.pop(), keys_of(range(8))
+    receipt, _ = ray.get(victim.put.remote(partition, keys))
+    leased, leased_at, _ = ray.get(victim.claim.remote(partition, 32))
     kill(victim)
-    again = client.claim(partition, "train", FIRST, 8, timeout_s=10)
-    assert 1.0 < time.monotonic() - claimed_at < 5.0
-    assert sorted(again.keys) == sorted(meta.keys) == sorted(keys)
-    assert_rows(client.get(again), list(again.keys), FIRST)
-    client.clear(partition)
-
-
-def test_waiting_claim_of_a_killed_consumer_takes_no_rows_for_good(hasty: DataPlane, partition: str) -> None:
-    client = connect(hasty.handle, name="driver")
-    client.register(partition, SCHEMA, ("train",))
-    (victim,) = start(hasty.handle, "victim")
-    victim.claim.remote(partition, 4)
-    wait_until(lambda: client.status().waiting_claims == 1)
-    kill(victim)
-    keys = keys_of(range(1))
-    client.put(partition, keys, columns(keys))
-    assert sorted(client.claim(partition, "train", FIRST, 4, timeout_s=10).keys) == keys
-    client.clear(partition)
-
-
-def store_process(plane: DataPlane) -> tuple[int, str, type[DataPlaneError]]:
-    """(pid, how errors name it, their class) of the process without which the store cannot go on."""
-    address: Any = plane.handle.store.address
-    if plane.handle.store.kind == "simple":
-        return address["units"][0][2], address["units"][0][1], StoreLost
-    if plane.handle.store.kind == "ray":
-        return address["pids"][0], address["names"][0], StoreLost
-    found = re.search(r"pid=(\d+)", plane.handle.peer)
-    assert found
-    return int(found[1]), plane.handle.actor_name, DirectoryLost
+    assert_rows(driver.get(receipt), keys, FIRST)
+    again = driver.claim(partition, "train", FIRST, 32, timeout_s=10)
+    assert 2.5 < time.monotonic() - leased_at < 6.0, "the lease was of 3 s"
+    assert sorted(again.keys) == sorted(leased.keys) == sorted(keys)
+    assert_rows(driver.get(again), list(again.keys), FIRST)
+    driver.clear(partition)
+    with pytest.raises(RowsCleared, match=keys[0]):
+        ray.get(workers[0].read.remote(receipt))
 
 
 def test_killed_store_process_is_named_within_the_bound_and_nothing_is_left(kind: str) -> None:
@@ -211,8 +198,7 @@ def test_killed_store_process_is_named_within_the_bound_and_nothing_is_left(kind
     client.register("p", BYTES, ("train",))
     keys = [f"k.{n}" for n in range(8)]
     meta = client.put("p", keys, block_of(7, 8))
-    (worker,) = start(plane.handle, "consumer")
-    waiting = worker.claim.remote("p", 9, 60)
+    waiting = concurrent.futures.ThreadPoolExecutor(1).submit(client.claim, "p", "train", ("x",), 9, timeout_s=4)
     pid, name, error_class = store_process(plane)
     os.kill(pid, signal.SIGKILL)
     for call in (
@@ -226,31 +212,14 @@ def test_killed_store_process_is_named_within_the_bound_and_nothing_is_left(kind
         assert f"pid={pid}" in str(caught.value) and caught.value.elapsed_s is not None
     if error_class is DirectoryLost:
         with pytest.raises(DirectoryLost, match=name):
-            ray.get(waiting, timeout=20)
+            waiting.result(20)
     else:
+        with pytest.raises(ClaimTimeout):
+            waiting.result(20)
         assert client.status(timeout_s=5).rows == 8, "the directory goes on"
         assert client.clear("p", timeout_s=10) == 8, "and does not wait for the dead"
     if kind == "shm":
         assert client.get(meta).tensor("x").unique().tolist() == [7], "a receipt needs no directory"
-    ray.kill(worker)
     client.close()
     plane.close()
     assert not list(Path("/dev/shm").glob(f"*{plane.handle.run_id}*"))
-
-
-def test_closed_plane_leaves_no_process_and_no_file(kind: str) -> None:
-    plane = open_apart(kind)
-    client = connect(plane.handle)
-    client.register("p", SCHEMA, ("train",))
-    client.put("p", ["a.0"], columns(["a.0"]))
-    found = re.search(r"pid=(\d+)", plane.handle.peer)
-    assert found
-    pids = {int(found[1]), store_process(plane)[0]}
-    plane.close()
-    wait_until(lambda: all(gone(pid) for pid in pids))
-    assert not list(Path("/dev/shm").glob(f"*{plane.handle.run_id}*"))
-    started = time.monotonic()
-    with pytest.raises(DataPlaneError):
-        client.get_keys("p", ["a.0"], FIRST)
-    assert time.monotonic() - started < 10
-    client.close()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.dataplane.errors import DataPlaneError, KeysNotFound, RowsCleared
+from headrace.dataplane.errors import DataPlaneError, IntegrityError, KeysNotFound, RowsCleared
 from headrace.dataplane.factory import DataPlane, connect
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.tests.dataplane.rows import BYTES, FIRST, assert_rows, block_of, columns, keys_of
@@ -98,3 +98,59 @@ def test_rows_overwritten_while_they_are_read_are_never_torn(client: Any, plane:
     assert not failures and len(seen) > 1, (failures, seen, refused)
     writer.close()
     client.clear(raw)
+
+
+def test_rows_replaced_between_two_bytes_of_a_read(client: Any, plane: DataPlane, partition: str) -> None:
+    """The worst moment: views are handed out, then their block goes and its memory is written anew."""
+    raw = f"{partition}-raw"
+    client.register(raw, BYTES, ("train",))
+    keys = [f"r.{n}" for n in range(4)]
+    meta = client.put(raw, keys, block_of(1, 4))
+    reader, writer = connect(plane.handle, name="reader"), connect(plane.handle, name="writer")
+    store, waiting = reader._operations.store, [True]
+    real = store.get
+
+    def get_then_replace(*arguments: Any) -> Any:
+        views = real(*arguments)
+        if waiting.pop() if waiting else False:
+            writer.put(raw, keys, block_of(2, 4), replace=True)
+            writer.put(raw, ["o.0", "o.1", "o.2"], block_of(3, 3))  # another shape: checksums do not fit either
+        return views
+
+    store.get = get_then_replace  # type: ignore[method-assign]
+    try:
+        assert reader.get(meta).tensor("x").unique().tolist() == [1], "views that pinned the old bytes"
+    except RowsCleared as error:
+        assert "r.0" in str(error)
+    assert not waiting, "the rows were replaced, else this tests nothing"
+    assert client.get_keys(raw, keys, ("x",)).tensor("x").unique().tolist() == [2]
+    client.clear(raw)
+    reader.close()
+    writer.close()
+
+
+def test_damaged_bytes_are_refused_and_told_from_cleared_ones(
+    client: Any, plane: DataPlane, partition: str, kind: str
+) -> None:
+    raw = f"{partition}-raw"
+    client.register(raw, BYTES, ("train",))
+    reader = connect(plane.handle, name="reader")
+    store, clear_first = reader._operations.store, False
+    real = store.get
+
+    def get_damaged(*arguments: Any) -> Any:
+        views = [{part: view.copy() for part, view in found.items()} for found in real(*arguments)]
+        views[0][1][5] ^= 1
+        if clear_first:
+            client.clear(raw)
+        return views
+
+    meta = client.put(raw, ["r.0", "r.1"], block_of(1, 2))
+    store.get = get_damaged  # type: ignore[method-assign]
+    with pytest.raises(IntegrityError, match="r.0"):
+        reader.get(meta)
+    clear_first = kind == "shm"  # the others' views are their own copy, or pin the block
+    with pytest.raises(RowsCleared if clear_first else IntegrityError, match="r.0"):
+        reader.get(meta)
+    client.clear(raw)
+    reader.close()

@@ -10,7 +10,7 @@ import ray
 
 from headrace.dataplane.factory import connect
 from headrace.dataplane.handle import DataPlaneHandle
-from headrace.tests.dataplane.rows import FIRST, assert_rows, columns, keys_of
+from headrace.tests.dataplane.rows import FIRST, assert_rows, columns, keys_of, stop_after_first_block
 
 
 class Worker:
@@ -69,15 +69,12 @@ class Worker:
 
     def put_and_hang(self, partition: str, keys: list[str], mark: str) -> None:
         """Write the first block of a put, create file `mark`, and never go on."""
-        store_class: Any = type(self._client._operations.store)
-        real = store_class.put
 
-        def put_one(store: Any, *arguments: Any) -> None:
-            real(store, *arguments)
+        def hang() -> None:
             open(mark, "w").close()
             time.sleep(600)
 
-        store_class.put = put_one
+        stop_after_first_block(self._client._operations.store, hang)
         self._client.put(partition, keys, columns(keys))
 
     def stats(self) -> Any:
@@ -87,6 +84,6 @@ class Worker:
 def start(handle: DataPlaneHandle, *names: str) -> list[Any]:
     """A Worker actor per name, ready."""
     actor_class: Any = ray.remote(Worker)
-    workers = [actor_class.options(num_cpus=0, max_concurrency=2).remote(handle, name) for name in names]
+    workers = [actor_class.options(num_cpus=0, max_concurrency=3).remote(handle, name) for name in names]
     ray.get([worker.pid.remote() for worker in workers], timeout=60)
     return workers

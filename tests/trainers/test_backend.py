@@ -264,7 +264,7 @@ def test_a_response_needs_a_prompt() -> None:
 def test_bfloat16_follows_float32(model: str) -> None:
     full, half = (
         FsdpBackend(backend_config(model), 0, 1),
-        FsdpBackend(backend_config(model, mixed_precision=True), 0, 1),
+        FsdpBackend(backend_config(model, mixed_precision="bf16"), 0, 1),
     )
     for step in range(2):
         rows = random_rows(step, 12)
@@ -285,5 +285,7 @@ def test_mistakes_are_told(model: str, tmp_path: Path) -> None:
     assert isinstance(build_backend(backend_config(model), 0, 1), FsdpBackend)
     with pytest.raises(ValueError, match="trainer.with_reference: got False, expected True with loss.kl_coef = 0.1"):
         BackendConfig(model=model, loss=LossConfig(kl_coef=0.1))
+    with pytest.raises(ValueError, match="trainer.mixed_precision: got True, expected 'off' or 'bf16'"):
+        BackendConfig(model=model, mixed_precision=True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="algorithm.prev_logprobs: got 'old'"):
         BackendConfig(model=model, prev="old")  # type: ignore[arg-type]

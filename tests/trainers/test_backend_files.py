@@ -73,12 +73,23 @@ def test_a_save_that_fails_leaves_the_last_one_whole(
     assert "half" not in os.listdir(path)
 
 
+def test_a_later_save_replaces_an_earlier_one(model: str, tmp_path: Path) -> None:
+    backend, path = new_backend(model), str(tmp_path / "same")
+    backend.save(path)
+    run_step(backend, [random_rows(0, 8)])
+    backend.save(path)
+    assert os.listdir(tmp_path) == ["same"]
+    expected = run_step(backend, [random_rows(1, 8)])
+    backend.load(path)
+    assert run_step(backend, [random_rows(1, 8)]) == expected
+
+
 def test_checkpoint_mistakes_change_nothing(model: str, tmp_path: Path) -> None:
     backend = new_backend(model)
     path = str(tmp_path / "one")
     backend.save(path)
     with pytest.raises(ValueError, match="exists already, expected the name of a new folder"):
-        backend.save(path)
+        backend.save(model)
     backend.load(path)
 
     other = new_backend(save_tiny_model(tmp_path / "untied", tied=False))

@@ -37,7 +37,7 @@ def step_record(step: int) -> dict[str, Any]:
         "driver/bytes_per_row": 61.0,
         "train/loss": -0.01,
         "train/grad_norm": 0.5,
-        "train/kl": 0.0,
+        "train/reference_kl": 0.0,
         "train/clip_fraction": 0.01,
     }
     if step % 10 == 0:

@@ -37,12 +37,13 @@ def save_checkpoint(path: str, state: dict[str, torch.Tensor], rank: int, world:
     """Write `state` and every rank's RNG to the folder `path`. Collective.
 
     The folder is written as `path.tmp` and renamed at the end: a kill in between leaves no `path`, and the next save
-    clears the rest away. Raises ValueError on every rank when `path` exists.
+    clears the rest away. An older checkpoint there, which a resumed run may come by again, is replaced in the end.
+    Raises ValueError on every rank when `path` exists and is no checkpoint.
     """
-    on_first_rank(lambda: start_draft(path), rank, world)
+    on_first_rank(lambda: start_draft(path, replaces=_is_whole(path)), rank, world)
     with _one_process(world):
         save({**state, **_rng_state(rank)}, checkpoint_id=draft_of(path))
-    on_first_rank(lambda: os.rename(draft_of(path), path), rank, world)
+    on_first_rank(lambda: publish(path), rank, world)
 
 
 def load_checkpoint(path: str, state: dict[str, torch.Tensor], rank: int, world: int) -> None:
@@ -51,7 +52,7 @@ def load_checkpoint(path: str, state: dict[str, torch.Tensor], rank: int, world:
     Any number of ranks may load; one that has no RNG state of its own there takes that of rank % saved ranks.
     Raises ValueError before it changes anything when there is no whole checkpoint or it is of another model.
     """
-    if not os.path.exists(os.path.join(path, ".metadata")):
+    if not _is_whole(path):
         raise ValueError(f"checkpoint {path}: not there or not whole, expected a folder that save has written")
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     for name, value in state.items():
@@ -73,12 +74,22 @@ def draft_of(path: str) -> str:
     return f"{path}.tmp"
 
 
-def start_draft(path: str) -> None:
-    """Make an empty draft folder. Raises ValueError when `path` itself exists."""
-    if os.path.exists(path):
+def start_draft(path: str, *, replaces: bool = False) -> None:
+    """Make an empty draft folder. Raises ValueError when `path` itself exists, unless the draft `replaces` it."""
+    if os.path.exists(path) and not replaces:
         raise ValueError(f"{path}: exists already, expected the name of a new folder")
     shutil.rmtree(draft_of(path), ignore_errors=True)
     os.makedirs(draft_of(path))
+
+
+def publish(path: str) -> None:
+    """Put the draft in its place; what stood there goes."""
+    old = f"{path}.old"
+    if os.path.exists(path):
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(path, old)
+    os.rename(draft_of(path), path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def on_first_rank(action: Callable[[], None], rank: int, world: int) -> None:
@@ -100,6 +111,11 @@ def on_first_rank(action: Callable[[], None], rank: int, world: int) -> None:
             raise (OSError if is_os_error else ValueError)(f"rank 0: {text}")
     if error is not None:
         raise error
+
+
+def _is_whole(path: str) -> bool:
+    """Whether `path` is a checkpoint: torch writes this file last."""
+    return os.path.exists(os.path.join(path, ".metadata"))
 
 
 def _rng_state(rank: int) -> dict[str, torch.Tensor]:

@@ -58,8 +58,8 @@ class BackendConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     prev: Literal["rollout", "recompute"] = "rollout"
     """What ratios are taken against: the engine's log-probs, or the `prev_logprobs` column written before the step."""
-    mixed_precision: bool = False
-    """Forward and backward in bfloat16; parameters, gradient sums and optimizer stay float32."""
+    mixed_precision: Literal["off", "bf16"] = "off"
+    """`bf16`: forward and backward in bfloat16; parameters, gradient sums and optimizer stay float32."""
     with_reference: bool = False
     """Keep a frozen copy of the initial weights for `logprobs(reference=True)`."""
     entropy: bool = False
@@ -70,6 +70,8 @@ class BackendConfig:
     def __post_init__(self) -> None:
         if self.prev not in ("rollout", "recompute"):
             raise ValueError(f"algorithm.prev_logprobs: got {self.prev!r}, expected 'rollout' or 'recompute'")
+        if self.mixed_precision not in ("off", "bf16"):
+            raise ValueError(f"trainer.mixed_precision: got {self.mixed_precision!r}, expected 'off' or 'bf16'")
         if self.head not in ("selected", "full"):
             raise ValueError(f"trainer.head: got {self.head!r}, expected 'selected' or 'full'")
         if self.loss.kl_coef > 0 and not self.with_reference:

@@ -38,6 +38,7 @@ class FsdpBackend:
             raise RuntimeError(f"fsdp backend: needs a default process group of {world} ranks before it is built")
         self._config = config
         self._rank, self._world = rank, world
+        self._half = config.mixed_precision == "bf16"
         self._device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
@@ -125,11 +126,14 @@ class FsdpBackend:
 
     def export_weights(self) -> Mapping[str, torch.Tensor]:
         """See `TrainBackend`. bfloat16 with `mixed_precision`, as forward computes with; else float32."""
-        dtype = torch.bfloat16 if self._config.mixed_precision else torch.float32
+        dtype = torch.bfloat16 if self._half else torch.float32
         return full_weights(self._policy.model, dtype, keep=self._rank == 0)
 
     def save(self, path: str) -> None:
-        """See `TrainBackend`. Raises RuntimeError while a step is open, ValueError when `path` exists."""
+        """See `TrainBackend`. A checkpoint of that name is replaced once the new one is whole.
+
+        Raises RuntimeError while a step is open, ValueError when `path` exists and is no checkpoint.
+        """
         self._step.require_closed("save")
         save_checkpoint(path, self._state(), self._rank, self._world)
 
@@ -142,7 +146,7 @@ class FsdpBackend:
         load_checkpoint(path, self._state(), self._rank, self._world)
 
     def export_model(self, path: str) -> None:
-        """See `TrainBackend`. Weights as `export_weights` gives them."""
+        """See `TrainBackend`. Weights as `export_weights` gives them. Raises ValueError when `path` exists."""
         weights = self.export_weights()
         on_first_rank(
             lambda: write_folder(path, self._policy.model, weights, self._config.model), self._rank, self._world
@@ -168,7 +172,7 @@ class FsdpBackend:
                 f"trainer.model: {type(module.model).__name__} does not name its layers, cannot be sharded"
             )
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        precision = half if self._config.mixed_precision else MixedPrecisionPolicy()
+        precision = half if self._half else MixedPrecisionPolicy()
         host = CPUOffloadPolicy() if offload and self._device.type == "cuda" else OffloadPolicy()
         for part in (*layers, module):
             sharded = fully_shard(part, mesh=self._mesh, mp_policy=precision, offload_policy=host)
@@ -177,7 +181,7 @@ class FsdpBackend:
 
     def _precision(self) -> AbstractContextManager[object]:
         """One rank has no FSDP to cast for it."""
-        if self._mesh is None and self._config.mixed_precision:
+        if self._mesh is None and self._half:
             return torch.autocast(self._device.type, torch.bfloat16)
         return nullcontext()
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
-from .checkpoint import draft_of, start_draft
+from .checkpoint import draft_of, publish, start_draft
 
 
 def load_causal_lm(model: str) -> Any:
@@ -58,4 +58,4 @@ def write_folder(path: str, model: Any, weights: Mapping[str, torch.Tensor], sou
     model.save_pretrained(draft_of(path), state_dict=dict(weights))
     if not os.path.isdir(source) or os.path.exists(os.path.join(source, "tokenizer_config.json")):
         AutoTokenizer.from_pretrained(source).save_pretrained(draft_of(path))
-    os.rename(draft_of(path), path)
+    publish(path)

@@ -1,0 +1,55 @@
+"""A contender whose bytes rest in a server of ours, in one of the benchmark's processes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..contenders import BYTE_OPS, Endpoint, Op, Share
+from ..workloads import LoadSpec
+
+
+class Server(Protocol):
+    """Serves from a thread of its own once it is made."""
+
+    address: tuple[str, int]
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        ...
+
+
+class Host(Protocol):
+    """Where a server can live."""
+
+    def serve(self, name: str, start: Callable[[], Server]) -> tuple[str, int]:
+        """Start a server in the benchmark's serving process; returns its address."""
+        ...
+
+    def stop(self, name: str) -> None:
+        """End it."""
+        ...
+
+
+class ServedContender:
+    """Starts the server and tells the endpoints where it is."""
+
+    ops: frozenset[Op] = BYTE_OPS
+
+    def __init__(
+        self, name: str, host: Host, start: Callable[[], Server], endpoint: Callable[[tuple[str, int]], Endpoint]
+    ) -> None:
+        self.name = name
+        self._host = host
+        self._endpoint = endpoint
+        self._address = host.serve(name, start)
+
+    def factory(self, spec: LoadSpec) -> Callable[[], Endpoint]:
+        return functools.partial(self._endpoint, self._address)
+
+    def part(self, token: Any, share: Share) -> Any:
+        return token
+
+    def close(self) -> None:
+        self._host.stop(self.name)

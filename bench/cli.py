@@ -1,0 +1,138 @@
+"""The command `headrace` in full: what the trainers' command line has, and `bench`, which stands above them.
+
+Heavy packages are imported by the commands that need them, once they need them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..trainers import cli
+from ..trainers.errors import UserError
+
+_EPILOG = """examples:
+  headrace bench transfer --quick
+  headrace bench transfer --stores shm simple --workloads rl-1024 --pattern put get shuffled
+  headrace bench plan --out runs/plan
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code, as `trainers.cli.main`."""
+    return cli.main(argv, add_commands=_add_bench)
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="measure the data plane on this machine",
+        description="Measure the data plane on this machine; tables, results.jsonl, summary.json, Markdown, plots.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    kinds = bench.add_subparsers(metavar="WHAT", required=True)
+
+    transfer = kinds.add_parser("transfer", help="every store against every baseline, on the same rows")
+    transfer.add_argument("--stores", nargs="+", metavar="STORE", help="local shm ray simple mooncake; default: all")
+    transfer.add_argument("--workloads", nargs="+", metavar="NAME", help="rl-256, rl-1024, ...; default: all")
+    transfer.add_argument(
+        "--pattern", nargs="+", metavar="NAME", help="put get shuffled field write-back clear claim step; default: all"
+    )
+    transfer.add_argument("--quick", action="store_true", help="few workloads, few repeats: under five minutes")
+    _out(transfer)
+    transfer.set_defaults(command=_transfer)
+
+    plan = kinds.add_parser("plan", help="the planner: time, memory and balance, up to a million rows")
+    plan.add_argument("--quick", action="store_true", help="at most 16k rows")
+    _out(plan)
+    plan.set_defaults(command=_plan)
+
+    directory = kinds.add_parser("directory", help="the directory: a million rows of ten fields")
+    directory.add_argument("--rows", type=int, default=1 << 20, metavar="N", help="rows to fill it with")
+    _out(directory)
+    directory.set_defaults(command=_directory)
+
+
+def _out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results; default: runs/bench-...")
+
+
+# ---------------------------------------------------------------- commands
+
+
+def _transfer(arguments: argparse.Namespace) -> int:
+    from .report import tables, write_report
+    from .transfer import PATTERNS, QUICK_WORKLOADS, STORES, WORKLOADS, TransferOptions, run_transfer
+
+    options = TransferOptions(
+        out=_folder(arguments, "transfer"),
+        stores=_chosen(arguments.stores, STORES),
+        workloads=_chosen(arguments.workloads, QUICK_WORKLOADS if arguments.quick else WORKLOADS),
+        patterns=_chosen(arguments.pattern, PATTERNS),
+        quick=arguments.quick,
+    )
+    console = Console()
+    with console.status("starting") as status:
+        report = run_transfer(options, lambda line: status.update(line))
+    for table in tables(report):
+        console.print(table)
+    for name, why in report.absent.items():
+        console.print(f"not measured: {name}: {why}", highlight=False)
+    path = write_report(report, options, shlex.join(["headrace", *sys.argv[1:]]))
+    failed = [item for item in (*report.results, *report.steps) if item.failure]
+    for item in failed:
+        console.print(f"failed: {item.contender}: {item.failure}", style="red", highlight=False)
+    console.print(f"report: {path}", highlight=False)
+    return cli.FAILED if failed else cli.DONE
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from .plan import plan_table, run_plan
+
+    out = _folder(arguments, "plan")
+    console = Console()
+    with console.status("planning") as status:
+        results = run_plan(out, quick=arguments.quick, tell=lambda line: status.update(line))
+    console.print(plan_table(results))
+    console.print(f"results: {out}", highlight=False)
+    return cli.DONE
+
+
+def _directory(arguments: argparse.Namespace) -> int:
+    from .directory import directory_table, run_directory
+
+    if arguments.rows < 1:
+        raise UserError(f"--rows: got {arguments.rows}, expected at least 1")
+    out = _folder(arguments, "directory")
+    console = Console()
+    with console.status("filling the directory") as status:
+        summary = run_directory(out, num_rows=arguments.rows, tell=lambda line: status.update(line))
+    console.print(directory_table(summary))
+    console.print(f"results: {out}", highlight=False)
+    return cli.DONE
+
+
+def _chosen(given: Iterable[str] | None, every: Iterable[str]) -> tuple[str, ...]:
+    """What was asked for, each once; everything when nothing was."""
+    return tuple(dict.fromkeys(every if given is None else given))
+
+
+def _folder(arguments: argparse.Namespace, what: str) -> Path:
+    """Where the results go. Raises UserError when that is not a folder."""
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = arguments.out or Path("runs") / f"bench-{what}-{now}"
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out: {folder} is a file, expected a folder or a new name")
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

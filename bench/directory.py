@@ -1,0 +1,227 @@
+"""`headrace bench directory`: memory, latency and throughput of the directory with a million rows of ten fields."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+import torch
+from rich.table import Table
+
+from ..codecs.blocks import BlockLayout
+from ..codecs.schema import Field, Kind, Schema
+from ..dataplane.config import DataPlaneConfig, StoreConfig
+from ..dataplane.directory import ClaimRows, Directory
+from ..dataplane.factory import connect, open_data_plane
+from ..dataplane.partition import PutRows
+from ..trainers.cluster import Cluster, Demand
+from .conditions import conditions
+from .results import write_records, write_summary
+
+NUM_FIELDS = 10
+GROUP_SIZE = 8
+BLOCK_ROWS = 64
+PUT_ROWS = 1024
+"""Rows a call, of every operation."""
+PROBES = 50
+"""Calls of each operation on the full directory."""
+TOKENS = 1000
+SMALL_ROWS = 64
+"""Rows a call through the actor, whose latency is that of the call itself."""
+ACTOR_PROBES = 100
+
+_NAMES = tuple(f"field{number}" for number in range(NUM_FIELDS))
+_PARTITION, _TASK = "train", "train"
+
+
+def run_directory(
+    out: Path, *, num_rows: int, tell: Callable[[str], None], in_process: bool = False
+) -> dict[str, float]:
+    """Fill, probe, clear; then the same calls through the directory's actor. Writes results.jsonl and summary.json.
+
+    in_process: a directory in a thread of this process in place of the actor, and no Ray: for tests.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    facts = conditions(repeats=PROBES, rows=num_rows, fields=NUM_FIELDS, rows_per_call=PUT_ROWS)
+    tell(f"filling the directory with {num_rows} rows")
+    summary, times = measure_directory(num_rows)
+    tell("through the directory's process" if not in_process else "through its thread")
+    with _ray(in_process):
+        through, more = measure_calls(in_process)
+    summary |= through
+    records = [
+        {"op": op, "runs": len(found), "median_us": _micros(found), "p99_us": _micros(found, 0.99)}
+        for op, found in (times | more).items()
+    ]
+    write_records(out / "results.jsonl", records, facts)
+    write_summary(out / "summary.json", summary, facts)
+    return summary
+
+
+def measure_directory(num_rows: int) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """(summary, seconds of each call by operation) of a pure directory filled with `num_rows` rows."""
+    directory = Directory(capacity_bytes=1 << 50, lease_s=600.0, reserve_s=60.0)
+    directory.register(_PARTITION, _schema(), (_TASK,), GROUP_SIZE)
+    times: dict[str, list[float]] = {}
+    before = _resident_bytes()
+    starts = range(0, num_rows, PUT_ROWS)
+    for start in starts:
+        put = _put_rows(start, min(PUT_ROWS, num_rows - start))
+        with _timed(times, "put"):
+            _write(directory, put)
+    held = _resident_bytes() - before
+    rng = np.random.default_rng(0)
+    size = min(PUT_ROWS, num_rows)
+    for _ in range(PROBES):
+        keys = [_key(row) for row in rng.integers(0, num_rows, size).tolist()]
+        with _timed(times, "lookup"):
+            directory.lookup(_PARTITION, keys, _NAMES)
+    _probe_claims(directory, num_rows, size, times)
+    for start in [starts[i] for i in rng.permutation(len(starts))[:PROBES]]:
+        count = min(PUT_ROWS, num_rows - start)
+        keys = [_key(row) for row in range(start, start + count)]
+        with _timed(times, "clear"):
+            directory.clear(_PARTITION, keys)
+        with _timed(times, "put_when_full"):
+            _write(directory, _put_rows(start, count))
+    summary = {"directory.rows": float(num_rows), "directory.bytes_per_row": held / num_rows}
+    summary["directory.mib"] = held / 2**20
+    for op, found in times.items():
+        summary[f"directory.{op}.latency_us"] = _micros(found)
+        summary[f"directory.{op}.p99_us"] = _micros(found, 0.99)
+        summary[f"directory.{op}.rows_per_s"] = size / float(np.median(found))
+    return summary, times
+
+
+def _probe_claims(directory: Directory, num_rows: int, size: int, times: dict[str, list[float]]) -> None:
+    """Claims and releases of whole groups; the first claim of its kind builds what the later ones use."""
+    size -= size % GROUP_SIZE
+    claim = ClaimRows(_PARTITION, _TASK, _NAMES, max(size, GROUP_SIZE), whole_groups=True)
+    for number in range(min(PROBES, num_rows // claim.num_rows)):
+        with _timed(times, "claim_first" if number == 0 else "claim"):
+            receipt = directory.claim(claim, 0.0)
+        assert receipt is not None, "the rows are there"
+        with _timed(times, "release"):
+            directory.release(_PARTITION, _TASK, receipt.lease_id, receipt.keys, "retry" if number % 2 else "done")
+
+
+def measure_calls(in_process: bool) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Latency of a client's calls, from another process than the directory's: small ones of SMALL_ROWS rows."""
+    times: dict[str, list[float]] = {}
+    config = DataPlaneConfig(store=StoreConfig(kind="shm", capacity_mib=64), timeout_s=60)
+    with open_data_plane(config, in_process=in_process) as plane, connect(plane.handle, name="bench") as client:
+        client.register(_PARTITION, _schema(), (_TASK,), group_size=GROUP_SIZE)
+        values = {name: torch.zeros(SMALL_ROWS) for name in _NAMES}
+        values |= {_NAMES[0]: torch.zeros(SMALL_ROWS, 1)}
+        for number in range(ACTOR_PROBES):
+            keys = [_key(row) for row in range(number * SMALL_ROWS, (number + 1) * SMALL_ROWS)]
+            with _timed(times, "put"):
+                client.put(_PARTITION, keys, values)
+            with _timed(times, "lookup"):
+                client.lookup(_PARTITION, keys, _NAMES)
+            with _timed(times, "claim"):
+                receipt = client.claim(_PARTITION, _TASK, _NAMES, SMALL_ROWS)
+            with _timed(times, "get"):
+                client.get(receipt)
+            with _timed(times, "release"):
+                client.release(receipt, _TASK, "done")
+            with _timed(times, "clear"):
+                client.clear(_PARTITION, keys)
+            with _timed(times, "status"):
+                client.status()
+    named = {f"actor.{op}": found[1:] for op, found in times.items()}  # the first call of each warms up
+    summary = {f"directory.{op}.latency_us": _micros(found) for op, found in named.items()}
+    summary |= {f"directory.{op}.p99_us": _micros(found, 0.99) for op, found in named.items()}
+    return summary, named
+
+
+def directory_table(summary: dict[str, float]) -> Table:
+    """A row per operation."""
+    rows = int(summary["directory.rows"])
+    title = f"directory: {rows} rows x {NUM_FIELDS} fields, {summary['directory.mib']:.0f} MiB, "
+    table = Table(title=title + f"{summary['directory.bytes_per_row']:.0f} bytes a row", title_justify="left")
+    for name in ("operation", "rows a call", "median us", "p99 us", "rows/s"):
+        table.add_column(name, justify="left" if name == "operation" else "right")
+    ops = [name.split(".", 1)[1].rsplit(".", 1)[0] for name in summary if name.endswith(".latency_us")]
+    for op in ops:
+        speed = summary.get(f"directory.{op}.rows_per_s")
+        count = SMALL_ROWS if op.startswith("actor.") else min(PUT_ROWS, rows)
+        median, late = summary[f"directory.{op}.latency_us"], summary[f"directory.{op}.p99_us"]
+        table.add_row(op, str(count), f"{median:.0f}", f"{late:.0f}", "" if speed is None else f"{speed:,.0f}")
+    return table
+
+
+# ---------------------------------------------------------------- inside
+
+
+def _schema() -> Schema:
+    tokens = Field(_NAMES[0], Kind.PER_TOKEN, torch.float32)
+    return Schema([tokens, *[Field(name, Kind.PER_SAMPLE, torch.float32) for name in _NAMES[1:]]])
+
+
+def _key(row: int) -> str:
+    return f"prompt{row // GROUP_SIZE}.{row % GROUP_SIZE}"
+
+
+def _put_rows(start: int, count: int) -> PutRows:
+    """The metadata of a put of rows `start` on, in blocks of BLOCK_ROWS."""
+    layouts = []
+    for at in range(0, count, BLOCK_ROWS):
+        rows = min(BLOCK_ROWS, count - at)
+        layouts.append(
+            BlockLayout(_NAMES, rows, rows * TOKENS, (512, rows * TOKENS * 4, *[rows * 4] * (NUM_FIELDS - 1)))
+        )
+    return PutRows(
+        _PARTITION,
+        [_key(row) for row in range(start, start + count)],
+        _NAMES,
+        np.full(count, TOKENS, dtype=np.int64),
+        np.full(count, start // PUT_ROWS, dtype=np.int64),
+        None,
+        {"reward": np.zeros(count, dtype=np.float32)},
+        tuple(layouts),
+        False,
+        "bench",
+    )
+
+
+def _write(directory: Directory, put: PutRows) -> None:
+    reservation = directory.reserve(put, 0.0)
+    assert reservation is not None, "there is room for all"
+    directory.commit(reservation.reservation_id, [b"location"] * len(put.layouts))
+
+
+@contextmanager
+def _timed(times: dict[str, list[float]], op: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    times.setdefault(op, []).append(time.perf_counter() - started)
+
+
+@contextmanager
+def _ray(in_process: bool) -> Iterator[Any]:
+    """A Ray of the benchmark's own, unless it is not needed."""
+    if in_process:
+        yield None
+        return
+    cluster = Cluster(address=None, num_cpus=1, demand=Demand(0, 0), namespace="headrace-bench", object_store_mib=128)
+    try:
+        yield ray
+    finally:
+        cluster.close()
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+def _micros(seconds: Sequence[float], quantile: float = 0.5) -> float:
+    return float(np.quantile(seconds, quantile)) * 1e6

@@ -1,0 +1,133 @@
+"""One plan of the planner's benchmark: made, timed and judged. Light to import: each has a process of its own."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from ..dataplane.plans import Budget, ShardPlan, Topology, plan_shards
+
+LENGTHS = ("lognormal", "uniform", "bimodal")
+GROUP_SIZE = 8
+MAX_TOKENS = 8192
+TOKENS_PER_MICROBATCH = 32_768
+# A dense 7B: 2 FLOPs a parameter and token; 4 * hidden * layers a token and attended token, half of them masked.
+LINEAR_COST = 2 * 7e9
+QUADRATIC_COST = 2 * 4096 * 32
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCase:
+    """What to plan."""
+
+    rows: int
+    dp: int
+    lengths: str
+    """One of LENGTHS."""
+    squares: bool
+    """Balance sum(L²) alone, the hardest case, in place of a model's a·L + b·L²."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """How one plan turned out; every `_max_over_mean` is over the ranks."""
+
+    case: PlanCase
+    seconds: float
+    peak_mib: float
+    """Memory that planning took beyond what the process held before, lengths included in that."""
+    flops_max_over_mean: float
+    """Of the cost that was balanced."""
+    bound_max_over_mean: float
+    """No plan can be better, whatever the groups: see `least_max_over_mean`."""
+    squares_max_over_mean: float
+    """Of sum(L²)."""
+    tokens_max_over_mean: float
+    microbatches: int
+    microbatches_equal: bool
+    """Every rank has that many, none over its token budget, each row once."""
+    blocks_read_over_needed: float
+    """Ranks that read a block, summed over the blocks, a block being a group of rows; 1.0: each is read once."""
+
+
+def plan_here(case: PlanCase) -> PlanResult:
+    """One plan in this process; its peak memory is right only if the process is fresh."""
+    lengths = draw_lengths(case.lengths, case.rows)
+    groups = np.arange(case.rows) // GROUP_SIZE
+    a, b = (0.0, 1.0) if case.squares else (LINEAR_COST, QUADRATIC_COST)
+    budget = Budget(TOKENS_PER_MICROBATCH, linear_cost=a, quadratic_cost=b)
+    before = psutil.Process().memory_info().rss
+    started = time.perf_counter()
+    plan = plan_shards(lengths, Topology(dp=case.dp), budget, groups)
+    seconds = time.perf_counter() - started
+    peak = _most_resident_bytes() - before
+    return judge(case, plan, lengths, groups, a * lengths + b * lengths.astype(np.float64) ** 2, seconds, peak)
+
+
+def _most_resident_bytes() -> int:
+    """Of this process so far. (getrusage would count what the parent held when it forked.)"""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+def draw_lengths(name: str, rows: int) -> np.ndarray:
+    """int64 `[rows]` tokens, 1 to MAX_TOKENS. Raises ValueError for an unknown distribution."""
+    rng = np.random.default_rng(7)
+    if name == "lognormal":
+        drawn = rng.lognormal(6.5, 0.9, rows)
+    elif name == "uniform":
+        drawn = rng.integers(MAX_TOKENS // 8, MAX_TOKENS + 1, rows)
+    elif name == "bimodal":  # short answers, and a tenth that runs to the limit
+        drawn = np.where(rng.random(rows) < 0.1, MAX_TOKENS, rng.normal(512, 128, rows))
+    else:
+        raise ValueError(f"lengths: got {name!r}, expected one of {', '.join(LENGTHS)}")
+    return np.clip(drawn, 1, MAX_TOKENS).astype(np.int64)
+
+
+def judge(
+    case: PlanCase,
+    plan: ShardPlan,
+    lengths: np.ndarray,
+    groups: np.ndarray,
+    cost: np.ndarray,
+    seconds: float,
+    peak_bytes: float,
+) -> PlanResult:
+    """Balance and validity of a plan, from the plan itself."""
+    rank_of = np.empty(case.rows, dtype=np.int64)
+    rank_of[plan.rows] = np.repeat(np.arange(case.dp), plan.sizes.sum(axis=1))
+    ends = np.cumsum(plan.sizes.ravel())
+    tokens = np.concatenate(([0], np.cumsum(lengths[plan.rows])))
+    within = np.diff(tokens[np.concatenate(([0], ends))]).max() <= TOKENS_PER_MICROBATCH
+    once = np.array_equal(np.sort(plan.rows), np.arange(case.rows)) and len(plan.sizes) == case.dp
+    pairs = len(np.unique(groups * case.dp + rank_of))
+
+    def spread(weights: np.ndarray) -> float:
+        loads = np.bincount(rank_of, weights=weights, minlength=case.dp)
+        return float(loads.max() / loads.mean())
+
+    return PlanResult(
+        case,
+        seconds,
+        peak_bytes / 2**20,
+        spread(cost),
+        least_max_over_mean(cost, case.dp),
+        spread(lengths.astype(np.float64) ** 2),
+        spread(lengths),
+        plan.num_microbatches,
+        bool(within and once),
+        pairs / len(np.unique(groups)),
+    )
+
+
+def least_max_over_mean(cost: np.ndarray, dp: int) -> float:
+    """A lower bound of max/mean: of the k·dp + 1 costliest rows, some rank has k + 1, the cheapest of them at best."""
+    falling = np.sort(cost)[::-1]
+    summed = np.concatenate(([0.0], np.cumsum(falling)))
+    k = np.arange((len(cost) - 1) // dp + 1)
+    last = k * dp + 1
+    return max(1.0, float((summed[last] - summed[last - k - 1]).max() * dp / cost.sum()))

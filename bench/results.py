@@ -1,0 +1,171 @@
+"""Figures of the transfer benchmark: what was measured, and the flat summary that others read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .contenders import CHECKSUMMED
+
+PAIRED = "+paired"
+"""Suffix of a store's name in the rounds that it had with one baseline alone, which cannot run beside the others."""
+
+SUMMARY_OPS = ("put", "get", "get8", "clear")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One operation of one contender on one workload."""
+
+    workload: str
+    op: str
+    contender: str
+    nbytes: int
+    """Bytes of values that one run moves; 0 where it moves none (clear, claim)."""
+    seconds: tuple[float, ...]
+    """Of every run after the warm-up; () when it failed."""
+    failure: str = ""
+    """Why there are no figures. Without it, every kind of read was verified once against the written bytes."""
+
+    @property
+    def median_s(self) -> float:
+        return float(np.median(self.seconds))
+
+    @property
+    def p99_s(self) -> float:
+        """99th percentile; of fewer than 100 runs the slowest."""
+        return float(np.quantile(self.seconds, 0.99, method="higher"))
+
+    @property
+    def mib_per_s(self) -> float:
+        """Bytes over the median; nan where no bytes move."""
+        return self.nbytes / 2**20 / self.median_s if self.nbytes else math.nan
+
+    def record(self) -> dict[str, Any]:
+        """Plain data for results.jsonl; times in milliseconds."""
+        line: dict[str, Any] = {"workload": self.workload, "op": self.op, "contender": self.contender}
+        if self.failure:
+            return line | {"failed": self.failure}
+        return line | {
+            "bytes": self.nbytes,
+            "runs": len(self.seconds),
+            "median_ms": self.median_s * 1e3,
+            "p99_ms": self.p99_s * 1e3,
+            "min_ms": min(self.seconds) * 1e3,
+            "mib_per_s": self.mib_per_s if self.nbytes else None,
+            "verified": True,
+            "times_ms": [round(seconds * 1e3, 4) for seconds in self.seconds],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A GRPO step's traffic through one contender."""
+
+    contender: str
+    seconds: tuple[float, ...]
+    """Wall time of every run after the warm-up, calls between processes included; () when it failed."""
+    bytes_put_per_token: float = math.nan
+    """Values of the columns written."""
+    wire_bytes_put_per_token: float = math.nan
+    """The same with block headers and lengths; nan where the contender does not count them."""
+    bytes_got_per_token: float = math.nan
+    directory_calls: float = math.nan
+    """Of all processes in one step; nan for contenders without a directory."""
+    blocks_read_ratio: float = math.nan
+    """Blocks read over blocks that had to be; nan without blocks."""
+    failure: str = ""
+
+    @property
+    def median_s(self) -> float:
+        return float(np.median(self.seconds))
+
+    def record(self) -> dict[str, Any]:
+        """Plain data for results.jsonl."""
+        line: dict[str, Any] = {"workload": "step", "op": "step", "contender": self.contender}
+        if self.failure:
+            return line | {"failed": self.failure}
+        figures = {name: value for name, value in self.counts().items() if math.isfinite(value)}
+        times = [round(seconds * 1e3, 4) for seconds in self.seconds]
+        return line | {"runs": len(times), "median_ms": self.median_s * 1e3, **figures, "times_ms": times}
+
+    def counts(self) -> dict[str, float]:
+        """The figures that are no times."""
+        names = ("bytes_put_per_token", "wire_bytes_put_per_token", "bytes_got_per_token", "directory_calls")
+        return {name: getattr(self, name) for name in (*names, "blocks_read_ratio")}
+
+
+def summarise(
+    results: Iterable[Result],
+    steps: Sequence[StepResult],
+    stores: Sequence[str],
+    baselines: Mapping[str, str],
+    paired_baselines: Sequence[str] = (),
+) -> dict[str, float]:
+    """The flat summary: ratios over 1 mean that the store is faster than the baseline. Only of what has figures.
+
+    baselines: their names in the summary -> their contenders'. paired_baselines: those that are compared with the
+    PAIRED figures of a store, not with the others.
+    """
+    median = {(r.workload, r.op, r.contender): r.median_s for r in results if r.seconds}
+    summary: dict[str, float] = {}
+    for (workload, op, name), seconds in median.items():
+        store = name.removesuffix(PAIRED)
+        if store not in stores or op not in SUMMARY_OPS:
+            continue
+        for baseline, contender in baselines.items():
+            other = median.get((workload, op, contender))
+            if other is not None and (baseline in paired_baselines) == name.endswith(PAIRED):
+                summary[f"{workload}.{op}.{store}.vs_{baseline}"] = other / seconds
+    summary |= _step_summary(steps, stores)
+    for store in stores:
+        for op in ("put", "get"):
+            pair = median.get(("wide-32", op, store)), median.get(("narrow-1", op, store))
+            if pair[0] and pair[1]:
+                summary[f"wide_vs_narrow.{op}.{store}"] = pair[0] / pair[1]
+        cost = _checksum_cost(median, store)
+        if cost is not None:
+            summary[f"checksum_cost.{store}"] = cost
+    return summary
+
+
+def _step_summary(steps: Sequence[StepResult], stores: Sequence[str]) -> dict[str, float]:
+    summary: dict[str, float] = {}
+    done = {step.contender: step for step in steps if step.seconds}
+    queue = done.get("transferqueue")
+    for store in stores:
+        if store not in done:
+            continue
+        figures = {name: value for name, value in done[store].counts().items() if math.isfinite(value)}
+        summary |= {f"step.{store}.{name}": value for name, value in figures.items()}
+        summary[f"step.{store}.milliseconds"] = done[store].median_s * 1e3
+        if queue is not None:
+            summary[f"step.{store}.vs_transferqueue"] = queue.median_s / done[store].median_s
+    return summary
+
+
+def _checksum_cost(median: Mapping[tuple[str, str, str], float], store: str) -> float | None:
+    """Time of put and get with checksums over that without, on the workload where both ran; None where none did."""
+    for workload in dict.fromkeys(workload for workload, _, name in median if name == store + CHECKSUMMED):
+        with_sums = [median.get((workload, op, store + CHECKSUMMED)) for op in ("put", "get")]
+        without = [median.get((workload, op, store)) for op in ("put", "get")]
+        if all(with_sums) and all(without):
+            return sum(map(float, filter(None, with_sums))) / sum(map(float, filter(None, without)))
+    return None
+
+
+def write_records(path: Path, records: Iterable[Mapping[str, Any]], conditions: Mapping[str, Any]) -> None:
+    """JSON lines, the conditions in each, so that a line alone still says where it is from."""
+    lines = [json.dumps({**record, "conditions": conditions}, allow_nan=False) for record in records]
+    path.write_text("".join(line + "\n" for line in lines))
+
+
+def write_summary(path: Path, summary: Mapping[str, Any], conditions: Mapping[str, Any]) -> None:
+    """One flat JSON object, and `conditions`."""
+    path.write_text(json.dumps({**summary, "conditions": dict(conditions)}, indent=1, allow_nan=False) + "\n")

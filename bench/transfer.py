@@ -1,0 +1,285 @@
+"""`headrace bench transfer`: every store against every baseline, in one run, on the same bytes."""
+
+from __future__ import annotations
+
+import logging
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..dataplane.config import StoreKind
+from ..dataplane.errors import DataPlaneError
+from ..trainers import doctor
+from ..trainers.errors import UserError
+from .baselines import factory as baselines
+from .conditions import conditions
+from .contenders import CHECKSUMMED, Contender, Op
+from .crew import Crew, CrewHost, RayCrew, ThreadCrew
+from .results import PAIRED, Result, StepResult, summarise, write_records, write_summary
+from .rounds import Pattern, measure
+from .step import BLOCK_ROWS, DP, measure_steps
+from .stores import StoreContender
+from .workloads import WORKLOADS as DESCRIBED
+from .workloads import LoadSpec
+
+_logger = logging.getLogger(__name__)
+
+WORKLOADS = tuple(name for name in DESCRIBED if name != "step")
+"""Those that are measured op by op; `step` is a pattern."""
+STORES = ("local", "shm", "ray", "simple", "mooncake")
+PATTERNS: dict[str, frozenset[Op]] = {
+    "put": frozenset(("put",)),
+    "get": frozenset(("get",)),
+    "shuffled": frozenset(("gets",)),
+    "field": frozenset(("field",)),
+    "write-back": frozenset(("write_back",)),
+    "clear": frozenset(("clear",)),
+    "claim": frozenset(("claim",)),
+    "step": frozenset(("step",)),
+}
+TOGETHER = ("wide-32", "narrow-1")
+"""Measured in the same rounds, as their ratio is asked for."""
+CHECKSUM_WORKLOADS = ("rl-1024", "rl-256")
+"""The first of these that runs also runs with checksums on."""
+QUICK_WORKLOADS = {"rl-256": 1.0, "rl-1024": 1.0, "tiny": 1.0, "dense": 0.25}
+QUICK_STEP_SHARE = 0.5
+CAPACITY_MIB = 1024
+OBJECT_STORE_MIB = 3072
+RAY_CPUS = 4
+"""Logical: only TransferQueue's actors ask for any."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """What to run."""
+
+    out: Path
+    stores: tuple[str, ...] = STORES
+    workloads: tuple[str, ...] = WORKLOADS
+    patterns: tuple[str, ...] = tuple(PATTERNS)
+    baselines: tuple[str, ...] = baselines.NAMES
+    quick: bool = False
+    in_process: bool = False
+    """Threads of this process and no Ray: for tests."""
+    share: float = 1.0
+    """Part of every workload's rows, for tests."""
+
+    def __post_init__(self) -> None:
+        _check("--stores", self.stores, STORES)
+        _check("--workloads", self.workloads, WORKLOADS)
+        _check("--pattern", self.patterns, tuple(PATTERNS))
+        _check("baselines", self.baselines, baselines.NAMES)
+
+    @property
+    def repeats(self) -> int:
+        return 3 if self.quick else 5
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        return (8,) if self.quick else (2, 4, 8)
+
+    def specs(self) -> list[list[LoadSpec]]:
+        """Workloads that are measured in the same rounds stand together."""
+        shares = {name: QUICK_WORKLOADS.get(name, 1.0) * self.share if self.quick else self.share for name in WORKLOADS}
+        chosen = [LoadSpec(name, shares[name]) for name in self.workloads]
+        pair = [spec for spec in chosen if spec.name in TOGETHER]
+        return [[spec] for spec in chosen if spec.name not in TOGETHER] + ([pair] if pair else [])
+
+    def pattern(self) -> Pattern:
+        ops: frozenset[Op] = frozenset().union(*(PATTERNS[name] for name in self.patterns))
+        return Pattern(ops, self.readers, self.repeats)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """What a run found."""
+
+    results: list[Result]
+    steps: list[StepResult]
+    summary: dict[str, float]
+    absent: dict[str, str]
+    """Store or baseline -> why it did not take part, and how to get it."""
+    conditions: dict[str, Any]
+
+
+def run_transfer(options: TransferOptions, tell: Callable[[str], None]) -> TransferReport:
+    """Measure, and write results.jsonl and summary.json into `options.out`. `tell` is given a line per phase.
+
+    Raises UserError when none of the chosen stores can start. A case that fails is reported as failed.
+    """
+    options.out.mkdir(parents=True, exist_ok=True)
+    absent = {kind: why for kind in options.stores if (why := why_absent(kind, options.in_process))}
+    for name in options.baselines:
+        if why := baselines.why_absent(name, options.in_process):
+            absent[baselines.contender_name(name)] = why
+    present = [kind for kind in options.stores if kind not in absent]
+    if not present:
+        raise UserError("no store can start here: " + "; ".join(f"{kind}: {why}" for kind, why in absent.items()))
+    facts = conditions(repeats=options.repeats, quick=options.quick, rows_share=options.share, threads_per_process=1)
+    results: list[Result] = []
+    steps: list[StepResult] = []
+    with _crew(options) as crew:
+        names = [name for name in options.baselines if baselines.contender_name(name) not in absent]
+        _first_run(crew, options, present, names, absent, tell, results, steps)
+    if baselines.SECOND_RUN in names and "mooncake" in present:
+        # Two TransferQueues cannot live in one Ray, so this one has a run of its own, with the store it is compared to.
+        with _crew(options) as crew:
+            results += _second_run(crew, options, absent, tell)
+    contender_of = {name: baselines.contender_name(name) for name in options.baselines}
+    summary = summarise(results, steps, options.stores, contender_of, (baselines.SECOND_RUN,))
+    write_records(options.out / "results.jsonl", [item.record() for item in (*results, *steps)], facts)
+    write_summary(options.out / "summary.json", summary, facts | {"absent": absent})
+    return TransferReport(results, steps, summary, absent, facts)
+
+
+def why_absent(kind: str, in_process: bool) -> str:
+    """Why a store cannot take part, and what puts that right; "" when it can."""
+    if in_process:
+        return "" if kind in ("local", "shm") else "needs Ray, which this run does without"
+    probe = next(probe for probe in doctor.PROBES if probe.area == "store" and probe.name == kind)
+    error = doctor.try_imports({kind: probe.imports})[kind] if probe.extra else ""
+    if kind == "shm":
+        error = doctor.write_error(doctor.SHM)
+    finding = doctor.verdict(probe, error, typing.get_args(StoreKind))
+    if finding.state is doctor.State.OK:
+        return ""
+    return f"{finding.detail}; to get it: {finding.fix}" if finding.fix else finding.detail
+
+
+# ---------------------------------------------------------------- runs
+
+
+def _first_run(
+    crew: Crew,
+    options: TransferOptions,
+    kinds: Sequence[str],
+    names: Sequence[str],
+    absent: dict[str, str],
+    tell: Callable[[str], None],
+    results: list[Result],
+    steps: list[StepResult],
+) -> None:
+    pattern = options.pattern()
+    in_process = options.in_process
+    with ExitStack() as stack:
+        open_one = _Opener(stack, absent, tell)
+        stores = [open_one(kind, lambda kind=kind: _store(kind, in_process)) for kind in kinds]
+        others = [
+            open_one(baselines.contender_name(name), lambda name=name: baselines.open_baseline(name, CrewHost(crew)))
+            for name in names
+            if name != baselines.SECOND_RUN
+        ]
+        everyone = [contender for contender in (*stores, *others) if contender is not None]
+        checked = next((name for name in CHECKSUM_WORKLOADS if name in options.workloads), None)
+        if pattern.ops - {"step"}:
+            for specs in options.specs():
+                sums: list[Contender] = []
+                if any(spec.name == checked for spec in specs):
+                    sums = _checksummed(open_one, kinds, absent, in_process)
+                results += measure(crew, [*everyone, *sums], specs, pattern, tell)
+                for contender in sums:
+                    contender.close()
+        if "step" in pattern.ops:
+            for store in stores:
+                if store is not None:
+                    store.close()
+            by_prompt = [
+                open_one(kind, lambda kind=kind: _store(kind, in_process, block_rows=BLOCK_ROWS))
+                for kind in kinds
+                if kind not in absent
+            ]
+            steppers = [contender for contender in (*by_prompt, *others) if contender is not None]
+            share = options.share * (QUICK_STEP_SHARE if options.quick else 1.0)
+            steps += measure_steps(crew, steppers, share, options.repeats, tell)
+
+
+def _second_run(
+    crew: Crew, options: TransferOptions, absent: dict[str, str], tell: Callable[[str], None]
+) -> list[Result]:
+    """`mooncake` against TransferQueue's MooncakeStore; the store's figures here bear the suffix PAIRED."""
+    pattern = options.pattern()
+    with ExitStack() as stack:
+        open_one = _Opener(stack, absent, tell)
+        pair = [
+            open_one("mooncake", lambda: _store("mooncake", False)),
+            open_one(baselines.SECOND_RUN, lambda: baselines.open_baseline(baselines.SECOND_RUN, CrewHost(crew))),
+        ]
+        found = [contender for contender in pair if contender is not None]
+        results = [result for specs in options.specs() for result in measure(crew, found, specs, pattern, tell)]
+    return [
+        result if result.contender == baselines.SECOND_RUN else replace(result, contender=result.contender + PAIRED)
+        for result in results
+    ]
+
+
+class _Opener:
+    """Opens contenders, closes them in the end; one that cannot start is told and noted as absent."""
+
+    def __init__(self, stack: ExitStack, absent: dict[str, str], tell: Callable[[str], None]) -> None:
+        self._stack = stack
+        self._absent = absent
+        self._tell = tell
+
+    def __call__(self, name: str, build: Callable[[], Contender]) -> Contender | None:
+        self._tell(f"starting {name}")
+        try:
+            contender = build()
+        except (DataPlaneError, ValueError, RuntimeError, ImportError, OSError, TimeoutError) as error:
+            self._absent[name] = f"did not start: {type(error).__name__}: {error}".splitlines()[0]
+            return None
+        self._stack.callback(contender.close)
+        return contender
+
+
+def _checksummed(open_one: _Opener, kinds: Sequence[str], absent: dict[str, str], in_process: bool) -> list[Contender]:
+    made = [
+        open_one(kind + CHECKSUMMED, lambda kind=kind: _store(kind, in_process, checksum=True))
+        for kind in kinds
+        if kind not in absent
+    ]
+    return [contender for contender in made if contender is not None]
+
+
+def _store(kind: str, in_process: bool, *, checksum: bool = False, block_rows: int = 64) -> StoreContender:
+    return StoreContender(
+        kind, capacity_mib=CAPACITY_MIB, block_rows=block_rows, checksum=checksum, in_process=in_process
+    )
+
+
+@contextmanager
+def _crew(options: TransferOptions) -> Iterator[Crew]:
+    """The processes, and a Ray of the benchmark's own."""
+    num_consumers = max(*options.readers, DP + 1)
+    if options.in_process:
+        crew: Crew = ThreadCrew(num_consumers)
+        try:
+            yield crew
+        finally:
+            crew.close()
+        return
+    from ..trainers.cluster import Cluster, Demand
+
+    cluster = Cluster(
+        address=None,
+        num_cpus=RAY_CPUS,
+        demand=Demand(0, 0),
+        namespace="headrace-bench",
+        object_store_mib=OBJECT_STORE_MIB,
+    )
+    try:
+        crew = RayCrew(num_consumers)
+        try:
+            yield crew
+        finally:
+            crew.close()
+    finally:
+        cluster.close()
+
+
+def _check(what: str, got: Sequence[str], allowed: Sequence[str]) -> None:
+    unknown = [name for name in got if name not in allowed]
+    if unknown or not got:
+        raise UserError(f"{what}: got {', '.join(unknown) or 'nothing'}, expected some of {', '.join(allowed)}")

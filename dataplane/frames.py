@@ -1,0 +1,77 @@
+"""Frames: how requests and replies travel over a stream socket between a client and the directory.
+
+A frame is a header (bytes of the body, number of the request, bytes of the op's name), then the body: the op's name and
+the payload, or a reply. Replies bear their request's number and come in any order. The first frame of a connection is
+the run's token; a directory that does not know it closes the connection.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from dataclasses import dataclass, field
+
+HEADER = struct.Struct("<QIB")
+MAX_TOKEN_BYTES = 64
+"""More than this from somebody who has not shown the token is not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryAddress:
+    """Where a directory listens. Plain and picklable."""
+
+    local: str
+    """Name of its Unix socket in the abstract namespace: for clients on its host."""
+    host: str
+    """Address for clients on other hosts; "" when it serves its own host only."""
+    port: int
+    token: bytes = field(repr=False)
+    """Who shows it may use the directory."""
+
+
+def frame(number: int, body: bytes, op: str = "") -> bytes:
+    """One frame; a large body is better sent behind its `head`."""
+    return head(number, len(body), op) + body
+
+
+def head(number: int, nbytes: int, op: str = "") -> bytes:
+    """A frame up to its payload of `nbytes` bytes."""
+    name = op.encode()
+    return HEADER.pack(len(name) + nbytes, number, len(name)) + name
+
+
+def is_token(shown: bytes, token: bytes) -> bool:
+    """In constant time."""
+    return hmac.compare_digest(shown, token)
+
+
+class FrameReader:
+    """Takes bytes as they arrive, gives frames as they become whole."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def __len__(self) -> int:
+        """Bytes of the frame that is not whole yet."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> list[tuple[int, str, bytes]]:
+        """(request number, op, payload) of every frame that `data` completes."""
+        if self._buffer:
+            self._buffer += data
+            data = self._buffer  # type: ignore[assignment]
+        frames: list[tuple[int, str, bytes]] = []
+        position, end = 0, len(data)
+        while end - position >= HEADER.size:
+            nbytes, number, op_bytes = HEADER.unpack_from(data, position)
+            body = position + HEADER.size
+            if end - body < nbytes:
+                break
+            op = bytes(data[body : body + op_bytes]).decode() if op_bytes else ""
+            frames.append((number, op, bytes(data[body + op_bytes : body + nbytes])))
+            position = body + nbytes
+        if data is self._buffer:
+            del self._buffer[:position]
+        elif position < end:
+            self._buffer += data[position:] if position else data
+        return frames

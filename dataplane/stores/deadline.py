@@ -1,0 +1,93 @@
+"""Calls with a bound into a library whose own calls have none, on threads that may be left behind in it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+MAX_THREADS = 16
+"""At most this many calls at a time; more wait for a thread, within their bound."""
+
+
+class DeadlineThreads:
+    """Runs calls on daemon threads. Thread-safe.
+
+    A call that is out of time goes on in its thread: everything it was given must live until it returns, and what it
+    returns is dropped.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._num_running = 0
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._pending: set[Future[Any]] = set()
+        self._num_threads = 0
+        self._ended: BaseException | None = None
+
+    def run(self, call: Callable[[], Any], timeout_s: float) -> Any:
+        """What `call` returns or raises. Raises TimeoutError, or the error that `end` was given."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            self._pending.add(future)
+            if len(self._pending) > self._num_threads and self._num_threads < MAX_THREADS:
+                self._num_threads += 1
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            self._queue.put((future, call))
+        try:
+            return future.result(timeout_s)
+        except FutureTimeout:
+            raise TimeoutError from None
+
+    def end(self, error: BaseException) -> None:
+        """All calls, those under way too, raise `error` from now on; idle threads end. The first one counts."""
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = error
+            for future in self._pending:
+                future.set_exception(error)
+            self._pending.clear()
+            for _ in range(self._num_threads):
+                self._queue.put(None)
+
+    def wait_idle(self, timeout_s: float | None) -> bool:
+        """After `end`: whether every call has returned (None: it waits until then). None starts any more."""
+        with self._idle:
+            return self._idle.wait_for(lambda: self._num_running == 0, timeout_s)
+
+    def _work(self) -> None:
+        while (task := self._queue.get()) is not None:
+            future, call = task
+            if self._begin(future):
+                try:
+                    self._settle(future, call(), None)
+                except BaseException as error:
+                    self._settle(future, None, error)
+            del task, future, call  # lest an idle thread keep a request's buffers
+
+    def _begin(self, future: Future[Any]) -> bool:
+        with self._lock:
+            if future not in self._pending:
+                return False
+            self._num_running += 1
+            return True
+
+    def _settle(self, future: Future[Any], result: Any, error: BaseException | None) -> None:
+        with self._idle:
+            self._num_running -= 1
+            self._idle.notify_all()
+            if future not in self._pending:
+                return
+            self._pending.discard(future)
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)

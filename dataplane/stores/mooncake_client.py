@@ -1,0 +1,261 @@
+"""Mooncake's own client with bounded calls, errors that name the master, and settings that nobody's shell can change.
+
+The one module that imports mooncake. A client without a segment holds no bytes: its end takes nothing along.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import CapacityExceeded, DataPlaneError, IntegrityError, RowsCleared, StoreLost
+from .deadline import DeadlineThreads
+from .mooncake_master import HOW_TO_GET_IT, MasterAddress
+from .staging import StagingPool
+
+_logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 10.0
+INFINIBAND = Path("/sys/class/infiniband")
+
+NOT_FOUND = -704
+UNFINISHED = -703
+"""A block whose writer has not ended its put."""
+_NO_ROOM = -200
+_INVALID = -600
+_WORDS = {UNFINISHED: "not written to its end", -800: "transfer failed", -900: "RPC failed", -901: "RPC timed out"}
+
+# Forced in every process that joins: a shell's value must not make a run read by another path than it says.
+_FORCED = {
+    "MC_STORE_MEMCPY": "0",  # else bytes for the own process go by memcpy, whatever the protocol
+    "MC_STORE_CLIENT_METRIC": "0",
+    "MC_LOG_LEVEL": "ERROR",  # errors reach the caller as exceptions; INFO is 14 lines a client
+}
+_CLEARED = (
+    "MC_FORCE_TCP",  # would turn rdma into tcp silently
+    "MC_MS_AUTO_DISC",
+    "MC_RPC_PROTOCOL",
+    "MC_USE_TENT",
+    "MC_USE_TEV1",
+    "MC_STORE_LOCAL_HOT_CACHE_SIZE",  # would serve blocks that were freed
+    "MC_STORE_CLUSTER_ID",
+    "MC_METADATA_CLUSTER_ID",
+)
+
+
+class MooncakeClient:
+    """One client of one master. Thread-safe. Each call returns or raises within its `timeout_s`."""
+
+    def __init__(self, master: MasterAddress, protocol: str, device: str, segment_bytes: int = 0) -> None:
+        """protocol: `tcp` or `rdma`, over `device` (comma-separated; "" = all). segment_bytes: what it lends the store.
+
+        Raises ValueError when mooncake or an RDMA device is missing, StoreLost when the master is.
+        """
+        self.master = master
+        self._lends = segment_bytes > 0
+        self._threads = DeadlineThreads(f"mooncake-{master.name}")
+        started = time.monotonic()
+        library = _load(protocol, device)
+        self._lock = threading.Lock()
+        self._leaving: threading.Thread | None = None
+        self._store: Any = library.MooncakeDistributedStore()
+        self._watch = self._connect(started)
+        threading.Thread(target=self._watch_master, name="mooncake-watch", daemon=True).start()
+        own_host = self._watch.getsockname()[0]  # by which the master is reached
+        setup = (own_host, "P2PHANDSHAKE", segment_bytes, 0, protocol, device, master.endpoint)
+        try:
+            code = self._run("connect", lambda: self._store.setup(*setup), CONNECT_TIMEOUT_S)
+            if code != 0:
+                raise StoreLost(f"mooncake client did not start: {_words(code)}", op="connect", peer=master.peer)
+            self._assert_transport(protocol)
+        except BaseException:
+            self.close()
+            raise
+        self._config = library.ReplicateConfig()
+        self._config.replica_num = 1
+        self._config.with_hard_pin = True  # else the master evicts what it takes for cold
+        self.staging = StagingPool(self._register, self._unregister)
+        name = self._store.get_hostname()
+        _logger.info("mooncake client %s: %s, %d bytes lent to %s", name, protocol, segment_bytes, master.peer)
+
+    def put(
+        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], memory: np.ndarray, timeout_s: float
+    ) -> None:
+        """Write objects from `memory`, a `staging` buffer that `addresses` lie in. All have landed when it returns.
+
+        Raises CapacityExceeded when the segment has no room, StoreLost.
+        """
+
+        def call() -> list[int]:
+            assert memory.size >= sum(sizes)  # lives as long as the library reads it
+            return self._store.batch_put_from(list(keys), list(addresses), list(sizes), self._config)
+
+        for key, code in zip(keys, self._run("put", call, timeout_s), strict=True):
+            if code == _NO_ROOM:
+                text = f"the mooncake segment has no room in one piece for {key}, though its account has"
+                raise CapacityExceeded(text, op="put", peer=self.master.peer)
+            if code != 0:
+                raise self._error("put", key, code)
+
+    def get(
+        self, keys: Sequence[str], spans: Sequence[Sequence[tuple[int, int, int]]], memory: np.ndarray, timeout_s: float
+    ) -> None:
+        """Read `(source offset, nbytes, destination offset)` spans of each object into `memory`, a `staging` buffer.
+
+        Raises RowsCleared for an object that is not there, IntegrityError for one that is too short, StoreLost.
+        """
+
+        def call() -> list[list[list[int]]]:
+            return self._store.get_into_ranges(
+                [memory.ctypes.data],
+                [list(keys)],
+                [[[to for _, _, to in object_spans] for object_spans in spans]],
+                [[[source for source, _, _ in object_spans] for object_spans in spans]],
+                [[[nbytes for _, nbytes, _ in object_spans] for object_spans in spans]],
+            )
+
+        (found,) = self._run("get", call, timeout_s)
+        for key, object_spans, codes in zip(keys, spans, found, strict=True):
+            for (source, nbytes, _), code in zip(object_spans, codes, strict=True):
+                if code == _INVALID or 0 <= code != nbytes:
+                    text = f"{key} does not hold the {nbytes} bytes from {source} that it should"
+                    raise IntegrityError(text, op="get", peer=self.master.peer)
+                if code < 0:
+                    raise self._error("get", key, code)
+
+    def exist(self, keys: Sequence[str], timeout_s: float) -> list[bool]:
+        """Whether each object is there, whole. Raises StoreLost."""
+        codes = self._run("get", lambda: self._store.batch_is_exist(list(keys)), timeout_s)
+        for key, code in zip(keys, codes, strict=True):
+            if code < 0:
+                raise self._error("get", key, code)
+        return [code == 1 for code in codes]
+
+    def remove(self, keys: Sequence[str], timeout_s: float) -> list[int]:
+        """Delete, readers or not: per object 0, NOT_FOUND or UNFINISHED. Raises StoreLost for any other answer."""
+        codes = self._run("clear", lambda: self._store.batch_remove(list(keys), True), timeout_s)
+        for key, code in zip(keys, codes, strict=True):
+            if code not in (0, NOT_FOUND, UNFINISHED):
+                raise self._error("clear", key, code)
+        return codes
+
+    def close(self) -> None:
+        """Leave the master; what this client lent goes with it. Idempotent.
+
+        Waits for that within CLOSE_TIMEOUT_S; a client that lends nothing takes its leave (a second) in the background.
+        """
+        leaving = self._leave(StoreLost("this client is closed", op="connect", peer=self.master.peer))
+        if self._lends:
+            leaving.join(CLOSE_TIMEOUT_S)
+
+    # -------------------------------------------------------------- inside
+
+    def _run(self, op: str, call: Any, timeout_s: float) -> Any:
+        started = time.monotonic()
+        try:
+            return self._threads.run(call, timeout_s)
+        except TimeoutError:
+            elapsed = time.monotonic() - started
+            raise StoreLost("mooncake did not answer", op=op, peer=self.master.peer, elapsed_s=elapsed) from None
+        except StoreLost as error:
+            elapsed = time.monotonic() - started
+            raise StoreLost(error.message, op=op, peer=self.master.peer, elapsed_s=elapsed) from None
+
+    def _connect(self, started: float) -> socket.socket:
+        try:
+            watch = socket.create_connection((self.master.host, self.master.port), timeout=CONNECT_TIMEOUT_S)
+        except OSError as error:
+            elapsed = time.monotonic() - started
+            text = f"mooncake master is lost: {error.strerror or error}"
+            raise StoreLost(text, op="connect", peer=self.master.peer, elapsed_s=elapsed) from None
+        watch.settimeout(None)
+        return watch
+
+    def _watch_master(self) -> None:
+        """A connection on which nothing is ever said: its end is the master's, known at once and not after retries."""
+        try:
+            self._watch.recv(1)
+        except OSError:
+            pass  # a reset is an end, too
+        self._leave(StoreLost("mooncake master is lost: connection broke", peer=self.master.peer))
+
+    def _leave(self, error: StoreLost) -> threading.Thread:
+        """End all calls with `error`, then the library's client: it would go on calling a dead master for ever."""
+        with self._lock:
+            if self._leaving is None:
+                self._threads.end(error)
+                # A thread that came back from the library after Python's own end would abort the process: no daemon,
+                # except to wait for a call that is stuck there, under which the client must not be taken away.
+                stuck = not self._threads.wait_idle(0.0)
+                self._leaving = threading.Thread(target=self._end_library, name="mooncake-leave", daemon=stuck)
+                self._leaving.start()
+        return self._leaving
+
+    def _end_library(self) -> None:
+        self._threads.wait_idle(None)
+        self._store.close()
+        try:
+            self._watch.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the master has closed it
+        self._watch.close()
+
+    def _register(self, address: int, nbytes: int) -> None:
+        code = self._run("connect", lambda: self._store.register_buffer(address, nbytes), CONNECT_TIMEOUT_S)
+        if code != 0:
+            text = f"mooncake cannot register a buffer of {nbytes} bytes: {_words(code)}"
+            raise StoreLost(text, op="connect", peer=self.master.peer)
+
+    def _unregister(self, address: int) -> None:
+        self._run("connect", lambda: self._store.unregister_buffer(address), CONNECT_TIMEOUT_S)
+
+    def _assert_transport(self, protocol: str) -> None:
+        devices = [link for link in _open_files() if link.startswith("/dev/infiniband/")]
+        if protocol == "rdma" and not devices:
+            raise ValueError("dataplane.store.protocol='rdma': mooncake opened no RDMA device; use protocol: tcp")
+
+    def _error(self, op: str, key: str, code: int) -> DataPlaneError:
+        if code == NOT_FOUND:
+            return RowsCleared(f"block {key} was freed", op=op, peer=self.master.peer)
+        return StoreLost(f"mooncake failed on {key}: {_words(code)}", op=op, peer=self.master.peer)
+
+
+def _load(protocol: str, device: str) -> Any:
+    """`mooncake.store`, with its settings in this process's environment. Raises ValueError."""
+    if protocol == "rdma":
+        present = sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
+        absent = [name for name in device.split(",") if name and name not in present]
+        if absent or not present:
+            has = f"has {', '.join(present)}" if present else "has no RDMA device"
+            raise ValueError(f"dataplane.store.protocol='rdma' device={device!r}: this host {has}; use protocol: tcp")
+    os.environ.update(_FORCED)
+    for name in _CLEARED:
+        os.environ.pop(name, None)
+    try:
+        return importlib.import_module("mooncake.store")
+    except ImportError as error:
+        raise ValueError(f"dataplane.store.kind='mooncake': {error}; {HOW_TO_GET_IT}") from None
+
+
+def _open_files() -> list[str]:
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(os.readlink(entry))
+        except FileNotFoundError:
+            continue  # closed meanwhile
+    return links
+
+
+def _words(code: int) -> str:
+    return f"{_WORDS[code]} (mooncake error {code})" if code in _WORDS else f"mooncake error {code}"

@@ -1,0 +1,76 @@
+"""Registered buffers that a transfer library reads and writes, pooled: used again as soon as nobody looks at them."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+import numpy as np
+
+from ...codecs.blocks import ALIGN
+
+MIN_BYTES = 1 << 20
+KEEP_BYTES = 256 << 20
+"""Idle memory above this is let go when a buffer of another size is made."""
+
+
+class _Memory:
+    """One buffer: the raw array and its aligned range."""
+
+    __slots__ = ("raw", "address", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.raw = np.empty(nbytes + ALIGN, np.uint8)
+        self.address = -(-self.raw.ctypes.data // ALIGN) * ALIGN
+        self.nbytes = nbytes
+
+
+class _Loan:
+    """What the arrays handed out have as their base: goes with the last of them, and brings the buffer back."""
+
+    __slots__ = ("_pool", "_memory", "__array_interface__")
+
+    def __init__(self, pool: StagingPool, memory: _Memory, nbytes: int) -> None:
+        self._pool = pool
+        self._memory = memory
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (memory.address, False), "version": 3}
+
+    def __del__(self) -> None:
+        self._pool._give(self._memory)
+
+
+class StagingPool:
+    """Buffers in a few sizes, at most a quarter (or 1 MiB) larger than asked.
+
+    Thread-safe by deques: a collected array that gives its buffer back may interrupt whoever holds a lock.
+    """
+
+    def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
+        """`register(address, nbytes)` and `unregister(address)`: the library's."""
+        self._register = register
+        self._unregister = unregister
+        self._idle: defaultdict[int, deque[_Memory]] = defaultdict(deque)
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """uint8 `[nbytes]` with anything in it, at a multiple of ALIGN; back in the pool when its last view is gone."""
+        step = max(MIN_BYTES, (1 << nbytes.bit_length()) // 8)
+        size = max(1, -(-nbytes // step)) * step
+        try:
+            memory = self._idle[size].pop()
+        except IndexError:
+            self._trim()
+            memory = _Memory(size)
+            self._register(memory.address, memory.nbytes)
+        return np.asarray(_Loan(self, memory, nbytes))
+
+    def idle_bytes(self) -> int:
+        """Bytes of the buffers that nobody uses."""
+        return sum(size * len(idle) for size, idle in list(self._idle.items()))
+
+    def _give(self, memory: _Memory) -> None:
+        self._idle[memory.nbytes].append(memory)
+
+    def _trim(self) -> None:
+        for size in sorted(self._idle, reverse=True):
+            while self.idle_bytes() > KEEP_BYTES and self._idle[size]:
+                self._unregister(self._idle[size].popleft().address)
