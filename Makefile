@@ -33,7 +33,7 @@ $(BIN)/python:
 	touch $@
 
 .venv/dev.stamp: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -q -e '.[dev]'
+	$(BIN)/python -m pip install -q -e '.[dev,mooncake]'
 	touch .venv/core.stamp $@
 
 .PHONY: help

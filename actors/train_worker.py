@@ -11,6 +11,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
 
 from ..codecs import messages
 from ..codecs.batch import Batch, Jagged
@@ -34,6 +35,8 @@ class TrainShard:
     """int64 `[M]`: rows of each microbatch."""
     digest: str
     """The whole plan's hash, the same on every rank."""
+    traced: bool
+    """Whether reports of the step carry spans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class WorkerReport:
     """What a pass tells the driver: figures only."""
 
     metrics: dict[str, float]
-    """Global metrics of the pass (the same on every rank)."""
+    """Global metrics of the pass; of rank 0 only, the others have the same."""
     data_wait_s: float
     """Seconds this rank waited for rows."""
     bytes_got: int
@@ -78,7 +81,7 @@ class TrainWorker:
         torch.set_num_threads(setup.threads)
         self._setup = setup
         self._name = setup.name
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._backend: TrainBackend | None = None
         self._sender: WeightSender | None = None
         self._client: DataPlaneClient | None = None
@@ -95,7 +98,7 @@ class TrainWorker:
     def open_rendezvous(self, host: str) -> int:
         """Rank 0 only: serve the group's store on `host`, an ephemeral port; returns the port."""
         timeout = timedelta(seconds=self._setup.timeout_s)
-        self._store = dist.TCPStore(host, 0, self._setup.world, True, timeout, wait_for_workers=False)
+        self._store = TCPStore(host, 0, self._setup.world, True, timeout, wait_for_workers=False)
         return self._store.port
 
     def build(self, host: str, port: int) -> None:
@@ -104,7 +107,7 @@ class TrainWorker:
         timeout = timedelta(seconds=setup.timeout_s)
         if setup.world > 1:
             if self._store is None:
-                self._store = dist.TCPStore(host, port, setup.world, False, timeout)
+                self._store = TCPStore(host, port, setup.world, False, timeout)
             kind = "nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(kind, store=self._store, rank=setup.rank, world_size=setup.world, timeout=timeout)
         self._client = connect(setup.data_plane, name=self._name)
@@ -251,5 +254,7 @@ class TrainWorker:
         now = (stats.bytes_got, stats.bytes_put, stats.calls.total())
         got, put, calls = (new - old for new, old in zip(now, self._seen, strict=True))
         self._seen, wait_s, self._wait_s = now, self._wait_s, 0.0
-        spans, self._spans = tuple(self._spans), []
-        return messages.encode(WorkerReport(metrics, wait_s, got, put, calls, spans))
+        spans = tuple(self._spans) if self._shard is not None and self._shard.traced else ()
+        self._spans.clear()
+        kept = metrics if self._setup.rank == 0 else {}
+        return messages.encode(WorkerReport(kept, wait_s, got, put, calls, spans))

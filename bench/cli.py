@@ -69,12 +69,12 @@ def _out(parser: argparse.ArgumentParser) -> None:
 
 
 def _transfer(arguments: argparse.Namespace) -> int:
-    from .report import tables, write_report
-    from .transfer import PATTERNS, QUICK_WORKLOADS, STORES, WORKLOADS, TransferOptions, run_transfer
+    from .report import failures, tables, write_report
+    from .transfer import PATTERNS, QUICK_STORES, QUICK_WORKLOADS, STORES, WORKLOADS, TransferOptions, run_transfer
 
     options = TransferOptions(
         out=_folder(arguments, "transfer"),
-        stores=_chosen(arguments.stores, STORES),
+        stores=_chosen(arguments.stores, QUICK_STORES if arguments.quick else STORES),
         workloads=_chosen(arguments.workloads, QUICK_WORKLOADS if arguments.quick else WORKLOADS),
         patterns=_chosen(arguments.pattern, PATTERNS),
         quick=arguments.quick,
@@ -87,9 +87,9 @@ def _transfer(arguments: argparse.Namespace) -> int:
     for name, why in report.absent.items():
         console.print(f"not measured: {name}: {why}", highlight=False)
     path = write_report(report, options, shlex.join(["headrace", *sys.argv[1:]]))
-    failed = [item for item in (*report.results, *report.steps) if item.failure]
-    for item in failed:
-        console.print(f"failed: {item.contender}: {item.failure}", style="red", highlight=False)
+    failed = failures(report)
+    for line in failed:
+        console.print(f"failed: {line}", style="red", highlight=False)
     console.print(f"report: {path}", highlight=False)
     return cli.FAILED if failed else cli.DONE
 

@@ -36,6 +36,8 @@ class Crew(Protocol):
     """Named hands. Calls to one hand come one after another, in the order they were started."""
 
     names: tuple[str, ...]
+    lead_s: float
+    """How far ahead hands are told to start together: longer than it takes to tell them."""
 
     def start(self, hand: str, method: str, *args: Any) -> Any:
         """Begin `method` of a hand; give what this returns to `gather`."""
@@ -66,6 +68,8 @@ def hand_names(num_consumers: int) -> tuple[str, ...]:
 
 class RayCrew:
     """Each hand in a Ray actor's process. Ray must be initialised."""
+
+    lead_s = 0.05
 
     def __init__(self, num_consumers: int) -> None:
         self.names = hand_names(num_consumers)
@@ -109,6 +113,8 @@ class RayCrew:
 
 class ThreadCrew:
     """Each hand in a thread of this process, for in-process data planes."""
+
+    lead_s = 0.005
 
     def __init__(self, num_consumers: int) -> None:
         self.names = hand_names(num_consumers)

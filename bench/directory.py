@@ -21,6 +21,7 @@ from ..dataplane.config import DataPlaneConfig, StoreConfig
 from ..dataplane.directory import ClaimRows, Directory
 from ..dataplane.factory import connect, open_data_plane
 from ..dataplane.partition import PutRows
+from ..dataplane.rows import Grouping
 from ..trainers.cluster import Cluster, Demand
 from .conditions import conditions
 from .results import write_records, write_summary
@@ -178,13 +179,14 @@ def _put_rows(start: int, count: int) -> PutRows:
         layouts.append(
             BlockLayout(_NAMES, rows, rows * TOKENS, (512, rows * TOKENS * 4, *[rows * 4] * (NUM_FIELDS - 1)))
         )
+    keys = [_key(row) for row in range(start, start + count)]
     return PutRows(
         _PARTITION,
-        [_key(row) for row in range(start, start + count)],
+        keys,
         _NAMES,
         np.full(count, TOKENS, dtype=np.int64),
         np.full(count, start // PUT_ROWS, dtype=np.int64),
-        None,
+        Grouping.of(keys, None),
         {"reward": np.zeros(count, dtype=np.float32)},
         tuple(layouts),
         False,
@@ -195,7 +197,7 @@ def _put_rows(start: int, count: int) -> PutRows:
 def _write(directory: Directory, put: PutRows) -> None:
     reservation = directory.reserve(put, 0.0)
     assert reservation is not None, "there is room for all"
-    directory.commit(reservation.reservation_id, [b"location"] * len(put.layouts))
+    directory.commit(reservation.reservation_id, put, lambda block_ids, sizes: [b"location"] * len(sizes))
 
 
 @contextmanager

@@ -23,10 +23,11 @@ def draw(results: Sequence[Result], stores: Sequence[str], under: str, folder: P
         return []
     names = list(dict.fromkeys(result.contender for result in timed))
     colour = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
+    ops = [op for op in SHOWN_OPS if any(result.op == op for result in moved)]
     figures = {
-        "throughput.png": _bars(moved, stores, colour),
-        "size.png": _sizes(moved, colour),
-        "latency.png": _percentiles(moved, colour),
+        "throughput.png": _bars(moved, ops, stores, colour),
+        "size.png": _sizes(moved, ops, colour),
+        "latency.png": _percentiles(moved, ops, colour),
     }
     paths = []
     for name, figure in figures.items():
@@ -36,14 +37,16 @@ def draw(results: Sequence[Result], stores: Sequence[str], under: str, folder: P
     return paths
 
 
-def _bars(results: Sequence[Result], stores: Sequence[str], colour: dict[str, str]) -> Figure:
+def _bars(results: Sequence[Result], ops: Sequence[str], stores: Sequence[str], colour: dict[str, str]) -> Figure:
     """MiB/s by workload and contender; a line marks memcpy, the limit, where it ran."""
-    figure, places = _grid(1, "MiB/s, of the median run (log scale); the black line is one memcpy of the same bytes")
+    figure, places = _grid(
+        1, len(ops), "MiB/s, of the median run (log scale); the black line is one memcpy of the same bytes"
+    )
     workloads = list(dict.fromkeys(result.workload for result in results))
     ordered = [name for name in colour if name in stores] + [name for name in colour if name not in stores]
     ordered = [name for name in ordered if name != "memcpy"]
     width = 0.8 / max(1, len(ordered))
-    for axes, op in zip(places, SHOWN_OPS, strict=True):
+    for axes, op in zip(places, ops, strict=True):
         speed = {(r.workload, r.contender): r.mib_per_s for r in results if r.op == op}
         for number, name in enumerate(ordered):
             at = [place for place, workload in enumerate(workloads) if (workload, name) in speed]
@@ -61,10 +64,10 @@ def _bars(results: Sequence[Result], stores: Sequence[str], colour: dict[str, st
     return figure
 
 
-def _sizes(results: Sequence[Result], colour: dict[str, str]) -> Figure:
+def _sizes(results: Sequence[Result], ops: Sequence[str], colour: dict[str, str]) -> Figure:
     """MiB/s against bytes a run."""
-    figure, places = _grid(1, "MiB/s against the MiB of one run, a point per workload")
-    for axes, op in zip(places, SHOWN_OPS, strict=True):
+    figure, places = _grid(1, len(ops), "MiB/s against the MiB of one run, a point per workload")
+    for axes, op in zip(places, ops, strict=True):
         for name in colour:
             points = sorted((r.nbytes / 2**20, r.mib_per_s) for r in results if r.op == op and r.contender == name)
             if points:
@@ -77,12 +80,12 @@ def _sizes(results: Sequence[Result], colour: dict[str, str]) -> Figure:
     return figure
 
 
-def _percentiles(results: Sequence[Result], colour: dict[str, str]) -> Figure:
+def _percentiles(results: Sequence[Result], ops: Sequence[str], colour: dict[str, str]) -> Figure:
     """Share of runs that took at most so long, of the smallest and the largest workload."""
     by_size = sorted({(result.nbytes, result.workload) for result in results})
     chosen = list(dict.fromkeys((by_size[0][1], by_size[-1][1])))
-    figure, places = _grid(len(chosen), "share of runs that took at most so many milliseconds")
-    panels = [(workload, op) for workload in chosen for op in SHOWN_OPS]
+    figure, places = _grid(len(chosen), len(ops), "share of runs that took at most so many milliseconds")
+    panels = [(workload, op) for workload in chosen for op in ops]
     for axes, (workload, op) in zip(places, panels, strict=True):
         for result in results:
             if (result.workload, result.op) != (workload, op):
@@ -99,10 +102,10 @@ def _percentiles(results: Sequence[Result], colour: dict[str, str]) -> Figure:
     return figure
 
 
-def _grid(rows: int, title: str) -> tuple[Figure, list[Axes]]:
+def _grid(rows: int, columns: int, title: str) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(13, 1.2 + 3.2 * rows))
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    places = [figure.add_subplot(rows, len(SHOWN_OPS), number + 1) for number in range(rows * len(SHOWN_OPS))]
+    places = [figure.add_subplot(rows, columns, number + 1) for number in range(rows * columns)]
     for axes in places:
         axes.grid(axis="y", color="#d0d7de", linewidth=0.6)
         axes.set_axisbelow(True)

@@ -90,6 +90,9 @@ class Hand:
             station.endpoint.close()
         self._loads, self._digests, self._values = {}, {}, {}
 
+    def idle(self) -> None:
+        """Nothing: answered once all earlier calls have been."""
+
     def serve(self, name: str, start: Callable[[], Server]) -> tuple[str, int]:
         """Start a server here; returns its address."""
         self._servers[name] = start()
@@ -165,22 +168,25 @@ class Hand:
         read: tuple[str, ...],
         write: tuple[tuple[str, ...], Sequence[str]] | None,
         expected: Digests | None = None,
-    ) -> Any:
+    ) -> tuple[Any, Span]:
         """One stage of a step here: read the columns that are not kept since `forget`, write (fields, keys) back.
 
-        Returns the token of what was written, None without.
+        Returns the token of what was written (None without) and the span of all that.
         """
         station = self._stations[label]
         endpoint, kept = station.endpoint, station.kept
+        values = None if write is None else self._tensordict(station.spec, write[0], share.rows)
+        start = time.monotonic()
         missing = tuple(field for field in read if field not in kept)
         got = endpoint.get(token, share, missing) if missing else None
         kept.update(dict.fromkeys(missing, got))
         if expected is not None and got is not None:
             check(endpoint.fingerprint(got), {field: expected[field] for field in missing}, f"{label} step")
-        if write is None:
-            return None
+        if write is None or values is None:
+            return None, Span(start, time.monotonic())
         assert isinstance(endpoint, RowEndpoint)
-        return endpoint.write(write[1], self._tensordict(station.spec, write[0], share.rows), None)
+        written = endpoint.write(write[1], values, None)
+        return written, Span(start, time.monotonic())
 
     def forget(self, label: str) -> None:
         """Let go of the columns that stages have kept."""

@@ -14,6 +14,10 @@ from .results import Result
 from .transfer import TransferOptions, TransferReport
 from .workloads import WORKLOADS
 
+STEP_NOTE = (
+    "Bytes put: values of the columns written; on the wire: with block headers and lengths. "
+    "Times include the calls between the benchmark's processes, transfer times do not."
+)
 MAIN_OPS = ("put", "get", "get2", "get4", "get8", "field", "write_back", "clear", "claim")
 
 
@@ -34,6 +38,13 @@ def tables(report: TransferReport) -> list[Table]:
     return drawn
 
 
+def failures(report: TransferReport) -> list[str]:
+    """A line for each case that failed, with its reason."""
+    failed = [(result.workload, result.contender, result.failure) for result in report.results if result.failure]
+    failed += [("step", step.contender, step.failure) for step in report.steps if step.failure]
+    return [f"{workload}, {contender}: {failure}" for workload, contender, failure in failed]
+
+
 def write_report(report: TransferReport, options: TransferOptions, command: str) -> Path:
     """report.md and its plots, in `options.out`; returns the page."""
     plots = draw(report.results, options.stores, one_line(report.conditions), options.out)
@@ -45,9 +56,11 @@ def write_report(report: TransferReport, options: TransferOptions, command: str)
         about = f"{WORKLOADS[workload].text}; {size:.2f} MiB a run" if size else WORKLOADS[workload].text
         lines += ["", f"## {workload}", "", f"{about}. Milliseconds, median (p99).", "", *_markdown(*_grid(found))]
     if report.steps:
-        lines += ["", "## step", "", f"{WORKLOADS['step'].text}. Bytes put: values of the columns written; on the "]
-        lines[-1] += "wire: with block headers and lengths. Times include the calls between the processes."
+        lines += ["", "## step", "", f"{WORKLOADS['step'].text}. {STEP_NOTE}"]
         lines += ["", *_markdown(*_step_grid(report))]
+    reasons = failures(report)
+    if reasons:
+        lines += ["", "## Failed", "", *[f"- {reason}" for reason in reasons]]
     lines += ["", "## Ratios", "", "Over 1: faster than the baseline.", ""]
     lines += _markdown(("what", "ratio"), [(name, f"{value:.4g}") for name, value in report.summary.items()])
     path = options.out / "report.md"
@@ -71,7 +84,7 @@ def _grid(results: Sequence[Result]) -> tuple[tuple[str, ...], list[tuple[str, .
     for contender in dict.fromkeys(result.contender for result in results):
         failed = cell.get((contender, "all"))
         if failed is not None:
-            rows.append((contender, f"failed: {failed.failure}", *[""] * (max(len(ops), 1) - 1)))
+            rows.append((contender, "failed", *[""] * (max(len(ops), 1) - 1)))
             continue
         shown = [_time(cell[contender, op]) if (contender, op) in cell else "" for op in ops]
         rows.append((contender, *shown))
@@ -79,14 +92,23 @@ def _grid(results: Sequence[Result]) -> tuple[tuple[str, ...], list[tuple[str, .
 
 
 def _step_grid(report: TransferReport) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    header = ("", "ms", "put B/token", "on the wire", "got B/token", "directory calls", "blocks read / needed")
+    header = (
+        "",
+        "ms",
+        "transfer ms",
+        "put B/token",
+        "on the wire",
+        "got B/token",
+        "directory calls",
+        "blocks read / needed",
+    )
     rows = []
     for step in report.steps:
         if step.failure:
-            rows.append((step.contender, f"failed: {step.failure}", *[""] * (len(header) - 2)))
+            rows.append((step.contender, "failed", *[""] * (len(header) - 2)))
             continue
         figures = [f"{value:.4g}" if value == value else "" for value in step.counts().values()]
-        rows.append((step.contender, f"{step.median_s * 1e3:.1f}", *figures))
+        rows.append((step.contender, f"{step.median_s * 1e3:.1f}", f"{step.transfer_s * 1e3:.1f}", *figures))
     return header, rows
 
 

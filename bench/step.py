@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from ..dataplane.plans import Budget, Topology, plan_shards
-from .contenders import Contender, RowContender, Share
-from .crew import PRODUCER, Crew, call, consumer
+from .contenders import RowContender, Share
+from .crew import PRODUCER, call, consumer
 from .digests import Digests
-from .hand import LoadSize
+from .hand import LoadSize, Span
 from .results import StepResult
-from .rounds import Case, attempt, close_cases, open_cases
+from .rounds import Case, Seat, attempt, close_cases, open_cases
 from .workloads import STEP_FIRST, LoadSpec
 
 DP = 2
@@ -37,30 +37,31 @@ FORWARD = ("input_ids", "mask")
 TRAIN = (*FORWARD, "generation_logprobs", "previous_logprobs", "reference_logprobs", "advantages")
 
 
-def measure_steps(
-    crew: Crew, contenders: Sequence[Contender], share: float, repeats: int, tell: Callable[[str], None]
-) -> list[StepResult]:
+def measure_steps(seats: Sequence[Seat], share: float, repeats: int, tell: Callable[[str], None]) -> list[StepResult]:
     """The step through every contender in turn: once with every read verified, once warm, then `repeats` times.
 
-    The crew needs DP + 1 consumers.
+    The crews need DP + 1 consumers.
     """
-    chosen = [contender for contender in contenders if "step" in contender.ops]
-    cases = open_cases(crew, chosen, [LoadSpec("step", share)])
+    chosen = [(crew, contender) for crew, contender in seats if "step" in contender.ops]
+    cases = open_cases(chosen, [LoadSpec("step", share)])
     counts: dict[str, StepResult] = {}
     for case in cases:
         tell(f"{case.label}: warm-up and verification")
-        step = _Step(crew, case)
-        attempt(crew, case, cases, step.verify)
-        attempt(crew, case, cases, lambda step=step, case=case: counts.update({case.label: step.count()}))
+        step = _Step(case)
+        attempt(case, cases, step.verify)
+        attempt(case, cases, lambda step=step, case=case: counts.update({case.label: step.count()}))
+        case.seconds = {}
     for number in range(repeats):
         tell(f"step: round {number + 1} of {repeats}")
         for case in cases:
-            attempt(crew, case, cases, lambda case=case: case.note("step", _Step(crew, case).run(verify=False)))
-    close_cases(crew)
+            attempt(case, cases, _Step(case).run)
+    close_cases(cases)
     return [
         StepResult(case.contender.name, (), failure=case.failure)
         if case.failure
-        else replace(counts[case.label], seconds=tuple(case.seconds["step"]))
+        else replace(
+            counts[case.label], seconds=tuple(case.seconds["step"]), transfer_seconds=tuple(case.seconds["transfer"])
+        )
         for case in cases
     ]
 
@@ -76,43 +77,45 @@ def train_shares(size: LoadSize) -> list[Share]:
 class _Step:
     """One contender's step."""
 
-    def __init__(self, crew: Crew, case: Case) -> None:
+    def __init__(self, case: Case) -> None:
         assert isinstance(case.contender, RowContender)
-        self._crew = crew
+        self._crew = case.crew
+        self._case = case
         self._label = case.label
         self._contender: RowContender = case.contender
         self._size = case.size
         self._whole = Share(0, 1, np.arange(case.size.num_rows))
         self._shares = train_shares(case.size)
         self._hands = [*[consumer(rank) for rank in range(DP)], consumer(DP)]
+        self._transfer_s = 0.0
         self._counting = False
         self._blocks_read = 0
         self._blocks_needed = 0
 
-    def run(self, *, verify: bool) -> float:
-        """Wall seconds of one step."""
+    def run(self, *, verify: bool = False) -> None:
+        """One step; notes its seconds with the case."""
+        self._transfer_s = 0.0
         names = tuple(self._size.field_bytes)
         expected = [self._expected(share, names) if verify else None for share in (*self._shares, self._whole)]
         keys = _keys(self._size)
         started = time.monotonic()
-        token, _ = call(self._crew, PRODUCER, "write", self._label, keys, STEP_FIRST, None, True)
+        (token,) = self._stage([self._crew.start(PRODUCER, "write", self._label, keys, STEP_FIRST, None, True)])
         mine = [self._contender.part(token, share) for share in self._shares]
         mine = self._ranks(mine, FORWARD, FORWARD, "previous_logprobs", expected)
         mine = self._ranks(mine, FORWARD, (), "reference_logprobs", expected)
         self._count_blocks([token], ("mask",))
-        advantages = call(
-            self._crew, self._hands[DP], "stage", self._label, token, self._whole, ("mask",),
-            (("advantages",), keys), expected[DP],
-        )  # fmt: skip
+        write = ("advantages",), keys
+        arguments = (self._label, token, self._whole, ("mask",), write, expected[DP])
+        (advantages,) = self._stage([self._crew.start(self._hands[DP], "stage", *arguments)])
         mine = [
             self._contender.merge(part, self._contender.part(advantages, share))
             for part, share in zip(mine, self._shares, strict=True)
         ]
         self._ranks(mine, TRAIN, TRAIN[len(FORWARD) :], None, expected)
-        call(self._crew, PRODUCER, "clear", self._label, token)
-        seconds = time.monotonic() - started
+        cleared = call(self._crew, PRODUCER, "clear", self._label, token)
+        self._case.note("step", time.monotonic() - started)
+        self._case.note("transfer", self._transfer_s + cleared.seconds)
         self._crew.gather([self._crew.start(hand, "forget", self._label) for hand in self._hands])
-        return seconds
 
     def verify(self) -> None:
         """One step with every read verified."""
@@ -122,7 +125,7 @@ class _Step:
         """Bytes, calls and blocks of one more step, no times."""
         before = self._counters()
         self._counting = True
-        self.run(verify=False)
+        self.run()
         moved = {name: value - before[name] for name, value in self._counters().items()}
         assert self._size.lengths is not None
         tokens = int(self._size.lengths.sum())
@@ -154,10 +157,16 @@ class _Step:
             )
             for hand, token, share, digests in zip(self._hands[:DP], tokens, self._shares, expected[:DP], strict=True)
         ]  # fmt: skip
-        written = self._crew.gather(calls)
+        written = self._stage(calls)
         if write is None:
             return list(tokens)
         return [self._contender.merge(token, new) for token, new in zip(tokens, written, strict=True)]
+
+    def _stage(self, calls: Sequence[Any]) -> list[Any]:
+        """Tokens of the calls, which run side by side; their time counts from the first start to the last end."""
+        done: list[tuple[Any, Span]] = self._crew.gather(calls)
+        self._transfer_s += max(span.end for _, span in done) - min(span.start for _, span in done)
+        return [token for token, _ in done]
 
     def _count_blocks(self, tokens: Sequence[Any], fields: tuple[str, ...]) -> None:
         if not self._counting or not fields:

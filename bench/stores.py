@@ -10,6 +10,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from ..codecs.batch import Batch
+from ..codecs.schema import Schema
 from ..dataplane.config import DataPlaneConfig, StoreConfig
 from ..dataplane.factory import connect, open_data_plane
 from ..dataplane.handle import DataPlaneHandle
@@ -39,12 +40,12 @@ class StoreContender:
             store=store, integrity="verify" if checksum else "off", block_rows=block_rows, timeout_s=TIMEOUT_S
         )
         self._plane = open_data_plane(config, in_process=in_process)
-        self._client = connect(self._plane.handle, name="bench driver")
 
     def factory(self, spec: LoadSpec) -> Callable[[], StoreEndpoint]:
         sample = build_load(LoadSpec(spec.name, SCHEMA_SHARE))
-        self._client.register(spec.name, sample.schema, (TASK,), group_size=sample.group_size)
-        return functools.partial(StoreEndpoint, self._plane.handle, spec.name, sample.first)
+        return functools.partial(
+            StoreEndpoint, self._plane.handle, spec.name, sample.schema, sample.group_size, sample.first
+        )
 
     def part(self, token: KVBatchMeta, share: Share) -> KVBatchMeta:
         return token if share.count == 1 else token.select(share.rows)
@@ -60,15 +61,17 @@ class StoreContender:
         return frozenset(token.blocks[n].block_id for source in sources for n in np.unique(source.block).tolist())
 
     def close(self) -> None:
-        self._client.close()
         self._plane.close()
 
 
 class StoreEndpoint:
     """A client of the data plane."""
 
-    def __init__(self, handle: DataPlaneHandle, partition: str, first: tuple[str, ...]) -> None:
+    def __init__(
+        self, handle: DataPlaneHandle, partition: str, schema: Schema, group_size: int, first: tuple[str, ...]
+    ) -> None:
         self._client = connect(handle, name="bench")
+        self._client.register(partition, schema, (TASK,), group_size=group_size)
         self._partition = partition
         self._first = first
 

@@ -45,7 +45,9 @@ TOGETHER = ("wide-32", "narrow-1")
 CHECKSUM_WORKLOADS = ("rl-1024", "rl-256")
 """The first of these that runs also runs with checksums on."""
 QUICK_WORKLOADS = {"rl-256": 1.0, "rl-1024": 1.0, "tiny": 1.0, "dense": 0.25}
-QUICK_STEP_SHARE = 0.5
+QUICK_STORES = tuple(kind for kind in STORES if kind != "local")
+"""`local` is the reference that others are tested against; over processes it is slow."""
+QUICK_SECOND = "rl-1024"
 CAPACITY_MIB = 1024
 OBJECT_STORE_MIB = 3072
 RAY_CPUS = 4
@@ -88,6 +90,11 @@ class TransferOptions:
         pair = [spec for spec in chosen if spec.name in TOGETHER]
         return [[spec] for spec in chosen if spec.name not in TOGETHER] + ([pair] if pair else [])
 
+    def second_specs(self) -> list[list[LoadSpec]]:
+        """The workloads of `transferqueue_mooncake`; `--quick` has time for one."""
+        specs = self.specs()
+        return [group for group in specs if group[0].name == QUICK_SECOND] or specs[:1] if self.quick else specs
+
     def pattern(self) -> Pattern:
         ops: frozenset[Op] = frozenset().union(*(PATTERNS[name] for name in self.patterns))
         return Pattern(ops, self.readers, self.repeats)
@@ -121,13 +128,12 @@ def run_transfer(options: TransferOptions, tell: Callable[[str], None]) -> Trans
     facts = conditions(repeats=options.repeats, quick=options.quick, rows_share=options.share, threads_per_process=1)
     results: list[Result] = []
     steps: list[StepResult] = []
-    with _crew(options) as crew:
-        names = [name for name in options.baselines if baselines.contender_name(name) not in absent]
-        _first_run(crew, options, present, names, absent, tell, results, steps)
+    names = [name for name in options.baselines if baselines.contender_name(name) not in absent]
+    with _ray(options.in_process):
+        _first_run(options, present, names, absent, tell, results, steps)
     if baselines.SECOND_RUN in names and "mooncake" in present:
-        # Two TransferQueues cannot live in one Ray, so this one has a run of its own, with the store it is compared to.
-        with _crew(options) as crew:
-            results += _second_run(crew, options, absent, tell)
+        with _ray(options.in_process):
+            results += _second_run(options, absent, tell)
     contender_of = {name: baselines.contender_name(name) for name in options.baselines}
     summary = summarise(results, steps, options.stores, contender_of, (baselines.SECOND_RUN,))
     write_records(options.out / "results.jsonl", [item.record() for item in (*results, *steps)], facts)
@@ -153,7 +159,6 @@ def why_absent(kind: str, in_process: bool) -> str:
 
 
 def _first_run(
-    crew: Crew,
     options: TransferOptions,
     kinds: Sequence[str],
     names: Sequence[str],
@@ -165,6 +170,7 @@ def _first_run(
     pattern = options.pattern()
     in_process = options.in_process
     with ExitStack() as stack:
+        crew = _start_crew(stack, options, pattern)
         open_one = _Opener(stack, absent, tell)
         stores = [open_one(kind, lambda kind=kind: _store(kind, in_process)) for kind in kinds]
         others = [
@@ -179,7 +185,7 @@ def _first_run(
                 sums: list[Contender] = []
                 if any(spec.name == checked for spec in specs):
                     sums = _checksummed(open_one, kinds, absent, in_process)
-                results += measure(crew, [*everyone, *sums], specs, pattern, tell)
+                results += measure([(crew, contender) for contender in (*everyone, *sums)], specs, pattern, tell)
                 for contender in sums:
                     contender.close()
         if "step" in pattern.ops:
@@ -192,25 +198,29 @@ def _first_run(
                 if kind not in absent
             ]
             steppers = [contender for contender in (*by_prompt, *others) if contender is not None]
-            share = options.share * (QUICK_STEP_SHARE if options.quick else 1.0)
-            steps += measure_steps(crew, steppers, share, options.repeats, tell)
+            steps += measure_steps([(crew, contender) for contender in steppers], options.share, options.repeats, tell)
 
 
-def _second_run(
-    crew: Crew, options: TransferOptions, absent: dict[str, str], tell: Callable[[str], None]
-) -> list[Result]:
-    """`mooncake` against TransferQueue's MooncakeStore; the store's figures here bear the suffix PAIRED."""
-    pattern = options.pattern()
+def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable[[str], None]) -> list[Result]:
+    """`mooncake` against TransferQueue's MooncakeStore; the store's figures here bear the suffix PAIRED.
+
+    A run of its own, as two TransferQueues cannot live in one Ray; and processes of its own for each of the two, as
+    the store forces settings of mooncake upon its process.
+    """
+    name, pattern = baselines.SECOND_RUN, options.pattern()
+    if options.quick:  # and with few processes, whose start takes longer than all the rest
+        pattern = replace(pattern, ops=pattern.ops - {"gets"}, readers=())
     with ExitStack() as stack:
         open_one = _Opener(stack, absent, tell)
-        pair = [
-            open_one("mooncake", lambda: _store("mooncake", False)),
-            open_one(baselines.SECOND_RUN, lambda: baselines.open_baseline(baselines.SECOND_RUN, CrewHost(crew))),
-        ]
-        found = [contender for contender in pair if contender is not None]
-        results = [result for specs in options.specs() for result in measure(crew, found, specs, pattern, tell)]
+        crew, other = _start_crew(stack, options, pattern), _start_crew(stack, options, pattern)
+        store = open_one("mooncake", lambda: _store("mooncake", False))
+        baseline = open_one(name, lambda: baselines.open_baseline(name, CrewHost(other)))
+        if store is None or baseline is None:
+            return []
+        seats = [(crew, store), (other, baseline)]
+        results = [result for specs in options.second_specs() for result in measure(seats, specs, pattern, tell)]
     return [
-        result if result.contender == baselines.SECOND_RUN else replace(result, contender=result.contender + PAIRED)
+        result if result.contender == name else replace(result, contender=result.contender + PAIRED)
         for result in results
     ]
 
@@ -249,16 +259,19 @@ def _store(kind: str, in_process: bool, *, checksum: bool = False, block_rows: i
     )
 
 
+def _start_crew(stack: ExitStack, options: TransferOptions, pattern: Pattern) -> Crew:
+    """The processes, ended with `stack`."""
+    num_consumers = max(DP + 1, *pattern.readers) if pattern.readers else DP + 1
+    crew = ThreadCrew(num_consumers) if options.in_process else RayCrew(num_consumers)
+    stack.callback(crew.close)
+    return crew
+
+
 @contextmanager
-def _crew(options: TransferOptions) -> Iterator[Crew]:
-    """The processes, and a Ray of the benchmark's own."""
-    num_consumers = max(*options.readers, DP + 1)
-    if options.in_process:
-        crew: Crew = ThreadCrew(num_consumers)
-        try:
-            yield crew
-        finally:
-            crew.close()
+def _ray(in_process: bool) -> Iterator[None]:
+    """A Ray of the benchmark's own, unless it is not needed."""
+    if in_process:
+        yield
         return
     from ..trainers.cluster import Cluster, Demand
 
@@ -270,11 +283,7 @@ def _crew(options: TransferOptions) -> Iterator[Crew]:
         object_store_mib=OBJECT_STORE_MIB,
     )
     try:
-        crew = RayCrew(num_consumers)
-        try:
-            yield crew
-        finally:
-            crew.close()
+        yield
     finally:
         cluster.close()
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 import xxhash
 
 from . import objects
@@ -96,59 +97,83 @@ class EncodedBlock:
 
 
 def encode_block(batch: Batch, start: int, stop: int, *, checksum: bool) -> EncodedBlock:
-    """Rows `start:stop` of `batch` as one block. No copy of PER_TOKEN, PER_SAMPLE and RAGGED values.
+    """Rows `start:stop` of `batch` as one block; see `encode_blocks`."""
+    return encode_blocks(batch, [(start, stop)], checksum=checksum)[0]
+
+
+def encode_blocks(batch: Batch, cuts: Sequence[tuple[int, int]], *, checksum: bool) -> list[EncodedBlock]:
+    """Rows `start:stop` of `batch` as one block for each cut. No copy of PER_TOKEN, PER_SAMPLE and RAGGED values.
 
     Raises TypeError or ValueError for objects that do not travel (`objects.encode`).
     """
-    assert 0 <= start <= stop <= batch.num_rows, (start, stop, batch.num_rows)
     schema = batch.schema.subset(sorted(batch, key=lambda name: batch.schema[name].kind in _INDEXED))
-    parts: list[np.ndarray] = []
-    sums: list[int] = []
-    lengths = batch.lengths
-    first_token = 0 if lengths is None else int(lengths[:start].sum())
-    lengths = None if lengths is None else lengths[start:stop]
-    for field in schema.values():
-        values, index = _field_bytes(field, batch[field.name], start, stop, first_token, lengths)
-        parts.append(values)
-        if index is not None:
-            parts.append(index)
-        if checksum:
-            sums += map(_xxh3, _row_blocks(field, values, index, lengths, stop - start))
-            sums += () if index is None else (_xxh3(index),)
-    header = encode_header(schema, stop - start, lengths, sums if checksum else None)
-    parts.insert(0, header)
-    num_tokens = 0 if lengths is None else int(lengths.sum())
-    layout = BlockLayout(tuple(schema), stop - start, num_tokens, tuple(part.nbytes for part in parts))
-    return EncodedBlock(layout, tuple(parts), None if lengths is None else exclusive_cumsum(lengths))
+    columns = [_Encoder(field, batch[field.name]) for field in schema.values()]
+    names = tuple(schema)
+    tokens = None if batch.lengths is None else exclusive_cumsum(batch.lengths)
+    blocks = []
+    for start, stop in cuts:
+        assert 0 <= start <= stop <= batch.num_rows, (start, stop, batch.num_rows)
+        parts: list[np.ndarray] = []
+        sums: list[int] = []
+        for column in columns:
+            values, index, ends = column.rows(start, stop)
+            parts.append(values)
+            if index is not None:
+                parts.append(index)
+            if checksum:
+                sums += map(_xxh3, _row_blocks(values, ends))
+                sums += () if index is None else (_xxh3(index),)
+        lengths = None if batch.lengths is None else batch.lengths[start:stop]
+        parts.insert(0, encode_header(schema, stop - start, lengths, sums if checksum else None))
+        row_starts = None if tokens is None else tokens[start:stop] - (tokens[start] if start < stop else 0)
+        num_tokens = 0 if lengths is None else int(lengths.sum())
+        layout = BlockLayout(names, stop - start, num_tokens, tuple([part.nbytes for part in parts]))
+        blocks.append(EncodedBlock(layout, tuple(parts), row_starts))
+    return blocks
 
 
-def _field_bytes(
-    field: Field, column: Column, start: int, stop: int, first_token: int, lengths: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Values part and index part of rows `start:stop`."""
-    if isinstance(column, Jagged):
-        assert lengths is not None
-        return as_bytes(column.values[first_token : first_token + int(lengths.sum())]), None
-    if isinstance(column, Ragged):
-        elements = column.shapes.prod(axis=1)
-        first = int(elements[:start].sum())
-        values = as_bytes(column.values[first : first + int(elements[start:stop].sum())])
-        return values, np.ascontiguousarray(column.shapes[start:stop], dtype="<i8").reshape(-1).view(np.uint8)
-    if isinstance(column, list):
-        values, ends = objects.encode_column(field.name, column[start:stop])
-        return values, ends.view(np.uint8)
-    return as_bytes(column[start:stop]), None
+class _Encoder:
+    """One column of a batch, ready to be cut."""
+
+    def __init__(self, field: Field, column: Column) -> None:
+        self._field = field
+        self._column = column
+        self._values = np.empty(0, dtype=np.uint8)
+        self._shapes: np.ndarray | None = None
+        if isinstance(column, Jagged):
+            self._values = as_bytes(column.values)
+            self._bounds = _bounds(column.lengths, field.item_bytes)
+        elif isinstance(column, Ragged):
+            self._values = as_bytes(column.values)
+            self._shapes = np.ascontiguousarray(column.shapes, dtype="<i8")
+            self._bounds = _bounds(column.shapes.prod(axis=1), field.item_bytes)
+        elif isinstance(column, torch.Tensor):
+            self._values = as_bytes(column)
+            self._bounds = np.arange(len(column) + 1, dtype=np.int64) * field.item_bytes
+
+    def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+        """Values part and index part of rows `start:stop`, and where each row ends in the values part, in bytes."""
+        if isinstance(self._column, list):
+            values, ends = objects.encode_column(self._field.name, self._column[start:stop])
+            return values, ends.view(np.uint8), ends
+        first = int(self._bounds[start])
+        values = self._values[first : int(self._bounds[stop])]
+        index = None if self._shapes is None else self._shapes[start:stop].reshape(-1).view(np.uint8)
+        return values, index, self._bounds[start + 1 : stop + 1] - first
 
 
-def _row_blocks(
-    field: Field, values: np.ndarray, index: np.ndarray | None, lengths: np.ndarray | None, num_rows: int
-) -> Iterator[np.ndarray]:
+def _bounds(items: np.ndarray, item_bytes: int) -> np.ndarray:
+    """int64 `[N + 1]`: first byte of each row, and the end of the last, given its items."""
+    bounds = np.zeros(len(items) + 1, dtype=np.int64)
+    np.cumsum(items, out=bounds[1:])
+    bounds *= item_bytes
+    return bounds
+
+
+def _row_blocks(values: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
     """The values part's pieces of CHECKSUM_ROWS rows each."""
-    cuts = [*range(CHECKSUM_ROWS, num_rows, CHECKSUM_ROWS), num_rows] if num_rows else []
-    ends = _row_ends(field, index, lengths, num_rows)
     begin = 0
-    for cut in cuts:
-        end = int(ends[cut - 1])
+    for end in [*ends[CHECKSUM_ROWS - 1 : -1 : CHECKSUM_ROWS].tolist(), *ends[-1:].tolist()]:
         yield values[begin:end]
         begin = end
 
@@ -245,14 +270,15 @@ def verify(
         raise ChecksumMismatch(str(error)) from error
     if header.checksums is None:
         raise ValueError("block: written without checksums (integrity was off at its writer), so it cannot be verified")
-    row_blocks = np.unique(source.row[source.block == block] // CHECKSUM_ROWS).tolist()
     per_field = -(-header.num_rows // CHECKSUM_ROWS)
-    first_sum = 0
+    row_blocks = [0]
+    if per_field > 1:
+        row_blocks = np.unique(source.row[source.block == block] // CHECKSUM_ROWS).tolist()
+    sums = header.checksums.tolist()
     for field in header.schema.values():
         if field.name in schema:
-            sums = header.checksums[first_sum:]
-            _verify_field(field, header, row_blocks, sums.tolist(), [views[part] for part in layout.field_parts(field)])
-        first_sum += per_field + (field.kind in _INDEXED)
+            _verify_field(field, header, row_blocks, sums, [views[part] for part in layout.field_parts(field)])
+        del sums[: per_field + (field.kind in _INDEXED)]
 
 
 def _verify_field(
@@ -260,25 +286,30 @@ def _verify_field(
 ) -> None:
     """`sums` begins with the field's own: one per row block of its values, then its index part's."""
     values, index = parts[0], parts[1] if len(parts) > 1 else None
+    per_field = -(-header.num_rows // CHECKSUM_ROWS)
     if index is not None:
-        _expect_sum(f"field {field.name!r}, index part", sums[-(-header.num_rows // CHECKSUM_ROWS)], index)
-    if not row_blocks:
+        _expect_sum(field, "index part", sums[per_field], index)
+    if per_field == 1:
+        _expect_sum(field, f"rows 0 to {header.num_rows - 1}", sums[0], values)
+    if per_field < 2:
         return
     ends = _row_ends(field, index, header.lengths, header.num_rows)
     for number in row_blocks:
         first, last = number * CHECKSUM_ROWS, min((number + 1) * CHECKSUM_ROWS, header.num_rows) - 1
         begin = int(ends[first - 1]) if first else 0
-        _expect_sum(f"field {field.name!r}, rows {first} to {last}", sums[number], values[begin : int(ends[last])])
+        _expect_sum(field, f"rows {first} to {last}", sums[number], values[begin : int(ends[last])])
 
 
 def _xxh3(data: np.ndarray) -> int:
     return xxhash.xxh3_64_intdigest(data.data)
 
 
-def _expect_sum(where: str, expected: int, data: np.ndarray) -> None:
+def _expect_sum(field: Field, where: str, expected: int, data: np.ndarray) -> None:
     found = _xxh3(data)
     if found != expected:
-        raise ChecksumMismatch(f"{where}: xxh3 of the bytes read is {found:016x}, but {expected:016x} was written")
+        raise ChecksumMismatch(
+            f"field {field.name!r}, {where}: xxh3 of the bytes read is {found:016x}, but {expected:016x} was written"
+        )
 
 
 def read_header(header: np.ndarray) -> tuple[Schema, int, np.ndarray | None]:

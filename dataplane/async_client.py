@@ -113,7 +113,7 @@ class AsyncDataPlaneClient:
 
     async def close(self) -> None:
         """Detach from directory and store. Idempotent; data plane and leases go on."""
-        await asyncio.to_thread(self._operations.store.close)
+        await self._carry_out(self._operations.close())
         await self._link.detach_async()
 
     async def __aenter__(self) -> AsyncDataPlaneClient:
@@ -125,8 +125,14 @@ class AsyncDataPlaneClient:
         await self.close()
 
     async def _run(self, op: str, steps: Steps[T]) -> T:
-        """Carry out the steps: directory calls on the loop, work in a thread."""
         started = time.monotonic()
+        try:
+            return await self._carry_out(steps)
+        finally:
+            self.stats.count_call(op, time.monotonic() - started)
+
+    async def _carry_out(self, steps: Steps[T]) -> T:
+        """One step after another: directory calls on the loop, work in a thread."""
         answer: Any = None
         failure: BaseException | None = None
         try:
@@ -139,8 +145,6 @@ class AsyncDataPlaneClient:
                     failure = error
         except StopIteration as end:
             return end.value
-        finally:
-            self.stats.count_call(op, time.monotonic() - started)
 
     async def _ask(self, step: Ask) -> bytes:
         started = time.monotonic()

@@ -8,51 +8,65 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..codecs.batch import Batch, Jagged, Ragged
-from ..codecs.blocks import ChecksumMismatch, EncodedBlock, RowSource, assemble, encode_block, verify
+from ..codecs.blocks import ChecksumMismatch, EncodedBlock, RowSource, assemble, verify
 from ..codecs.schema import Schema
 from .block_store import BlockStore, PutsMany, Want
 from .errors import DataPlaneError, FieldsNotReady, IntegrityError, RowsCleared, SchemaMismatch
 from .meta import KVBatchMeta, narrow_sources
 
+BLOCK_ROWS = 64
+BLOCK_BYTES = 64 << 10
+"""Smaller blocks cost more in bookkeeping than in bytes."""
 PROBE_S = 2.0
 """Bound of the look for the blocks that a failed read was about."""
 
 
-def cut(groups: Sequence[str], block_rows: int) -> list[tuple[int, int]]:
-    """(start, stop) of blocks of at most `block_rows` rows; neighbours of one group part only if they are more."""
+def cut(groups: Sequence[str] | np.ndarray, block_rows: int) -> list[tuple[int, int]]:
+    """(start, stop) of blocks of at most `block_rows` rows; neighbours of one group part only if they are more.
+
+    groups: `[N]`, a name or number a row.
+    """
+    column = np.asarray(groups)
+    ends = np.append(np.flatnonzero(column[1:] != column[:-1]) + 1, len(column))
     blocks: list[tuple[int, int]] = []
-    start = unit = 0
-    for row in range(1, len(groups) + 1):
-        if row < len(groups) and groups[row] == groups[unit]:
-            continue
-        if row - start > block_rows and unit > start:
-            blocks.append((start, unit))
-            start = unit
-        while row - start > block_rows:
-            blocks.append((start, start + block_rows))
-            start += block_rows
-        unit = row
-    if len(groups) > start:
-        blocks.append((start, len(groups)))
+    start = 0
+    while start < len(column):
+        limit = start + block_rows
+        stop = int(ends[max(0, int(np.searchsorted(ends, limit, "right")) - 1)])
+        stop = stop if start < stop <= limit else limit
+        blocks.append((start, stop))
+        start = stop
     return blocks
 
 
-def encode_blocks(batch: Batch, groups: Sequence[str], block_rows: int, *, checksum: bool) -> list[EncodedBlock]:
-    """The batch as blocks, its values uncopied."""
-    return [encode_block(batch, start, stop, checksum=checksum) for start, stop in cut(groups, block_rows)]
+def rows_a_block(batch: Batch, block_rows: int | None) -> int:
+    """The configured number of rows; None: BLOCK_ROWS, or as many as it takes to fill BLOCK_BYTES."""
+    if block_rows is not None:
+        return block_rows
+    return max(BLOCK_ROWS, BLOCK_BYTES * batch.num_rows // max(1, column_bytes(batch)))
 
 
 def write_blocks(
-    store: BlockStore, blocks: Sequence[EncodedBlock], first_id: int, locations: Sequence[bytes], deadline: float
-) -> tuple[bytes, ...]:
-    """Put every block; returns their final locations. `deadline` is of time.monotonic()."""
+    store: BlockStore, blocks: Sequence[EncodedBlock], first_id: int, room: bytes, deadline: float
+) -> tuple[bytes, ...] | None:
+    """Write every block into a room. `deadline` is of time.monotonic().
+
+    Returns the blocks' locations; None when the room has an address, in which they then lie end to end.
+    """
+    timeout_s = max(0.0, deadline - time.monotonic())
+    if room:
+        parts = [part for block in blocks for part in block.parts]
+        ends = np.cumsum([block.layout.nbytes for block in blocks]).tolist()
+        bases = [0, *ends[:-1]]
+        offsets = [base + at for base, block in zip(bases, blocks, strict=True) for at in block.layout.offsets]
+        store.put(first_id, room, parts, offsets, timeout_s)
+        return None
     if isinstance(store, PutsMany):
-        timeout_s = max(0.0, deadline - time.monotonic())
         return store.put_many(first_id, [block.parts for block in blocks], timeout_s)
     final = []
-    for number, (block, location) in enumerate(zip(blocks, locations, strict=True)):
+    for number, block in enumerate(blocks):
         timeout_s = max(0.0, deadline - time.monotonic())
-        final.append(store.put(first_id + number, location, block.parts, block.layout.offsets, timeout_s))
+        final.append(store.put(first_id + number, b"", block.parts, block.layout.offsets, timeout_s))
     return tuple(final)
 
 

@@ -35,14 +35,18 @@ class Want:
 
 
 class StoreHost(Protocol):
-    """The half beside the directory; called from one thread of the directory's process."""
+    """The half beside the directory.
+
+    Called from one thread if it is `FreesMany`. Otherwise thread-safe, and no call waits for another process.
+    """
 
     spec: StoreSpec
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
         """A location for `nbytes`, or None when the store has no room just now.
 
-        b"" when the location is known only after the write.
+        b"" when the location is known only after the write. Then, it is called for the first block of a put with the
+        bytes of all of them before they are written, and after that for each with its own.
         """
         ...
 
@@ -56,6 +60,26 @@ class StoreHost(Protocol):
 
     def close(self) -> None:
         """End everything that this host started, by pid, and remove every file. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Cuts(Protocol):
+    """A host with addresses of its own: a put gets one range, which is cut once its blocks' sizes are known."""
+
+    def has_ready(self, nbytes: int) -> bool:
+        """Whether `allocate` of so many bytes would succeed at once."""
+        ...
+
+    def make_ready(self, nbytes: int) -> None:
+        """See to it that `has_ready`, if there is room. May take its time."""
+        ...
+
+    def cut(self, block_id: int, sizes: Sequence[int]) -> list[bytes]:
+        """The range of `block_id` becomes the blocks `block_id`, `block_id` + 1, ... end to end; the rest is free.
+
+        sizes: multiples of `codecs.blocks.ALIGN`. Returns the blocks' locations. Raises CapacityExceeded.
+        """
         ...
 
 

@@ -26,15 +26,14 @@ class Reservation:
     reservation_id: int
     writer: str
     block_ids: range
-    sizes: tuple[int, ...]
-    """Bytes of each block."""
-    locations: list[bytes]
-    """Filled in by whoever allocates; a block without one may not exist in the store."""
+    """The put may use as many of them as it needs, from the first."""
+    nbytes: int
+    """The put's blocks, laid end to end, may take less."""
     deadline: float
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.sizes)
+    credit: bool
+    """Granted ahead, for the writer's next put: taken back when somebody else needs the room."""
+    location: bytes | None = None
+    """The store's address of the room; None until the store has allocated it."""
 
 
 @dataclass(slots=True)
@@ -53,7 +52,11 @@ class BlockTable:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.reserved_bytes = 0
+        """By puts under way."""
+        self.credit_bytes = 0
+        """By reservations that are credit."""
         self.reservations: dict[int, Reservation] = {}
+        """In the order of their deadlines."""
         self._entries: dict[int, _Entry] = {}
         self._next_block = 1
         self._next_reservation = 1
@@ -63,41 +66,48 @@ class BlockTable:
 
     @property
     def free_bytes(self) -> int:
-        return self.capacity_bytes - self.used_bytes - self.reserved_bytes
+        return self.capacity_bytes - self.used_bytes - self.reserved_bytes - self.credit_bytes
 
-    def reserve(self, writer: str, sizes: Sequence[int], deadline: float) -> Reservation | None:
-        """Room for new blocks of `sizes` bytes, or None when there is none just now."""
-        if sum(sizes) > self.free_bytes:
+    def reserve(
+        self, writer: str, nbytes: int, num_blocks: int, deadline: float, *, credit: bool = False
+    ) -> Reservation | None:
+        """Room for `num_blocks` new blocks of `nbytes` bytes in all, or None when there is none just now.
+
+        Deadlines do not go backwards from call to call.
+        """
+        if nbytes > self.free_bytes:
             return None
-        ids = range(self._next_block, self._next_block + len(sizes))
-        reservation = Reservation(self._next_reservation, writer, ids, tuple(sizes), [], deadline)
+        ids = range(self._next_block, self._next_block + num_blocks)
+        reservation = Reservation(self._next_reservation, writer, ids, nbytes, deadline, credit)
         self._next_block = ids.stop
         self._next_reservation += 1
         self.reservations[reservation.reservation_id] = reservation
-        self.reserved_bytes += reservation.nbytes
+        self._count(reservation, nbytes)
         return reservation
 
-    def cancel(self, reservation_id: int) -> list[FreedBlock]:
-        """Give a reservation back; [] when there is none of that id (any more)."""
+    def cancel(self, reservation_id: int) -> Reservation | None:
+        """Give a reservation back; None when there is none of that id (any more)."""
         reservation = self.reservations.pop(reservation_id, None)
-        if reservation is None:
-            return []
-        self.reserved_bytes -= reservation.nbytes
-        locations = [*reservation.locations, *[b""] * len(reservation.block_ids)]
-        return [FreedBlock(*pair) for pair in zip(reservation.block_ids, locations, strict=False)]
+        if reservation is not None:
+            self._count(reservation, -reservation.nbytes)
+        return reservation
+
+    def credits(self) -> list[Reservation]:
+        """Reservations that are credit, oldest first."""
+        return [item for item in self.reservations.values() if item.credit]
 
     def settle(
         self,
         reservation: Reservation,
         refs: Sequence[BlockRef],
+        sizes: Sequence[int],
         starts: Sequence[np.ndarray | None],
         live: Sequence[int],
     ) -> None:
-        """A reservation's blocks exist from now on, `live` references each."""
-        del self.reservations[reservation.reservation_id]
-        self.reserved_bytes -= reservation.nbytes
-        self.used_bytes += reservation.nbytes
-        for ref, row_starts, nbytes, count in zip(refs, starts, reservation.sizes, live, strict=True):
+        """The blocks of a reservation exist from now on, `sizes` bytes and `live` references each; its rest is free."""
+        self.cancel(reservation.reservation_id)
+        self.used_bytes += sum(sizes)
+        for ref, row_starts, nbytes, count in zip(refs, starts, sizes, live, strict=True):
             self._entries[ref.block_id] = _Entry(ref, row_starts, nbytes, count)
 
     def unlink(self, slots: np.ndarray) -> list[FreedBlock]:
@@ -128,3 +138,9 @@ class BlockTable:
         base = np.cumsum(sizes, dtype=np.int64) - sizes
         tokens = np.concatenate([part for part in starts if part is not None])
         return tokens[base[block] + row]
+
+    def _count(self, reservation: Reservation, nbytes: int) -> None:
+        if reservation.credit:
+            self.credit_bytes += nbytes
+        else:
+            self.reserved_bytes += nbytes

@@ -147,7 +147,7 @@ class DataPlaneClient:
 
     def close(self) -> None:
         """Detach from directory and store. Idempotent; data plane and leases go on."""
-        self._operations.store.close()
+        self._carry_out(self._operations.close())
         self._link.detach()
 
     def __enter__(self) -> DataPlaneClient:
@@ -157,8 +157,14 @@ class DataPlaneClient:
         self.close()
 
     def _run(self, op: str, steps: Steps[T]) -> T:
-        """Carry out the steps one after another in this thread."""
         started = time.monotonic()
+        try:
+            return self._carry_out(steps)
+        finally:
+            self.stats.count_call(op, time.monotonic() - started)
+
+    def _carry_out(self, steps: Steps[T]) -> T:
+        """One step after another in this thread."""
         answer: Any = None
         failure: BaseException | None = None
         try:
@@ -171,8 +177,6 @@ class DataPlaneClient:
                     failure = error
         except StopIteration as end:
             return end.value
-        finally:
-            self.stats.count_call(op, time.monotonic() - started)
 
     def _ask(self, step: Ask) -> bytes:
         started = time.monotonic()

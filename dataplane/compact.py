@@ -58,15 +58,15 @@ def _widen(base: int, width: int, data: bytes) -> np.ndarray:
     return np.frombuffer(data, f"u{width}").astype(np.int64) + base
 
 
-def pack_keys(keys: Sequence[str]) -> bytes:
-    """Row keys as bytes, deflated when there are many (neighbours share their prefix: about 3 bytes a key).
+def pack_keys(keys: Sequence[str], *, squeeze: bool = False) -> bytes:
+    """Row keys as bytes. squeeze: deflated when there are many (neighbours share their prefix: about 3 bytes a key).
 
     Inverse: `unpack_keys`. Keys hold no NUL and are not empty (`check_keys`).
     """
     if not keys:
         return b""
     text = "\0".join(keys).encode()
-    return b"z" + zlib.compress(text, 1) if len(text) > _ZIP_BYTES else b"t" + text
+    return b"z" + zlib.compress(text, 1) if squeeze and len(text) > _ZIP_BYTES else b"t" + text
 
 
 def unpack_keys(data: bytes) -> list[str]:

@@ -40,5 +40,6 @@ class DataPlaneConfig(BaseModel):
     """A claim's lease; rows of a dead consumer return after it."""
     reserve_s: float = Field(default=60.0, gt=0)
     """A writer that has not committed by then is taken for dead and its bytes are reclaimed."""
-    block_rows: int = Field(default=64, gt=0)
-    """Rows a block holds at most; groups are never split over blocks unless one is larger than this."""
+    block_rows: int | None = Field(default=None, gt=0)
+    """Rows a block holds at most; groups are never split over blocks unless one is larger than this. None: 64, or as
+    many as fill 64 KiB."""

@@ -7,7 +7,7 @@ delete) and no waiting (None means: not now). Each operation happens in full or 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from .block_table import BlockTable, FreedBlock, Reservation
 from .errors import CapacityExceeded, DataPlaneTimeout, FieldsNotReady, LeaseLost
 from .leases import LeaseBook
 from .meta import BlockRef, KVBatchMeta
-from .partition import DONE, Partition, PutRows
+from .partition import DONE, Committed, Partition, PutRows
 from .ready import ReadyView
 from .rows import ROW_BITS, UNWRITTEN, pick
 from .status import DataPlaneStatus
@@ -46,7 +46,14 @@ class Expired:
     """Rows of dead consumers that can be claimed again."""
     writers: tuple[str, ...]
     """Who reserved room and did not commit."""
-    freed: tuple[FreedBlock, ...]
+    """Nobody is named for credit that was not used."""
+    reservations: tuple[Reservation, ...]
+    """For the store to take back."""
+
+
+Locate = Callable[[range, Sequence[int]], Sequence[bytes]]
+SPARE_PART = 8
+"""Credit leaves an eighth of the capacity free: under it, what one writer is granted would be another's wait."""
 
 
 class Directory:
@@ -58,8 +65,6 @@ class Directory:
         self._blocks = BlockTable(capacity_bytes)
         self._leases = LeaseBook()
         self._partitions: dict[str, Partition] = {}
-        self._puts: dict[int, PutRows] = {}
-        """By reservation."""
         self._group_numbers = itertools.count()
 
     # -------------------------------------------------------------- partitions
@@ -91,56 +96,77 @@ class Directory:
     def reserve(self, put: PutRows, now: float) -> Reservation | None:
         """Check a put and promise it room, or None when there is none just now. Raises as `check`."""
         self.check(put)
-        sizes = [layout.nbytes for layout in put.layouts]
-        reservation = self._blocks.reserve(put.writer, sizes, now + self._reserve_s)
-        if reservation is not None:
-            self._puts[reservation.reservation_id] = put
-        return reservation
+        return self._blocks.reserve(put.writer, put.nbytes, len(put.layouts), now + self._reserve_s)
 
     def check(self, put: PutRows) -> None:
         """Raises SchemaMismatch, DuplicateKeys, AlreadyWritten, or CapacityExceeded when the put could never fit."""
         self._partition(put.partition).check_put(put)
-        sizes = [layout.nbytes for layout in put.layouts]
-        if sum(sizes) > self._blocks.capacity_bytes:
+        if put.nbytes > self._blocks.capacity_bytes:
             raise CapacityExceeded(
-                f"the put takes {sum(sizes)} bytes, more than the capacity of {self._blocks.capacity_bytes}; "
+                f"the put takes {put.nbytes} bytes, more than the capacity of {self._blocks.capacity_bytes}; "
                 "put fewer rows at a time or raise dataplane.store.capacity_mib",
                 op="put",
                 partition=put.partition,
                 keys=put.keys,
             )
 
-    def commit(self, reservation_id: int, locations: Sequence[bytes]) -> tuple[KVBatchMeta, list[FreedBlock]]:
-        """All rows of a reserved put become readable at once. Returns its receipt and the blocks it replaced for good.
+    def grant(self, writer: str, nbytes: int, num_blocks: int, now: float) -> Reservation | None:
+        """Credit for a writer's next put, if that leaves a good part of the capacity free."""
+        if not 0 < nbytes <= self._blocks.free_bytes - self._blocks.capacity_bytes // SPARE_PART or num_blocks < 1:
+            return None
+        return self._blocks.reserve(writer, nbytes, num_blocks, now + self._reserve_s, credit=True)
 
-        Raises as `reserve` (another put may have come first) or DataPlaneTimeout when the reservation has expired; the
-        reservation then stands until `abort`.
-        """
-        reservation = self._blocks.reservations.get(reservation_id)
-        if reservation is None:
+    def revoke(self, nbytes: int | None) -> list[Reservation]:
+        """Take back credit, the oldest first, until `nbytes` are free (None: all of it)."""
+        revoked = []
+        for item in self._blocks.credits():
+            if nbytes is not None and self._blocks.free_bytes >= nbytes:
+                break
+            revoked.append(item)
+            self.abort(item.reservation_id)
+        return revoked
+
+    @property
+    def allocated_credit_bytes(self) -> int:
+        """Bytes that the store counts and that nobody has asked for yet."""
+        return sum(item.nbytes for item in self._blocks.credits() if item.location is not None)
+
+    def reservation(self, reservation_id: int) -> Reservation:
+        """Raises DataPlaneTimeout when it has expired, or was aborted or revoked."""
+        found = self._blocks.reservations.get(reservation_id)
+        if found is None:
             raise DataPlaneTimeout(
                 f"the put took longer than reserve_s={self._reserve_s:g}s (or was aborted): its bytes were reclaimed",
                 op="put",
             )
-        put = self._puts[reservation_id]
+        return found
+
+    def commit(self, reservation_id: int, put: PutRows, locate: Locate) -> tuple[Committed, list[FreedBlock]]:
+        """All rows of a put become readable at once. Also returns the blocks it replaced for good.
+
+        locate: called when nothing can refuse the put any more, with its blocks' ids and sizes; their locations.
+        Raises as `check` (another put may have come first) and as `reservation`; a reservation then stands until
+        `abort`.
+        """
+        reservation = self.reservation(reservation_id)
         partition = self._partition(put.partition)
         rows = partition.check_put(put)
-        if len(locations) != len(put.layouts):
-            raise ValueError(f"commit: got {len(locations)} locations, expected {len(put.layouts)}")
-        refs = [
-            BlockRef(block_id, location, layout)
-            for block_id, location, layout in zip(reservation.block_ids, locations, put.layouts, strict=True)
-        ]
+        sizes = [layout.nbytes for layout in put.layouts]
+        if sum(sizes) > reservation.nbytes or len(sizes) > len(reservation.block_ids):
+            raise ValueError(
+                f"commit: got {len(sizes)} blocks of {sum(sizes)} bytes, "
+                f"expected at most {len(reservation.block_ids)} of {reservation.nbytes}"
+            )
+        block_ids = reservation.block_ids[: len(sizes)]
+        locations = tuple(locate(block_ids, sizes))
+        refs = [BlockRef(*item) for item in zip(block_ids, locations, put.layouts, strict=True)]
         live = [layout.num_rows * len(put.fields) for layout in put.layouts]
-        self._blocks.settle(reservation, refs, _token_starts(put.lengths, put.layouts), live)
-        del self._puts[reservation_id]
-        replaced = partition.write(put, rows, reservation.block_ids, self._group_numbers)
-        freed = self._blocks.unlink(replaced)
-        return self._receipt(partition, rows, put.fields), freed
+        self._blocks.settle(reservation, refs, sizes, _token_starts(put.lengths, put.layouts), live)
+        replaced = partition.write(put, rows, block_ids, self._group_numbers)
+        return _committed(partition, put, rows, block_ids.start, locations), self._blocks.unlink(replaced)
 
-    def abort(self, reservation_id: int) -> list[FreedBlock]:
-        """Give up a reserved put. Idempotent."""
-        self._puts.pop(reservation_id, None)
+    def abort(self, reservation_id: int) -> Reservation | None:
+        """Give up room, or credit; returns it, for the store to take back. None when it is gone already."""
         return self._blocks.cancel(reservation_id)
 
     # -------------------------------------------------------------- read and consume
@@ -256,14 +282,15 @@ class Directory:
             cursor.set(rows, 0)
             returned += len(rows)
         late = [item for item in self._blocks.reservations.values() if item.deadline <= now]
-        freed = [block for item in late for block in self.abort(item.reservation_id)]
-        return Expired(returned, tuple(item.writer for item in late), tuple(freed))
+        for item in late:
+            self.abort(item.reservation_id)
+        return Expired(returned, tuple(item.writer for item in late if not item.credit), tuple(late))
 
     def next_deadline(self) -> float | None:
         """When `expire` will next have something to do."""
-        deadlines = [item.deadline for item in self._blocks.reservations.values()]
-        lease = self._leases.next_deadline()
-        return min(deadlines + [lease] if lease is not None else deadlines, default=None)
+        first = next(iter(self._blocks.reservations.values()), None)
+        deadlines = [None if first is None else first.deadline, self._leases.next_deadline()]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def status(self, partition: str | None, now: float) -> DataPlaneStatus:
         """Counts of one partition, or of all (None)."""
@@ -284,6 +311,7 @@ class Directory:
             bytes_used=self._blocks.used_bytes,
             bytes_reserved=self._blocks.reserved_bytes,
             bytes_capacity=self._blocks.capacity_bytes,
+            bytes_credit=self._blocks.credit_bytes,
         )
 
     # -------------------------------------------------------------- inside
@@ -336,3 +364,15 @@ def _token_starts(lengths: np.ndarray | None, layouts: Sequence[BlockLayout]) ->
     ends = np.cumsum([layout.num_rows for layout in layouts])
     parts = np.split(np.asarray(lengths, dtype=np.int64), ends[:-1])
     return [np.cumsum(part) - part for part in parts]
+
+
+def _committed(part: Partition, put: PutRows, rows: np.ndarray, first_id: int, locations: Sequence[bytes]) -> Committed:
+    others = {name: values for name, values in part.rows.tags_of(rows).items() if name not in put.tags}
+    return Committed(
+        first_id,
+        tuple(locations),
+        np.maximum(part.rows.lengths[rows], 0).astype(np.int64) if put.lengths is None else put.lengths,
+        part.rows.versions[rows] if put.versions is None else put.versions,
+        part.groups.numbers[part.rows.groups[rows]],
+        others,
+    )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -58,6 +59,7 @@ class DirectoryActor:
         self._service = DirectoryService(self._config, self._host)
         self._server = DirectoryServer(self._service)
         address = await self._server.start(name, "" if one_host else ray.util.get_node_ip_address())
+        np.unique(np.empty(0))  # it imports numpy.ma when it is first called: 20 ms that no put should wait for
         gc.freeze()  # what was imported stays: the collector need not look at it again and again
         return Started(os.getpid(), platform.node(), self._host.spec, address)
 

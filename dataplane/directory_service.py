@@ -4,7 +4,8 @@
 claim            its turn in its task's queue    the claim before it (first come, first served)
                  enough ready rows               commit, release(retry), a lease that expires
 reserve (put)    its turn among waiting puts     the put before it
-                 room                            blocks freed by clear, replace, abort or expiry
+                 room                            credit of idle writers, which is taken back for it; blocks freed by
+                                                 clear, replace, abort or expiry
 Everything else answers at once. Nothing polls: the only timer stands at the directory's next deadline.
 """
 
@@ -13,44 +14,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 from ..codecs import messages
 from . import requests
-from .block_store import FreesMany, Serving, StoreHost
+from .block_store import Serving, StoreHost
 from .block_table import FreedBlock, Reservation
 from .config import DataPlaneConfig
-from .directory import Directory
-from .errors import CapacityExceeded, ClaimTimeout, DataPlaneError, DirectoryLost
+from .directory import ClaimRows, Directory
+from .errors import CapacityExceeded, ClaimTimeout, DataPlaneError, DataPlaneTimeout, DirectoryLost
+from .host_calls import HostCalls
 from .partition import PutRows
+from .waits import Pulse, Queue
 
 _logger = logging.getLogger(__name__)
-
-
-class Pulse:
-    """Something that happens again and again; none is missed between looking and waiting."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        """How often it has happened."""
-        self._waiters: list[asyncio.Future[None]] = []
-
-    async def wait(self, seen: int) -> None:
-        """Until `count` is more than `seen`."""
-        if self.count == seen:
-            future = asyncio.get_running_loop().create_future()
-            self._waiters.append(future)
-            await future
-
-    def fire(self) -> None:
-        self.count += 1
-        waiters, self._waiters = self._waiters, []
-        for future in waiters:
-            if not future.done():
-                future.set_result(None)
 
 
 class DirectoryService:
@@ -61,17 +41,13 @@ class DirectoryService:
             capacity_bytes=config.store.capacity_mib << 20, lease_s=config.lease_s, reserve_s=config.reserve_s
         )
         self._host = host
-        # One thread for all calls of the host: a store that answers slowly must not stop claims and leases.
-        self._host_thread = ThreadPoolExecutor(1, thread_name_prefix="store-host")
-        self._put_turn = asyncio.Lock()
-        self._claim_turns: dict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._store = HostCalls(host, lambda: self._room.fire())
+        self._put_queue = Queue()
+        self._claim_queues: dict[tuple[str, str], Queue] = defaultdict(Queue)
         self._room = Pulse()
         self._ready: dict[str, Pulse] = {}
         """By partition."""
-        self._waiting_claims = 0
-        self._waiting_puts = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._freeing: set[asyncio.Task[None]] = set()
         self._closed = False
         self._handlers: dict[str, Callable[[bytes], bytes | Coroutine[Any, Any, bytes]]] = {
             "register": self._register,
@@ -84,7 +60,7 @@ class DirectoryService:
             "release": self._release,
             "clear": self._clear,
             "status": self._status,
-            "store": self._store,
+            "store": self._serve,
         }
 
     def answer(self, op: str, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
@@ -127,82 +103,100 @@ class DirectoryService:
         self._room.fire()
         for pulse in self._ready.values():
             pulse.fire()
-        await asyncio.get_running_loop().run_in_executor(self._host_thread, self._host.close)
-        self._host_thread.shutdown(wait=False)
+        await self._store.close()
 
     # -------------------------------------------------------------- put
 
-    async def _reserve(self, payload: bytes) -> bytes:
+    def _reserve(self, payload: bytes) -> Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Reserve)
-        put = request.rows()
+        put = request.rows.put()
+        given_back = [self._directory.abort(room_id) for room_id in request.given_back]
+        self._store.take_back([item for item in given_back if item is not None])
         self._directory.check(put)
-        self._waiting_puts += 1
+        return self._reserve_later(put, request.timeout_s)
+
+    async def _reserve_later(self, put: PutRows, timeout_s: float) -> bytes:
+        deadline = self._now() + timeout_s
         try:
-            reservation = await self._wait_for_room(put, self._now() + request.timeout_s)
+            async with self._turn(self._put_queue, deadline):
+                seen = self._room.count
+                while (reservation := await self._try_reserve(put)) is None:
+                    async with asyncio.timeout_at(deadline):
+                        await self._wait(self._room, seen)
+                    seen = self._room.count
         except TimeoutError:
             status = self._directory.status(None, self._now())
-            wanted = sum(layout.nbytes for layout in put.layouts)
             raise CapacityExceeded(
-                f"no room for {wanted} bytes: {status.bytes_used} in use and {status.bytes_reserved} reserved "
+                f"no room for {put.nbytes} bytes: {status.bytes_used} in use and {status.bytes_reserved} reserved "
                 f"of {status.bytes_capacity}",
                 op="put",
                 partition=put.partition,
                 keys=put.keys,
-                elapsed_s=request.timeout_s,
+                elapsed_s=timeout_s,
             ) from None
-        finally:
-            self._waiting_puts -= 1
-        reserved = requests.Reserved(
-            reservation.reservation_id, reservation.block_ids.start, tuple(reservation.locations)
-        )
-        return messages.encode(reserved)
-
-    async def _wait_for_room(self, put: PutRows, deadline: float) -> Reservation:
-        async with asyncio.timeout_at(deadline):
-            await self._put_turn.acquire()
-        try:
-            while True:
-                seen = self._room.count
-                reservation = await self._try_reserve(put)
-                if reservation is not None:
-                    return reservation
-                async with asyncio.timeout_at(deadline):
-                    await self._wait(self._room, seen)
-        finally:
-            self._put_turn.release()
+        return messages.encode(_room(reservation))
 
     async def _try_reserve(self, put: PutRows) -> Reservation | None:
-        """Room in the account and in the store, or None."""
+        """Room in the account and in the store, for which all credit may have to go; None when that is not enough."""
         reservation = self._directory.reserve(put, self._now())
         if reservation is None:
+            await self._take_back(self._directory.revoke(put.nbytes))
+            reservation = self._directory.reserve(put, self._now())
+        if reservation is None:
             return None
-        granted = False
         try:
-            granted = await self._on_host(self._allocate, reservation)
-        finally:
-            if not granted:
-                # Not a reason for `_room` to fire: this very put would try again at once, and for ever.
-                self._free_later(self._directory.abort(reservation.reservation_id), fire=False)
-        return reservation if granted else None
+            granted = await self._store.allocate(reservation)
+            if not granted and (revoked := self._directory.revoke(None)):
+                await self._take_back(revoked)
+                granted = await self._store.allocate(reservation)
+        except BaseException:
+            self._directory.abort(reservation.reservation_id)
+            raise
+        if not granted:
+            self._directory.abort(reservation.reservation_id)
+            return None
+        try:
+            return self._directory.reservation(reservation.reservation_id)
+        except DataPlaneTimeout:  # expired while the store was asked
+            self._store.take_back([reservation])
+            raise
 
-    def _allocate(self, reservation: Reservation) -> bool:
-        for block_id, nbytes in zip(reservation.block_ids, reservation.sizes, strict=True):
-            location = self._host.allocate(block_id, nbytes)
-            if location is None:
-                return False
-            reservation.locations.append(location)
-        return True
-
-    async def _commit(self, payload: bytes) -> bytes:
+    def _commit(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Commit)
-        receipt, freed = self._directory.commit(request.reservation_id, request.locations)
-        self._ready_pulse(receipt.partition).fire()
+        put = request.rows.put()
+        reservation = self._directory.reservation(request.room_id)
+        if self._store.waits:
+            return self._commit_later(request, put, reservation)
+        body, freed = self._commit_now(request, put)
+        self._store.free(freed)
+        return body
+
+    async def _commit_later(self, request: requests.Commit, put: PutRows, reservation: Reservation) -> bytes:
+        await self._store.count(reservation, [layout.nbytes for layout in put.layouts])
+        body, freed = self._commit_now(request, put)
         await self._free(freed)
-        return receipt.to_bytes()
+        return body
+
+    def _commit_now(self, request: requests.Commit, put: PutRows) -> tuple[bytes, list[FreedBlock]]:
+        committed, freed = self._directory.commit(request.room_id, put, self._store.locate(request.locations))
+        self._ready_pulse(put.partition).fire()
+        credit = self._grant(put.writer, request.next_bytes, request.next_blocks)
+        return messages.encode(requests.Written.of(committed, request, credit and _room(credit))), freed
+
+    def _grant(self, writer: str, nbytes: int, num_blocks: int) -> Reservation | None:
+        """Credit for the writer's next put, unless somebody waits for room."""
+        if self._put_queue.waiting:
+            return None
+        credit = self._directory.grant(writer, nbytes, num_blocks, self._now())
+        if credit is not None and not self._store.allocate_ready(credit):
+            self._directory.abort(credit.reservation_id)
+            return None
+        return credit
 
     async def _abort(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Abort)
-        await self._free(self._directory.abort(request.reservation_id))
+        found = [self._directory.abort(room_id) for room_id in request.room_ids]
+        await self._take_back([item for item in found if item is not None])
         return b""
 
     # -------------------------------------------------------------- read and consume
@@ -212,23 +206,28 @@ class DirectoryService:
         keys = requests.unpack_keys(request.keys)
         return self._directory.lookup(request.partition, keys, request.fields).to_bytes()
 
-    async def _claim(self, payload: bytes) -> bytes:
+    def _claim(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Claim)
         claim = request.rows
         self._directory.check_claim(claim)
-        self._waiting_claims += 1
+        queue = self._claim_queues[claim.partition, claim.task]
+        if not queue.waiting:
+            receipt = self._directory.claim(claim, self._now())
+            if receipt is not None:
+                return receipt.to_bytes()
+        return self._claim_later(claim, queue, request.timeout_s)
+
+    async def _claim_later(self, claim: ClaimRows, queue: Queue, timeout_s: float) -> bytes:
+        pulse = self._ready_pulse(claim.partition)
         try:
-            async with asyncio.timeout(request.timeout_s), self._claim_turns[claim.partition, claim.task]:
+            async with asyncio.timeout(timeout_s), queue.turn():
                 # No await between a lease and its reply: a claim that is cut off holds no rows.
-                pulse = self._ready_pulse(claim.partition)
                 while (receipt := self._directory.claim(claim, self._now())) is None:
                     await self._wait(pulse, pulse.count)
         except TimeoutError:
             raise ClaimTimeout(
-                self._directory.shortage(claim), op="claim", partition=claim.partition, elapsed_s=request.timeout_s
+                self._directory.shortage(claim), op="claim", partition=claim.partition, elapsed_s=timeout_s
             ) from None
-        finally:
-            self._waiting_claims -= 1
         return receipt.to_bytes()
 
     def _release(self, payload: bytes) -> bytes:
@@ -240,12 +239,13 @@ class DirectoryService:
             self._ready_pulse(request.partition).fire()
         return b""
 
-    async def _clear(self, payload: bytes) -> bytes:
+    def _clear(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Clear)
         keys = None if request.keys is None else requests.unpack_keys(request.keys)
         count, freed = self._directory.clear(request.partition, keys)
-        await self._free(freed)
-        return messages.encode(count)
+        body = messages.encode(count)
+        task = self._store.free(freed)
+        return body if task is None else _after(task, body)
 
     # -------------------------------------------------------------- partitions and the rest
 
@@ -262,16 +262,16 @@ class DirectoryService:
         return messages.encode(
             replace(
                 status,
-                waiting_claims=self._waiting_claims,
-                waiting_puts=self._waiting_puts,
-                store_kind=self._host.spec.kind,
-                store_bytes=await self._on_host(self._host.usage_bytes),
+                waiting_claims=sum(queue.waiting for queue in self._claim_queues.values()),
+                waiting_puts=self._put_queue.waiting,
+                store_kind=self._store.spec.kind,
+                store_bytes=await self._store.usage_bytes() - self._directory.allocated_credit_bytes,
             )
         )
 
-    def _store(self, payload: bytes) -> bytes:
+    def _serve(self, payload: bytes) -> bytes:
         if not isinstance(self._host, Serving):
-            raise ValueError(f"store {self._host.spec.kind!r} does not serve bytes through the directory")
+            raise ValueError(f"store {self._store.spec.kind!r} does not serve bytes through the directory")
         return self._host.serve(payload)
 
     # -------------------------------------------------------------- inside
@@ -287,35 +287,24 @@ class DirectoryService:
         if self._closed:
             raise DirectoryLost("the data plane was closed while this call waited")
 
-    async def _on_host(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        if self._closed:
-            raise DirectoryLost("the data plane is closed")
-        return await asyncio.get_running_loop().run_in_executor(self._host_thread, call, *arguments)
+    @asynccontextmanager
+    async def _turn(self, queue: Queue, deadline: float) -> AsyncIterator[None]:
+        """One's turn in a queue; the deadline bounds the wait for it, not what is done in it."""
+        async with AsyncExitStack() as stack:
+            async with asyncio.timeout_at(deadline):
+                await stack.enter_async_context(queue.turn())
+            yield
 
     async def _free(self, blocks: Sequence[FreedBlock]) -> None:
         """Gone from the store when this returns, so that receipts of theirs fail from then on; then puts may follow."""
-        if blocks:
-            await asyncio.shield(self._free_later(blocks))
+        task = self._store.free(blocks)
+        if task is not None:
+            await asyncio.shield(task)
 
-    def _free_later(self, blocks: Sequence[FreedBlock], *, fire: bool = True) -> asyncio.Task[None]:
-        async def free() -> None:
-            if self._closed:  # they went with the store
-                return
-            await self._on_host(self._free_on_host, [(block.block_id, block.location) for block in blocks])
-            if fire:
-                self._room.fire()
-
-        task = asyncio.get_running_loop().create_task(free())
-        self._freeing.add(task)  # the loop itself keeps no reference
-        task.add_done_callback(self._freeing.discard)
-        return task
-
-    def _free_on_host(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        if isinstance(self._host, FreesMany):
-            self._host.free_many(blocks)
-            return
-        for block_id, location in blocks:
-            self._host.free(block_id, location)
+    async def _take_back(self, reservations: Sequence[Reservation]) -> None:
+        task = self._store.take_back(reservations)
+        if task is not None:
+            await asyncio.shield(task)
 
     def _arm(self) -> None:
         """Set the timer to the directory's next deadline."""
@@ -339,5 +328,17 @@ class DirectoryService:
                 pulse.fire()
         if expired.writers:
             _logger.warning("writers %s did not commit in time: their bytes are reclaimed", expired.writers)
-            self._free_later(expired.freed)
+        self._store.take_back(expired.reservations)
         self._arm()
+
+
+def _room(reservation: Reservation) -> requests.Room:
+    ids = reservation.block_ids
+    return requests.Room(
+        reservation.reservation_id, ids.start, len(ids), reservation.nbytes, reservation.location or b""
+    )
+
+
+async def _after(task: asyncio.Task[None], body: bytes) -> bytes:
+    await asyncio.shield(task)
+    return body

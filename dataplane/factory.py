@@ -33,7 +33,7 @@ class DataPlane:
         """Name -> pid of the directory's process and of those that the store runs in."""
         address = self.handle.store.address
         units = cast(list[list[Any]], address.get("units", []))
-        found = {"directory": self._directory_pid, **{f"storage unit {n}": unit[2] for n, unit in enumerate(units)}}
+        found = {"directory": self._directory_pid, **{unit[1]: unit[2] for unit in units}}
         return found | ({"mooncake master": cast(int, address["pid"])} if self.handle.store.kind == "mooncake" else {})
 
     def close(self) -> None:

@@ -179,7 +179,7 @@ class KVBatchMeta:
             [
                 _FORMAT,
                 self.partition,
-                pack_keys(self.keys),
+                pack_keys(self.keys, squeeze=True),
                 self.fields,
                 [pack_ints(column) for column in (self.lengths, self.versions, self.groups)],
                 [[name, values.dtype.str, values.tobytes()] for name, values in self.tags.items()],

@@ -14,20 +14,21 @@ from tensordict import TensorDictBase
 
 from ..codecs import messages
 from ..codecs.batch import Batch
-from ..codecs.blocks import EncodedBlock, RowSource
+from ..codecs.blocks import EncodedBlock, RowSource, encode_blocks
 from ..codecs.jagged import pack
 from ..codecs.schema import Schema
 from . import requests
-from .block_io import check_readable, column_bytes, encode_blocks, read_rows, write_blocks
+from .block_io import check_readable, column_bytes, cut, read_rows, rows_a_block, write_blocks
 from .block_store import BlockStore
 from .client_stats import ClientStats
 from .compact import check_keys, pack_keys
+from .credit import Credit
 from .directory import ClaimRows, Outcome
-from .errors import DataPlaneError, SchemaMismatch
+from .errors import DataPlaneError, DataPlaneTimeout, RowsCleared, SchemaMismatch
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta, check_tags
 from .partition import PutRows
-from .rows import default_group
+from .rows import Grouping
 from .status import DataPlaneStatus
 
 _logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ Steps = Generator[Ask | Work, Any, T]
 
 
 class Operations:
-    """One client's operations, over its store. Thread-safe: holds nothing that changes but caches and counters."""
+    """One client's operations, over its store. Thread-safe: what it holds is a cache, counters and credit."""
 
     def __init__(self, handle: DataPlaneHandle, store: BlockStore, name: str) -> None:
         self.handle = handle
@@ -68,6 +69,8 @@ class Operations:
         self.stats = ClientStats()
         self.label = f"{name or 'client'} pid={os.getpid()}"
         self._schemas: dict[str, Schema] = {}
+        # Half of its life at the directory: a put that begins in it has as long again to come to its end.
+        self._credit = Credit(handle.config.reserve_s / 2)
 
     def timeout(self, timeout_s: float | None) -> float:
         """The call's bound in seconds. Raises ValueError when negative."""
@@ -105,16 +108,17 @@ class Operations:
 
         def prepare() -> tuple[PutRows, list[EncodedBlock]]:
             batch = _packed(partition, schema, fields, names)
-            cut_by = group_names if group_names is not None else [default_group(key) for key in names]
+            groups = Grouping.of(names, group_names)
             config = self.handle.config
-            blocks = encode_blocks(batch, cut_by, config.block_rows, checksum=config.integrity == "verify")
+            cuts = cut(groups.index, rows_a_block(batch, config.block_rows))
+            blocks = encode_blocks(batch, cuts, checksum=config.integrity == "verify")
             put = PutRows(
                 partition,
                 names,
                 tuple(batch),
                 batch.lengths,
                 _versions(versions, len(names)),
-                group_names,
+                groups,
                 check_tags(tags or {}, len(names)),
                 tuple(block.layout for block in blocks),
                 replace,
@@ -125,19 +129,52 @@ class Operations:
         put, blocks = yield Work(prepare)
         if not names:
             return _empty_receipt(partition, schema, put.fields)
-        reply = yield Ask("reserve", requests.encode(requests.Reserve.of(put, bound)), bound)
-        reserved = messages.decode(reply, requests.Reserved)
+        rows = requests.Rows.of(put)
+        room, given_back = self._credit.take(put.nbytes, len(blocks))
+        if room is not None:
+            try:
+                return (yield from self._write(put, rows, blocks, room, schema, deadline))
+            except _CreditGone as error:  # the directory needed it for somebody else: this put now asks for room
+                _logger.debug("%s: a put is written anew: %s", self.label, error)
+        remaining = max(0.0, deadline - time.monotonic())
+        reply = yield Ask("reserve", requests.encode(requests.Reserve(rows, remaining, given_back)), remaining)
+        room = messages.decode(reply, requests.Room)
+        return (yield from self._write(put, rows, blocks, room, schema, deadline, asked=True))
+
+    def _write(
+        self,
+        put: PutRows,
+        rows: requests.Rows,
+        blocks: list[EncodedBlock],
+        room: requests.Room,
+        schema: Schema,
+        deadline: float,
+        *,
+        asked: bool = False,
+    ) -> Steps[KVBatchMeta]:
+        """Bytes into the room, then rows into the directory. Raises _CreditGone unless the room was asked for."""
         try:
             locations = yield Work(
-                lambda: write_blocks(self.store, blocks, reserved.first_block_id, reserved.locations, deadline)
+                lambda: write_blocks(self.store, blocks, room.first_block_id, room.location, deadline)
             )
-            commit = requests.Commit(reserved.reservation_id, locations)
-            receipt = KVBatchMeta.from_bytes((yield Ask("commit", requests.encode(commit), bound)))
-        except BaseException:
-            yield from self._abort(reserved.reservation_id)
+            commit = requests.Commit(room.room_id, rows, locations, *self._credit.wish())
+            reply = yield Ask("commit", requests.encode(commit), max(0.0, deadline - time.monotonic()))
+            written = messages.decode(reply, requests.Written)
+        except BaseException as error:
+            if not asked and type(error) in (RowsCleared, DataPlaneTimeout):
+                raise _CreditGone(str(error)) from None
+            yield from self._give_back((room.room_id,))
             raise
+        self._credit.add(written.next_room)
         self.stats.count_bytes(put=sum(sum(layout.part_bytes) for layout in put.layouts))
-        return receipt
+        return written.committed(put, locations).receipt(put, schema)
+
+    def close(self) -> Steps[None]:
+        """Give back what was granted ahead, then let go of the store."""
+        room_ids = self._credit.drop_all()
+        if room_ids:
+            yield from self._give_back(room_ids)
+        yield Work(self.store.close)
 
     def get(self, meta: KVBatchMeta, fields: Sequence[str] | None, timeout_s: float | None) -> Steps[Batch]:
         bound = self.timeout(timeout_s)
@@ -189,12 +226,16 @@ class Operations:
             self._schemas[partition] = messages.decode(reply, Schema)
         return self._schemas[partition]
 
-    def _abort(self, reservation_id: int) -> Steps[None]:
-        """Best effort: what it cannot reach ends with the reservation itself, after `reserve_s`."""
+    def _give_back(self, room_ids: tuple[int, ...]) -> Steps[None]:
+        """Best effort: what it cannot reach ends by itself, after `reserve_s`."""
         try:
-            yield Ask("abort", requests.encode(requests.Abort(reservation_id)), ABORT_TIMEOUT_S)
+            yield Ask("abort", requests.encode(requests.Abort(room_ids)), ABORT_TIMEOUT_S)
         except DataPlaneError as error:
-            _logger.warning("could not take back a failed put, its reservation will expire: %s", error)
+            _logger.info("could not give room back, it will expire: %s", error)
+
+
+class _CreditGone(Exception):
+    """The directory has taken back the room that a put was written to."""
 
 
 def _packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str]) -> Batch:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..codecs.blocks import BlockLayout
+from ..codecs.blocks import BlockLayout, RowSource
 from ..codecs.schema import Kind, Schema
 from .errors import AlreadyWritten, DuplicateKeys, KeysNotFound, SchemaMismatch
+from .meta import BlockRef, KVBatchMeta
 from .ready import ReadyView
-from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, RowTable, default_group, grown, pick
+from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, Grouping, GroupTable, RowTable, grown, pick
 
 DONE = -1
 """In a cursor: the task is through with the row. 0: free; above: the id of the lease that holds it."""
@@ -32,13 +33,57 @@ class PutRows:
     """int64 `[N]`; None when no field is PER_TOKEN."""
     versions: np.ndarray | None
     """int64 `[N]`; None: -1 for new rows, others keep theirs."""
-    groups: Sequence[str] | None
-    """N names; None: each key up to its last "."."""
+    groups: Grouping
     tags: Mapping[str, np.ndarray]
     layouts: tuple[BlockLayout, ...]
     """The blocks, which hold the rows in order."""
     replace: bool
     writer: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks."""
+        return sum(layout.nbytes for layout in self.layouts)
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a writer is told of its put: with `PutRows`, all of a receipt."""
+
+    first_block_id: int
+    locations: tuple[bytes, ...]
+    lengths: np.ndarray
+    """int64 `[N]`: of the rows by now, 0 for rows that have no PER_TOKEN field yet."""
+    versions: np.ndarray
+    """int64 `[N]`."""
+    groups: np.ndarray
+    """int64 `[N]`: numbers."""
+    tags: dict[str, np.ndarray]
+    """Those that the rows were given by other puts."""
+
+    def receipt(self, put: PutRows, schema: Schema) -> KVBatchMeta:
+        """Reads just the fields put."""
+        rows = np.array([layout.num_rows for layout in put.layouts])
+        first = np.repeat(np.cumsum(rows) - rows, rows)
+        start = np.zeros(len(first), dtype=np.int64)
+        if put.lengths is not None:
+            start = np.cumsum(put.lengths) - put.lengths
+            start -= start[first]
+        block = np.repeat(np.arange(len(rows), dtype=np.int32), rows)
+        row = (np.arange(len(first)) - first).astype(np.int32)
+        ids = range(self.first_block_id, self.first_block_id + len(rows))
+        return KVBatchMeta(
+            put.partition,
+            tuple(put.keys),
+            put.fields,
+            self.lengths,
+            self.versions,
+            self.groups,
+            {**self.tags, **put.tags},
+            tuple(BlockRef(*item) for item in zip(ids, self.locations, put.layouts, strict=True)),
+            (RowSource(put.fields, block, row, start),),
+            schema=schema,
+        )
 
 
 class TaskCursor:
@@ -159,17 +204,20 @@ class Partition:
             if len(differ):
                 message = f"version {put.versions[differ[0]]}, but the row has {self.rows.versions[rows[differ[0]]]}"
                 raise self._mismatch(message, pick(put.keys, differ))
-        if put.groups is not None:
-            names = self.groups.names[self.rows.groups[rows[old]]]
-            differ = old[[given != name for given, name in zip(pick(put.groups, old), names, strict=True)]]
+        if put.groups.given and len(old):
+            known = self.groups.names[self.rows.groups[rows[old]]]
+            differ = old[np.array(put.groups.names, dtype=object)[put.groups.index[old]] != known]
             if len(differ):
-                message = f"group {put.groups[int(differ[0])]!r}, but the row is of another"
+                given = put.groups.names[int(put.groups.index[differ[0]])]
+                message = f"group {given!r}, but the row is of another"
                 raise self._mismatch(message, pick(put.keys, differ))
-        full = self.groups.overfull(_group_names(put, np.flatnonzero(rows < 0)))
-        if full is not None:
-            raise self._mismatch(
-                f"group {full!r} would hold more than group_size={self.groups.group_size} rows", put.keys
-            )
+        if len(old) < len(rows):
+            names, index = put.groups.names, put.groups.index[rows < 0]
+            full = self.groups.overfull(names, np.bincount(index, minlength=len(names)))
+            if full is not None:
+                raise self._mismatch(
+                    f"group {full!r} would hold more than group_size={self.groups.group_size} rows", put.keys
+                )
 
     def write(self, put: PutRows, rows: np.ndarray, block_ids: Sequence[int], numbering: Iterator[int]) -> np.ndarray:
         """Make a checked put's rows readable. `rows`: from `check_put`, filled in for new keys.
@@ -178,7 +226,11 @@ class Partition:
         """
         new = np.flatnonzero(rows < 0)
         if len(new):
-            groups = self.groups.intern(_group_names(put, new), numbering)
+            index = put.groups.index[new]
+            used = np.unique(index)
+            indices = np.empty(len(put.groups.names), dtype=np.int64)
+            indices[used] = self.groups.intern(pick(put.groups.names, used), numbering)
+            groups = indices[index]
             rows[new] = self.rows.add(pick(put.keys, new), groups)
             self.groups.add(rows[new], groups)
         for cursor in self.tasks.values():
@@ -215,8 +267,3 @@ class Partition:
 
     def _mismatch(self, message: str, keys: Sequence[str]) -> SchemaMismatch:
         return SchemaMismatch(message, op="put", partition=self.name, keys=keys)
-
-
-def _group_names(put: PutRows, which: np.ndarray) -> list[str]:
-    """Group name of the rows at `which`."""
-    return [default_group(key) for key in pick(put.keys, which)] if put.groups is None else pick(put.groups, which)

@@ -14,7 +14,8 @@ from ..codecs.schema import Schema
 from . import errors
 from .compact import pack_ints, pack_keys, unpack_ints, unpack_keys
 from .directory import ClaimRows, Outcome
-from .partition import PutRows
+from .partition import Committed, PutRows
+from .rows import Grouping
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,71 +34,137 @@ class Describe:
 
 
 @dataclass(frozen=True, slots=True)
-class Reserve:
-    """`PutRows` packed; waits for room for `timeout_s` at most. Answered by `Reserved`."""
+class Rows:
+    """`PutRows` packed."""
 
     partition: str
     keys: bytes
     fields: tuple[str, ...]
     lengths: bytes | None
     versions: bytes | None
-    groups: bytes | None
+    group_names: bytes | None
+    """None: they follow from the keys, and are nearly as many."""
+    group_index: bytes
+    groups_given: bool
     tags: dict[str, np.ndarray]
-    layouts: tuple[BlockLayout, ...]
+    block_fields: tuple[str, ...]
+    blocks: tuple[tuple[int, int, tuple[int, ...]], ...]
+    """Rows, tokens and bytes of each part."""
     replace: bool
     writer: str
-    timeout_s: float
 
     @staticmethod
-    def of(put: PutRows, timeout_s: float) -> Reserve:
-        return Reserve(
+    def of(put: PutRows) -> Rows:
+        derived = not put.groups.given and len(put.groups.names) * 2 > len(put.keys)
+        return Rows(
             put.partition,
             pack_keys(put.keys),
             put.fields,
             None if put.lengths is None else pack_ints(put.lengths),
             None if put.versions is None else pack_ints(put.versions),
-            None if put.groups is None else pack_keys(put.groups),
+            None if derived else pack_keys(put.groups.names),
+            b"" if derived else pack_ints(put.groups.index),
+            put.groups.given,
             dict(put.tags),
-            put.layouts,
+            put.layouts[0].fields,
+            tuple((at.num_rows, at.num_tokens, at.part_bytes) for at in put.layouts),
             put.replace,
             put.writer,
-            timeout_s,
         )
 
-    def rows(self) -> PutRows:
+    def put(self) -> PutRows:
+        keys = unpack_keys(self.keys)
+        if self.group_names is None:
+            groups = Grouping.of(keys, None)
+        else:
+            groups = Grouping(unpack_keys(self.group_names), unpack_ints(self.group_index), self.groups_given)
         return PutRows(
             self.partition,
-            unpack_keys(self.keys),
+            keys,
             self.fields,
             None if self.lengths is None else unpack_ints(self.lengths),
             None if self.versions is None else unpack_ints(self.versions),
-            None if self.groups is None else unpack_keys(self.groups),
+            groups,
             self.tags,
-            self.layouts,
+            tuple(BlockLayout(self.block_fields, *block) for block in self.blocks),
             self.replace,
             self.writer,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Reserved:
-    reservation_id: int
+class Reserve:
+    """Checks rows and waits for room for `timeout_s` at most. Answered by `Room`."""
+
+    rows: Rows
+    timeout_s: float
+    given_back: tuple[int, ...]
+    """Rooms that the writer has no use for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where one put may write, if it commits within `reserve_s`."""
+
+    room_id: int
     first_block_id: int
+    num_blocks: int
     """The blocks have consecutive ids."""
-    locations: tuple[bytes, ...]
+    nbytes: int
+    location: bytes
+    """Of the room as a whole, for blocks end to end; b"" when blocks are located as they are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Answered by a receipt (`KVBatchMeta.to_bytes`)."""
+    """Answered by `Written`."""
 
-    reservation_id: int
-    locations: tuple[bytes, ...]
+    room_id: int
+    rows: Rows
+    locations: tuple[bytes, ...] | None
+    """Of each block; None when the room has a location."""
+    next_bytes: int
+    """What the writer would like for its next put."""
+    next_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """`Committed` packed: only what the writer does not know."""
+
+    first_block_id: int
+    locations: tuple[bytes, ...] | None
+    lengths: bytes | None
+    versions: bytes | None
+    groups: bytes
+    tags: dict[str, np.ndarray]
+    next_room: Room | None
+    """Credit: room for the next put, unless another writer needs it before."""
+
+    @staticmethod
+    def of(committed: Committed, request: Commit, next_room: Room | None) -> Written:
+        return Written(
+            committed.first_block_id,
+            None if request.locations is not None else committed.locations,
+            None if request.rows.lengths is not None else pack_ints(committed.lengths),
+            None if request.rows.versions is not None else pack_ints(committed.versions),
+            pack_ints(committed.groups),
+            committed.tags,
+            next_room,
+        )
+
+    def committed(self, put: PutRows, locations: tuple[bytes, ...] | None) -> Committed:
+        """`locations` as the writer knows them."""
+        found = self.locations if locations is None else locations
+        lengths = put.lengths if self.lengths is None else unpack_ints(self.lengths)
+        versions = put.versions if self.versions is None else unpack_ints(self.versions)
+        assert found is not None and lengths is not None and versions is not None
+        return Committed(self.first_block_id, found, lengths, versions, unpack_ints(self.groups), self.tags)
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    reservation_id: int
+    room_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,10 +24,36 @@ def grown(column: np.ndarray, size: int, fill: object) -> np.ndarray:
     return new
 
 
-def pick(names: Sequence[str], which: np.ndarray) -> list[str]:
-    """The names at the positions `which`."""
+def pick(names: Sequence[str], which: np.ndarray) -> Sequence[str]:
+    """The names at the positions `which`, which ascend."""
+    if len(which) == len(names):
+        return names
     positions: list[int] = which.tolist()
     return [names[i] for i in positions]
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """The groups of a put's rows."""
+
+    names: Sequence[str]
+    """G names, each once, in order of appearance."""
+    index: np.ndarray
+    """int64 `[N]`: which of them each row belongs to."""
+    given: bool
+    """False: they follow from the keys."""
+
+    @staticmethod
+    def of(keys: Sequence[str], groups: Sequence[str] | None) -> Grouping:
+        """groups: a name for each key; None: the key up to its last ".", or all of a key without one."""
+        if groups is None:
+            names = [key.rpartition(".")[0] or key for key in keys]
+        else:
+            names = groups
+        number = {name: position for position, name in enumerate(dict.fromkeys(names))}
+        return Grouping(
+            list(number), np.fromiter(map(number.__getitem__, names), np.int64, len(names)), groups is not None
+        )
 
 
 class Numbers:
@@ -86,7 +113,7 @@ class RowTable:
         rows = self._numbers.take(len(keys))
         self._grow(self._numbers.end)
         self.index.update(zip(keys, rows.tolist(), strict=True))
-        self.keys[rows] = list(keys)
+        self.keys[rows] = keys
         self.lengths[rows] = UNKNOWN
         self.versions[rows] = -1
         self.groups[rows] = groups
@@ -96,7 +123,7 @@ class RowTable:
 
     def remove(self, rows: np.ndarray) -> None:
         """Forget rows (each once) whose slots are UNWRITTEN by now."""
-        for key in self.keys[rows]:
+        for key in self.keys[rows].tolist():
             del self.index[key]
         self.keys[rows] = None
         for given in self.tag_given.values():
@@ -160,23 +187,22 @@ class GroupTable:
         """int64 `[N]`: index of each group, -1 where there is none."""
         return np.fromiter(map(self.index.get, names, itertools.repeat(-1)), np.int64, len(names))
 
-    def overfull(self, names: Sequence[str]) -> str | None:
-        """The first group that these new rows would fill beyond group_size (when that is > 1)."""
-        if self.group_size == 1:
+    def overfull(self, names: Sequence[str], added: np.ndarray) -> str | None:
+        """The first of these groups that `added` new rows (int `[G]`) would fill beyond group_size, if that is > 1."""
+        if self.group_size == 1 or not len(names):
             return None
-        added: dict[str, int] = {}
-        for name in names:
-            added[name] = added.get(name, 0) + 1
-        for name, count in added.items():
-            group = self.index.get(name)
-            if count + (0 if group is None else int(self.counts[group])) > self.group_size:
-                return name
-        return None
+        known = self.find(names)
+        filled = added.copy()
+        filled[known >= 0] += self.counts[known[known >= 0]]
+        over = np.flatnonzero((filled > self.group_size) & (added > 0))
+        return names[int(over[0])] if len(over) else None
 
     def intern(self, names: Sequence[str], numbering: Iterator[int]) -> np.ndarray:
-        """int64 `[N]`: index of each group; new ones take their numbers from `numbering`."""
-        new = [name for name in dict.fromkeys(names) if name not in self.index]
-        if new:
+        """int64 `[G]`: index of each group; new ones take their numbers from `numbering`. names: each once."""
+        found = self.find(names)
+        fresh = np.flatnonzero(found < 0)
+        if len(fresh):
+            new = pick(names, fresh)
             indices = self._free.take(len(new))
             self.names = grown(self.names, self._free.end, None)
             self.numbers = grown(self.numbers, self._free.end, -1)
@@ -184,9 +210,10 @@ class GroupTable:
             self.rows = grown(self.rows, self._free.end, -1)
             self.index.update(zip(new, indices.tolist(), strict=True))
             self.names[indices] = new
-            self.numbers[indices] = [next(numbering) for _ in new]
+            self.numbers[indices] = list(itertools.islice(numbering, len(new)))
             self.counts[indices] = 0
-        return self.find(names)
+            found[fresh] = indices
+        return found
 
     def add(self, rows: np.ndarray, groups: np.ndarray) -> None:
         """Rows (new, in order of arrival) join their groups."""
@@ -207,12 +234,7 @@ class GroupTable:
             order = np.argsort(gone, axis=1, kind="stable")
             self.rows[unique] = np.take_along_axis(np.where(gone, -1, members), order, axis=1)
         empty = unique[self.counts[unique] == 0]
-        for name in self.names[empty]:
+        for name in self.names[empty].tolist():
             del self.index[name]
         self.names[empty] = None
         self._free.give_back(empty)
-
-
-def default_group(key: str) -> str:
-    """The key up to its last ".": its prompt. A key without one is a group of its own."""
-    return key.rpartition(".")[0] or key

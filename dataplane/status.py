@@ -25,9 +25,11 @@ class DataPlaneStatus:
     bytes_reserved: int
     """Bytes promised to puts under way."""
     bytes_capacity: int
+    bytes_credit: int = 0
+    """Bytes set aside for writers' next puts; any put that needs the room gets it."""
     waiting_claims: int = 0
     waiting_puts: int = 0
     """Puts that wait for room."""
     store_kind: str = ""
     store_bytes: int = 0
-    """Bytes the store holds, by its own count."""
+    """Bytes the store holds, by its own count; without credit."""

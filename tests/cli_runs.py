@@ -12,7 +12,13 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parent.parent
-SMALL = ("warmup.steps=10", "algorithm.prompts_per_step=8", "validation.num_prompts=16", "logging.tensorboard=false")
+SMALL = (
+    "warmup.steps=10",
+    "trainer.schedule=constant",
+    "algorithm.prompts_per_step=8",
+    "validation.num_prompts=16",
+    "logging.tensorboard=false",
+)
 
 
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:

@@ -38,7 +38,7 @@ def test_two_ranks_with_log_prob_passes_and_a_light_driver(tmp_path):
     assert all(0 < line["driver/bytes_per_row"] < 100 for line in lines)
     assert all(line["dataplane/bytes_put"] > 0 and line["dataplane/bytes_got"] > 0 for line in lines)
     assert [line["policy/version"] for line in lines] == [1, 2, 3, 4]
-    assert abs(lines[0]["train/reference_kl"]) < 1e-5 and lines[-1]["train/kl"] > 0
+    assert abs(lines[0]["train/reference_kl"]) < 1e-5 and lines[-1]["train/reference_kl"] > 0
     names = {event["args"]["name"] for event in json.loads((run_dir / "trace.json").read_text())["traceEvents"]
              if event["ph"] == "M" and event["name"] == "process_name"}  # fmt: skip
     assert {"driver", "rollout 0", "train worker 0", "train worker 1"} <= names

@@ -142,7 +142,7 @@ def ship_plan(run: Run, meta: KVBatchMeta, step: int) -> ShardPlan:
         calls = []
         for rank, peer in enumerate(run.workers):
             rows, sizes = plan.shard(rank)
-            shard = TrainShard(step, lean.select(rows).to_bytes(), sizes, plan.digest)
+            shard = TrainShard(step, lean.select(rows).to_bytes(), sizes, plan.digest, run.tracer.recording)
             calls.append(peer.call("begin", messages.encode(shard)))
         run.gather(calls, "plan")
     return plan

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
+from ray.actor import ActorHandle
 
 from ..actors.protocols import ROLLOUT_SCHEMA, ActorInfo
 from ..actors.rollout_actor import RolloutActor
@@ -44,6 +45,10 @@ def run_training(config: Config, *, resume: bool) -> None:
     Raises UserError for what the user can mend, PeerFailed and DataPlaneError for a process that died, failed or hung.
     Whatever happens, the processes, shared memory and ports of the run are gone when it returns.
     """
+    try:
+        setups.backend_config(config, config.model.path)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     with RunFolder(config, resume=resume) as folder:
         steps = config.algorithm.steps
         with Progress(config.run.name, steps, enabled=config.logging.progress) as progress:
@@ -67,7 +72,11 @@ def run_training(config: Config, *, resume: bool) -> None:
 
                 controller(config)(run, state, after_step)
                 progress.phase("saving the model")
-                grpo.export_model(run, str(folder.path / "model"))
+                draft = folder.path / "model.new"
+                shutil.rmtree(draft, ignore_errors=True)
+                grpo.export_model(run, str(draft))
+                shutil.rmtree(folder.path / "model", ignore_errors=True)  # of the run that this one resumed
+                draft.rename(folder.path / "model")
             tracer.write(folder.trace_path)
             folder.metrics.finish(state.step)
             write_report(folder.path)
@@ -153,7 +162,7 @@ def start_actors(
 
 def _start(kind: type, setup: Any, gpus: float, meter: DriverMeter, stack: ExitStack) -> Peer:
     handle = ray.remote(kind).options(num_cpus=1, num_gpus=gpus, max_restarts=0).remote(setup)
-    stack.callback(ray.kill, handle, no_restart=True)
+    stack.callback(ray.kill, cast(ActorHandle, handle), no_restart=True)
     return Peer(handle, ActorInfo(setup.name, 0, "not up yet"), meter)
 
 

@@ -56,6 +56,11 @@ class Tracer:
             self._start_s = time.time()
             self._spans = {DRIVER: []}
 
+    @property
+    def recording(self) -> bool:
+        """Whether the step under way is the one to keep."""
+        return self._recording
+
     def span(self, name: str) -> OpenSpan:
         """Time a piece of the driver's work: `with tracer.span("rollout") as span: ...`, then `span.dur_s`."""
         return OpenSpan(name, self._spans[DRIVER] if self._recording else None)

@@ -118,6 +118,7 @@ def warm_up(
     Ends FALL_STEPS after their loss, averaged over RECENT_STEPS, is under `config.target_loss`, and at `config.steps`
     at the latest: how many steps depends on the seed, not on the clock. `show` gets step and loss of each.
     """
+    torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much when the cores are busy
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     batches = corpus(seed, config.batch_size)
     recent: deque[float] = deque(maxlen=RECENT_STEPS)

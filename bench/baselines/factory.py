@@ -35,9 +35,9 @@ def open_baseline(name: str, host: Host) -> Contender:
 
         return TransferQueueContender()
     if name == SECOND_RUN:
-        from .transferqueue_mooncake import open_transferqueue_mooncake
+        from .transferqueue_mooncake import MooncakeContender
 
-        return open_transferqueue_mooncake(name)
+        return MooncakeContender(name)
     if name == "ray":
         from .ray_put import RayPutContender
 

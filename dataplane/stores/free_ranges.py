@@ -25,6 +25,10 @@ class FreeRanges:
         """Whether nothing is handed out."""
         return self.free_bytes == self.size_bytes
 
+    def holds(self, nbytes: int) -> bool:
+        """Whether `take` would find so many."""
+        return nbytes <= self.free_bytes and max(self._sizes, default=0) >= nbytes
+
     def take(self, nbytes: int) -> int | None:
         """Offset of `nbytes` (> 0) that now belong to the caller, or None when no hole is large enough."""
         if nbytes > self.free_bytes:

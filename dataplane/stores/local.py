@@ -33,25 +33,30 @@ class LocalHost:
 
     def __init__(self, run_id: str) -> None:
         self.spec = StoreSpec("local", run_id, {})
-        self._blocks: dict[int, tuple[np.ndarray, ...] | None] = {}
-        """None: allocated, not written yet."""
+        self._sizes: dict[int, int] = {}
+        self._blocks: dict[int, tuple[np.ndarray, ...]] = {}
+        self._refused: set[int] = set()
+        """Freed before they were written."""
         self._lock = threading.Lock()
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
         with self._lock:
-            self._blocks[block_id] = None
+            self._sizes[block_id] = nbytes
         return b""
 
     def free(self, block_id: int, location: bytes) -> None:
         with self._lock:
-            self._blocks.pop(block_id, None)
+            if self._sizes.pop(block_id, None) is not None and self._blocks.pop(block_id, None) is None:
+                self._refused.add(block_id)
 
     def usage_bytes(self) -> int:
+        """Bytes of the blocks that are reserved or written."""
         with self._lock:
-            return sum(part.nbytes for parts in self._blocks.values() for part in parts or ())
+            return sum(self._sizes.values())
 
     def close(self) -> None:
         with self._lock:
+            self._sizes.clear()
             self._blocks.clear()
 
     def write(self, block_id: int, parts: Sequence[np.ndarray]) -> None:
@@ -60,7 +65,7 @@ class LocalHost:
         for copy in copies:
             copy.flags.writeable = False
         with self._lock:
-            if block_id not in self._blocks:
+            if block_id in self._refused:
                 raise RowsCleared(f"block {block_id} was freed before it was written", op="put")
             self._blocks[block_id] = copies
 

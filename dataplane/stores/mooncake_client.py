@@ -39,6 +39,10 @@ _WORDS = {UNFINISHED: "not written to its end", -800: "transfer failed", -900: "
 _FORCED = {
     "MC_STORE_MEMCPY": "0",  # else bytes for the own process go by memcpy, whatever the protocol
     "MC_STORE_CLIENT_METRIC": "0",
+    # `setup` holds Python's lock: with 30 s and 20 attempts (the defaults) a master that is stopped just then would
+    # freeze the process for ten minutes. Attempts are for ports that are taken.
+    "MC_RPC_TIMEOUT_MS": "5000",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "3",
     "MC_LOG_LEVEL": "ERROR",  # errors reach the caller as exceptions; INFO is 14 lines a client
 }
 _CLEARED = (
@@ -152,9 +156,10 @@ class MooncakeClient:
     def close(self) -> None:
         """Leave the master; what this client lent goes with it. Idempotent.
 
-        Waits for that within CLOSE_TIMEOUT_S; a client that lends nothing takes its leave (a second) in the background.
+        Waits for that within CLOSE_TIMEOUT_S; a client that lends nothing takes its leave in the background.
+        The library holds Python's lock meanwhile, for a second or two.
         """
-        leaving = self._leave(StoreLost("this client is closed", op="connect", peer=self.master.peer))
+        leaving = self._leave(StoreLost("this client is closed", op="connect", peer=self.master.peer), lost=False)
         if self._lends:
             leaving.join(CLOSE_TIMEOUT_S)
 
@@ -187,9 +192,9 @@ class MooncakeClient:
             self._watch.recv(1)
         except OSError:
             pass  # a reset is an end, too
-        self._leave(StoreLost("mooncake master is lost: connection broke", peer=self.master.peer))
+        self._leave(StoreLost("mooncake master is lost: connection broke", peer=self.master.peer), lost=True)
 
-    def _leave(self, error: StoreLost) -> threading.Thread:
+    def _leave(self, error: StoreLost, *, lost: bool) -> threading.Thread:
         """End all calls with `error`, then the library's client: it would go on calling a dead master for ever."""
         with self._lock:
             if self._leaving is None:
@@ -197,13 +202,18 @@ class MooncakeClient:
                 # A thread that came back from the library after Python's own end would abort the process: no daemon,
                 # except to wait for a call that is stuck there, under which the client must not be taken away.
                 stuck = not self._threads.wait_idle(0.0)
-                self._leaving = threading.Thread(target=self._end_library, name="mooncake-leave", daemon=stuck)
+                self._leaving = threading.Thread(
+                    target=self._end_library, args=(lost,), name="mooncake-leave", daemon=stuck
+                )
                 self._leaving.start()
         return self._leaving
 
-    def _end_library(self) -> None:
+    def _end_library(self, lost: bool) -> None:
         self._threads.wait_idle(None)
-        self._store.close()
+        if not (lost and self._lends):
+            # Else it would tell the dead master for 20 s, under Python's lock, that the segment goes: the segment of
+            # a lost store stays until its process ends.
+            self._store.close()
         try:
             self._watch.shutdown(socket.SHUT_RDWR)
         except OSError:

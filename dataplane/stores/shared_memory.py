@@ -21,7 +21,7 @@ import numpy as np
 
 from ...codecs.blocks import ALIGN
 from ..block_store import StoreSpec, Want
-from ..errors import RowsCleared, StoreLost
+from ..errors import CapacityExceeded, RowsCleared, StoreLost
 from .free_ranges import FreeRanges
 from .shm_folder import (
     CLOSED,
@@ -49,8 +49,12 @@ SEGMENT_BYTES = 16 << 20
 _LOCATION = struct.Struct("<IIQ")  # segment, slot, offset
 
 
+def _rounded(nbytes: int) -> int:
+    return max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
+
+
 class SharedMemoryHost:
-    """Allocator and owner of the folder. Called from one thread (the directory's)."""
+    """Allocator and owner of the folder. Thread-safe."""
 
     def __init__(self, run_id: str, capacity_bytes: int, root: Path = ROOT) -> None:
         """Raises ValueError when a living run uses `run_id`, or when there is no /dev/shm."""
@@ -64,7 +68,10 @@ class SharedMemoryHost:
         self._slots[0, GENERATION] = OPEN
         self._limit_bytes = capacity_bytes + capacity_bytes // 4 + SEGMENT_BYTES
         self._segments: dict[int, FreeRanges] = {}
+        self._planned: dict[int, int] = {}
+        """Bytes of segments that are being made."""
         self._next_segment = 0
+        self._lock = threading.Lock()
         self._held: dict[int, tuple[int, int, int, int]] = {}  # block -> segment, slot, offset, bytes
         self._quarantined: list[tuple[int, int, int, int]] = []
         self._free_slots: list[int] = []
@@ -75,46 +82,98 @@ class SharedMemoryHost:
         self.spec = StoreSpec(kind="shm", run_id=run_id, address={"folder": str(self._folder)})
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
-        """A range and a slot; None when the pool (capacity and a quarter) or /dev/shm itself has no room."""
-        assert block_id not in self._held, block_id
-        self._release_quarantined()
-        size = max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
-        slot = self._take_slot()
-        if slot is None:
-            return None
-        place = self._take_range(size)
-        if place is None:
-            self._free_slots.append(slot)
-            return None
-        segment, offset = place
-        self._slots[slot] = (block_id + 1, 0, 0, 0)
-        self._held[block_id] = (segment, slot, offset, size)
-        self._used_bytes += size
-        return _LOCATION.pack(segment, slot, offset)
+        """A range and a slot; None when the pool (capacity and a quarter) or /dev/shm itself has no room.
+
+        Takes 5 ms and more for a new segment, in which other calls go on.
+        """
+        size = _rounded(nbytes)
+        with self._lock:
+            location = self._place(block_id, size)
+        if location is not None or not self._extend(size):
+            return location
+        with self._lock:
+            return self._place(block_id, size)
+
+    def has_ready(self, nbytes: int) -> bool:
+        """Whether there is a range in the segments that are."""
+        with self._lock:
+            self._release_quarantined()
+            return any(ranges.holds(_rounded(nbytes)) for ranges in self._segments.values())
+
+    def make_ready(self, nbytes: int) -> None:
+        """Add a segment if there is no such range."""
+        if not self.has_ready(nbytes):
+            self._extend(_rounded(nbytes))
+
+    def cut(self, block_id: int, sizes: Sequence[int]) -> list[bytes]:
+        """See `Cuts`. The first block keeps the slot, and with it what the writer has checked."""
+        with self._lock:
+            segment, slot, offset, held_bytes = self._held[block_id]
+            assert sum(sizes) <= held_bytes and not any(size % ALIGN for size in sizes), (sizes, held_bytes)
+            slots = [slot]
+            while len(slots) < len(sizes):
+                more = self._take_slot()
+                if more is None:
+                    self._free_slots += slots[1:]
+                    raise CapacityExceeded(f"no slots for {len(sizes)} blocks: {MAX_SLOTS} at most", op="put")
+                slots.append(more)
+            locations = []
+            for number, (size, own) in enumerate(zip(sizes, slots, strict=True)):
+                if number:
+                    self._slots[own] = (block_id + number + 1, 0, 0, 0)
+                self._held[block_id + number] = (segment, own, offset, size)
+                locations.append(_LOCATION.pack(segment, own, offset))
+                offset += size
+            rest = held_bytes - sum(sizes)
+            if rest:
+                self._segments[segment].give(offset, rest)
+                self._used_bytes -= rest
+            return locations
 
     def free(self, block_id: int, location: bytes) -> None:
         """End the block's generation; its range is used again once no living writer is in it. Idempotent."""
-        held = self._held.pop(block_id, None)
-        if held is None:
-            return
-        self._slots[held[1], GENERATION] = 0
-        if self._writer_lives(held[1]):
-            self._quarantined.append(held)
-        else:
-            self._release(held)
+        with self._lock:
+            held = self._held.pop(block_id, None)
+            if held is None:
+                return
+            self._slots[held[1], GENERATION] = 0
+            if self._writer_lives(held[1]):
+                self._quarantined.append(held)
+            else:
+                self._release(held)
 
     def usage_bytes(self) -> int:
         """Bytes of the ranges in use, rounded up to 64 a block, freed ones that a writer is still in included."""
-        return self._used_bytes
+        with self._lock:
+            self._release_quarantined()
+            return self._used_bytes
 
     def close(self) -> None:
         """Readers and writers get StoreLost from now on; the folder goes. Idempotent."""
-        if self._owner < 0:
-            return
-        self._slots[0, GENERATION] = CLOSED
-        shutil.rmtree(self._folder, ignore_errors=True)
-        os.close(self._owner)
-        self._owner = -1
+        with self._lock:
+            if self._owner < 0:
+                return
+            self._slots[0, GENERATION] = CLOSED
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._owner)
+            self._owner = -1
+
+    def _place(self, block_id: int, size: int) -> bytes | None:
+        """A range in the segments that are, and a slot."""
+        assert block_id not in self._held, block_id
+        self._release_quarantined()
+        slot = self._take_slot()
+        if slot is None:
+            return None
+        for segment, ranges in self._segments.items():
+            offset = ranges.take(size)
+            if offset is not None:
+                self._slots[slot] = (block_id + 1, 0, 0, 0)
+                self._held[block_id] = (segment, slot, offset, size)
+                self._used_bytes += size
+                return _LOCATION.pack(segment, slot, offset)
+        self._free_slots.append(slot)
+        return None
 
     def _writer_lives(self, slot: int) -> bool:
         pid = int(self._slots[slot, WRITER_PID])
@@ -147,20 +206,24 @@ class SharedMemoryHost:
         self._next_slot += 1
         return self._next_slot - 1
 
-    def _take_range(self, size: int) -> tuple[int, int] | None:
-        for number, ranges in self._segments.items():
-            offset = ranges.take(size)
-            if offset is not None:
-                return number, offset
-        number = self._add_segment(max(SEGMENT_BYTES, size))
+    def _extend(self, size: int) -> bool:
+        """Add a segment that has a range of `size` bytes; False when there is no room for it."""
+        with self._lock:
+            number = self._plan_segment(max(SEGMENT_BYTES, size))
         if number is None:
-            return None
-        offset = self._segments[number].take(size)
-        assert offset is not None
-        return number, offset
+            return False
+        backed = self._back(f"seg-{number}", 0, self._planned[number])
+        with self._lock:
+            planned = self._planned.pop(number)
+            if not backed or self._owner < 0:
+                (self._folder / f"seg-{number}").unlink(missing_ok=True)
+                return False
+            self._segments[number] = FreeRanges(planned)
+            return True
 
-    def _add_segment(self, size_bytes: int) -> int | None:
-        pooled = sum(ranges.size_bytes for ranges in self._segments.values())
+    def _plan_segment(self, size_bytes: int) -> int | None:
+        """Number of a segment to be made, counted from now on; None when the pool has no room for it."""
+        pooled = sum(ranges.size_bytes for ranges in self._segments.values()) + sum(self._planned.values())
         for number in [number for number, ranges in self._segments.items() if ranges.unused]:
             if pooled + size_bytes <= self._limit_bytes:
                 break
@@ -170,11 +233,8 @@ class SharedMemoryHost:
         if pooled + size_bytes > self._limit_bytes:
             return None
         number = self._next_segment
-        if not self._back(f"seg-{number}", 0, size_bytes):
-            (self._folder / f"seg-{number}").unlink(missing_ok=True)
-            return None
         self._next_segment += 1
-        self._segments[number] = FreeRanges(size_bytes)
+        self._planned[number] = size_bytes
         return number
 
     def _back(self, name: str, offset: int, nbytes: int) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from headrace.codecs.blocks import BlockLayout
 from headrace.codecs.schema import Field, Kind, Schema
+from headrace.dataplane.block_table import FreedBlock, Reservation
 from headrace.dataplane.directory import ClaimRows, Directory, Outcome
 from headrace.dataplane.errors import (
     AlreadyWritten,
@@ -25,6 +26,7 @@ from headrace.dataplane.errors import (
 )
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.partition import PutRows
+from headrace.dataplane.rows import Grouping
 
 SCHEMA = Schema(
     [
@@ -43,13 +45,20 @@ def make_put(keys: list[str], fields: tuple[str, ...], lengths: list[int] | None
     tokens = any(SCHEMA[name].kind is Kind.PER_TOKEN for name in fields)
     given = np.array(lengths if lengths is not None else [5] * len(keys))
     base: dict = {"versions": None, "groups": None, "tags": {}, "replace": False, "writer": "w"} | options
+    base["groups"] = Grouping.of(keys, base["groups"])
     return PutRows("p", keys, fields, lengths=given if tokens else None, layouts=layouts, **base)
 
 
 def put(directory: Directory, *arguments: object, now: float = 0.0, **options: object) -> KVBatchMeta:
-    reservation = directory.reserve(make_put(*arguments, **options), now)  # type: ignore[arg-type]
+    made = make_put(*arguments, **options)  # type: ignore[arg-type]
+    reservation = directory.reserve(made, now)
     assert reservation is not None
-    return directory.commit(reservation.reservation_id, [b"at"] * len(reservation.block_ids))[0]
+    return commit(directory, reservation, made)[0]
+
+
+def commit(directory: Directory, reservation: Reservation, put: PutRows) -> tuple[KVBatchMeta, list[FreedBlock]]:
+    committed, freed = directory.commit(reservation.reservation_id, put, lambda ids, _: [b"at"] * len(ids))
+    return committed.receipt(put, SCHEMA), freed
 
 
 @pytest.fixture
@@ -146,7 +155,7 @@ class Run:
             return
         reservation = self.directory.reserve(made, self.now)
         assert reservation is not None
-        receipt, freed = self.directory.commit(reservation.reservation_id, [b""] * len(reservation.block_ids))
+        receipt, freed = commit(self.directory, reservation, made)
         assert receipt.keys == tuple(keys) and receipt.fields == fields
         for i, (key, n) in enumerate(zip(keys, lengths, strict=True)):
             row = self.model.rows.get(key)
@@ -234,7 +243,7 @@ class Run:
                         returned += 1
         self.leases = [lease for lease in self.leases if lease[2] > self.now]
         expired = self.directory.expire(self.now)
-        assert (expired.num_rows, expired.freed) == (returned, ())
+        assert (expired.num_rows, expired.reservations) == (returned, ())
 
     def agree(self) -> None:
         status = self.directory.status("p", self.now)
@@ -267,30 +276,30 @@ def test_nothing_is_visible_before_commit_and_nothing_stays_after_abort(director
     with pytest.raises(KeysNotFound):
         directory.lookup("p", ["g.0"], ("ids",))
     assert directory.status(None, 0.0).bytes_reserved == 128
-    freed = directory.abort(reservation.reservation_id)
-    assert [block.block_id for block in freed] == list(reservation.block_ids)
-    assert directory.abort(reservation.reservation_id) == []
+    assert directory.abort(reservation.reservation_id) is reservation
+    assert directory.abort(reservation.reservation_id) is None
     assert directory.status(None, 0.0).bytes_reserved == 0
 
 
 def test_reservation_of_a_dead_writer_expires(directory: Directory) -> None:
-    reservation = directory.reserve(make_put(["g.0"], ("ids",), writer="w pid=7"), 1.0)
+    made = make_put(["g.0"], ("ids",), writer="w pid=7")
+    reservation = directory.reserve(made, 1.0)
     assert reservation is not None and directory.next_deadline() == 6.0
     assert directory.expire(5.9).writers == ()
     expired = directory.expire(6.0)
-    assert expired.writers == ("w pid=7",) and len(expired.freed) == 1
+    assert expired.writers == ("w pid=7",) and expired.reservations == (reservation,)
     with pytest.raises(DataPlaneTimeout, match="reserve_s"):
-        directory.commit(reservation.reservation_id, [b""])
+        commit(directory, reservation, made)
 
 
 def test_the_second_of_two_writers_of_a_key_is_refused_at_commit(directory: Directory) -> None:
-    first = directory.reserve(make_put(["g.0"], ("ids",)), 0.0)
-    second = directory.reserve(make_put(["g.0"], ("ids",)), 0.0)
+    made = make_put(["g.0"], ("ids",))
+    first, second = directory.reserve(made, 0.0), directory.reserve(made, 0.0)
     assert first is not None and second is not None
-    directory.commit(first.reservation_id, [b""])
+    commit(directory, first, made)
     with pytest.raises(AlreadyWritten, match="'ids'.*g.0"):
-        directory.commit(second.reservation_id, [b""])
-    assert len(directory.abort(second.reservation_id)) == 1
+        commit(directory, second, made)
+    assert directory.abort(second.reservation_id) is second
 
 
 def test_capacity(directory: Directory) -> None:
@@ -304,6 +313,33 @@ def test_capacity(directory: Directory) -> None:
     assert small.reserve(make_put(["d", "e"], ("ids",)), 0.0) is None, "their block lives on with row c"
     assert small.clear("p", ["c"])[0] == 1
     assert small.reserve(make_put(["d", "e"], ("ids",)), 0.0) is not None
+
+
+def test_credit_is_counted_bounded_and_taken_back_first() -> None:
+    directory = Directory(capacity_bytes=1024, lease_s=1.0, reserve_s=5.0)
+    directory.register("p", SCHEMA, (), 1)
+    first, second = directory.grant("w1", 300, 2, 0.0), directory.grant("w2", 300, 2, 1.0)
+    assert first is not None and second is not None
+    assert directory.grant("w3", 400, 1, 1.0) is None, "an eighth stays free"
+    status = directory.status(None, 1.0)
+    assert (status.bytes_credit, status.bytes_reserved) == (600, 0)
+    large = make_put([f"k{i}" for i in range(9)], ("ids",))
+    assert large.nbytes == 576 and directory.reserve(large, 1.0) is None
+    assert directory.revoke(large.nbytes) == [first], "the oldest, and no more than is needed"
+    assert directory.reserve(large, 1.0) is not None
+    with pytest.raises(DataPlaneTimeout):
+        commit(directory, first, make_put(["a"], ("ids",)))
+    with pytest.raises(ValueError, match="3 blocks of 576 bytes, expected at most 2 of 300"):
+        commit(directory, second, large)
+    small = make_put(["a", "b"], ("ids",))
+    commit(directory, second, small)
+    status = directory.status(None, 1.0)
+    assert (status.bytes_credit, status.bytes_reserved, status.bytes_used) == (0, 576, 128), (
+        "what it did not use is free"
+    )
+    assert directory.grant("w1", 64, 1, 1.0) is not None and directory.next_deadline() == 6.0
+    expired = directory.expire(6.0)
+    assert len(expired.reservations) == 2 and expired.writers == ("w",), "an idle writer is not called late"
 
 
 @pytest.mark.parametrize(
@@ -330,7 +366,7 @@ def test_refused_puts_change_nothing(directory: Directory, options: dict, error:
 
 def _unknown_field() -> PutRows:
     made = make_put(["g.0"], ("ids",))
-    return PutRows("p", made.keys, ("nope",), made.lengths, None, None, {}, made.layouts, False, "w")
+    return PutRows("p", made.keys, ("nope",), made.lengths, None, made.groups, {}, made.layouts, False, "w")
 
 
 def test_row_without_tokens_gets_its_length_later(directory: Directory) -> None:

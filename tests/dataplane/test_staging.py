@@ -16,7 +16,7 @@ from headrace.dataplane.stores.staging import MIN_BYTES, StagingPool
 
 def test_buffer_comes_back_with_its_last_view_and_is_never_lent_twice() -> None:
     registered: dict[int, int] = {}
-    pool = StagingPool(registered.__setitem__, registered.pop)
+    pool = StagingPool(registered.__setitem__, registered.__delitem__)
     first = pool.take(1000)
     first[:] = 7
     view = first[10:20].view(np.int16)
@@ -34,7 +34,7 @@ def test_buffer_comes_back_with_its_last_view_and_is_never_lent_twice() -> None:
 
 def test_sizes_waste_little_and_idle_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: dict[int, int] = {}
-    pool = StagingPool(registered.__setitem__, registered.pop)
+    pool = StagingPool(registered.__setitem__, registered.__delitem__)
     for nbytes in (1, MIN_BYTES + 1, 5_000_001, 100_000_000):
         buffer = pool.take(nbytes)
         assert buffer.size == nbytes and nbytes <= registered[buffer.ctypes.data] <= nbytes * 1.25 + MIN_BYTES

@@ -67,7 +67,7 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("trainers.dp=2", "trainers: unknown key; did you mean trainer?"),
         ("dataplane.store.knd=shm", "dataplane.store.knd: unknown key; did you mean dataplane.store.kind?"),
         ("sync.xyz=1", "sync.xyz: unknown key; sync has transport, bucket_mib, timeout_s"),
-        ("dataplane.store.kind=shmm", "expected one of auto, local, shm, ray, simple (did you mean shm?)"),
+        ("dataplane.store.kind=shmm", "expected one of auto, local, shm, ray, simple, mooncake (did you mean shm?)"),
         ("trainer.lr=fast", "trainer.lr: got 'fast', expected a finite number"),
         ("trainer.lr=.inf", "trainer.lr: got inf, expected a finite number"),
         ("trainer.lr=0", "trainer.lr: got 0, expected a number > 0"),

@@ -21,7 +21,7 @@ class OptimizerConfig:
     grad_clip: float | None = 1.0
     """Largest global norm of the mean gradient; None: not clipped."""
     warmup_steps: int = 0
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up; a run that is shorter only rises."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """After the warm-up."""
     total_steps: int = 0
@@ -40,11 +40,6 @@ class OptimizerConfig:
             raise ValueError(f"trainer.grad_clip: got {self.grad_clip}, expected a number above 0, or null for none")
         if self.schedule not in ("constant", "cosine", "linear"):
             raise ValueError(f"trainer.schedule: got {self.schedule!r}, expected 'constant', 'cosine' or 'linear'")
-        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
-            raise ValueError(
-                f"trainer.warmup_steps: got {self.warmup_steps}, expected fewer than the run's {self.total_steps} "
-                f"steps with schedule {self.schedule!r}"
-            )
 
 
 @dataclass(frozen=True, slots=True)
