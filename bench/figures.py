@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from .contenders import CHECKSUMMED
 from .results import PAIRED, Result
@@ -31,7 +32,7 @@ def draw(results: Sequence[Result], stores: Sequence[str], under: str, folder: P
     }
     paths = []
     for name, figure in figures.items():
-        figure.text(0.01, 0.005, under, fontsize=6, color="#57606a")
+        figure.text(0.01, 0.01, under, fontsize=6, color="#57606a")
         figure.savefig(folder / name, dpi=130)
         paths.append(folder / name)
     return paths
@@ -97,6 +98,7 @@ def _percentiles(results: Sequence[Result], ops: Sequence[str], colour: dict[str
             )
         axes.set_title(f"{workload}: {op}", loc="left", fontsize=9)
         axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())  # over less than a decade they would run into each other
         axes.set_ylim(0, 1.02)
     _legend(figure, places[0])
     return figure
@@ -111,10 +113,10 @@ def _grid(rows: int, columns: int, title: str) -> tuple[Figure, list[Axes]]:
         axes.set_axisbelow(True)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.subplots_adjust(left=0.06, right=0.985, top=1 - 0.75 / (1.2 + 3.2 * rows), bottom=0.85 / (1.2 + 3.2 * rows))
+    figure.subplots_adjust(left=0.06, right=0.985, top=1 - 0.75 / (1.2 + 3.2 * rows), bottom=0.95 / (1.2 + 3.2 * rows))
     return figure, places
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper right", ncols=len(labels), fontsize=7, frameon=False)
+    figure.legend(handles, labels, loc="lower right", ncols=len(labels), fontsize=7, frameon=False)

@@ -209,4 +209,5 @@ def validate(run: Run) -> dict[str, float]:
     return {
         "val/exact_match": sum(report.exact_match * report.rows for report in reports) / rows,
         "val/reward": sum(report.reward * report.rows for report in reports) / rows,
+        "time/validate_s": run.seconds["validate"],
     }
