@@ -31,7 +31,13 @@ class StoreContender:
     ops: frozenset[Op] = STORE_OPS
 
     def __init__(
-        self, kind: str, *, capacity_mib: int, block_rows: int = 64, checksum: bool = False, in_process: bool = False
+        self,
+        kind: str,
+        *,
+        capacity_mib: int,
+        block_rows: int | None = None,
+        checksum: bool = False,
+        in_process: bool = False,
     ) -> None:
         """Starts it. Raises as `open_data_plane`, and ValueError for a kind that this version does not have."""
         self.name = kind + (CHECKSUMMED if checksum else "")

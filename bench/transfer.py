@@ -253,7 +253,7 @@ def _checksummed(open_one: _Opener, kinds: Sequence[str], absent: dict[str, str]
     return [contender for contender in made if contender is not None]
 
 
-def _store(kind: str, in_process: bool, *, checksum: bool = False, block_rows: int = 64) -> StoreContender:
+def _store(kind: str, in_process: bool, *, checksum: bool = False, block_rows: int | None = None) -> StoreContender:
     return StoreContender(
         kind, capacity_mib=CAPACITY_MIB, block_rows=block_rows, checksum=checksum, in_process=in_process
     )

@@ -71,8 +71,9 @@ class DataPlaneClient:
 
         Ordering: all fields of all rows become readable together when it returns, or none does when it raises.
         Blocks while the store is full. Not idempotent: the same again raises AlreadyWritten.
-        Raises SchemaMismatch, DuplicateKeys and AlreadyWritten before a byte moves (AlreadyWritten also after, when
-        another writer came first), CapacityExceeded, and DataPlaneTimeout when writing took longer than `reserve_s`.
+        Raises DuplicateKeys, and SchemaMismatch for fields, dtypes and shapes, before a byte moves; AlreadyWritten, and
+        SchemaMismatch for what only the directory knows (lengths, groups), at the commit at the latest: nothing has
+        become visible then and the bytes are dropped. CapacityExceeded; DataPlaneTimeout if writing took `reserve_s`.
         """
         return self._run(
             "put", self._operations.put(partition, keys, fields, versions, groups, tags, replace, timeout_s)

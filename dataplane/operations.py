@@ -27,7 +27,7 @@ from .directory import ClaimRows, Outcome
 from .errors import DataPlaneError, DataPlaneTimeout, RowsCleared, SchemaMismatch
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta, check_tags
-from .partition import PutRows
+from .partition import PutRows, check_distinct
 from .rows import Grouping
 from .status import DataPlaneStatus
 
@@ -102,6 +102,7 @@ class Operations:
         deadline = time.monotonic() + bound
         schema = yield from self._schema(partition, bound)
         names = check_keys(keys)
+        check_distinct(names, partition)
         group_names = None if groups is None else check_keys(groups)
         if group_names is not None and len(group_names) != len(names):
             raise ValueError(f"groups: got {len(group_names)} names, expected one for each of {len(names)} keys")

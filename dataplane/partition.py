@@ -156,10 +156,7 @@ class Partition:
 
     def check_put(self, put: PutRows) -> np.ndarray:
         """int64 `[N]`: row of each key, -1 for new ones. Raises SchemaMismatch, DuplicateKeys, AlreadyWritten."""
-        if len(set(put.keys)) < len(put.keys):
-            seen: set[str] = set()
-            twice = [key for key in put.keys if key in seen or seen.add(key)]
-            raise DuplicateKeys("keys stand twice in one put", op="put", partition=self.name, keys=twice)
+        check_distinct(put.keys, self.name)
         self.check_fields(put.fields)
         if sum(layout.num_rows for layout in put.layouts) != len(put.keys):
             raise self._mismatch(f"blocks of {[at.num_rows for at in put.layouts]} rows", put.keys)
@@ -267,3 +264,11 @@ class Partition:
 
     def _mismatch(self, message: str, keys: Sequence[str]) -> SchemaMismatch:
         return SchemaMismatch(message, op="put", partition=self.name, keys=keys)
+
+
+def check_distinct(keys: Sequence[str], partition: str) -> None:
+    """Raises DuplicateKeys naming those that stand twice."""
+    if len(set(keys)) < len(keys):
+        seen: set[str] = set()
+        twice = [key for key in keys if key in seen or seen.add(key)]
+        raise DuplicateKeys("keys stand twice in one put", op="put", partition=partition, keys=twice)
