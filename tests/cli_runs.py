@@ -63,8 +63,14 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str], time
 
 def actors(run_dir: Path) -> dict[str, psutil.Process]:
     """The run's actors by name."""
-    listed = json.loads((run_dir / "actors.json").read_text())
+    listed = json.loads((run_dir / "actors.json").read_text())["actors"]
     return {actor["name"]: psutil.Process(actor["pid"]) for actor in listed}
+
+
+def shared_memory(run_dir: Path) -> list[str]:
+    """What the run has in /dev/shm."""
+    run_id = json.loads((run_dir / "actors.json").read_text())["run_id"]
+    return [path.name for path in Path("/dev/shm").iterdir() if run_id in path.name]
 
 
 def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -22,12 +22,12 @@ from headrace.tests import cli_runs as runs
     ],
 )
 def test_killed_process_is_named_and_nothing_is_left(tmp_path, victim, store, extra):
-    before = set(os.listdir("/dev/shm"))
     run_dir = tmp_path / "run"
     process = runs.start(run_dir, f"dataplane.store.kind={store}", "algorithm.steps=100000", *extra)
     runs.wait_for_step(run_dir, 2, process)
     family = runs.descendants(process)
     [target] = [process for name, process in runs.actors(run_dir).items() if name.endswith(victim)]
+    assert runs.shared_memory(run_dir)
     assert target in family  # never a process that this test's run did not start
     os.kill(target.pid, signal.SIGKILL)
     killed = time.monotonic()
@@ -37,5 +37,5 @@ def test_killed_process_is_named_and_nothing_is_left(tmp_path, victim, store, ex
     assert victim in output and str(target.pid) in output, output
     _, alive = psutil.wait_procs(family, timeout=5)
     assert not [other for other in alive if other.status() != psutil.STATUS_ZOMBIE]
-    assert {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("headrace")} == set()
+    assert not runs.shared_memory(run_dir)
     assert victim in Path(run_dir / "error.txt").read_text()

@@ -167,11 +167,12 @@ def _start(kind: type, setup: Any, gpus: float, meter: DriverMeter, stack: ExitS
 
 
 def write_actors(folder: Path, plane: DataPlane, rollouts: list[Peer], workers: list[Peer]) -> None:
-    """actors.json: who runs where, for operators and post-mortems."""
+    """actors.json: the run's id (part of its folders' names in /dev/shm) and who runs where, for post-mortems."""
     host = socket.gethostname()
     infos = [ActorInfo(name, pid, host) for name, pid in plane.processes().items()]
     infos += [peer.info for peer in rollouts + workers]
-    (folder / "actors.json").write_text(json.dumps([asdict(info) for info in infos], indent=1))
+    content = {"run_id": plane.handle.run_id, "actors": [asdict(info) for info in infos]}
+    (folder / "actors.json").write_text(json.dumps(content, indent=1))
 
 
 def object_store_mib(config: Config) -> int:

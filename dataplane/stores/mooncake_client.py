@@ -104,12 +104,13 @@ class MooncakeClient:
             assert memory.size >= sum(sizes)  # lives as long as the library reads it
             return self._store.batch_put_from(list(keys), list(addresses), list(sizes), self._config)
 
+        started = time.monotonic()
         for key, code in zip(keys, self._run("put", call, timeout_s), strict=True):
             if code == _NO_ROOM:
                 text = f"the mooncake segment has no room in one piece for {key}, though its account has"
                 raise CapacityExceeded(text, op="put", peer=self.master.peer)
             if code != 0:
-                raise self._error("put", key, code)
+                raise self._error("put", key, code, started)
 
     def get(
         self, keys: Sequence[str], spans: Sequence[Sequence[tuple[int, int, int]]], memory: np.ndarray, timeout_s: float
@@ -128,6 +129,7 @@ class MooncakeClient:
                 [[[nbytes for _, nbytes, _ in object_spans] for object_spans in spans]],
             )
 
+        started = time.monotonic()
         (found,) = self._run("get", call, timeout_s)
         for key, object_spans, codes in zip(keys, spans, found, strict=True):
             for (source, nbytes, _), code in zip(object_spans, codes, strict=True):
@@ -135,22 +137,24 @@ class MooncakeClient:
                     text = f"{key} does not hold the {nbytes} bytes from {source} that it should"
                     raise IntegrityError(text, op="get", peer=self.master.peer)
                 if code < 0:
-                    raise self._error("get", key, code)
+                    raise self._error("get", key, code, started)
 
     def exist(self, keys: Sequence[str], timeout_s: float) -> list[bool]:
         """Whether each object is there, whole. Raises StoreLost."""
+        started = time.monotonic()
         codes = self._run("get", lambda: self._store.batch_is_exist(list(keys)), timeout_s)
         for key, code in zip(keys, codes, strict=True):
             if code < 0:
-                raise self._error("get", key, code)
+                raise self._error("get", key, code, started)
         return [code == 1 for code in codes]
 
     def remove(self, keys: Sequence[str], timeout_s: float) -> list[int]:
         """Delete, readers or not: per object 0, NOT_FOUND or UNFINISHED. Raises StoreLost for any other answer."""
+        started = time.monotonic()
         codes = self._run("clear", lambda: self._store.batch_remove(list(keys), True), timeout_s)
         for key, code in zip(keys, codes, strict=True):
             if code not in (0, NOT_FOUND, UNFINISHED):
-                raise self._error("clear", key, code)
+                raise self._error("clear", key, code, started)
         return codes
 
     def close(self) -> None:
@@ -234,10 +238,11 @@ class MooncakeClient:
         if protocol == "rdma" and not devices:
             raise ValueError("dataplane.store.protocol='rdma': mooncake opened no RDMA device; use protocol: tcp")
 
-    def _error(self, op: str, key: str, code: int) -> DataPlaneError:
+    def _error(self, op: str, key: str, code: int, started: float) -> DataPlaneError:
+        elapsed = time.monotonic() - started
         if code == NOT_FOUND:
-            return RowsCleared(f"block {key} was freed", op=op, peer=self.master.peer)
-        return StoreLost(f"mooncake failed on {key}: {_words(code)}", op=op, peer=self.master.peer)
+            return RowsCleared(f"block {key} was freed", op=op, peer=self.master.peer, elapsed_s=elapsed)
+        return StoreLost(f"mooncake failed on {key}: {_words(code)}", op=op, peer=self.master.peer, elapsed_s=elapsed)
 
 
 def _load(protocol: str, device: str) -> Any:
