@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 
 from ..actors.engines.factory import EngineConfig
@@ -69,16 +70,9 @@ def validation_data(config: Config) -> DataConfig | None:
     if not config.validation.every:
         return None
     source = data.validation or data.train
-    return DataConfig(
-        source=source,
-        split=data.split,
-        prompt_field=data.prompt_field,
-        answer_field=data.answer_field,
-        template=data.template,
-        options=data.options if source.startswith("task:") else {},
-        held_out=source.startswith("task:"),
-        seed=config.run.seed,
-    )
+    generated = source.startswith("task:")
+    options = data.options if generated else {}
+    return replace(training_data(config), source=source, options=options, held_out=generated)
 
 
 def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str) -> RolloutSetup:
