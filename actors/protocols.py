@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -279,14 +279,20 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows of one forward / backward."""
+    """Rows of one forward / backward, as this rank of the replica needs them."""
 
     batch: Batch
-    """Packed columns; the backend pads or packs as it likes."""
+    """Packed columns; the backend pads or packs as it likes. A pipeline stage has only the fields it uses (a middle one
+    none); a context-parallel rank has of each row only its pieces (`codecs.context_slices`)."""
+    lengths: np.ndarray
+    """int64 `[N]`: tokens of each whole row."""
     advantages: np.ndarray
     """float32 `[N]`: one per row."""
     group_ids: np.ndarray
     """int64 `[N]`."""
+    group_tokens: np.ndarray | None
+    """int64 `[N]`: response tokens that the step trains on in each row's whole group; None unless
+    `loss.aggregation=prompt`, which alone needs it."""
 
 
 class TrainBackend(Protocol):
@@ -300,8 +306,12 @@ class TrainBackend(Protocol):
         """Start a step: zero gradients and sums. Raises RuntimeError when one is open."""
         ...
 
-    def accumulate(self, micro: MicroBatch) -> None:
-        """Forward, summed loss, backward. Gradients stay unscaled sums."""
+    def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
+        """Forward, summed loss, backward of `count` microbatches, a chunk of the step. Gradients stay unscaled sums.
+
+        May be called any number of times in a step, equally often and with equal counts on all ranks; pulls from
+        `micros` as it needs them, so that the next one is read while this one computes.
+        """
         ...
 
     def finish_step(self) -> dict[str, float]:
@@ -315,10 +325,13 @@ class TrainBackend(Protocol):
         """Drop gradients and sums of an open step. Idempotent."""
         ...
 
-    def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float = 1.0) -> torch.Tensor:
-        """float32 `[sum(lengths)]`, aligned with input_ids: log-prob of each token given those before it.
+    def logprobs(
+        self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
+    ) -> list[torch.Tensor]:
+        """Per microbatch, float32 `[sum(lengths)]` on the CPU, aligned with input_ids: log-prob of each token given
+        those before it; 0 at each row's first token and, when the batch has `response_mask`, wherever it is 0.
 
-        0 at each row's first token and, when the batch has `response_mask`, at every token that it does not mark.
+        Collective. Whole rows on the replica's writer (`Topology.writer`); other ranks get [].
         """
         ...
 

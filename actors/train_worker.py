@@ -30,7 +30,8 @@ class TrainShard:
 
     step: int
     meta: bytes
-    """`KVBatchMeta.to_bytes()` of the rank's rows in the order of its microbatches; tag `advantage` float32."""
+    """`KVBatchMeta.to_bytes()` of the rank's rows in the order of its microbatches; tags `advantage` float32 and, with
+    `loss.aggregation=prompt`, `group_tokens` float32."""
     sizes: np.ndarray
     """int64 `[M]`: rows of each microbatch."""
     digest: str
@@ -133,16 +134,17 @@ class TrainWorker:
         """
         backend, client, meta = self._ready()
         receipts = []
-        for index, rows in enumerate(self._row_ranges()):
-            micro = self._read(index, rows, ("input_ids", "response_mask"))
-            with self._span(f"logprobs {field}"):
-                values = backend.logprobs(micro, reference=field == REF, temperature=self._setup.temperature)
+        ranges = self._row_ranges()
+        with self._span(f"logprobs {field}"):
+            micros = self._micros(("input_ids", "response_mask"))
+            temperature = self._setup.temperature
+            columns = backend.logprobs(micros, len(ranges), reference=field == REF, temperature=temperature)
+        for index, (rows, values) in enumerate(zip(ranges, columns, strict=True)):
             if not len(rows):
                 continue
-            keys = [meta.keys[row] for row in rows]
-            column = Jagged(values.contiguous(), micro.jagged("input_ids").lengths)
+            column = Jagged(values, meta.lengths[rows])
             with self._span(f"put {field}"):
-                receipts.append(client.put(meta.partition, keys, {field: column}))
+                receipts.append(client.put(meta.partition, [meta.keys[row] for row in rows], {field: column}))
             self._add(index, field, column)
         if receipts:
             self._meta = meta.merge_fields(receipts[0].concat(*receipts[1:]))
@@ -152,13 +154,10 @@ class TrainWorker:
         """One optimizer step over the shard, microbatch by microbatch. Collective. Returns an encoded WorkerReport."""
         backend, _, meta = self._ready()
         fields = (*ROLLOUT_FIELDS, *(field for field in (PREV, REF) if field in meta.fields))
-        advantages = meta.tags["advantage"].astype(np.float32)
         backend.begin_step(self._setup.temperature)
         try:
-            for index, rows in enumerate(self._row_ranges()):
-                batch = self._read(index, rows, fields)
-                with self._span("forward backward"):
-                    backend.accumulate(MicroBatch(batch, advantages[rows], meta.groups[rows]))
+            with self._span("forward backward"):
+                backend.accumulate(self._micros(fields), len(self._row_ranges()))
             with self._span("optimizer"):
                 metrics = backend.finish_step()
         except BaseException:
@@ -219,6 +218,16 @@ class TrainWorker:
         assert self._shard is not None
         ends = np.cumsum(self._shard.sizes)
         return [np.arange(end - size, end) for size, end in zip(self._shard.sizes, ends, strict=True)]
+
+    def _micros(self, fields: Sequence[str]) -> Iterator[MicroBatch]:
+        """The shard's microbatches, read as they are asked for."""
+        meta = self._ready()[2]
+        advantages = meta.tags["advantage"].astype(np.float32)
+        tokens = meta.tags["group_tokens"].astype(np.int64) if "group_tokens" in meta.tags else None
+        for index, rows in enumerate(self._row_ranges()):
+            batch = self._read(index, rows, fields)
+            group_tokens = None if tokens is None else tokens[rows]
+            yield MicroBatch(batch, meta.lengths[rows], advantages[rows], meta.groups[rows], group_tokens)
 
     def _read(self, index: int, rows: np.ndarray, fields: Sequence[str]) -> Batch:
         """Columns of one microbatch; one that this step has read or written already is not read again."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from ..dataplane.plans import Budget, ShardPlan, Topology, plan_shards
+from ..dataplane.plans import Budget, ShardPlan, plan_shards
+from ..dataplane.topology import Topology
 
 LENGTHS = ("lognormal", "uniform", "bimodal")
 GROUP_SIZE = 8

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dataplane.plans import Budget, Topology, plan_shards
+from ..dataplane.plans import Budget, plan_shards
+from ..dataplane.topology import Topology
 from .contenders import RowContender, Share
 from .crew import PRODUCER, call, consumer
 from .digests import Digests

@@ -8,25 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-
-@dataclass(frozen=True, slots=True)
-class Topology:
-    """Ranks of the train mesh."""
-
-    dp: int
-    """Data-parallel replicas; each reads its own shard."""
-    tp: int = 1
-    cp: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("dp", "tp", "cp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"topology.{name}: got {getattr(self, name)}, expected at least 1")
-
-    @property
-    def pad_multiple(self) -> int:
-        """Token counts of a microbatch row are rounded up to this (2 * cp for zig-zag context parallelism)."""
-        return self.tp * (2 * self.cp if self.cp > 1 else 1)
+from .topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from ..actors.train_worker import PREV, REF, TrainShard, WorkerReport
 from ..codecs import messages
 from ..dataplane.client import DataPlaneClient
 from ..dataplane.meta import KVBatchMeta
-from ..dataplane.plans import Budget, ShardPlan, Topology, plan_shards
+from ..dataplane.plans import Budget, ShardPlan, plan_shards
+from ..dataplane.topology import Topology
 from .advantages.estimator import AdvantageEstimator
 from .config import Config
 from .peers import Call, DriverMeter, Peer, gather

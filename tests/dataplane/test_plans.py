@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.dataplane.plans import Budget, ShardPlan, Topology, plan_shards
+from headrace.dataplane.plans import Budget, ShardPlan, plan_shards
+from headrace.dataplane.topology import Topology
 
 
 def lognormal(num_rows: int, seed: int = 0, cap: int = 8192) -> np.ndarray:

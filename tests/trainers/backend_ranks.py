@@ -83,10 +83,14 @@ def micro_batch(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> MicroB
     for name, field in schema.items():
         values = torch.from_numpy(np.concatenate(parts[name])) if rows else torch.zeros(0, dtype=field.dtype)
         packed[name] = Jagged(values, lengths)
+    groups = np.array([row.group for row in rows], np.int64)
+    tokens = np.array([int(row.mask.sum()) for row in rows], np.int64)
     return MicroBatch(
         Batch(schema, len(rows), packed),
+        lengths,
         np.array([row.advantage for row in rows], np.float32),
-        np.array([row.group for row in rows], np.int64),
+        groups,
+        np.array([tokens[groups == group].sum() for group in groups], np.int64),
     )
 
 
@@ -110,11 +114,17 @@ def summed_gradients(backend: FsdpBackend) -> dict[str, torch.Tensor]:
     }
 
 
+def logprobs_of(backend: FsdpBackend, micro: MicroBatch, **options: Any) -> torch.Tensor:
+    """Of one microbatch."""
+    [column] = backend.logprobs([micro], 1, **options)
+    return column
+
+
 def run_step(backend: FsdpBackend, chunks: Sequence[Sequence[Row]]) -> dict[str, float]:
     """One train step, a microbatch a chunk."""
     backend.begin_step(1.3)
     for chunk in chunks:
-        backend.accumulate(micro_batch(chunk))
+        backend.accumulate([micro_batch(chunk)], 1)
     return backend.finish_step()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from headrace.tests.trainers.backend_ranks import (
     VOCAB,
     Row,
     backend_config,
+    logprobs_of,
     micro_batch,
     random_rows,
     run_step,
@@ -47,7 +49,7 @@ def gradients(backend: FsdpBackend, chunks: Sequence[Sequence[Row]]) -> torch.Te
     """The summed gradient of a step that is then aborted, flat."""
     backend.begin_step(TEMPERATURE)
     for chunk in chunks:
-        backend.accumulate(micro_batch(chunk))
+        backend.accumulate([micro_batch(chunk)], 1)
     flat = torch.cat([grad.flatten() for grad in summed_gradients(backend).values()])
     backend.abort_step()
     return flat
@@ -157,7 +159,7 @@ def test_abort_leaves_no_trace(model: str) -> None:
     backend, untouched = FsdpBackend(backend_config(model), 0, 1), FsdpBackend(backend_config(model), 0, 1)
     backend.abort_step()
     backend.begin_step()
-    backend.accumulate(micro_batch(random_rows(5, 6)))
+    backend.accumulate([micro_batch(random_rows(5, 6))], 1)
     backend.abort_step()
     backend.abort_step()
     rows = random_rows(6, 6)
@@ -168,7 +170,7 @@ def test_calls_out_of_order_and_missing_columns(model: str) -> None:
     backend = FsdpBackend(backend_config(model), 0, 1)
     rows = random_rows(0, 4)
     with pytest.raises(RuntimeError, match="accumulate: no step is open"):
-        backend.accumulate(micro_batch(rows))
+        backend.accumulate([micro_batch(rows)], 1)
     with pytest.raises(RuntimeError, match="finish_step: no step is open"):
         backend.finish_step()
     backend.begin_step()
@@ -177,7 +179,7 @@ def test_calls_out_of_order_and_missing_columns(model: str) -> None:
     with pytest.raises(RuntimeError, match="save: a step is open"):
         backend.save("nowhere")
     with pytest.raises(ValueError, match="has no 'prev_logprobs', which algorithm.prev_logprobs = 'recompute' needs"):
-        backend.accumulate(micro_batch(rows, ("rollout_logprobs",)))
+        backend.accumulate([micro_batch(rows, ("rollout_logprobs",))], 1)
     with pytest.raises(RuntimeError, match="a microbatch of the open step failed"):
         backend.finish_step()
     backend.abort_step()
@@ -189,39 +191,39 @@ def test_calls_out_of_order_and_missing_columns(model: str) -> None:
 def test_logprobs_equal_row_by_row_forwards(model: str) -> None:
     backend, plain = FsdpBackend(backend_config(model), 0, 1), ReferenceTrainer(model)
     rows = random_rows(2, 9)
-    batch = micro_batch(rows).batch
+    batch = micro_batch(rows)
     with torch.no_grad():
         every = [plain.row_logprobs(row, 0.7) for row in rows]
     masked = torch.cat([values * torch.from_numpy(row.mask) for values, row in zip(every, rows, strict=True)])
-    got = backend.logprobs(batch, temperature=0.7)
-    assert got.dtype == torch.float32 and got.shape == batch.jagged("input_ids").values.shape
+    got = logprobs_of(backend, batch, temperature=0.7)
+    assert got.dtype == torch.float32 and got.shape == batch.batch.jagged("input_ids").values.shape
     torch.testing.assert_close(got, masked, rtol=1e-5, atol=1e-5)
-    ids_only = type(batch)(batch.schema.subset(["input_ids"]), len(rows), {"input_ids": batch["input_ids"]})
-    torch.testing.assert_close(backend.logprobs(ids_only, temperature=0.7), torch.cat(every), rtol=1e-5, atol=1e-5)
-    assert len(backend.logprobs(micro_batch([]).batch)) == 0
+    ids_only = replace(batch, batch=batch.batch.subset(["input_ids"]))
+    torch.testing.assert_close(logprobs_of(backend, ids_only, temperature=0.7), torch.cat(every), rtol=1e-5, atol=1e-5)
+    assert len(logprobs_of(backend, micro_batch([]))) == 0
 
 
 def test_the_reference_stays_where_the_policy_was(model: str) -> None:
     backend = FsdpBackend(backend_config(model), 0, 1)
-    batch = micro_batch(random_rows(2, 6)).batch
-    first = backend.logprobs(batch)
-    assert torch.equal(backend.logprobs(batch, reference=True), first)
+    batch = micro_batch(random_rows(2, 6))
+    first = logprobs_of(backend, batch)
+    assert torch.equal(logprobs_of(backend, batch, reference=True), first)
     run_step(backend, [random_rows(9, 8)])
-    assert torch.equal(backend.logprobs(batch, reference=True), first)
-    assert not torch.equal(backend.logprobs(batch), first)
+    assert torch.equal(logprobs_of(backend, batch, reference=True), first)
+    assert not torch.equal(logprobs_of(backend, batch), first)
     without = FsdpBackend(backend_config(model, with_reference=False, loss=LossConfig()), 0, 1)
     with pytest.raises(ValueError, match="trainer.with_reference: got False"):
-        without.logprobs(batch, reference=True)
+        logprobs_of(without, batch, reference=True)
 
 
 def test_chunks_of_logits_change_nothing(gradient_backend: FsdpBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = random_rows(12, 9)
-    batch = micro_batch(rows).batch
-    whole, logprobs = gradients(gradient_backend, [rows]), gradient_backend.logprobs(batch)
+    batch = micro_batch(rows)
+    whole, logprobs = gradients(gradient_backend, [rows]), logprobs_of(gradient_backend, batch)
     monkeypatch.setattr(causal_lm, "LOGIT_ELEMENTS", 4 * VOCAB)
     chunked = gradients(gradient_backend, [rows])
     assert torch.linalg.norm(chunked - whole) <= 1e-6 * torch.linalg.norm(whole)
-    torch.testing.assert_close(gradient_backend.logprobs(batch), logprobs)
+    torch.testing.assert_close(logprobs_of(gradient_backend, batch), logprobs)
 
 
 def test_a_head_that_does_more_is_noticed(tmp_path: Path) -> None:
@@ -247,7 +249,7 @@ def test_a_head_that_does_more_is_noticed(tmp_path: Path) -> None:
     plain = ReferenceTrainer(str(tmp_path))
     with torch.no_grad():
         expected = torch.cat([plain.row_logprobs(row, 1.0) * torch.from_numpy(row.mask) for row in rows])
-    torch.testing.assert_close(backend.logprobs(micro_batch(rows).batch), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logprobs_of(backend, micro_batch(rows)), expected, rtol=1e-5, atol=1e-5)
     assert run_step(backend, [rows])["train/skipped"] == 0
 
 

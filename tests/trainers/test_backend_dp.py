@@ -16,6 +16,7 @@ from headrace.tests.trainers.backend_ranks import (
     VOCAB,
     Row,
     backend_config,
+    logprobs_of,
     micro_batch,
     random_rows,
     run_on_ranks,
@@ -66,7 +67,7 @@ def count_groups(rank: int) -> float:
 def gradients(backend: FsdpBackend, chunks: Sequence[Sequence[Row]]) -> torch.Tensor:
     backend.begin_step(TEMPERATURE)
     for chunk in chunks:
-        backend.accumulate(micro_batch(chunk))
+        backend.accumulate([micro_batch(chunk)], 1)
     flat = torch.cat([grad.flatten() for grad in summed_gradients(backend).values()])
     backend.abort_step()
     return flat
@@ -86,8 +87,8 @@ def on_two_ranks(rank: int, world: int, model: str, folder: str) -> dict[str, An
     rows = random_rows(20, 10)
     result: dict[str, Any] = {"groups": count_groups(rank)}
     result["gradients"] = [gradients(backend, chunks_of(rows, seed, rank)) for seed in range(4)]
-    batch = micro_batch(rows[rank * 5 : rank * 5 + 5]).batch
-    result["logprobs"] = backend.logprobs(batch)
+    batch = micro_batch(rows[rank * 5 : rank * 5 + 5])
+    result["logprobs"] = logprobs_of(backend, batch)
 
     whole, causal_lm.LOGIT_ELEMENTS = causal_lm.LOGIT_ELEMENTS, 4 * VOCAB
     result["chunked"] = gradients(backend, chunks_of(rows, 0, rank))
@@ -97,7 +98,7 @@ def on_two_ranks(rank: int, world: int, model: str, folder: str) -> dict[str, An
     result["nothing"] = run_step(backend, nothing)
     result["poisoned"] = run_step(backend, [[POISONED] if rank else rows])
     result["steps"] = [run_step(backend, chunks_of(random_rows(step, 10), step, rank)) for step in range(STEPS)]
-    result["reference"] = backend.logprobs(batch, reference=True)
+    result["reference"] = logprobs_of(backend, batch, reference=True)
     result["weights"] = dict(backend.export_weights())
 
     result["save"] = error_of(lambda: backend.save(f"{folder}/two"))
@@ -181,7 +182,7 @@ def test_logprobs_and_reference(model: str, two: list[dict[str, Any]]) -> None:
     backend = FsdpBackend(backend_config(model), 0, 1)
     rows = random_rows(20, 10)
     for rank, result in enumerate(two):
-        expected = backend.logprobs(micro_batch(rows[rank * 5 : rank * 5 + 5]).batch)
+        expected = logprobs_of(backend, micro_batch(rows[rank * 5 : rank * 5 + 5]))
         torch.testing.assert_close(result["logprobs"], expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(result["reference"], result["logprobs"])
 

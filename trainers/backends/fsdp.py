@@ -6,7 +6,8 @@ One rank alone is not wrapped: with nothing to shard, FSDP's hooks only cost (se
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -61,20 +62,14 @@ class FsdpBackend:
         self._step.begin(temperature)
         self._optimizer.zero_grad(set_to_none=True)
 
-    def accumulate(self, micro: MicroBatch) -> None:
-        """See `TrainBackend`. Every rank must call it equally often; a microbatch of no rows is legal.
+    def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
+        """See `TrainBackend`. Every rank must have as many microbatches; one of no rows is legal.
 
         Needs `input_ids`, `response_mask`, `rollout_logprobs`; `prev_logprobs` with `prev` "recompute"; `ref_logprobs`
         with a KL term. Raises RuntimeError when no step is open, ValueError naming a column that is missing.
         """
-        with self._step.accumulating() as temperature:
-            layout = lay_out(micro.batch, self._device)
-            with self._precision():
-                logprobs, entropy = self._policy(
-                    layout.input_ids, layout.source, layout.targets, temperature, self._config.entropy
-                )
-            inputs = self._loss_inputs(micro, layout, logprobs)
-            self._step.add(inputs, layout.row_tokens.numpy(), micro.group_ids, entropy).backward()
+        for micro in itertools.islice(micros, count):
+            self._accumulate(micro)
 
     def finish_step(self) -> dict[str, float]:
         """See `TrainBackend`. A skipped step leaves weights, optimizer state and schedule as they were."""
@@ -105,22 +100,14 @@ class FsdpBackend:
     # ------------------------------------------------------------ log-probs
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch, *, reference: bool = False, temperature: float = 1.0) -> torch.Tensor:
-        """See `TrainBackend`. Of the tokens that `response_mask` marks, 0 elsewhere, when the batch has that field.
-
-        Legal while a step is open. Raises ValueError for `reference` without `with_reference`.
-        """
+    def logprobs(
+        self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
+    ) -> list[torch.Tensor]:
+        """See `TrainBackend`. Legal while a step is open. Raises ValueError for `reference` without a reference."""
         model = self._reference if reference else self._policy
         if model is None:
             raise ValueError("trainer.with_reference: got False, expected True for log-probs of the reference model")
-        layout = lay_out(batch, self._device)
-        with self._precision():
-            values, _ = model(layout.input_ids, layout.source, layout.targets, temperature)
-        if isinstance(model, FSDPModule):
-            model.reshard()  # the root keeps its parameters gathered for a backward that does not come
-        result = torch.zeros(len(batch.jagged("input_ids").values), dtype=torch.float32)
-        result[layout.index] = values.cpu()
-        return result
+        return [self._logprobs(model, micro.batch, temperature) for micro in itertools.islice(micros, count)]
 
     # ------------------------------------------------------------ weights and state
 
@@ -157,6 +144,26 @@ class FsdpBackend:
         self.abort_step()
 
     # ------------------------------------------------------------ inside
+
+    def _accumulate(self, micro: MicroBatch) -> None:
+        with self._step.accumulating() as temperature:
+            layout = lay_out(micro.batch, self._device)
+            with self._precision():
+                logprobs, entropy = self._policy(
+                    layout.input_ids, layout.source, layout.targets, temperature, self._config.entropy
+                )
+            inputs = self._loss_inputs(micro, layout, logprobs)
+            self._step.add(inputs, layout.row_tokens.numpy(), micro.group_ids, entropy).backward()
+
+    def _logprobs(self, model: CausalLM, batch: Batch, temperature: float) -> torch.Tensor:
+        layout = lay_out(batch, self._device)
+        with self._precision():
+            values, _ = model(layout.input_ids, layout.source, layout.targets, temperature)
+        if isinstance(model, FSDPModule):
+            model.reshard()  # the root keeps its parameters gathered for a backward that does not come
+        result = torch.zeros(len(batch.jagged("input_ids").values), dtype=torch.float32)
+        result[layout.index] = values.cpu()
+        return result
 
     def _shard(self, module: CausalLM, *, offload: bool) -> CausalLM:
         """Shard each decoder layer, then the rest, over the ranks; `offload` keeps the shards in host memory.
