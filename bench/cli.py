@@ -121,8 +121,9 @@ def _directory(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(given: Iterable[str] | None, every: Iterable[str]) -> tuple[str, ...]:
-    """What was asked for, each once; everything when nothing was."""
-    return tuple(dict.fromkeys(every if given is None else given))
+    """What was asked for, separated by spaces or commas, each once; everything when nothing was."""
+    names = every if given is None else [name for item in given for name in item.split(",") if name]
+    return tuple(dict.fromkeys(names))
 
 
 def _folder(arguments: argparse.Namespace, what: str) -> Path:

@@ -21,6 +21,7 @@ from . import objects
 from .batch import Batch, Column, Jagged, Ragged
 from .block_header import Header, decode_header, encode_header
 from .gather import gather_dense, gather_jagged, gather_objects, gather_ragged
+from .integers import distinct
 from .runs import as_bytes, exclusive_cumsum, find_runs
 from .schema import Field, Kind, Schema
 
@@ -230,7 +231,7 @@ def assemble(
             continue
         block, row = source.block, source.row
         runs = find_runs(block, row)
-        used = [int(number) for number in np.unique(block)]
+        used = distinct(block).tolist()
         for field in wanted:
             parts = {number: layouts[number].field_parts(field) for number in used}
             values = {number: views[number][parts[number][0]] for number in used}
@@ -273,7 +274,7 @@ def verify(
     per_field = -(-header.num_rows // CHECKSUM_ROWS)
     row_blocks = [0]
     if per_field > 1:
-        row_blocks = np.unique(source.row[source.block == block] // CHECKSUM_ROWS).tolist()
+        row_blocks = distinct(source.row[source.block == block] // CHECKSUM_ROWS).tolist()
     sums = header.checksums.tolist()
     for field in header.schema.values():
         if field.name in schema:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 import xxhash
 
-from .runs import as_bytes, fresh
+from .memory import fresh
+from .runs import as_bytes
 from .schema import DTYPES
 
 ALIGN = 64

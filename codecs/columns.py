@@ -16,7 +16,7 @@ from tensordict import NonTensorData, NonTensorStack
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from .batch import Column, Jagged, Ragged
-from .runs import fresh
+from .memory import fresh
 from .schema import Field, Kind
 
 

@@ -14,7 +14,8 @@ import torch
 
 from . import objects
 from .batch import Jagged, Ragged
-from .runs import Runs, as_bytes, by_source, copy_rows, copy_runs, exclusive_cumsum, fresh
+from .memory import fresh
+from .runs import Runs, as_bytes, by_source, copy_rows, copy_runs, exclusive_cumsum
 from .schema import Field
 
 Parts = Mapping[int, np.ndarray]

@@ -14,7 +14,8 @@ from .batch import Batch, Column, Jagged, Ragged
 from .columns import num_rows as rows_of
 from .columns import to_column
 from .gather import gather_dense, gather_jagged, gather_ragged
-from .runs import as_bytes, exclusive_cumsum, find_runs, fresh
+from .memory import fresh
+from .runs import as_bytes, exclusive_cumsum, find_runs
 from .schema import Schema
 
 

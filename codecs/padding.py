@@ -9,7 +9,8 @@ import torch
 
 from .batch import Batch, Column, Jagged
 from .jagged import pack
-from .runs import as_bytes, fresh
+from .memory import fresh
+from .runs import as_bytes
 from .schema import Field, Kind, Schema
 
 _SAME_SIZE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

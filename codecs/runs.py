@@ -5,8 +5,7 @@ The byte-moving core under reading blocks and selecting rows.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +13,6 @@ import torch
 
 GATHER_BYTES = 256
 """Rows of one size up to this are moved by an indexed copy instead of one by one when they are scattered."""
-
-HUGE_FROM_BYTES = 4 << 20
-"""Columns from here on are put on huge pages: faulting in 4 KiB pages takes ten times as long as the copy itself."""
-
-_HUGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +106,6 @@ def as_bytes(values: torch.Tensor) -> np.ndarray:
     if not values.numel():
         return np.empty(0, dtype=np.uint8)  # torch cannot view an empty tensor that came from numpy: its stride is 0
     return values.reshape(-1).view(torch.uint8).numpy()
-
-
-def fresh(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """An uninitialised contiguous CPU tensor for the caller to fill."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < HUGE_FROM_BYTES:
-        return torch.empty(tuple(shape), dtype=dtype)
-    # numpy asks the kernel for huge pages where an array is large (torch does not); they serve what is aligned to them.
-    memory = np.empty(nbytes + _HUGE_PAGE, dtype=np.uint8)
-    begin = -memory.ctypes.data % _HUGE_PAGE
-    memory = memory[begin : begin + nbytes]
-    return torch.from_numpy(memory).view(dtype).reshape(tuple(shape))
 
 
 def exclusive_cumsum(counts: np.ndarray) -> np.ndarray:

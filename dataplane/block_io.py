@@ -9,12 +9,15 @@ import numpy as np
 
 from ..codecs.batch import Batch, Jagged, Ragged
 from ..codecs.blocks import ChecksumMismatch, EncodedBlock, RowSource, assemble, verify
+from ..codecs.integers import distinct
 from ..codecs.schema import Schema
 from .block_store import BlockStore, PutsMany, Want
 from .errors import DataPlaneError, FieldsNotReady, IntegrityError, RowsCleared, SchemaMismatch
 from .meta import KVBatchMeta, narrow_sources
 
-BLOCK_ROWS = 64
+BLOCK_ROWS = 256
+"""Half of that costs `simple` a third more time a put. Smaller ones save a reader bytes only where it wants all rows of
+some and none of others, as with a block a group."""
 BLOCK_BYTES = 64 << 10
 """Smaller blocks cost more in bookkeeping than in bytes."""
 PROBE_S = 2.0
@@ -141,7 +144,7 @@ def _wants(meta: KVBatchMeta, sources: Sequence[RowSource], header: bool) -> lis
     """(number of the block, what to read of it) for the blocks that the sources touch."""
     parts: dict[int, set[int]] = {}
     for source in sources:
-        for number in np.unique(source.block).tolist():
+        for number in distinct(source.block).tolist():
             found = meta.blocks[number].layout.parts_of(meta.schema, source.fields)
             parts.setdefault(number, {0} if header else set()).update(found)
     return [(number, Want(meta.blocks[number], tuple(sorted(parts[number])))) for number in sorted(parts)]
@@ -150,7 +153,7 @@ def _wants(meta: KVBatchMeta, sources: Sequence[RowSource], header: bool) -> lis
 def _verify(meta: KVBatchMeta, sources: Sequence[RowSource], views: Sequence[dict[int, np.ndarray]]) -> None:
     for source in sources:
         schema = meta.schema.subset(source.fields)
-        for number in np.unique(source.block).tolist():
+        for number in distinct(source.block).tolist():
             try:
                 verify(schema, source, number, meta.blocks[number].layout, views[number])
             except ChecksumMismatch as error:

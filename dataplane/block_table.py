@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..codecs.integers import distinct_counts
 from .meta import BlockRef
 from .rows import ROW_BITS, UNWRITTEN
 
@@ -114,7 +115,7 @@ class BlockTable:
         """Drop the references in `slots` (any shape; UNWRITTEN: none). Returns the blocks that lost their last one."""
         slots = slots[slots != UNWRITTEN]
         freed = []
-        for block_id, count in zip(*np.unique(slots >> ROW_BITS, return_counts=True), strict=True):
+        for block_id, count in zip(*distinct_counts(slots >> ROW_BITS), strict=True):
             entry = self._entries[int(block_id)]
             entry.live -= int(count)
             assert entry.live >= 0, block_id

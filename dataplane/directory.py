@@ -6,7 +6,6 @@ delete) and no waiting (None means: not now). Each operation happens in full or 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from ..codecs.blocks import BlockLayout, RowSource
+from ..codecs.integers import distinct
 from ..codecs.schema import Kind, Schema
 from .block_table import BlockTable, FreedBlock, Reservation
 from .errors import CapacityExceeded, DataPlaneTimeout, FieldsNotReady, LeaseLost
@@ -21,7 +21,7 @@ from .leases import LeaseBook
 from .meta import BlockRef, KVBatchMeta
 from .partition import DONE, Committed, Partition, PutRows
 from .ready import ReadyView
-from .rows import ROW_BITS, UNWRITTEN, pick
+from .rows import ROW_BITS, UNWRITTEN, Numbers, pick
 from .status import DataPlaneStatus
 
 Outcome = Literal["done", "retry"]
@@ -65,7 +65,7 @@ class Directory:
         self._blocks = BlockTable(capacity_bytes)
         self._leases = LeaseBook()
         self._partitions: dict[str, Partition] = {}
-        self._group_numbers = itertools.count()
+        self._group_numbers = Numbers()
 
     # -------------------------------------------------------------- partitions
 
@@ -249,7 +249,7 @@ class Directory:
         rows = part.rows.find(keys)
         held = rows >= 0
         held[held] = cursor.column[rows[held]] == lease_id
-        released = np.unique(rows[held])
+        released = distinct(rows[held])
         self._leases.drop_rows(np.full(len(released), lease_id))
         cursor.set(released, DONE if outcome == "done" else 0)
         lost = pick(keys, np.flatnonzero(~held))
@@ -263,7 +263,7 @@ class Directory:
         Raises KeysNotFound, and then nothing is cleared.
         """
         part = self._partition(partition)
-        rows = part.rows.live() if keys is None else np.unique(part.find(keys, "clear"))
+        rows = part.rows.live() if keys is None else distinct(part.find(keys, "clear"))
         if not len(rows):
             return 0, []
         slots, leases = part.remove(rows)
@@ -334,7 +334,7 @@ class Directory:
                 together.append(([name], slots))
             else:
                 names.append(name)
-        block_ids = np.unique(np.concatenate([slots for _, slots in together]) >> ROW_BITS)
+        block_ids = distinct(np.concatenate([slots for _, slots in together]) >> ROW_BITS)
         sources = []
         for names, slots in together:
             block = np.searchsorted(block_ids, slots >> ROW_BITS)

@@ -21,6 +21,9 @@ class HostCalls:
         self.waits = isinstance(host, FreesMany)
         """Its calls are round trips. They go through one thread: claims and leases must not wait for a slow store."""
         self._host = host
+        # Asked once: isinstance of a protocol looks up every attribute of it anew.
+        self._cuts = host if isinstance(host, Cuts) else None
+        self._frees_many = host if isinstance(host, FreesMany) else None
         self._room_freed = room_freed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-host")
         self._under_way: set[asyncio.Task[None]] = set()
@@ -42,11 +45,11 @@ class HostCalls:
 
     def allocate_ready(self, reservation: Reservation) -> bool:
         """`allocate` if that takes no time. A store whose blocks have no address before the write need not be asked."""
-        if isinstance(self._host, Cuts):
-            if not self._host.has_ready(reservation.nbytes):
+        if self._cuts is not None:
+            if not self._cuts.has_ready(reservation.nbytes):
                 if self._readying is None or self._readying.done():
                     # It will be ready for a later put.
-                    self._readying = self._thread.submit(self._host.make_ready, reservation.nbytes)
+                    self._readying = self._thread.submit(self._cuts.make_ready, reservation.nbytes)
                 return False
             reservation.location = self._host.allocate(reservation.block_ids.start, reservation.nbytes)
             return reservation.location is not None
@@ -56,8 +59,8 @@ class HostCalls:
         """What gives a put's blocks their locations. written: as the store gave them to the writer, if it did."""
 
         def of(block_ids: range, sizes: Sequence[int]) -> Sequence[bytes]:
-            if isinstance(self._host, Cuts):
-                return self._host.cut(block_ids.start, sizes)
+            if self._cuts is not None:
+                return self._cuts.cut(block_ids.start, sizes)
             if written is None or len(written) != len(sizes):
                 raise ValueError(f"commit: got {written and len(written)} locations, expected {len(sizes)}")
             if not self.waits:
@@ -108,8 +111,8 @@ class HostCalls:
         return task
 
     def _free(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        if isinstance(self._host, FreesMany):
-            self._host.free_many(blocks)
+        if self._frees_many is not None:
+            self._frees_many.free_many(blocks)
             return
         for block_id, location in blocks:
             self._host.free(block_id, location)
@@ -118,7 +121,7 @@ class HostCalls:
         blocks: list[tuple[int, bytes]] = []
         for reservation in reservations:
             first, *others = reservation.block_ids
-            if isinstance(self._host, Cuts):
+            if self._cuts is not None:
                 others.clear()  # the room is one block as long as it is not cut
             elif reservation.location is None:
                 others.insert(0, first)

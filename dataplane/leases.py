@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..codecs.integers import distinct_counts
+
 
 @dataclass(slots=True)
 class Lease:
@@ -40,7 +42,7 @@ class LeaseBook:
 
     def drop_rows(self, lease_ids: np.ndarray) -> None:
         """One row less for each id in `lease_ids` (repeats count); a lease without rows ends."""
-        for lease_id, count in zip(*np.unique(lease_ids, return_counts=True), strict=True):
+        for lease_id, count in zip(*distinct_counts(lease_ids), strict=True):
             lease = self._leases[int(lease_id)]
             lease.held -= int(count)
             if lease.held == 0:

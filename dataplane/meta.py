@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from ..codecs.blocks import BlockLayout, RowSource
+from ..codecs.integers import distinct
 from ..codecs.schema import Field, Kind, Schema
 from .compact import pack_ints, pack_keys, pack_source, unpack_ints, unpack_keys, unpack_source
 
@@ -74,7 +75,7 @@ class KVBatchMeta:
             )
         index = index.astype(np.int64)
         picked = [(source, source.block[index]) for source in self.sources]
-        used = np.unique(np.concatenate([block for _, block in picked])) if picked else np.empty(0, np.int64)
+        used = distinct(np.concatenate([block for _, block in picked])) if picked else np.empty(0, np.int64)
         return replace(
             self,
             keys=tuple(self.keys[i] for i in index.tolist()),

@@ -219,7 +219,7 @@ class Operations:
 
     def status(self, partition: str | None, timeout_s: float | None) -> Steps[DataPlaneStatus]:
         reply = yield Ask("status", requests.encode(requests.Status(partition)), self.timeout(timeout_s))
-        return messages.decode(reply, DataPlaneStatus)
+        return DataPlaneStatus.from_bytes(reply)
 
     def _schema(self, partition: str, bound: float) -> Steps[Schema]:
         if partition not in self._schemas:

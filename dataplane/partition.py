@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..codecs.blocks import BlockLayout, RowSource
+from ..codecs.integers import distinct
 from ..codecs.schema import Kind, Schema
 from .errors import AlreadyWritten, DuplicateKeys, KeysNotFound, SchemaMismatch
 from .meta import BlockRef, KVBatchMeta
 from .ready import ReadyView
-from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, Grouping, GroupTable, RowTable, grown, pick
+from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, Grouping, GroupTable, Numbers, RowTable, grown, pick
 
 DONE = -1
 """In a cursor: the task is through with the row. 0: free; above: the id of the lease that holds it."""
@@ -216,7 +217,7 @@ class Partition:
                     f"group {full!r} would hold more than group_size={self.groups.group_size} rows", put.keys
                 )
 
-    def write(self, put: PutRows, rows: np.ndarray, block_ids: Sequence[int], numbering: Iterator[int]) -> np.ndarray:
+    def write(self, put: PutRows, rows: np.ndarray, block_ids: Sequence[int], numbering: Numbers) -> np.ndarray:
         """Make a checked put's rows readable. `rows`: from `check_put`, filled in for new keys.
 
         Returns the slots that it replaced (any shape, UNWRITTEN among them).
@@ -224,7 +225,7 @@ class Partition:
         new = np.flatnonzero(rows < 0)
         if len(new):
             index = put.groups.index[new]
-            used = np.unique(index)
+            used = distinct(index)
             indices = np.empty(len(put.groups.names), dtype=np.int64)
             indices[used] = self.groups.intern(pick(put.groups.names, used), numbering)
             groups = indices[index]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..codecs.integers import distinct
 from .rows import GroupTable, RowTable, grown
 
 
@@ -142,7 +143,7 @@ class ReadyView:
         self._counted[rows] = ready
         groups = self._rows.groups[rows]
         np.add.at(self._ready_in_group, groups, change)
-        touched = np.unique(groups)
+        touched = distinct(groups)
         full = self._ready_in_group[touched] == size
         versions = np.zeros(len(touched), dtype=np.int64)
         arrivals = np.zeros(len(touched), dtype=np.int64)

@@ -15,7 +15,7 @@ from . import errors
 from .compact import pack_ints, pack_keys, unpack_ints, unpack_keys
 from .directory import ClaimRows, Outcome
 from .partition import Committed, PutRows
-from .rows import Grouping
+from .rows import Grouping, group_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Rows:
     lengths: bytes | None
     versions: bytes | None
     group_names: bytes | None
-    """None: they follow from the keys, and are nearly as many."""
+    """None: each key is a group of its own, named after it."""
     group_index: bytes
     groups_given: bool
     tags: dict[str, np.ndarray]
@@ -55,7 +55,7 @@ class Rows:
 
     @staticmethod
     def of(put: PutRows) -> Rows:
-        derived = not put.groups.given and len(put.groups.names) * 2 > len(put.keys)
+        derived = not put.groups.given and len(put.groups.names) == len(put.keys)
         return Rows(
             put.partition,
             pack_keys(put.keys),
@@ -75,7 +75,7 @@ class Rows:
     def put(self) -> PutRows:
         keys = unpack_keys(self.keys)
         if self.group_names is None:
-            groups = Grouping.of(keys, None)
+            groups = Grouping(group_names(keys), np.arange(len(keys)), self.groups_given)
         else:
             groups = Grouping(unpack_keys(self.group_names), unpack_ints(self.group_index), self.groups_given)
         return PutRows(

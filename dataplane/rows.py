@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from ..codecs.integers import distinct_counts
 
 ROW_BITS = 24
 """A slot is `block_id << ROW_BITS | row in block`: 16 M rows a block, 2^39 blocks a run."""
@@ -46,14 +48,22 @@ class Grouping:
     @staticmethod
     def of(keys: Sequence[str], groups: Sequence[str] | None) -> Grouping:
         """groups: a name for each key; None: the key up to its last ".", or all of a key without one."""
-        if groups is None:
-            names = [key.rpartition(".")[0] or key for key in keys]
-        else:
-            names = groups
-        number = {name: position for position, name in enumerate(dict.fromkeys(names))}
-        return Grouping(
-            list(number), np.fromiter(map(number.__getitem__, names), np.int64, len(names)), groups is not None
-        )
+        names = group_names(keys) if groups is None else groups
+        column = np.array(names, dtype=object)
+        heads = np.ones(len(column), dtype=bool)
+        heads[1:] = column[1:] != column[:-1]
+        distinct_names: list[str] = column[heads].tolist()
+        index = np.cumsum(heads) - 1
+        if len(set(distinct_names)) < len(distinct_names):  # a group's rows do not all follow one another
+            distinct_names = list(dict.fromkeys(names))
+            number = dict(zip(distinct_names, range(len(distinct_names)), strict=True))
+            index = np.fromiter(map(number.__getitem__, names), np.int64, len(names))
+        return Grouping(distinct_names, index, groups is not None)
+
+
+def group_names(keys: Sequence[str]) -> list[str]:
+    """The group of each key: the key up to its last ".", or all of a key without one."""
+    return [key.rpartition(".")[0] or key for key in keys]
 
 
 class Numbers:
@@ -61,18 +71,24 @@ class Numbers:
 
     def __init__(self) -> None:
         self.end = 0
-        self._free: list[int] = []
+        self._free = np.empty(0, dtype=np.int64)
+        """A stack of `_num_free` numbers."""
+        self._num_free = 0
 
     def take(self, count: int) -> np.ndarray:
         """int64 `[count]`, ascending."""
-        reused = sorted(self._free[max(0, len(self._free) - count) :])
-        del self._free[len(self._free) - len(reused) :]
+        left = max(0, self._num_free - count)
+        reused = np.sort(self._free[left : self._num_free])
+        self._num_free = left
         fresh = count - len(reused)
         self.end += fresh
-        return np.array([*reused, *range(self.end - fresh, self.end)], dtype=np.int64)
+        return np.concatenate((reused, np.arange(self.end - fresh, self.end)))
 
     def give_back(self, numbers: np.ndarray) -> None:
-        self._free.extend(numbers.tolist())
+        end = self._num_free + len(numbers)
+        self._free = grown(self._free, end, 0)
+        self._free[self._num_free : end] = numbers
+        self._num_free = end
 
 
 class RowTable:
@@ -197,7 +213,7 @@ class GroupTable:
         over = np.flatnonzero((filled > self.group_size) & (added > 0))
         return names[int(over[0])] if len(over) else None
 
-    def intern(self, names: Sequence[str], numbering: Iterator[int]) -> np.ndarray:
+    def intern(self, names: Sequence[str], numbering: Numbers) -> np.ndarray:
         """int64 `[G]`: index of each group; new ones take their numbers from `numbering`. names: each once."""
         found = self.find(names)
         fresh = np.flatnonzero(found < 0)
@@ -210,7 +226,7 @@ class GroupTable:
             self.rows = grown(self.rows, self._free.end, -1)
             self.index.update(zip(new, indices.tolist(), strict=True))
             self.names[indices] = new
-            self.numbers[indices] = list(itertools.islice(numbering, len(new)))
+            self.numbers[indices] = numbering.take(len(new))
             self.counts[indices] = 0
             found[fresh] = indices
         return found
@@ -218,22 +234,25 @@ class GroupTable:
     def add(self, rows: np.ndarray, groups: np.ndarray) -> None:
         """Rows (new, in order of arrival) join their groups."""
         order = np.argsort(groups, kind="stable")
-        unique, first, counts = np.unique(groups[order], return_index=True, return_counts=True)
+        unique, counts = distinct_counts(groups[order])
         if self.group_size > 1:
+            first = np.cumsum(counts) - counts
             place = np.arange(len(rows)) - np.repeat(first, counts)
             self.rows[groups[order], self.counts[groups[order]] + place] = rows[order]
         self.counts[unique] += counts.astype(np.int32)
 
     def remove(self, rows: np.ndarray, groups: np.ndarray) -> None:
         """Rows leave their groups; the others close up."""
-        unique, counts = np.unique(groups, return_counts=True)
+        unique, counts = distinct_counts(groups)
         self.counts[unique] -= counts.astype(np.int32)
+        emptied = self.counts[unique] == 0
+        empty, left = unique[emptied], unique[~emptied]
         if self.group_size > 1:
-            members = self.rows[unique]
+            self.rows[empty] = -1
+            members = self.rows[left]
             gone = np.isin(members, rows) | (members < 0)
             order = np.argsort(gone, axis=1, kind="stable")
-            self.rows[unique] = np.take_along_axis(np.where(gone, -1, members), order, axis=1)
-        empty = unique[self.counts[unique] == 0]
+            self.rows[left] = np.take_along_axis(np.where(gone, -1, members), order, axis=1)
         for name in self.names[empty].tolist():
             del self.index[name]
         self.names[empty] = None

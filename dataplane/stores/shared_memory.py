@@ -256,6 +256,8 @@ class SharedMemoryStore:
         self._folder = Path(str(spec.address["folder"]))
         self._segments: dict[int, np.ndarray] = {}
         self._lock = threading.Lock()
+        self._writer = (0, 0)
+        """This process's id and start time."""
         try:
             self._slots = map_slots(self._folder)
         except FileNotFoundError:
@@ -274,9 +276,11 @@ class SharedMemoryStore:
         memory = self._segment("put", block_id, slot, segment, started)
         entry = self._slots[slot]
         pid = os.getpid()
-        start = process_start(pid)
-        assert start is not None
-        entry[WRITER_START] = start
+        if self._writer[0] != pid:  # the first put, or a fork
+            start = process_start(pid)
+            assert start is not None
+            self._writer = (pid, start)
+        entry[WRITER_START] = self._writer[1]
         entry[WRITER_PID] = pid
         try:
             self._check(

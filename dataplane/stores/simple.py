@@ -10,6 +10,7 @@ A unit listens on the address Ray knows its node by, on a port of the system's c
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -32,6 +33,7 @@ from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, create_zm
 
 from ..block_store import StoreSpec, Want
 from ..errors import RowsCleared, StoreLost
+from .freed_memory import keep_freed_memory
 from .ray_processes import end_actors
 from .received import received_part
 
@@ -174,6 +176,13 @@ def _close_all(pools: Sequence[list[tuple[zmq.Socket, zmq.Socket]]]) -> None:
             channel.close(linger=0)
 
 
+def _prepare_unit(unit: Any) -> int:
+    """Run in a unit's process; its pid."""
+    keep_freed_memory()
+    gc.freeze()  # what was imported stays: a collection of all of it would hold up a put for tens of milliseconds
+    return os.getpid()
+
+
 class SimpleHost:
     """Starts and ends the units. Called from one thread (the directory's)."""
 
@@ -195,7 +204,7 @@ class SimpleHost:
         for actor, name in zip(self._actors, names, strict=True):
             try:
                 info = actor.get_zmq_server_info.remote().future().result(START_TIMEOUT_S)
-                pid = actor.__ray_call__.remote(lambda _: os.getpid()).future().result(START_TIMEOUT_S)
+                pid = actor.__ray_call__.remote(_prepare_unit).future().result(START_TIMEOUT_S)
             except (RayError, FutureTimeout) as error:
                 self._end([])
                 elapsed = time.monotonic() - started
@@ -262,6 +271,7 @@ class SimpleStore:
     """Reads and writes the units over TCP, from any process that reaches them; needs no Ray. Thread-safe."""
 
     def __init__(self, spec: StoreSpec) -> None:
+        keep_freed_memory()
         units: Any = spec.address["units"]
         self._link = UnitLink([Unit(*unit) for unit in units])
 

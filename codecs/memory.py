@@ -1,0 +1,77 @@
+"""Host memory for columns that are read: used again once the last tensor on it is gone.
+
+Memory fresh from the system costs a page fault for every 4 KiB, several times what the copy into it does; a reader that
+gets batch after batch of about one size pays for that once.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+POOLED_FROM_BYTES = 64 << 10
+"""Smaller allocations the C library recycles itself."""
+KEPT_BYTES = 256 << 20
+"""Most that is kept for later; what comes back beyond it goes to the system."""
+HUGE_PAGE = 2 << 20
+_ALIGN = 64
+_STEPS = 4
+"""Size classes between two powers of two: at most a quarter of a buffer lies idle."""
+
+
+class Pool:
+    """Buffers by size class. Thread-safe without a lock: the collector may give one back at any point of any thread."""
+
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+        self._free: dict[int, deque[np.ndarray]] = {}
+        self._kept_bytes = kept_bytes
+        self.idle_bytes = 0
+        """Of buffers that wait for use; threads may tear it by a buffer, which only moves the bound."""
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """uint8 `[nbytes]`, uninitialised, aligned to 64 bytes; the memory is free again when the array and all views
+        of it are gone."""
+        size = _size_class(nbytes)
+        try:
+            buffer = self._free[size].pop()
+            self.idle_bytes -= size
+        except (KeyError, IndexError):
+            buffer = _allocate(size)
+        # Over a memoryview, not a slice: a slice of a slice keeps only the first owner alive, which never dies here.
+        array = np.frombuffer(buffer.data[:nbytes], np.uint8)
+        weakref.finalize(array, self._give, size, buffer).atexit = False
+        return array
+
+    def _give(self, size: int, buffer: np.ndarray) -> None:
+        if self.idle_bytes + size <= self._kept_bytes:
+            self.idle_bytes += size
+            self._free.setdefault(size, deque()).append(buffer)
+
+
+def _size_class(nbytes: int) -> int:
+    step = max(1 << max(nbytes - 1, 1).bit_length() - 1, _ALIGN * _STEPS) // _STEPS
+    return -(-nbytes // step) * step
+
+
+def _allocate(size: int) -> np.ndarray:
+    # numpy asks the kernel for huge pages where an array is large (torch does not); they serve what is aligned to them.
+    align = HUGE_PAGE if size >= HUGE_PAGE else _ALIGN
+    memory = np.empty(size + align, dtype=np.uint8)
+    begin = -memory.ctypes.data % align
+    return memory[begin : begin + size]
+
+
+_POOL = Pool()
+
+
+def fresh(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """An uninitialised contiguous CPU tensor for the caller to fill."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < POOLED_FROM_BYTES:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.from_numpy(_POOL.take(nbytes)).view(dtype).reshape(tuple(shape))
