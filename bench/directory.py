@@ -20,8 +20,8 @@ from ..codecs.schema import Field, Kind, Schema
 from ..dataplane.config import DataPlaneConfig, StoreConfig
 from ..dataplane.directory import ClaimRows, Directory
 from ..dataplane.factory import connect, open_data_plane
+from ..dataplane.grouping import Grouping
 from ..dataplane.partition import PutRows
-from ..dataplane.rows import Grouping
 from ..trainers.cluster import Cluster, Demand
 from .conditions import conditions
 from .results import write_records, write_summary

@@ -70,9 +70,10 @@ class StepResult:
 
     contender: str
     seconds: tuple[float, ...]
-    """Wall time of every run after the warm-up, calls between processes included; () when it failed."""
-    transfer_seconds: tuple[float, ...] = ()
-    """The same without the calls between the processes: in each stage, from the first's start to the last's end."""
+    """Wall time of every run after the warm-up: sum over the stages, from the first process's start to the last's end;
+    () when it failed."""
+    called_seconds: tuple[float, ...] = ()
+    """The same with the benchmark's own calls from process to process, which are the same for all contenders."""
     bytes_put_per_token: float = math.nan
     """Values of the columns written."""
     wire_bytes_put_per_token: float = math.nan
@@ -89,8 +90,8 @@ class StepResult:
         return float(np.median(self.seconds))
 
     @property
-    def transfer_s(self) -> float:
-        return float(np.median(self.transfer_seconds))
+    def called_s(self) -> float:
+        return float(np.median(self.called_seconds))
 
     def record(self) -> dict[str, Any]:
         """Plain data for results.jsonl."""
@@ -99,7 +100,7 @@ class StepResult:
             return line | {"failed": self.failure}
         figures = {name: value for name, value in self.counts().items() if math.isfinite(value)}
         times = [round(seconds * 1e3, 4) for seconds in self.seconds]
-        medians = {"median_ms": self.median_s * 1e3, "transfer_median_ms": self.transfer_s * 1e3}
+        medians = {"median_ms": self.median_s * 1e3, "called_median_ms": self.called_s * 1e3}
         return line | {"runs": len(times), **medians, **figures, "times_ms": times}
 
     def counts(self) -> dict[str, float]:
@@ -152,10 +153,10 @@ def _step_summary(steps: Sequence[StepResult], stores: Sequence[str]) -> dict[st
         figures = {name: value for name, value in done[store].counts().items() if math.isfinite(value)}
         summary |= {f"step.{store}.{name}": value for name, value in figures.items()}
         summary[f"step.{store}.milliseconds"] = done[store].median_s * 1e3
-        summary[f"step.{store}.transfer_milliseconds"] = done[store].transfer_s * 1e3
+        summary[f"step.{store}.called_milliseconds"] = done[store].called_s * 1e3
         if queue is not None:
             summary[f"step.{store}.vs_transferqueue"] = queue.median_s / done[store].median_s
-            summary[f"step.{store}.transfer_vs_transferqueue"] = queue.transfer_s / done[store].transfer_s
+            summary[f"step.{store}.called_vs_transferqueue"] = queue.called_s / done[store].called_s
     return summary
 
 

@@ -61,7 +61,7 @@ def measure_steps(seats: Sequence[Seat], share: float, repeats: int, tell: Calla
         StepResult(case.contender.name, (), failure=case.failure)
         if case.failure
         else replace(
-            counts[case.label], seconds=tuple(case.seconds["step"]), transfer_seconds=tuple(case.seconds["transfer"])
+            counts[case.label], seconds=tuple(case.seconds["step"]), called_seconds=tuple(case.seconds["called"])
         )
         for case in cases
     ]
@@ -88,14 +88,14 @@ class _Step:
         self._whole = Share(0, 1, np.arange(case.size.num_rows))
         self._shares = train_shares(case.size)
         self._hands = [*[consumer(rank) for rank in range(DP)], consumer(DP)]
-        self._transfer_s = 0.0
+        self._stages_s = 0.0
         self._counting = False
         self._blocks_read = 0
         self._blocks_needed = 0
 
     def run(self, *, verify: bool = False) -> None:
         """One step; notes its seconds with the case."""
-        self._transfer_s = 0.0
+        self._stages_s = 0.0
         names = tuple(self._size.field_bytes)
         expected = [self._expected(share, names) if verify else None for share in (*self._shares, self._whole)]
         keys = _keys(self._size)
@@ -114,8 +114,8 @@ class _Step:
         ]
         self._ranks(mine, TRAIN, TRAIN[len(FORWARD) :], None, expected)
         cleared = call(self._crew, PRODUCER, "clear", self._label, token)
-        self._case.note("step", time.monotonic() - started)
-        self._case.note("transfer", self._transfer_s + cleared.seconds)
+        self._case.note("step", self._stages_s + cleared.seconds)
+        self._case.note("called", time.monotonic() - started)
         self._crew.gather([self._crew.start(hand, "forget", self._label) for hand in self._hands])
 
     def verify(self) -> None:
@@ -166,7 +166,7 @@ class _Step:
     def _stage(self, calls: Sequence[Any]) -> list[Any]:
         """Tokens of the calls, which run side by side; their time counts from the first start to the last end."""
         done: list[tuple[Any, Span]] = self._crew.gather(calls)
-        self._transfer_s += max(span.end for _, span in done) - min(span.start for _, span in done)
+        self._stages_s += max(span.end for _, span in done) - min(span.start for _, span in done)
         return [token for token, _ in done]
 
     def _count_blocks(self, tokens: Sequence[Any], fields: tuple[str, ...]) -> None:

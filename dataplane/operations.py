@@ -25,10 +25,10 @@ from .compact import check_keys, pack_keys
 from .credit import Credit
 from .directory import ClaimRows, Outcome
 from .errors import DataPlaneError, DataPlaneTimeout, RowsCleared, SchemaMismatch
+from .grouping import Grouping
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta, check_tags
 from .partition import PutRows, check_distinct
-from .rows import Grouping
 from .status import DataPlaneStatus
 
 _logger = logging.getLogger(__name__)

@@ -12,9 +12,10 @@ from ..codecs.blocks import BlockLayout, RowSource
 from ..codecs.integers import distinct
 from ..codecs.schema import Kind, Schema
 from .errors import AlreadyWritten, DuplicateKeys, KeysNotFound, SchemaMismatch
+from .grouping import Grouping
 from .meta import BlockRef, KVBatchMeta
 from .ready import ReadyView
-from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, Grouping, GroupTable, Numbers, RowTable, grown, pick
+from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, Numbers, RowTable, grown, pick
 
 DONE = -1
 """In a cursor: the task is through with the row. 0: free; above: the id of the lease that holds it."""

@@ -14,8 +14,8 @@ from ..codecs.schema import Schema
 from . import errors
 from .compact import pack_ints, pack_keys, unpack_ints, unpack_keys
 from .directory import ClaimRows, Outcome
+from .grouping import Grouping
 from .partition import Committed, PutRows
-from .rows import Grouping, group_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Rows:
     def put(self) -> PutRows:
         keys = unpack_keys(self.keys)
         if self.group_names is None:
-            groups = Grouping(group_names(keys), np.arange(len(keys)), self.groups_given)
+            groups = Grouping.of(keys, None)
         else:
             groups = Grouping(unpack_keys(self.group_names), unpack_ints(self.group_index), self.groups_given)
         return PutRows(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,38 +31,6 @@ def pick(names: Sequence[str], which: np.ndarray) -> Sequence[str]:
         return names
     positions: list[int] = which.tolist()
     return [names[i] for i in positions]
-
-
-@dataclass(frozen=True, slots=True)
-class Grouping:
-    """The groups of a put's rows."""
-
-    names: Sequence[str]
-    """G names, each once, in order of appearance."""
-    index: np.ndarray
-    """int64 `[N]`: which of them each row belongs to."""
-    given: bool
-    """False: they follow from the keys."""
-
-    @staticmethod
-    def of(keys: Sequence[str], groups: Sequence[str] | None) -> Grouping:
-        """groups: a name for each key; None: the key up to its last ".", or all of a key without one."""
-        names = group_names(keys) if groups is None else groups
-        column = np.array(names, dtype=object)
-        heads = np.ones(len(column), dtype=bool)
-        heads[1:] = column[1:] != column[:-1]
-        distinct_names: list[str] = column[heads].tolist()
-        index = np.cumsum(heads) - 1
-        if len(set(distinct_names)) < len(distinct_names):  # a group's rows do not all follow one another
-            distinct_names = list(dict.fromkeys(names))
-            number = dict(zip(distinct_names, range(len(distinct_names)), strict=True))
-            index = np.fromiter(map(number.__getitem__, names), np.int64, len(names))
-        return Grouping(distinct_names, index, groups is not None)
-
-
-def group_names(keys: Sequence[str]) -> list[str]:
-    """The group of each key: the key up to its last ".", or all of a key without one."""
-    return [key.rpartition(".")[0] or key for key in keys]
 
 
 class Numbers:

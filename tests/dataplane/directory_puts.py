@@ -9,9 +9,9 @@ from headrace.codecs.blocks import BlockLayout
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.block_table import FreedBlock, Reservation
 from headrace.dataplane.directory import Directory
+from headrace.dataplane.grouping import Grouping
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.partition import PutRows
-from headrace.dataplane.rows import Grouping
 
 SCHEMA = Schema(
     [
