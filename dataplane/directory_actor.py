@@ -102,7 +102,9 @@ def start_actor(
 
 
 def stop_actor(actor: Any) -> None:
-    """Close the store within a bound, then end the actor."""
+    """Close the store within a bound, then end the actor; nothing when Ray has ended, and the actor with it."""
+    if not ray.is_initialized():
+        return
     try:
         ray.get(actor.close.remote(), timeout=END_TIMEOUT_S)
     except (RayActorError, GetTimeoutError):

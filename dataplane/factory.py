@@ -1,4 +1,8 @@
-"""Where a data plane is opened and joined, and the one place that knows every kind of store."""
+"""Where a data plane is opened and joined, and the one place that knows every kind of store.
+
+Ray is imported where a directory in another process is opened: a process that only joins one, or has its own, goes
+without.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,10 @@ import uuid
 from types import TracebackType
 from typing import Any, cast
 
-import ray
-
 from .async_client import AsyncDataPlaneClient
 from .block_store import BlockStore, StoreHost, StoreSpec
 from .client import DataPlaneClient
 from .config import DataPlaneConfig
-from .directory_actor import actor_name, start_actor, stop_actor
 from .handle import DataPlaneHandle
 from .links import InProcessLink, Link, in_process_link
 from .socket_link import SocketLink
@@ -42,7 +43,9 @@ class DataPlane:
         actor, self._actor = self._actor, None
         if link is not None:
             link.close()
-        if actor is not None and ray.is_initialized():
+        if actor is not None:
+            from .directory_actor import stop_actor
+
             stop_actor(actor)
             remove_leftovers(self.handle.store)
 
@@ -72,6 +75,10 @@ def open_data_plane(
     if in_process:
         link = InProcessLink(run_id, config, build_host)
         return DataPlane(DataPlaneHandle(run_id, config, link.host.spec, "", None, link.peer), link, None, os.getpid())
+    import ray
+
+    from .directory_actor import actor_name, start_actor
+
     if not ray.is_initialized():
         raise ValueError("open_data_plane: Ray is not initialised; call ray.init() before, or pass in_process=True")
     actor, started = start_actor(run_id, config, build_host, one_host=one_host)
@@ -124,6 +131,8 @@ def build_store_host(config: DataPlaneConfig, run_id: str, *, one_host: bool = T
 
         return SimpleHost(run_id, config.store.num_units)
     if kind == "mooncake":
+        import ray
+
         from .stores.mooncake_store import MooncakeHost
 
         host = "127.0.0.1" if one_host else ray.util.get_node_ip_address()
