@@ -53,6 +53,8 @@ class MooncakeHost:
             raise ValueError(f"dataplane.store.device: got {device!r} with protocol {protocol!r}, expected rdma")
         self._run_id = run_id
         self._bytes: dict[int, int] = {}
+        self._used_bytes = 0
+        """Sum of them."""
         self._unfinished: dict[int, int] = {}
         """Freed amid their put: Mooncake keeps their room until the put ends, or 10 minutes if it never does."""
         self._late: deque[int] = deque(maxlen=LATE_BLOCKS)
@@ -84,6 +86,7 @@ class MooncakeHost:
             self._remove([])
         if self.usage_bytes() + nbytes > self._limit_bytes:
             return None
+        self._used_bytes += nbytes - self._bytes.get(block_id, 0)
         self._bytes[block_id] = nbytes
         return b""
 
@@ -97,7 +100,7 @@ class MooncakeHost:
 
     def usage_bytes(self) -> int:
         """Bytes of the blocks that are reserved or written, and of those freed whose put has not ended."""
-        return sum(self._bytes.values()) + sum(self._unfinished.values())
+        return self._used_bytes + sum(self._unfinished.values())
 
     def close(self) -> None:
         """Take the segment back, end the master. Idempotent."""
@@ -106,7 +109,9 @@ class MooncakeHost:
 
     def _remove(self, block_ids: Sequence[int]) -> None:
         asked = [*block_ids, *self._unfinished, *self._late]
-        sizes = self._unfinished | {block_id: self._bytes.pop(block_id) for block_id in block_ids}
+        removed = {block_id: self._bytes.pop(block_id) for block_id in block_ids}
+        self._used_bytes -= sum(removed.values())
+        sizes = self._unfinished | removed
         if self._lost or not asked:
             return
         try:
