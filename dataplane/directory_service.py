@@ -259,15 +259,13 @@ class DirectoryService:
 
     async def _status(self, payload: bytes) -> bytes:
         status = self._directory.status(messages.decode(payload, requests.Status).partition, self._now())
-        return messages.encode(
-            replace(
-                status,
-                waiting_claims=sum(queue.waiting for queue in self._claim_queues.values()),
-                waiting_puts=self._put_queue.waiting,
-                store_kind=self._store.spec.kind,
-                store_bytes=await self._store.usage_bytes() - self._directory.allocated_credit_bytes,
-            )
-        )
+        return replace(
+            status,
+            waiting_claims=sum(queue.waiting for queue in self._claim_queues.values()),
+            waiting_puts=self._put_queue.waiting,
+            store_kind=self._store.spec.kind,
+            store_bytes=await self._store.usage_bytes() - self._directory.allocated_credit_bytes,
+        ).to_bytes()
 
     def _serve(self, payload: bytes) -> bytes:
         if not isinstance(self._host, Serving):

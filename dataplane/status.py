@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import typing
 from dataclasses import dataclass
+from typing import Any
+
+from ..codecs import messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +39,19 @@ class DataPlaneStatus:
     store_kind: str = ""
     store_bytes: int = 0
     """Bytes the store holds, by its own count; without credit."""
+
+    def to_bytes(self) -> bytes:
+        """By position, without the fields' names: a driver asks for it every step, and its bytes are counted."""
+        return messages.encode([getattr(self, field.name) for field in dataclasses.fields(self)])
+
+    @staticmethod
+    def from_bytes(data: bytes) -> DataPlaneStatus:
+        """Raises ValueError when `data` is none."""
+        return DataPlaneStatus(*messages.decode(data, _positional()))
+
+
+@functools.cache
+def _positional() -> Any:
+    """The type of `to_bytes`' message: a tuple of the fields' types."""
+    types = typing.get_type_hints(DataPlaneStatus)
+    return tuple[tuple(types[field.name] for field in dataclasses.fields(DataPlaneStatus))]

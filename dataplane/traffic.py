@@ -1,0 +1,188 @@
+"""What clients have done and moved, by operation: counts that add up over calls, processes and steps."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..codecs import messages
+from .histogram import NUM_BUCKETS, bucket_of, percentile
+
+MIN_CALLS = 10
+"""Through few points a line can always be laid."""
+MIN_SPREAD = 1e-3
+"""Standard deviation of the calls' bytes over their mean below which all calls count as equally large."""
+MIN_ERRORS = 3.0
+"""Standard errors that the seconds a byte must be above 0, and that the fixed cost may be below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostLine:
+    """What a call costs: `fixed_s + nbytes / bytes_per_s`."""
+
+    fixed_s: float
+    """Seconds of a call that moves next to nothing; 0 when it is too small to be seen beside the bytes' share."""
+    bytes_per_s: float
+
+
+@dataclass(slots=True)
+class OpTraffic:
+    """One operation's calls. The sums `moved_*` are over the calls that moved bytes, and make the cost line."""
+
+    calls: int = 0
+    """Finished or failed."""
+    seconds: float = 0.0
+    """Spent in them, waits included."""
+    nbytes: int = 0
+    """Moved by them; 0 for operations on metadata."""
+    buckets: list[int] = field(default_factory=lambda: [0] * NUM_BUCKETS)
+    """Calls by seconds, see `histogram`."""
+    moved: int = 0
+    """Calls that moved bytes."""
+    moved_s: float = 0.0
+    moved_xx: float = 0.0
+    """Sum of bytes squared."""
+    moved_xy: float = 0.0
+    """Sum of bytes x seconds."""
+    moved_yy: float = 0.0
+    """Sum of seconds squared."""
+
+    def count(self, seconds: float, nbytes: int) -> None:
+        """One more call."""
+        self.calls += 1
+        self.seconds += seconds
+        self.buckets[bucket_of(seconds)] += 1
+        if nbytes:
+            self.nbytes += nbytes
+            self.moved += 1
+            self.moved_s += seconds
+            self.moved_xx += nbytes * nbytes
+            self.moved_xy += nbytes * seconds
+            self.moved_yy += seconds * seconds
+
+    def merge(self, other: OpTraffic) -> None:
+        """Add another's calls to these."""
+        self.calls += other.calls
+        self.seconds += other.seconds
+        self.nbytes += other.nbytes
+        self.buckets = [mine + theirs for mine, theirs in zip(self.buckets, other.buckets, strict=True)]
+        self.moved += other.moved
+        self.moved_s += other.moved_s
+        self.moved_xx += other.moved_xx
+        self.moved_xy += other.moved_xy
+        self.moved_yy += other.moved_yy
+
+    def percentile(self, share: float) -> float:
+        """Seconds that `share` of the calls took at most; NaN without calls."""
+        return percentile(self.buckets, share)
+
+    def cost_line(self) -> CostLine | None:
+        """Least squares of seconds over bytes, calls that moved none (or failed) left out.
+
+        None when it is undetermined: fewer than MIN_CALLS calls, calls of one size, or seconds that are no line over
+        the bytes: a slope less than MIN_ERRORS standard errors above 0, a fixed cost more than as many below it.
+        """
+        n, x, y = self.moved, float(self.nbytes), self.moved_s
+        if n < MIN_CALLS:
+            return None
+        sxx, sxy, syy = self.moved_xx - x * x / n, self.moved_xy - x * y / n, self.moved_yy - y * y / n
+        if sxx <= n * (MIN_SPREAD * x / n) ** 2:
+            return None
+        slope = sxy / sxx
+        fixed = (y - slope * x) / n
+        variance = max(0.0, syy - slope * sxy) / (n - 2)
+        if slope <= MIN_ERRORS * math.sqrt(variance / sxx):
+            return None
+        if fixed < -MIN_ERRORS * math.sqrt(variance * self.moved_xx / (n * sxx)):
+            return None
+        return CostLine(max(0.0, fixed), 1 / slope)
+
+
+class Traffic:
+    """OpTraffic by operation. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.ops: dict[str, OpTraffic] = {}
+
+    def of(self, op: str) -> OpTraffic:
+        """The operation's, which then stands in `ops`."""
+        found = self.ops.get(op)
+        if found is None:
+            found = self.ops[op] = OpTraffic()
+        return found
+
+    def merge(self, other: Traffic) -> None:
+        for op, calls in other.ops.items():
+            self.of(op).merge(calls)
+
+    @staticmethod
+    def sum_of(reports: Iterable[bytes]) -> Traffic:
+        """What several reports (`to_bytes`) come to. Raises ValueError when one is none."""
+        total = Traffic()
+        for report in reports:
+            total.merge(Traffic.from_bytes(report))
+        return total
+
+    @property
+    def calls(self) -> int:
+        """Of all operations."""
+        return sum(each.calls for each in self.ops.values())
+
+    @property
+    def bytes_put(self) -> int:
+        return sum(each.nbytes for op, each in self.ops.items() if op == "put")
+
+    @property
+    def bytes_got(self) -> int:
+        return sum(each.nbytes for op, each in self.ops.items() if op != "put")
+
+    def to_bytes(self) -> bytes:
+        """For a report to the driver: about 15 bytes for a single call, up to 50 for many calls of one operation."""
+        return messages.encode([_packed(op, each) for op, each in self.ops.items()]) if self.ops else b""
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Traffic:
+        """Raises ValueError when `data` is none."""
+        traffic = Traffic()
+        for packed in messages.decode(data, list[_Packed]) if data else ():
+            traffic.ops[packed[0]] = _unpacked(packed)
+        return traffic
+
+
+_Packed = tuple[str, int, bytes, list[int]]
+"""Operation, bytes, sums as float32, and counts: calls, calls that moved bytes, and (bucket, count) of the buckets that
+are not empty. Of a single call there is nothing to count, and its seconds are the only sum."""
+
+
+def _packed(op: str, of: OpTraffic) -> _Packed:
+    if of.calls == 1:
+        return op, of.nbytes, struct.pack("<f", of.seconds), []
+    sums = (of.seconds, of.moved_s, of.moved_xx, of.moved_xy, of.moved_yy) if of.moved else (of.seconds,)
+    filled = [number for pair in enumerate(of.buckets) if pair[1] for number in pair]
+    return op, of.nbytes, struct.pack(f"<{len(sums)}f", *sums), [of.calls, of.moved, *filled]
+
+
+def _unpacked(packed: _Packed) -> OpTraffic:
+    """Raises ValueError when the parts do not belong together."""
+    op, nbytes, sums, counts = packed
+    moved = counts[1] if len(counts) > 1 else 0
+    numbers, filled = counts[2::2], counts[3::2]
+    if (
+        len(sums) != (20 if moved else 4)
+        or len(numbers) != len(filled)
+        or not all(0 <= n < NUM_BUCKETS for n in numbers)
+    ):
+        raise ValueError(f"traffic of {op!r}: got {len(sums)} bytes of sums and counts {counts}, which do not fit")
+    traffic = OpTraffic()
+    if not counts:
+        traffic.count(struct.unpack("<f", sums)[0], nbytes)
+        return traffic
+    traffic.calls, traffic.moved, traffic.nbytes = counts[0], moved, nbytes
+    for number, count in zip(numbers, filled, strict=True):
+        traffic.buckets[number] = count
+    traffic.seconds, *rest = struct.unpack(f"<{len(sums) // 4}f", sums)
+    if rest:
+        traffic.moved_s, traffic.moved_xx, traffic.moved_xy, traffic.moved_yy = rest
+    return traffic
