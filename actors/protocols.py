@@ -1,4 +1,4 @@
-"""What actors host and what hosts ask of them: engines, environments, rewards, train backends, weight transports."""
+"""What actors host and what hosts ask of them: engines, environments, rewards, train backends."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ rollout_logprobs  log-prob that the engine sampled the token with (temperature a
 prev_logprobs     the same token under the policy as it was when the step began, written back by train workers
 ref_logprobs      the same token under the reference policy, written back by train workers
 
-Tags (metadata, float32): `reward` (total), `valid` (1 or 0: a failed row), `response_length`.
+Tags (metadata, float32): `reward` (total), `valid` (1 or 0: a failed row), `response_length`; `reward/<name>` when the
+advantages need single rewards.
 """
 
 ROLLOUT_FIELDS = ("input_ids", "response_mask", "rollout_logprobs")
@@ -339,8 +340,15 @@ class TrainBackend(Protocol):
         """HF name -> full tensor on the CPU. Collective; only rank 0's result is filled."""
         ...
 
-    def save(self, path: str) -> None:
-        """Sharded checkpoint of model, optimizer, schedule and RNG. Collective."""
+    def save(self, path: str, *, wait: bool = True) -> None:
+        """Sharded checkpoint of model, optimizer, schedule and RNG. Collective.
+
+        Without `wait` it is written behind training: the next save, `wait_saved` or close raises what went wrong.
+        """
+        ...
+
+    def wait_saved(self) -> None:
+        """Until nothing is being written. Raises what the last write raised, once."""
         ...
 
     def load(self, path: str) -> None:
@@ -352,50 +360,3 @@ class TrainBackend(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-# ---------------------------------------------------------------- weight transports
-
-
-@dataclass(frozen=True, slots=True)
-class WeightManifest:
-    """A published version of the weights. Of constant size: it goes through the driver, the weights do not."""
-
-    version: int
-    kind: str
-    """The transport's."""
-    location: str
-    """Where receivers find it; the transport's own."""
-    num_bytes: int
-    """Of all weights."""
-
-
-class WeightTransferError(RuntimeError):
-    """A version of the weights did not arrive whole; names version, bucket and path. The old one is served on."""
-
-
-class WeightSender(Protocol):
-    """Publishes weights; in the process that has them. The last two versions stay readable."""
-
-    def send(self, version: int, named: Mapping[str, torch.Tensor]) -> WeightManifest:
-        """Publish `named` (HF name -> full tensor) as `version`; whole or not at all.
-
-        Returns when receivers can read it. Raises ValueError unless versions rise.
-        """
-        ...
-
-    def close(self) -> None:
-        """Remove what was published. Idempotent."""
-        ...
-
-
-class WeightReceiver(Protocol):
-    """Fetches published weights; in every engine's process."""
-
-    def receive(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
-        """The version's tensors, verified, in memory of their own. Raises WeightTransferError."""
-        ...
-
-    def close(self) -> None:
-        """Idempotent."""
-        ...

@@ -29,11 +29,10 @@ from .protocols import (
     SamplingParams,
     Score,
     Span,
-    WeightManifest,
-    WeightReceiver,
 )
-from .rewards.rubric import Rubric
+from .rewards.rubric import Rubric, reward_tag
 from .rollout_report import RolloutReport, RolloutTally, ValidationReport
+from .transports.protocol import WeightManifest, WeightReceiver
 
 
 class RolloutWorker:
@@ -62,7 +61,6 @@ class RolloutWorker:
         self._receiver = receiver
         # Users' reward functions may be slow: beside the event loop, so that generation and other calls go on.
         self._scoring = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
-        self._reported = (0, 0)
 
     @property
     def version(self) -> int:
@@ -97,7 +95,7 @@ class RolloutWorker:
                 await self._score_and_put([sample for group in groups for sample in group], partition, tally)
         finally:
             await _end(episodes)
-        return self._report(tally)
+        return tally.report(self._client.stats.take())
 
     async def validate(self, start: int, count: int, params: SamplingParams) -> ValidationReport:
         """Answer `count` held-out prompts from `start` on, `params.n` samples each; nothing is put.
@@ -157,7 +155,7 @@ class RolloutWorker:
         with _span(tally, "reward"):
             scores = await self._score(samples)
         scored = time.perf_counter()
-        batch, tags = rollout_rows(samples, scores)
+        batch, tags = rollout_rows(samples, scores, self._rubric.tagged)
         with _span(tally, "put"):
             await self._client.put(
                 partition,
@@ -173,16 +171,14 @@ class RolloutWorker:
     async def _score(self, samples: list[Sample]) -> list[Score]:
         return await asyncio.get_running_loop().run_in_executor(self._scoring, _score_all, self._rubric, samples)
 
-    def _report(self, tally: RolloutTally) -> RolloutReport:
-        stats = self._client.stats
-        now = (stats.bytes_put, stats.calls.total())
-        bytes_put, calls = (new - old for new, old in zip(now, self._reported, strict=True))
-        self._reported = now
-        return tally.report(bytes_put, calls)
 
+def rollout_rows(
+    samples: Sequence[Sample], scores: Sequence[Score], tagged: Sequence[str] = ()
+) -> tuple[Batch, dict[str, np.ndarray]]:
+    """The samples as rows of ROLLOUT_FIELDS, and their tags (float32 `[N]` each); failed rows are masked.
 
-def rollout_rows(samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Batch, dict[str, np.ndarray]]:
-    """The samples as rows of ROLLOUT_FIELDS, and their tags (float32 `[N]` each); failed rows are masked."""
+    tagged: rewards whose own values are tags, too (`reward_tag`), 0 for failed rows.
+    """
     valid = np.array([score.valid for score in scores], dtype=bool)
     lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
     trained = np.repeat(valid, lengths)
@@ -200,6 +196,9 @@ def rollout_rows(samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Ba
         "valid": valid.astype(np.float32),
         "response_length": np.array([np.count_nonzero(s.response_mask) for s in samples], dtype=np.float32),
     }
+    for name in tagged:
+        values = [score.components[name] if score.valid else 0.0 for score in scores]
+        tags[reward_tag(name)] = np.array(values, dtype=np.float32)
     return batch, tags
 
 
@@ -211,7 +210,8 @@ def _score_one(rubric: Rubric, sample: Sample) -> Score:
     if sample.finish_reason == "abort":
         # Cut off by us, not ended by the policy: its reward would say nothing about the policy.
         return Score(reward=0.0, components={}, valid=False, error=f"prompt {sample.prompt.uid!r}: generation aborted")
-    return rubric.score(sample.prompt, sample.text, sample.finish_reason)
+    tokens = int(np.count_nonzero(sample.response_mask))
+    return rubric.score(sample.prompt, sample.text, sample.finish_reason, tokens)
 
 
 async def _drain(finished: asyncio.Queue[asyncio.Task[list[Sample]]]) -> list[asyncio.Task[list[Sample]]]:

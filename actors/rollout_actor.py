@@ -13,12 +13,13 @@ from ..dataplane.handle import DataPlaneHandle
 from .engines.factory import EngineConfig, build_engine
 from .environments.factory import build_environment
 from .prompts import DataConfig, PromptStream, check_prompt_lengths, open_source
-from .protocols import ActorInfo, SamplingParams, WeightManifest
+from .protocols import ActorInfo, SamplingParams
 from .rewards.factory import RewardConfig, build_rubric
 from .rollout import RolloutWorker
 from .rollout_report import RolloutReport, ValidationReport
 from .tokenizer import load_tokenizer
 from .transports.factory import build_receiver
+from .transports.protocol import WeightManifest
 
 VALIDATION_UID = "val-"
 """Prefix of held-out prompts' uids: the training stream's are base 36 and never hold a hyphen."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..dataplane.traffic import Traffic
 from .protocols import Sample, Score, Span
 
 
@@ -34,10 +35,8 @@ class RolloutReport:
     reward_s: float
     put_s: float
     """Seconds in which this actor waited for puts."""
-    bytes_put: int
-    """Bytes of rows written to the data plane by this actor since its last report."""
-    calls: int
-    """Data-plane client calls of this actor since its last report."""
+    traffic: bytes
+    """This actor's data-plane calls since its last report, as `Traffic.to_bytes`."""
     spans: tuple[Span, ...]
 
     @property
@@ -61,7 +60,7 @@ class RolloutReport:
 
 
 def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
-    """One report of what several actors did at the same time: counts and bytes add up, seconds are the longest's."""
+    """One report of what several actors did at the same time: counts and traffic add up, seconds are the longest's."""
     names = dict.fromkeys(name for report in reports for name in report.component_sums)
     return RolloutReport(
         rows=sum(r.rows for r in reports),
@@ -76,8 +75,7 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         generate_s=max((r.generate_s for r in reports), default=0.0),
         reward_s=max((r.reward_s for r in reports), default=0.0),
         put_s=max((r.put_s for r in reports), default=0.0),
-        bytes_put=sum(r.bytes_put for r in reports),
-        calls=sum(r.calls for r in reports),
+        traffic=Traffic.sum_of(r.traffic for r in reports).to_bytes(),
         spans=tuple(span for r in reports for span in r.spans),
     )
 
@@ -133,7 +131,7 @@ class RolloutTally:
             for name, value in score.components.items():
                 self.component_sums[name] = self.component_sums.get(name, 0.0) + value
 
-    def report(self, bytes_put: int, calls: int) -> RolloutReport:
+    def report(self, traffic: Traffic) -> RolloutReport:
         return RolloutReport(
             rows=self.rows,
             failed=self.failed,
@@ -147,7 +145,6 @@ class RolloutTally:
             generate_s=self.generate_s,
             reward_s=self.reward_s,
             put_s=self.put_s,
-            bytes_put=bytes_put,
-            calls=calls,
+            traffic=traffic.to_bytes(),
             spans=tuple(self.spans),
         )

@@ -1,43 +1,52 @@
-"""One rank of the train mesh: a Ray actor that hosts a train backend, reads its own rows and writes columns back."""
+"""One rank of the train mesh: a Ray actor that hosts a train backend, feeds it its rows and writes columns back."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
 
 from ..codecs import messages
-from ..codecs.batch import Batch, Jagged
+from ..codecs.batch import Jagged
 from ..dataplane.client import DataPlaneClient
 from ..dataplane.factory import DataPlaneHandle, connect
 from ..dataplane.meta import KVBatchMeta
-from .protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, ActorInfo, MicroBatch, Span, TrainBackend, WeightSender
+from ..dataplane.topology import Topology
+from .protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, ActorInfo, Span, TrainBackend
+from .replica_reader import FetchPolicy, ReplicaReader, build_links
+from .step_rows import TrainShard
+from .transports.protocol import WeightSender
 
 PREV = "prev_logprobs"
 REF = "ref_logprobs"
 
 
 @dataclass(frozen=True, slots=True)
-class TrainShard:
-    """One rank's share of a step's plan; shipped once, then every pass of the step works on it."""
+class SpanTable:
+    """Spans in few bytes: reports go through the driver."""
 
-    step: int
-    meta: bytes
-    """`KVBatchMeta.to_bytes()` of the rank's rows in the order of its microbatches; tags `advantage` float32 and, with
-    `loss.aggregation=prompt`, `group_tokens` float32."""
-    sizes: np.ndarray
-    """int64 `[M]`: rows of each microbatch."""
-    digest: str
-    """The whole plan's hash, the same on every rank."""
-    traced: bool
-    """Whether reports of the step carry spans."""
+    origin_s: float
+    """Unix time that they count from; 0.0 when there are none."""
+    spans: tuple[tuple[str, int, int], ...]
+    """(name, microseconds after the origin, microseconds long)."""
+
+    @staticmethod
+    def of(spans: Sequence[Span]) -> SpanTable:
+        origin_s = min((span.start_s for span in spans), default=0.0)
+        return SpanTable(
+            origin_s,
+            tuple((span.name, round((span.start_s - origin_s) * 1e6), round(span.dur_s * 1e6)) for span in spans),
+        )
+
+    def to_spans(self) -> list[Span]:
+        """Inverse of `of`, to the microsecond."""
+        return [Span(name, self.origin_s + start / 1e6, length / 1e6) for name, start, length in self.spans]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +57,11 @@ class WorkerReport:
     """Global metrics of the pass; of rank 0 only, the others have the same."""
     data_wait_s: float
     """Seconds this rank waited for rows."""
-    bytes_got: int
-    bytes_put: int
-    calls: int
-    """Data-plane client calls of this rank in the pass."""
-    spans: tuple[Span, ...]
+    traffic: bytes
+    """This rank's data-plane calls since its last report, as `Traffic.to_bytes`; siblings of a leader make none."""
+    bytes_broadcast: int
+    """Sent to its siblings by this rank as their leader, once for each part of the replica."""
+    spans: SpanTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +69,9 @@ class WorkerSetup:
     """What a rank is built from. `backend` and `sender` come from the floor above."""
 
     rank: int
-    world: int
+    topology: Topology
+    fetch: FetchPolicy
+    """Who reads a replica's rows."""
     threads: int
     temperature: float
     timeout_s: float
@@ -68,6 +79,11 @@ class WorkerSetup:
     data_plane: DataPlaneHandle
     backend: Callable[[int, int], TrainBackend]
     sender: Callable[[], WeightSender]
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.topology.world
 
     @property
     def name(self) -> str:
@@ -86,12 +102,12 @@ class TrainWorker:
         self._backend: TrainBackend | None = None
         self._sender: WeightSender | None = None
         self._client: DataPlaneClient | None = None
+        self._reader: ReplicaReader | None = None
         self._shard: TrainShard | None = None
         self._meta: KVBatchMeta | None = None
-        self._columns: dict[int, Batch] = {}
+        self._written: list[str] = []
+        """Columns that the replicas' writers have added to the step's rows."""
         self._spans: list[Span] = []
-        self._wait_s = 0.0
-        self._seen = (0, 0, 0)
 
     def info(self) -> ActorInfo:
         return ActorInfo.here(self._name)
@@ -103,7 +119,7 @@ class TrainWorker:
         return self._store.port
 
     def build(self, host: str, port: int) -> None:
-        """Join the ranks' process group (world > 1) and build the backend. Collective."""
+        """Join the ranks' process groups (world > 1) and build reader and backend. Collective."""
         setup = self._setup
         timeout = timedelta(seconds=setup.timeout_s)
         if setup.world > 1:
@@ -112,6 +128,16 @@ class TrainWorker:
             kind = "nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(kind, store=self._store, rank=setup.rank, world_size=setup.world, timeout=timeout)
         self._client = connect(setup.data_plane, name=self._name)
+        device = torch.device("cpu")  # where the backends lay rows out
+        links = build_links(
+            setup.topology,
+            setup.rank,
+            setup.fetch,
+            name=str(self.info()),
+            timeout_s=setup.timeout_s,
+            device=device,
+        )
+        self._reader = ReplicaReader(self._client, ROLLOUT_SCHEMA, setup.topology, setup.rank, links, device=device)
         self._backend = setup.backend(setup.rank, setup.world)
         if setup.rank == 0:
             self._sender = setup.sender()
@@ -120,51 +146,41 @@ class TrainWorker:
 
     def begin(self, payload: bytes) -> None:
         """Take this rank's shard of a step (`TrainShard`); drops whatever an earlier step left."""
+        assert self._reader is not None
         shard = messages.decode(payload, TrainShard)
-        self._shard, self._meta = shard, KVBatchMeta.from_bytes(shard.meta)
-        rows = int(shard.sizes.sum())
-        if rows != len(self._meta.keys):
-            raise ValueError(f"{self._name}: plan {shard.digest} has {rows} rows, its receipt {len(self._meta.keys)}")
-        self._columns = {}
+        self._meta = self._reader.begin(shard)
+        self._shard, self._written = shard, []
 
     def write_logprobs(self, field: str) -> bytes:
-        """Compute `prev_logprobs` or `ref_logprobs` of the shard's rows and write them back as a column.
+        """Compute `prev_logprobs` or `ref_logprobs` of the shard's rows; each replica's writer puts them as a column.
 
         Collective. Returns an encoded WorkerReport.
         """
-        backend, client, meta = self._ready()
-        receipts = []
-        ranges = self._row_ranges()
-        with self._span(f"logprobs {field}"):
-            micros = self._micros(("input_ids", "response_mask"))
-            temperature = self._setup.temperature
-            columns = backend.logprobs(micros, len(ranges), reference=field == REF, temperature=temperature)
-        for index, (rows, values) in enumerate(zip(ranges, columns, strict=True)):
-            if not len(rows):
-                continue
-            column = Jagged(values, meta.lengths[rows])
-            with self._span(f"put {field}"):
-                receipts.append(client.put(meta.partition, [meta.keys[row] for row in rows], {field: column}))
-            self._add(index, field, column)
-        if receipts:
-            self._meta = meta.merge_fields(receipts[0].concat(*receipts[1:]))
+        backend, reader, shard = self._ready()
+        with self._span(f"logprobs {field}"), closing(reader.stream(("input_ids", "response_mask"))) as micros:
+            columns = backend.logprobs(
+                micros, len(shard.sizes), reference=field == REF, temperature=self._setup.temperature
+            )
+        if self._writes:
+            self._put(field, columns)
+        self._written.append(field)
         return self._report({})
 
     def train(self) -> bytes:
         """One optimizer step over the shard, microbatch by microbatch. Collective. Returns an encoded WorkerReport."""
-        backend, _, meta = self._ready()
-        fields = (*ROLLOUT_FIELDS, *(field for field in (PREV, REF) if field in meta.fields))
+        backend, reader, shard = self._ready()
         backend.begin_step(self._setup.temperature)
         try:
-            with self._span("forward backward"):
-                backend.accumulate(self._micros(fields), len(self._row_ranges()))
+            with self._span("forward backward"), closing(reader.stream((*ROLLOUT_FIELDS, *self._written))) as micros:
+                backend.accumulate(micros, len(shard.sizes))
             with self._span("optimizer"):
                 metrics = backend.finish_step()
         except BaseException:
             backend.abort_step()
             raise
         finally:
-            self._columns = {}
+            reader.end()
+            self._meta = None
         return self._report(metrics)
 
     # ------------------------------------------------------------ weights and state
@@ -180,9 +196,14 @@ class TrainWorker:
             return messages.encode(self._sender.send(version, named))
 
     def save(self, path: str) -> None:
-        """Collective. Sharded checkpoint, published atomically."""
+        """Collective. Sharded checkpoint, written behind the training and published atomically: see `wait_saved`."""
         assert self._backend is not None
-        self._backend.save(path)
+        self._backend.save(path, wait=False)
+
+    def wait_saved(self) -> None:
+        """Until the last checkpoint is written. Raises what it failed with."""
+        assert self._backend is not None
+        self._backend.wait_saved()
 
     def load(self, path: str) -> None:
         """Collective."""
@@ -200,53 +221,39 @@ class TrainWorker:
             self._sender.close()
         if self._backend is not None:
             self._backend.close()
+        if self._reader is not None:
+            self._reader.close()
         if self._client is not None:
             self._client.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._backend = self._client = self._sender = None
+        self._backend = self._client = self._sender = self._reader = None
 
     # ------------------------------------------------------------ inside
 
-    def _ready(self) -> tuple[TrainBackend, DataPlaneClient, KVBatchMeta]:
-        if self._backend is None or self._client is None or self._meta is None:
+    def _ready(self) -> tuple[TrainBackend, ReplicaReader, TrainShard]:
+        if self._backend is None or self._reader is None or self._shard is None:
             raise RuntimeError(f"{self._name}: no step has begun (build and begin come first)")
-        return self._backend, self._client, self._meta
+        return self._backend, self._reader, self._shard
 
-    def _row_ranges(self) -> list[np.ndarray]:
-        """Rows of the shard's receipt, by microbatch."""
-        assert self._shard is not None
-        ends = np.cumsum(self._shard.sizes)
-        return [np.arange(end - size, end) for size, end in zip(self._shard.sizes, ends, strict=True)]
+    @property
+    def _writes(self) -> bool:
+        topology, rank = self._setup.topology, self._setup.rank
+        return rank == topology.writer(topology.place(rank).dp)
 
-    def _micros(self, fields: Sequence[str]) -> Iterator[MicroBatch]:
-        """The shard's microbatches, read as they are asked for."""
-        meta = self._ready()[2]
-        advantages = meta.tags["advantage"].astype(np.float32)
-        tokens = meta.tags["group_tokens"].astype(np.int64) if "group_tokens" in meta.tags else None
-        for index, rows in enumerate(self._row_ranges()):
-            batch = self._read(index, rows, fields)
-            group_tokens = None if tokens is None else tokens[rows]
-            yield MicroBatch(batch, meta.lengths[rows], advantages[rows], meta.groups[rows], group_tokens)
-
-    def _read(self, index: int, rows: np.ndarray, fields: Sequence[str]) -> Batch:
-        """Columns of one microbatch; one that this step has read or written already is not read again."""
-        _, client, meta = self._ready()
-        have = self._columns.get(index)
-        missing = [field for field in fields if have is None or field not in have]
-        if missing:
-            start = time.perf_counter()
-            with self._span("get " + " ".join(missing)):
-                got = client.get(meta.select(rows), missing)
-            self._wait_s += time.perf_counter() - start
-            have = got if have is None else have.merge(got)
-            self._columns[index] = have
-        assert have is not None
-        return have.subset(fields)
-
-    def _add(self, index: int, field: str, column: Jagged) -> None:
-        have = self._columns[index]
-        self._columns[index] = have.merge(Batch(ROLLOUT_SCHEMA.subset([field]), have.num_rows, {field: column}))
+    def _put(self, field: str, columns: Sequence[torch.Tensor]) -> None:
+        """Write a column back, one block a microbatch."""
+        client, reader, meta = self._client, self._reader, self._meta
+        assert client is not None and reader is not None and self._shard is not None
+        if meta is None:
+            raise RuntimeError(f"{self._name}: writes {field} back, but was not shipped the rows' receipt")
+        for index, (rows, values) in enumerate(zip(self._shard.ranges(), columns, strict=True)):
+            if not len(rows):
+                continue
+            column = Jagged(values, meta.lengths[rows])
+            with self._span(f"put {field}"):
+                client.put(meta.partition, [meta.keys[row] for row in rows], {field: column})
+            reader.keep(index, field, column)
 
     @contextmanager
     def _span(self, name: str) -> Iterator[None]:
@@ -258,12 +265,11 @@ class TrainWorker:
 
     def _report(self, metrics: dict[str, float]) -> bytes:
         """Figures since the last report."""
-        assert self._client is not None
-        stats = self._client.stats
-        now = (stats.bytes_got, stats.bytes_put, stats.calls.total())
-        got, put, calls = (new - old for new, old in zip(now, self._seen, strict=True))
-        self._seen, wait_s, self._wait_s = now, self._wait_s, 0.0
-        spans = tuple(self._spans) if self._shard is not None and self._shard.traced else ()
+        assert self._client is not None and self._reader is not None
+        figures = self._reader.figures()
+        traced = (*self._spans, *figures.spans) if self._shard is not None and self._shard.traced else ()
+        spans = SpanTable.of(traced)
         self._spans.clear()
         kept = metrics if self._setup.rank == 0 else {}
-        return messages.encode(WorkerReport(kept, wait_s, got, put, calls, spans))
+        traffic = self._client.stats.take().to_bytes()
+        return messages.encode(WorkerReport(kept, figures.wait_s, traffic, figures.broadcast_bytes, spans))

@@ -55,6 +55,13 @@ def _add_bench(commands: Any) -> None:
     _out(plan)
     plan.set_defaults(command=_plan)
 
+    replica = kinds.add_parser("replica", help="one read for a replica's ranks, against one by each and padded rows")
+    replica.add_argument("--sizes", nargs="+", type=int, metavar="N", help="ranks of the replica; default: 2 4 8")
+    replica.add_argument("--store", default="simple", choices=("shm", "ray", "simple", "mooncake"))
+    replica.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: a GPU for each rank")
+    _out(replica)
+    replica.set_defaults(command=_replica)
+
     directory = kinds.add_parser("directory", help="the directory: a million rows of ten fields")
     directory.add_argument("--rows", type=int, default=1 << 20, metavar="N", help="rows to fill it with")
     _out(directory)
@@ -104,6 +111,26 @@ def _plan(arguments: argparse.Namespace) -> int:
     console.print(plan_table(results))
     console.print(f"results: {out}", highlight=False)
     return cli.DONE
+
+
+def _replica(arguments: argparse.Namespace) -> int:
+    from .replica import SIZES, ReplicaOptions, replica_table, run_replica
+
+    sizes = _chosen_sizes(arguments.sizes, SIZES)
+    options = ReplicaOptions(_folder(arguments, "replica"), sizes, arguments.store, device=arguments.device)
+    console = Console()
+    with console.status("starting") as status:
+        results = run_replica(options, lambda line: status.update(line))
+    console.print(replica_table(results))
+    console.print(f"results: {options.out}", highlight=False)
+    return cli.DONE
+
+
+def _chosen_sizes(given: Sequence[int] | None, every: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(dict.fromkeys(every if given is None else given))
+    if min(sizes) < 2:
+        raise UserError(f"--sizes: got {min(sizes)}, expected replicas of at least 2 ranks")
+    return sizes
 
 
 def _directory(arguments: argparse.Namespace) -> int:

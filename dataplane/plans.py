@@ -5,24 +5,41 @@ from __future__ import annotations
 import hashlib
 import heapq
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from .topology import Topology
 
+Packing = Literal["none", "packed", "dynamic"]
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one microbatch may hold, and what a row costs."""
+    """What one microbatch may hold, and what a row costs.
+
+    A row's tokens are rounded up to the topology's pad multiple before anything else.
+    """
 
     tokens_per_microbatch: int
-    """Sum of the rows' tokens, each rounded up to the topology's pad multiple."""
+    """Tokens that one forward computes at most on one replica; how they are counted, `packing` says."""
     linear_cost: float = 1.0
     """a of a·L + b·L²: the matrix products' share of a token's FLOPs."""
     quadratic_cost: float = 0.0
     """b: attention's share."""
     group_tolerance: float = 1.05
     """Groups are split over ranks only when whole groups leave max/mean of the cost above this."""
+    packing: Packing = "none"
+    """How the backend lays a microbatch out, which is what its tokens are counted by.
+
+    none      rows padded to the longest: rows x longest; rows in the order in which they came
+    dynamic   the same, rows sorted by length, so that neighbours need little padding
+    packed    rows one behind the other: the sum of their tokens; microbatches are balanced by it
+    """
+
+    def __post_init__(self) -> None:
+        if self.packing not in ("none", "packed", "dynamic"):
+            raise ValueError(f"trainer.packing: got {self.packing!r}, expected 'none', 'packed' or 'dynamic'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +70,8 @@ def plan_shards(lengths: np.ndarray, topology: Topology, budget: Budget, groups:
 
     lengths: int `[N]`, tokens of each row. groups: int `[N]`, rows of one prompt share a number; None: each row for
     itself. Ranks are balanced by a·L + b·L² (greedy, longest first), whole groups on one rank unless that leaves
-    max/mean of the cost above `budget.group_tolerance`. Within a rank, microbatches are balanced by tokens and never
-    exceed the budget. Deterministic. Raises ValueError when a row alone exceeds the budget.
+    max/mean of the cost above `budget.group_tolerance`. Within a rank, microbatches never exceed the budget; how rows
+    are put into them, `Budget.packing` says. Deterministic. Raises ValueError when a row alone exceeds the budget.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     padded = -(-lengths // topology.pad_multiple) * topology.pad_multiple
@@ -68,7 +85,11 @@ def plan_shards(lengths: np.ndarray, topology: Topology, budget: Budget, groups:
     order = np.argsort(rank_of, kind="stable")
     counts = np.bincount(rank_of, minlength=topology.dp)
     per_rank = np.split(order, np.cumsum(counts)[:-1])
-    bins = _equal_bins([padded[rows] for rows in per_rank], budget.tokens_per_microbatch)
+    tokens_of = [padded[rows] for rows in per_rank]
+    if budget.packing == "packed":
+        bins = _equal_sums(tokens_of, budget.tokens_per_microbatch)
+    else:
+        bins = _equal_rectangles(tokens_of, budget.tokens_per_microbatch, by_length=budget.packing == "dynamic")
     num_bins = max((int(bin_of.max()) + 1 for bin_of in bins if len(bin_of)), default=1)
     rows = [part[np.argsort(bin_of, kind="stable")] for part, bin_of in zip(per_rank, bins, strict=True)]
     sizes = np.stack([np.bincount(bin_of, minlength=num_bins) for bin_of in bins]).astype(np.int64)
@@ -117,8 +138,58 @@ def _split_groups(cost: np.ndarray, rank_of: np.ndarray, dp: int, tolerance: flo
             lightest *= 2
 
 
-def _equal_bins(tokens_of: list[np.ndarray], budget: int) -> list[np.ndarray]:
-    """Per rank the microbatch of each row; the same number of microbatches everywhere, none over the budget."""
+def _equal_rectangles(tokens_of: list[np.ndarray], budget: int, *, by_length: bool) -> list[np.ndarray]:
+    """Per rank the microbatch of each row; equally many microbatches everywhere, none over the budget when padded."""
+    orders = [np.argsort(-tokens, kind="stable") if by_length else np.arange(len(tokens)) for tokens in tokens_of]
+    cuts = [_fill(tokens[order], budget) for tokens, order in zip(tokens_of, orders, strict=True)]
+    num_bins = max(len(starts) for starts in cuts)
+    bins = []
+    for tokens, order, starts in zip(tokens_of, orders, cuts, strict=True):
+        starts = _split_heaviest(tokens[order], starts, num_bins)
+        bin_of = np.empty(len(tokens), dtype=np.int64)
+        bin_of[order] = np.searchsorted(starts, np.arange(len(tokens)), side="right") - 1
+        bins.append(bin_of)
+    return bins
+
+
+def _fill(tokens: np.ndarray, budget: int) -> list[int]:
+    """First row of each microbatch when rows are taken in order until rows x longest would exceed the budget."""
+    starts, end = [0], 0
+    while True:
+        reach = len(tokens) if not len(tokens) or not tokens[end] else end + int(budget // tokens[end])
+        area = np.maximum.accumulate(tokens[end:reach])
+        area *= np.arange(1, len(area) + 1)
+        end += int(np.searchsorted(area, budget, side="right"))
+        if end >= len(tokens):
+            return starts
+        starts.append(end)
+
+
+def _split_heaviest(tokens: np.ndarray, starts: list[int], num_bins: int) -> list[int]:
+    """`starts` with the largest microbatches halved until there are `num_bins`, as far as there are rows for them.
+
+    Parts of what fits the budget fit it too.
+    """
+    if len(starts) == num_bins:
+        return starts
+    heap = []
+    for first, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
+        if stop - first > 1:
+            heap.append((-int(tokens[first:stop].max()) * (stop - first), first, stop))
+    heapq.heapify(heap)
+    starts = list(starts)
+    while heap and len(starts) < num_bins:
+        _, first, stop = heapq.heappop(heap)
+        middle = (first + stop) // 2
+        starts.append(middle)
+        for a, b in ((first, middle), (middle, stop)):
+            if b - a > 1:
+                heapq.heappush(heap, (-int(tokens[a:b].max()) * (b - a), a, b))
+    return sorted(starts)
+
+
+def _equal_sums(tokens_of: list[np.ndarray], budget: int) -> list[np.ndarray]:
+    """Per rank the microbatch of each row; equally many microbatches everywhere, no sum of tokens over the budget."""
     num_bins = max([1, *(-(-int(tokens.sum()) // budget) for tokens in tokens_of)])
     while True:
         dealt = [_fit(tokens, num_bins, budget) for tokens in tokens_of]

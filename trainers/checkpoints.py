@@ -12,24 +12,33 @@ from .grpo import Run, State
 
 
 class Checkpoints:
-    """`step_000100/` holds what the workers wrote; `step_000100.json`, written last, makes it count."""
+    """`step_000100.json` holds the driver's numbers; `step_000100/`, what the workers write behind the training, makes
+    it count: the folder appears when it is whole."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def save(self, run: Run, state: State) -> None:
-        """Write one at `state.step`. Collective over the workers; a kill in between leaves the earlier ones whole."""
+        """Start one of `state`; training goes on once the workers have copied theirs. A kill leaves the earlier ones.
+
+        Collective over the workers. Raises what the save before it failed with.
+        """
         path = self._path(state.step)
-        with run.stage("checkpoint"):
-            run.gather([peer.call("save", str(path)) for peer in run.workers], "checkpoint")
         draft = path.with_suffix(".json.tmp")
         draft.write_text(json.dumps(asdict(state)))
         draft.rename(path.with_suffix(".json"))
+        with run.stage("checkpoint"):
+            run.gather([peer.call("save", str(path)) for peer in run.workers], "checkpoint")
+
+    def finish(self, run: Run) -> None:
+        """Wait until the last one is written. Raises what it failed with."""
+        run.gather([peer.call("wait_saved") for peer in run.workers], "checkpoint")
 
     def latest_state(self) -> State:
         """Of the newest whole checkpoint. Raises UserError when there is none."""
+        names = {path.name for path in self.folder.iterdir()}
         steps = [
-            int(match[1]) for path in self.folder.iterdir() if (match := re.fullmatch(r"step_(\d+)\.json", path.name))
+            int(match[1]) for name in names if (match := re.fullmatch(r"step_(\d+)", name)) and f"{name}.json" in names
         ]
         if not steps:
             raise UserError(

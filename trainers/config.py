@@ -5,45 +5,19 @@ from __future__ import annotations
 import datetime
 import difflib
 import os
-import types
-import typing
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..dataplane.config import DataPlaneConfig
-from .config_checks import capacity_problems, meaning_problems, size_problems
+from ..dataplane.topology import Topology
+from .config_checks import capacity_problems, meaning_problems, mesh_problems, size_problems
+from .config_objective import AdvantageConfig, LossConfig
+from .config_section import Count, CountOrZero, NonNegative, Positive, Section, Share
 
 BUILTIN_MODELS = ("builtin:tiny-qwen3",)
-REWARD_KINDS = ("exact_match", "per_position", "format")
-
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-def _takes_number(annotation: Any) -> bool:
-    """Whether a field's type is int, float, or one of them behind Annotated or `| None`."""
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, Annotated):
-        return any(_takes_number(part) for part in typing.get_args(annotation))
-    return annotation in (int, float)
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values never change, numbers are finite."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """pydantic would read `true` as the number 1."""
-        if isinstance(value, bool) and _takes_number(cls.model_fields[info.field_name or ""].annotation):
-            raise ValueError(f"got {str(value).lower()}, expected a number")
-        return value
+REWARD_KINDS = ("exact_match", "per_position", "format", "overlong")
 
 
 class RunConfig(Section):
@@ -142,7 +116,7 @@ class RewardFunctionConfig(Section):
     """One term of the rubric."""
 
     kind: str
-    """`exact_match`, `per_position`, `format`, or your own as `package.module:function`."""
+    """`exact_match`, `per_position`, `format`, `overlong`, or your own as `package.module:function`."""
     weight: float = 1.0
     """Factor in the total; 0: only logged."""
     options: dict[str, Any] = {}
@@ -203,36 +177,29 @@ class AlgorithmConfig(Section):
         return size
 
 
-class AdvantageConfig(Section):
-    """How rewards become advantages."""
-
-    kind: Literal["grpo"] = "grpo"
-    """Reward minus its group's mean (DeepSeekMath, arXiv:2402.03300)."""
-    normalize_std: bool = True
-    """Divide by the group's standard deviation."""
-
-
-class LossConfig(Section):
-    """What the policy minimises."""
-
-    kind: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped below 1 - clip_low."""
-    clip_high: Positive = 0.28
-    """The ratio is clipped above 1 + clip_high (DAPO, arXiv:2503.14476)."""
-    aggregation: Literal["token", "sequence"] = "token"
-    """Mean over the step's tokens, or over its sequences' token means."""
-    kl_coef: NonNegative = 0.0
-    """Weight of the KL to the reference (the initial weights); 0: no reference is kept."""
-    kl_kind: Literal["k3"] = "k3"
-
-
 class TrainerConfig(Section):
     """The train workers and their optimizer (AdamW)."""
 
-    backend: Literal["fsdp"] = "fsdp"
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """`fsdp`: FSDP2 and tensor parallelism on Hugging Face models; `megatron`: megatron-core, all of the mesh below."""
     dp: Count = 1
-    """Data-parallel train workers."""
+    """Data-parallel replicas; each trains on a share of the step's rows. There are dp x tp x cp x pp train workers."""
+    tp: Count = 1
+    """Tensor parallel: ranks that split each layer."""
+    pp: Count = 1
+    """Pipeline parallel: stages of layers."""
+    cp: Count = 1
+    """Context parallel: ranks that split each row's tokens."""
+    ep: Count = 1
+    """Expert parallel, from within dp x tp x cp."""
+    sequence_parallel: bool = False
+    """`megatron`: split the norms by tokens over the tensor-parallel ranks."""
+    distributed_optimizer: bool = True
+    """`megatron`: split the optimizer's state over the data-parallel ranks; `fsdp` always does."""
+    recompute: Literal["none", "full"] = "none"
+    """`full`: keep only each layer's input for backward and compute the rest again."""
+    offload: bool = False
+    """Weights, gradients and optimizer state stay in host memory between uses."""
     lr: Positive = 1e-6
     """Peak learning rate."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
@@ -243,10 +210,22 @@ class TrainerConfig(Section):
     """Steps of linear rise to `lr`."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Of the learning rate after the rise; cosine and linear end at 0."""
+    packing: Literal["none", "packed", "dynamic"] = "none"
+    """`none`: rows padded to the microbatch's longest; `dynamic`: the same, rows of like lengths together; `packed`:
+    rows one behind the other, without padding."""
     tokens_per_microbatch: Count = 16384
-    """Tokens, padding included, of one forward and backward on one rank."""
+    """Tokens, padding included, of one forward and backward on one replica; rows count rounded up to a multiple of
+    tp x 2 cp (tp without context parallelism)."""
+    fetch: Literal["auto", "leader", "independent"] = "auto"
+    """Who reads a replica's rows from the store: its first rank, which broadcasts them, or each rank for itself.
+    `auto`: the leader where a replica has more than one rank."""
     mixed_precision: bool = False
     """Compute in bfloat16, keep weights and gradients' sums in float32."""
+
+    @property
+    def topology(self) -> Topology:
+        """The train mesh."""
+        return Topology(dp=self.dp, tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep)
 
 
 class SyncConfig(Section):
@@ -288,6 +267,11 @@ class LoggingConfig(Section):
     tensorboard: bool = True
     progress: bool = True
     """Live display on a terminal, short lines elsewhere."""
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port of an HTTP endpoint for Prometheus, open while the run is; 0: one that is free, its address is printed and
+    stands in the run folder's prometheus.txt. None: no endpoint."""
+    prometheus_host: str = Field(default="127.0.0.1", min_length=1)
+    """Address that it listens on. Whoever reaches it can read the run's figures."""
 
 
 class Config(Section):
@@ -325,7 +309,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> Config:
-        problems = size_problems(self) + capacity_problems(self) + meaning_problems(self)
+        problems = size_problems(self) + mesh_problems(self) + capacity_problems(self) + meaning_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self

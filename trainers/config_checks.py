@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..dataplane.topology import Topology
+from .losses.key_checks import loss_problems
+
 if TYPE_CHECKING:
     from .config import Config
 
@@ -40,7 +43,7 @@ def size_problems(config: Config) -> list[str]:
     if prompts % dp:
         problems.append(
             f"algorithm.prompts_per_step: got {prompts}, expected a multiple of trainer.dp={dp}, "
-            "so that every rank trains on as many whole groups"
+            "so that every replica trains on as many whole groups"
         )
     if prompts % engines:
         problems.append(
@@ -48,10 +51,46 @@ def size_problems(config: Config) -> list[str]:
             "so that every engine generates as many groups"
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if config.trainer.tokens_per_microbatch < longest:
+    multiple = Topology(dp=1, tp=config.trainer.tp, cp=config.trainer.cp).pad_multiple
+    padded = -(-longest // multiple) * multiple
+    if config.trainer.tokens_per_microbatch < padded:
+        rounded = f", rounded up to a multiple of {multiple}" if padded > longest else ""
         problems.append(
-            f"trainer.tokens_per_microbatch: got {config.trainer.tokens_per_microbatch}, expected at least {longest}, "
-            "the longest row (data.max_prompt_tokens + rollout.max_new_tokens)"
+            f"trainer.tokens_per_microbatch: got {config.trainer.tokens_per_microbatch}, expected at least {padded}, "
+            f"the longest row (data.max_prompt_tokens + rollout.max_new_tokens{rounded})"
+        )
+    return problems
+
+
+def mesh_problems(config: Config) -> list[str]:
+    """Sentences on a train mesh that cannot be, or that its backend does not have."""
+    problems = []
+    trainer = config.trainer
+    shared = trainer.dp * trainer.tp * trainer.cp
+    if shared % trainer.ep:
+        problems.append(f"trainer.ep: got {trainer.ep}, expected a divisor of trainer.dp x tp x cp = {shared}")
+    if trainer.offload and shared * trainer.pp == 1:
+        problems.append("trainer.offload: got true with one train worker, expected false, as it needs several")
+    if trainer.backend == "fsdp":
+        for name in ("pp", "cp", "ep"):
+            if getattr(trainer, name) > 1:
+                problems.append(
+                    f"trainer.{name}: got {getattr(trainer, name)} with trainer.backend='fsdp', expected 1, as only "
+                    "megatron has it"
+                )
+        if trainer.sequence_parallel:
+            problems.append(
+                "trainer.sequence_parallel: got true with trainer.backend='fsdp', expected false, as only megatron "
+                "has it"
+            )
+        if not trainer.distributed_optimizer:
+            problems.append(
+                "trainer.distributed_optimizer: got false with trainer.backend='fsdp', expected true, as fsdp always "
+                "splits the optimizer's state"
+            )
+    elif trainer.sequence_parallel and trainer.tp == 1:
+        problems.append(
+            "trainer.sequence_parallel: got true with trainer.tp=1, expected false, as there are no ranks to split over"
         )
     return problems
 
@@ -79,5 +118,33 @@ def meaning_problems(config: Config) -> list[str]:
     for label in sorted({label for label in labels if labels.count(label) > 1 or label == "mean"}):
         problems.append(
             f"reward.functions: the name {label!r} is taken, expected a `name` of its own for each function"
+        )
+    return problems + objective_problems(config)
+
+
+def objective_problems(config: Config) -> list[str]:
+    """Sentences on choices of loss and advantages that contradict one another or have no effect."""
+    problems = loss_problems(config.loss)
+    loss, advantage = config.loss, config.advantage
+    if loss.correction != "none" and config.algorithm.prev_logprobs == "rollout":
+        problems.append(
+            f"loss.correction: got {loss.correction!r} with algorithm.prev_logprobs='rollout', expected 'recompute' "
+            "there, as the engine's log-probs corrected by themselves are weights of 1"
+        )
+    if not advantage.normalize_std and advantage.kind not in ("grpo", "dr_grpo"):
+        problems.append(
+            f"advantage.normalize_std: got false with advantage.kind={advantage.kind!r}, expected true, as only grpo "
+            "can leave its division out"
+        )
+    if advantage.baseline != "step" and advantage.kind != "reinforce_pp":
+        problems.append(
+            f"advantage.baseline: got {advantage.baseline!r} with advantage.kind={advantage.kind!r}, expected 'step', "
+            "as only reinforce_pp has a choice"
+        )
+    counting = [function.label for function in config.reward.functions if function.weight]
+    if advantage.kind == "gdpo" and len(counting) < 2:
+        problems.append(
+            f"advantage.kind: got 'gdpo' with {len(counting)} reward functions whose weight is not 0, expected two or "
+            "more, as it normalises each on its own"
         )
     return problems

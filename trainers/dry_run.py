@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..dataplane.topology import Topology
 from .base_model import check_context, model_config
 from .config import Config
 from .config_checks import step_bytes
@@ -31,17 +32,33 @@ def placements(config: Config) -> list[Placement]:
         listed += [Placement(f"storage unit {unit}", 0, "TransferQueue blocks") for unit in range(store.num_units)]
     engine = config.rollout.engine
     listed += [Placement(f"rollout {index}", 1, f"engine {engine}") for index in range(config.rollout.num_engines)]
-    backend = config.trainer.backend
-    return listed + [Placement(f"train worker {rank}", 1, f"backend {backend}") for rank in range(config.trainer.dp)]
+    topology = config.trainer.topology
+    return listed + [
+        Placement(f"train worker {rank}", 1, f"backend {config.trainer.backend}{_role(topology, rank)}")
+        for rank in range(topology.world)
+    ]
+
+
+def _role(topology: Topology, rank: int) -> str:
+    """Where a rank stands, and whether it reads for its replica; "" when every rank is a replica."""
+    if topology.replica_size == 1:
+        return ""
+    place = topology.place(rank)
+    coordinates = [f"dp {place.dp}"]
+    for name in ("tp", "cp", "pp"):
+        coordinates += [f"{name} {getattr(place, name)}"] if getattr(topology, name) > 1 else []
+    return ", " + " ".join(coordinates) + (", leader" if rank == topology.leader(place.dp) else "")
 
 
 def describe(config: Config) -> str:
     """The text of `--dry-run`, behind the resolved configuration. Raises UserError like a run would."""
     check_context(config)
     algorithm, trainer = config.algorithm, config.trainer
+    topology = trainer.topology
     rows, longest = config.rows_per_step, config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    per_rank = rows // trainer.dp
-    microbatches = -(-per_rank * longest // trainer.tokens_per_microbatch)
+    per_replica = rows // topology.dp
+    padded = -(-longest // topology.pad_multiple) * topology.pad_multiple
+    microbatches = -(-per_replica // (trainer.tokens_per_microbatch // padded))
     lines = ["placement"]
     lines += [f"  {place.name:<16} {place.cpus} CPU   {place.what}" for place in placements(config)]
     lines += ["memory"]
@@ -50,7 +67,7 @@ def describe(config: Config) -> str:
         lines += [f"  model            {config.model.path}: read when the run starts"]
     else:
         wide = {"float32": 4, "bfloat16": 2}[config.model.dtype]
-        trained = params * 4 * (TRAINING_COPIES + config.with_reference) // trainer.dp
+        trained = trained_bytes(config, params)
         lines += [
             f"  model            {params:,} parameters",
             f"  train worker     {_size(trained)} weights, gradients, Adam"
@@ -64,13 +81,24 @@ def describe(config: Config) -> str:
         "plan of a step",
         f"  {algorithm.prompts_per_step} prompts x {algorithm.group_size} samples = {rows} rows of up to {longest} "
         "tokens",
-        f"  {trainer.dp} rank(s) x {per_rank} rows, at most {microbatches} microbatch(es) of "
-        f"{trainer.tokens_per_microbatch} tokens each",
+        f"  {trainer.dp} replica(s) of {topology.replica_size} rank(s) x {per_replica} rows, at most {microbatches} "
+        f"microbatch(es) of {trainer.tokens_per_microbatch} tokens each",
         f"  {algorithm.steps} steps, validation every {config.validation.every}"
         if config.validation.every
         else f"  {algorithm.steps} steps, no validation",
     ]
     return "\n".join(lines)
+
+
+def trained_bytes(config: Config, params: int) -> int:
+    """Of one train worker: float32 weights, gradients, Adam and reference, as its backend splits them."""
+    trainer = config.trainer
+    topology = trainer.topology
+    if trainer.backend == "fsdp":
+        return params * 4 * (TRAINING_COPIES + config.with_reference) // topology.world
+    moments = 2 / (topology.dp * topology.cp if trainer.distributed_optimizer else 1)
+    copies = TRAINING_COPIES - 2 + moments + config.with_reference
+    return int(params * 4 * copies) // (topology.tp * topology.pp)
 
 
 def count_parameters(config: Config) -> int | None:

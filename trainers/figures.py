@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from ..actors.rollout_report import RolloutReport, merge_reports
@@ -23,7 +25,10 @@ def step_metrics(
     rollout = merge_reports(rollouts)
     seconds = run.seconds
     trained = next((report.metrics for report in reversed(passes) if report.metrics), {})
-    client_bytes, client_calls = run.client_traffic()
+    for report in (*rollouts, *passes):
+        run.watch.add(report.traffic)
+    data_plane, client_bytes = run.watch.end_step()
+    wait_s = max((report.data_wait_s for report in passes), default=0.0)
     return {
         "reward/mean": rollout.reward_mean,
         **{f"reward/{name}": value for name, value in rollout.component_means().items()},
@@ -40,11 +45,24 @@ def step_metrics(
         "time/logprob_s": seconds.get("logprob", 0.0),
         "time/train_s": seconds["train"],
         "time/sync_s": seconds["sync"],
-        "time/data_wait_s": max((report.data_wait_s for report in passes), default=0.0),
+        "time/data_wait_s": wait_s,
+        **idle_shares([report.generate_s for report in rollouts], seconds, wait_s, step_s),
         "sync/seconds": seconds["sync"],
         "sync/bytes": float(sync_bytes),
-        "dataplane/bytes_put": float(rollout.bytes_put + sum(report.bytes_put for report in passes)),
-        "dataplane/bytes_got": float(sum(report.bytes_got for report in passes)),
-        "dataplane/calls": float(rollout.calls + sum(report.calls for report in passes) + client_calls),
+        **data_plane,
         "driver/bytes_per_row": (run.meter.take() + client_bytes) / len(meta),
     }
+
+
+def idle_shares(
+    generate_s: Sequence[float], seconds: Mapping[str, float], wait_s: float, step_s: float
+) -> dict[str, float]:
+    """Share of a step in which the rollout actors (their mean) generated nothing, and in which the train workers
+    computed nothing: waiting for rows is idle too.
+
+    generate_s: of each rollout actor; seconds: of the step's stages; wait_s: the train workers' wait for rows.
+    """
+    generating = sum(generate_s) / max(1, len(generate_s))
+    computing = seconds.get("logprob", 0.0) + seconds.get("train", 0.0) - wait_s
+    busy = {"rollout": generating, "train": computing}
+    return {f"idle/{side}": min(1.0, max(0.0, 1.0 - busy_s / step_s)) for side, busy_s in busy.items()}

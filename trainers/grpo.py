@@ -14,15 +14,18 @@ from typing import Any
 import numpy as np
 
 from ..actors.protocols import ROLLOUT_FIELDS, SamplingParams
+from ..actors.replica_reader import holds_receipt
+from ..actors.rewards.rubric import reward_tag
 from ..actors.rollout_report import RolloutReport, ValidationReport
-from ..actors.train_worker import PREV, REF, TrainShard, WorkerReport
+from ..actors.step_rows import TrainShard
+from ..actors.train_worker import PREV, REF, WorkerReport
 from ..codecs import messages
 from ..dataplane.client import DataPlaneClient
 from ..dataplane.meta import KVBatchMeta
 from ..dataplane.plans import Budget, ShardPlan, plan_shards
-from ..dataplane.topology import Topology
-from .advantages.estimator import AdvantageEstimator
+from .advantages.estimator import AdvantageEstimator, RewardRows
 from .config import Config
+from .data_plane_watch import DataPlaneWatch
 from .peers import Call, DriverMeter, Peer, gather
 from .trace import Tracer
 
@@ -48,9 +51,9 @@ class Run:
     sampling: SamplingParams
     greedy: SamplingParams
     budget: Budget
+    watch: DataPlaneWatch
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall seconds of each stage of the current step."""
-    _seen: tuple[int, int] = (0, 0)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -63,13 +66,6 @@ class Run:
         """Start timing and tracing `step`."""
         self.seconds = {}
         self.tracer.begin_step(step)
-
-    def client_traffic(self) -> tuple[int, int]:
-        """(directory bytes, calls) of the driver's own data-plane client since it was last asked."""
-        stats = self.client.stats
-        now = (stats.directory_bytes, stats.calls.total())
-        before, self._seen = self._seen, now
-        return now[0] - before[0], now[1] - before[1]
 
     def gather(self, calls: list[Call], stage: str) -> list[Any]:
         return gather(calls, stage, self.config.resources.stage_timeout_s)
@@ -130,23 +126,43 @@ def prompt_order(key: str) -> tuple[int, str, int]:
 
 
 def with_advantages(run: Run, meta: KVBatchMeta) -> KVBatchMeta:
-    """The receipt with tag `advantage`, from the tags `reward` and `valid`."""
-    advantage = run.estimate(meta.tags["reward"], meta.tags["valid"] > 0, meta.groups)
+    """The receipt with tag `advantage`, from the tags `reward`, `valid` and, if the estimator asks for them, those of
+    single rewards."""
+    components = {name: meta.tags[reward_tag(name)] for name in run.estimate.components}
+    advantage = run.estimate(RewardRows(meta.tags["reward"], meta.tags["valid"] > 0, meta.groups, components))
     return meta.with_tags(advantage=advantage)
 
 
 def ship_plan(run: Run, meta: KVBatchMeta, step: int) -> ShardPlan:
-    """Deal the rows to ranks and microbatches and send each rank its part; the one time that a step ships receipts."""
+    """Deal the rows to replicas and microbatches and send each rank its part; the one time that a step ships receipts.
+
+    Only ranks that read or write get one: the others learn of their rows from their leader.
+    """
+    trainer = run.config.trainer
+    topology = trainer.topology
     with run.stage("plan"):
-        plan = plan_shards(meta.lengths, Topology(dp=len(run.workers)), run.budget, meta.groups)
-        lean = replace(meta, tags={"advantage": meta.tags["advantage"]})
+        plan = plan_shards(meta.lengths, topology, run.budget, meta.groups)
+        tags = {"advantage": meta.tags["advantage"]}
+        if run.config.loss.aggregation == "prompt":
+            tags["group_tokens"] = group_tokens(meta)
+        lean = replace(meta, tags=tags)
+        shards = [plan.shard(dp) for dp in range(topology.dp)]
+        receipts = [lean.select(rows).to_bytes() for rows, _ in shards]
         calls = []
         for rank, peer in enumerate(run.workers):
-            rows, sizes = plan.shard(rank)
-            shard = TrainShard(step, lean.select(rows).to_bytes(), sizes, plan.digest, run.tracer.recording)
+            dp = topology.place(rank).dp
+            receipt = receipts[dp] if holds_receipt(topology, trainer.fetch, rank) else None
+            shard = TrainShard(step, receipt, shards[dp][1], plan.digest, run.tracer.recording)
             calls.append(peer.call("begin", messages.encode(shard)))
         run.gather(calls, "plan")
     return plan
+
+
+def group_tokens(meta: KVBatchMeta) -> np.ndarray:
+    """float32 `[N]`: response tokens of each row's whole group; those of failed rows are not trained on."""
+    _, group = np.unique(meta.groups, return_inverse=True)
+    trained = meta.tags["response_length"] * (meta.tags["valid"] > 0)
+    return np.bincount(group, weights=trained)[group].astype(np.float32)
 
 
 def write_logprobs(run: Run) -> list[WorkerReport]:
@@ -172,7 +188,7 @@ def collect(run: Run, replies: list[bytes]) -> list[WorkerReport]:
     """Workers' reports, rank by rank; their spans go into the trace."""
     reports = [messages.decode(reply, WorkerReport) for reply in replies]
     for peer, report in zip(run.workers, reports, strict=True):
-        run.tracer.add(peer.info.name, report.spans)
+        run.tracer.add(peer.info.name, report.spans.to_spans())
     return reports
 
 

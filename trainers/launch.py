@@ -27,9 +27,11 @@ from .checkpoints import Checkpoints
 from .cluster import Cluster, Demand
 from .config import Config
 from .controllers.factory import controller
+from .data_plane_watch import DataPlaneWatch
 from .errors import UserError
 from .peers import DriverMeter, Peer, PeerFailed, gather
 from .progress import Progress
+from .prometheus import PrometheusEndpoint
 from .report import write_report
 from .run_folder import RunFolder
 from .trace import Tracer
@@ -49,15 +51,18 @@ def run_training(config: Config, *, resume: bool) -> None:
         setups.backend_config(config, config.model.path)
     except ValueError as error:
         raise UserError(str(error)) from error
-    with RunFolder(config, resume=resume) as folder:
+    with RunFolder(config, resume=resume) as folder, PrometheusEndpoint(config, folder.path) as endpoint:
         steps = config.algorithm.steps
         with Progress(config.run.name, steps, enabled=config.logging.progress) as progress:
             checkpoints = Checkpoints(folder.checkpoints_dir)
             state = checkpoints.latest_state() if resume else grpo.State()
             model = prepare_model(config, folder, progress)
             tracer = Tracer(config.traced_step)
+            if endpoint.address:
+                progress.message(f"metrics for Prometheus: {endpoint.address}")
             progress.phase("starting Ray, data plane and actors")
             with launched(config, model, tracer, folder.path) as run:
+                endpoint.run.watch(run.watch)
                 if state.step:
                     checkpoints.load(run, state)
                     grpo.sync_weights(run, state)
@@ -65,6 +70,7 @@ def run_training(config: Config, *, resume: bool) -> None:
 
                 def after_step(state: grpo.State, metrics: dict[str, float]) -> None:
                     folder.metrics.log(state.step, metrics)
+                    endpoint.run.publish(state.step, metrics)
                     progress.update(state.step, metrics)
                     every = config.run.checkpoint_every
                     if every and state.step and state.step % every == 0:
@@ -72,6 +78,7 @@ def run_training(config: Config, *, resume: bool) -> None:
 
                 controller(config)(run, state, after_step)
                 progress.phase("saving the model")
+                checkpoints.finish(run)
                 draft = folder.path / "model.new"
                 shutil.rmtree(draft, ignore_errors=True)
                 grpo.export_model(run, str(draft))
@@ -87,7 +94,7 @@ def run_training(config: Config, *, resume: bool) -> None:
 def launched(config: Config, model: str, tracer: Tracer, folder: Path) -> Iterator[grpo.Run]:
     """Ray, data plane and actors, ready to train; all of it gone on leaving, however that happens."""
     run_id = uuid.uuid4().hex[:8]
-    demand = Demand(config.rollout.num_engines, config.trainer.dp)
+    demand = Demand(config.rollout.num_engines, config.trainer.topology.world)
     with ExitStack() as stack:
         stack.callback(remove_shared_memory, run_id)
         cluster = Cluster(
@@ -117,6 +124,7 @@ def launched(config: Config, model: str, tracer: Tracer, folder: Path) -> Iterat
             sampling=setups.sampling(config),
             greedy=setups.greedy(config),
             budget=setups.budget(config),
+            watch=DataPlaneWatch(client),
         )
 
 
@@ -130,7 +138,8 @@ def start_actors(
     config: Config, model: str, plane: DataPlane, cluster: Cluster, meter: DriverMeter, stack: ExitStack
 ) -> tuple[list[Peer], list[Peer]]:
     """All rollout actors and train workers, built at the same time; `stack` ends them."""
-    num_actors = config.rollout.num_engines + config.trainer.dp
+    world = config.trainer.topology.world
+    num_actors = config.rollout.num_engines + world
     gpus = min(1.0, cluster.num_gpus / num_actors)
     device = "cuda" if gpus else "cpu"
     rollouts = [
@@ -139,7 +148,7 @@ def start_actors(
     ]
     workers = [
         _start(TrainWorker, setups.worker_setup(config, rank, model, plane.handle), gpus, meter, stack)
-        for rank in range(config.trainer.dp)
+        for rank in range(world)
     ]
     peers = rollouts + workers
     infos = gather([peer.call("info") for peer in peers], "start", START_TIMEOUT_S)
@@ -147,7 +156,7 @@ def start_actors(
         peer.info = info
     host = ray.util.get_node_ip_address() if cluster.num_nodes > 1 else "127.0.0.1"
     port = 0
-    if config.trainer.dp > 1:
+    if world > 1:
         [port] = gather([workers[0].call("open_rendezvous", host)], "start", START_TIMEOUT_S)
     builds = [peer.call("build") for peer in rollouts] + [peer.call("build", host, port) for peer in workers]
     try:

@@ -15,7 +15,7 @@ from ..actors.train_worker import WorkerSetup
 from ..actors.transports.factory import build_sender
 from ..dataplane.factory import DataPlaneHandle
 from ..dataplane.plans import Budget
-from .advantages.factory import AdvantageConfig
+from .advantages.factory import AdvantageConfig, build_advantages
 from .backends.config import BackendConfig, OptimizerConfig
 from .backends.factory import build_backend
 from .base_model import model_config
@@ -28,7 +28,7 @@ TRANSPORT = "ipc"
 
 def threads(config: Config) -> int:
     """Compute threads of each worker: rollout actors and train workers take turns, so each side has all cores."""
-    side = max(config.rollout.num_engines, config.trainer.dp)
+    side = max(config.rollout.num_engines, config.trainer.topology.world)
     return config.resources.threads or max(1, (os.cpu_count() or 1) // side)
 
 
@@ -91,10 +91,7 @@ def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandl
         ),
         environment="single_turn",
         tokenizer=model,
-        rewards=tuple(
-            RewardConfig(kind=term.kind, weight=term.weight, options=term.options, name=term.label)
-            for term in config.reward.functions
-        ),
+        rewards=rewards(config),
         data=training_data(config),
         validation=validation_data(config),
         max_prompt_tokens=config.data.max_prompt_tokens,
@@ -104,11 +101,27 @@ def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandl
     )
 
 
+def rewards(config: Config) -> tuple[RewardConfig, ...]:
+    """The rubric; the rewards that the advantage estimator asks for one by one are tagged."""
+    one_by_one = build_advantages(advantage_config(config)).components
+    return tuple(
+        RewardConfig(
+            kind=term.kind,
+            weight=term.weight,
+            options=term.options,
+            name=term.label,
+            tagged=term.label in one_by_one,
+        )
+        for term in config.reward.functions
+    )
+
+
 def worker_setup(config: Config, rank: int, model: str, handle: DataPlaneHandle) -> WorkerSetup:
     """Train worker `rank`."""
     return WorkerSetup(
         rank=rank,
-        world=config.trainer.dp,
+        topology=config.trainer.topology,
+        fetch=config.trainer.fetch,
         threads=threads(config),
         temperature=config.rollout.temperature,
         timeout_s=config.resources.stage_timeout_s,
@@ -119,18 +132,11 @@ def worker_setup(config: Config, rank: int, model: str, handle: DataPlaneHandle)
 
 
 def backend_config(config: Config, model: str) -> BackendConfig:
-    trainer, loss = config.trainer, config.loss
+    trainer = config.trainer
     return BackendConfig(
         model=model,
         kind=trainer.backend,
-        loss=LossConfig(
-            kind=loss.kind,
-            aggregation=loss.aggregation,
-            clip_low=loss.clip_low,
-            clip_high=loss.clip_high,
-            kl_coef=loss.kl_coef,
-            kl_kind=loss.kl_kind,
-        ),
+        loss=loss_config(config),
         optimizer=OptimizerConfig(
             lr=trainer.lr,
             betas=trainer.betas,
@@ -143,15 +149,34 @@ def backend_config(config: Config, model: str) -> BackendConfig:
         prev=config.algorithm.prev_logprobs,
         mixed_precision="bf16" if trainer.mixed_precision else "off",
         with_reference=config.with_reference,
+        topology=trainer.topology,
+        packing=trainer.packing,
+        recompute=trainer.recompute,
+        offload=trainer.offload,
+        sequence_parallel=trainer.sequence_parallel,
+        distributed_optimizer=trainer.distributed_optimizer,
     )
 
 
+def loss_config(config: Config) -> LossConfig:
+    keys = config.loss.model_dump()
+    if config.loss.aggregation == "sequence_sum" and config.loss.length_norm is None:
+        keys["length_norm"] = config.rollout.max_new_tokens
+    return LossConfig(**keys)
+
+
 def advantage_config(config: Config) -> AdvantageConfig:
-    return AdvantageConfig(kind=config.advantage.kind, normalize_std=config.advantage.normalize_std)
+    weights = {function.label: function.weight for function in config.reward.functions}
+    return AdvantageConfig(**config.advantage.model_dump(), weights=weights)
 
 
 def budget(config: Config) -> Budget:
     """Of a microbatch. Attention's share of a token's cost is L / (6 · hidden size) of the matrix products'
     (24·h² and 4·h·L FLOPs a token and layer)."""
     hidden = model_config(config).get("hidden_size")
-    return Budget(config.trainer.tokens_per_microbatch, 1.0, 1.0 / (6 * hidden) if hidden else 0.0)
+    return Budget(
+        config.trainer.tokens_per_microbatch,
+        linear_cost=1.0,
+        quadratic_cost=1.0 / (6 * hidden) if hidden else 0.0,
+        packing=config.trainer.packing,
+    )

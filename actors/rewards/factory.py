@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +13,12 @@ from ..imports import import_object
 from ..protocols import Reward
 from .exact_match import exact_match
 from .format import Format
+from .overlong import Overlong
 from .per_position import per_position
-from .rubric import Rubric
+from .rubric import TOKENS, Rubric, takes_tokens
 
 _FUNCTIONS: dict[str, Reward] = {"exact_match": exact_match, "per_position": per_position}
-_CLASSES: dict[str, Any] = {"format": Format}
+_CLASSES: dict[str, Any] = {"format": Format, "overlong": Overlong}
 REWARD_KINDS = (*_FUNCTIONS, *_CLASSES)
 
 
@@ -31,12 +33,19 @@ class RewardConfig:
     """Keyword arguments: of the constructor for a class, of every call for a function."""
     name: str = ""
     """Its name in metrics; "": the kind (of an import path, what stands behind the colon)."""
+    tagged: bool = False
+    """Whether rows are tagged with its own value, for advantages that need more than the total."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.kind.split(":")[-1]
 
 
 def build_rubric(configs: Sequence[RewardConfig]) -> Rubric:
     """Raises ValueError for an unknown kind, a path that cannot be imported or options that do not fit."""
     return Rubric(
-        [(config.name or config.kind.split(":")[-1], build_reward(config), config.weight) for config in configs]
+        [(config.label, build_reward(config), config.weight) for config in configs],
+        [config.label for config in configs if config.tagged],
     )
 
 
@@ -45,9 +54,9 @@ def build_reward(config: RewardConfig) -> Reward:
     target = _target(config.kind)
     options = dict(config.options)
     is_class = inspect.isclass(target)
-    _check_options(config.kind, target, options, positional=0 if is_class else 3)
+    _check_options(config.kind, target, options, is_class)
     if not is_class:
-        return _WithOptions(target, options) if options else target
+        return functools.partial(target, **options) if options else target
     reward = target(**options)
     if not callable(reward):
         raise ValueError(f"reward: objects of {config.kind!r} cannot be called as (prompt, response, finish_reason)")
@@ -73,23 +82,14 @@ def _target(kind: str) -> Any:
     )
 
 
-def _check_options(kind: str, target: Any, options: dict[str, Any], *, positional: int) -> None:
+def _check_options(kind: str, target: Any, options: dict[str, Any], is_class: bool) -> None:
     try:
         signature = inspect.signature(target)
     except ValueError:  # some built-in callables have none; their calls will tell
         return
+    arguments = () if is_class else (None, None, None)
+    given = {TOKENS: None} if not is_class and takes_tokens(target) else {}
     try:
-        signature.bind(*[None] * positional, **options)
+        signature.bind(*arguments, **given, **options)
     except TypeError as error:
         raise ValueError(f"reward {kind!r} with options {sorted(options)}: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _WithOptions:
-    """A reward function with its keyword arguments."""
-
-    function: Any
-    options: dict[str, Any]
-
-    def __call__(self, prompt: Any, response: str, finish_reason: str) -> float:
-        return self.function(prompt, response, finish_reason, **self.options)

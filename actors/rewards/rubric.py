@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..protocols import Prompt, Reward, Score
 
+TOKENS = "response_tokens"
+"""The parameter that makes a reward a TokenReward."""
+
+
+class TokenReward(Protocol):
+    """A reward that looks at the response's length: it has a parameter `response_tokens`, and is given it by name."""
+
+    def __call__(self, prompt: Prompt, response: str, finish_reason: str, /, *, response_tokens: int) -> float: ...
+
+
+def reward_tag(name: str) -> str:
+    """Of a row in the data plane: the tag with the value of the reward `name`, unweighted."""
+    return f"reward/{name}"
+
 
 class Rubric:
     """Scores responses; a reward that raises costs its sample, never the run."""
 
-    def __init__(self, rewards: Sequence[tuple[str, Reward, float]]) -> None:
-        """rewards: (name, reward, weight). Raises ValueError when empty, for a name given twice or a NaN weight."""
+    def __init__(self, rewards: Sequence[tuple[str, Reward | TokenReward, float]], tagged: Sequence[str] = ()) -> None:
+        """rewards: (name, reward, weight). tagged: names of those that rows are tagged with.
+
+        Raises ValueError when empty, for a name given twice or a NaN weight.
+        """
         if not rewards:
             raise ValueError("reward: got no functions, expected at least one")
         names = [name for name, _, _ in rewards]
@@ -24,23 +43,27 @@ class Rubric:
                 raise ValueError(f"reward: {name!r} is given twice; give one of them another name")
             if not math.isfinite(weight):
                 raise ValueError(f"reward {name!r}: weight {weight}, expected a finite number")
-        self._rewards = list(rewards)
+        assert set(tagged) <= set(names)
+        self._rewards = [(name, reward, weight, takes_tokens(reward)) for name, reward, weight in rewards]
+        self.tagged = tuple(tagged)
 
     @property
     def names(self) -> list[str]:
-        return [name for name, _, _ in self._rewards]
+        return [name for name, *_ in self._rewards]
 
-    def score(self, prompt: Prompt, response: str, finish_reason: str) -> Score:
+    def score(self, prompt: Prompt, response: str, finish_reason: str, response_tokens: int | None = None) -> Score:
         """The weighted total. When a reward raises or returns no finite number, the sample is not valid.
 
-        The other rewards' values are kept in `components`; the first failure is named in `error`.
+        The other rewards' values are kept in `components`; the first failure is named in `error`. response_tokens:
+        those that the policy chose, its stop token included; None when the caller does not know, which fails every
+        reward that asks for them.
         """
         components: dict[str, float] = {}
         errors: list[str] = []
         total = 0.0
-        for name, reward, weight in self._rewards:
+        for name, reward, weight, counts in self._rewards:
             try:
-                value = _finite(name, reward(prompt, response, finish_reason))
+                value = _finite(name, _value(reward, counts, prompt, response, finish_reason, response_tokens))
             except Exception as error:  # users' code: the row is masked and counted, and the error is reported
                 errors.append(f"reward {name!r} raised {type(error).__name__}: {' '.join(str(error).split())}")
                 continue
@@ -49,6 +72,24 @@ class Rubric:
         if errors:
             return Score(reward=0.0, components=components, valid=False, error=errors[0])
         return Score(reward=total, components=components, valid=True)
+
+
+def takes_tokens(reward: Any) -> bool:
+    """Whether a reward is a TokenReward."""
+    try:
+        return TOKENS in inspect.signature(reward).parameters
+    except ValueError:  # some built-in callables have no signature
+        return False
+
+
+def _value(
+    reward: Any, counts: bool, prompt: Prompt, response: str, finish_reason: str, response_tokens: int | None
+) -> object:
+    if not counts:
+        return reward(prompt, response, finish_reason)
+    if response_tokens is None:
+        raise ValueError("it asks for response_tokens, and the caller does not know how many there are")
+    return reward(prompt, response, finish_reason, response_tokens=response_tokens)
 
 
 def _finite(name: str, value: object) -> float:

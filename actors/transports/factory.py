@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..protocols import WeightReceiver, WeightSender
 from .ipc import KIND, IpcReceiver, IpcSender
+from .protocol import WeightReceiver, WeightSender
 
 TRANSPORT_KINDS = (KIND,)
 

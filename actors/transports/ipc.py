@@ -25,7 +25,7 @@ import torch
 from ...codecs import messages
 from ...codecs.buckets import ALIGN, BucketPlan, fill_bucket, plan_buckets, read_bucket
 from ...dataplane.stores.shm_folder import PREFIX, ROOT, remove_stale_folders
-from ..protocols import WeightManifest, WeightTransferError
+from .protocol import WeightManifest, WeightTransferError
 
 KIND = "ipc"
 _SLOTS = 2

@@ -16,6 +16,7 @@ from headrace.actors.protocols import Prompt
 from headrace.actors.rewards.exact_match import exact_match
 from headrace.actors.rewards.factory import RewardConfig, build_reward, build_rubric
 from headrace.actors.rewards.format import Format
+from headrace.actors.rewards.overlong import Overlong
 from headrace.actors.rewards.per_position import per_position
 from headrace.actors.rewards.rubric import Rubric
 
@@ -61,6 +62,37 @@ def test_format_needs_the_whole_response_and_a_stop() -> None:
         Format("(")
 
 
+def test_overlong_is_equation_13_of_dapo() -> None:
+    overlong = Overlong(max_length=20480, cache=4096)
+
+    def formula(length: int) -> float:
+        if length <= 20480 - 4096:
+            return 0.0
+        return ((20480 - 4096) - length) / 4096 if length <= 20480 else -1.0
+
+    for length in (0, 1, 16384, 16385, 18432, 20479, 20480, 20481, 10**6):
+        assert overlong(prompt(""), "", "stop", response_tokens=length) == formula(length)
+    assert formula(18432) == -0.5
+    for options in ({"max_length": 10, "cache": 11}, {"max_length": 10, "cache": 0}, {"max_length": 2.5, "cache": 1}):
+        with pytest.raises(ValueError, match="reward overlong: (cache|max_length) "):
+            Overlong(**options)  # type: ignore[arg-type]
+
+
+def test_rewards_that_ask_for_the_number_of_tokens_get_it(user_module: str) -> None:
+    rubric = build_rubric(
+        [
+            RewardConfig("overlong", 2.0, {"max_length": 10, "cache": 4}),
+            RewardConfig(f"{user_module}:tokens_over", 1.0, {"limit": 3}, tagged=True),
+            RewardConfig("exact_match", tagged=True),
+        ]
+    )
+    score = rubric.score(prompt("x"), "x", "stop", response_tokens=8)
+    assert score.components == {"overlong": -0.5, "tokens_over": 5.0, "exact_match": 1.0} and score.reward == 5.0
+    assert rubric.tagged == ("tokens_over", "exact_match")
+    unknown = rubric.score(prompt("x"), "x", "stop")
+    assert not unknown.valid and "reward 'overlong' raised ValueError: it asks for response_tokens" in unknown.error
+
+
 def test_rubric_weighs_and_keeps_the_unweighted_values() -> None:
     rubric = Rubric([("a", constant(0.5), 2.0), ("b", constant(True), -0.25), ("c", constant(np.float32(1)), 0.0)])
     score = rubric.score(prompt("x"), "y", "stop")
@@ -97,6 +129,8 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
         "class Constant:\n    def __init__(self, value): self.value = value\n"
         "    def __call__(self, prompt, response, finish_reason): return self.value\n"
         "number = 3\n"
+        "def tokens_over(prompt, response, finish_reason, response_tokens, limit):\n"
+        "    return float(response_tokens - limit)\n"
     )
     (tmp_path / "broken_rewards.py").write_text("import no_such_package\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -130,6 +164,9 @@ def test_rewards_of_the_user(user_module: str) -> None:
         ),
         (RewardConfig("my_rewards:"), "expected an import path like"),
         (RewardConfig("my_rewards:shorter", options={"limt": 3}), "unexpected keyword argument 'limt'"),
+        (RewardConfig("my_rewards:tokens_over"), "missing a required argument: 'limit'"),
+        (RewardConfig("my_rewards:tokens_over", options={"limit": 1, "response_tokens": 2}), "response_tokens"),
+        (RewardConfig("overlong", options={"max_length": 9}), "missing a required argument: 'cache'"),
         (RewardConfig("format"), "missing a required argument: 'pattern'"),
         (RewardConfig("exact_match", options={"x": 1}), "unexpected keyword argument 'x'"),
     ],

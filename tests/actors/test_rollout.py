@@ -29,6 +29,7 @@ from headrace.codecs.batch import Batch
 from headrace.dataplane.client_stats import ClientStats
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
+from headrace.dataplane.traffic import Traffic
 
 PARTITION = "train"
 EOS = 2
@@ -130,7 +131,8 @@ def test_rows_in_the_data_plane(plane: DataPlane, tokenizer: Any) -> None:
     assert report.prompt_tokens == meta.lengths.sum() - report.response_tokens
     assert report.reward_mean == pytest.approx(meta.tags["reward"].mean())
     assert report.component_means()["exact_match"] >= 0.5
-    assert report.bytes_put >= 9 * meta.lengths.sum() and report.calls >= 1
+    traffic = Traffic.from_bytes(report.traffic)
+    assert traffic.bytes_put >= 9 * meta.lengths.sum() and traffic.of("put").calls >= 1
     assert {span.name for span in report.spans} == {"generate", "reward", "put"}
 
 

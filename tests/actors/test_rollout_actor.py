@@ -24,6 +24,7 @@ from headrace.actors.transports.ipc import IpcSender
 from headrace.codecs import messages
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
+from headrace.dataplane.traffic import Traffic
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def test_an_actor_s_life(model_folder: str, plane: DataPlane, tmp_path: Path) ->
         report = call(actor.rollout, 0, 16, "train", SamplingParams(n=4, max_new_tokens=8))
         assert report.rows == 64 and len(pickle.dumps(report)) < 2000, "a report is figures, not rows"
         meta = client.claim("train", "train", ROLLOUT_FIELDS, 64, whole_groups=True, timeout_s=10)
-        assert client.get(meta).num_rows == 64 and report.bytes_put > 0
+        assert client.get(meta).num_rows == 64 and Traffic.from_bytes(report.traffic).bytes_put > 0
     greedy = SamplingParams(max_new_tokens=8, temperature=0.0)
     assert call(actor.validate, 0, 8, greedy).rows == 8
     model = Qwen3ForCausalLM.from_pretrained(model_folder, dtype=torch.float32)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from headrace.actors.engines.hf import HfEngine
-from headrace.actors.protocols import WeightManifest, WeightTransferError
 from headrace.actors.transports.factory import build_receiver, build_sender
 from headrace.actors.transports.ipc import IpcReceiver, IpcSender
+from headrace.actors.transports.protocol import WeightManifest, WeightTransferError
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:

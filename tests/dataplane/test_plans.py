@@ -41,6 +41,59 @@ def test_each_row_once_equal_counts_within_budget(lengths, dp, tp, group, budget
             assert padded.sum() <= budget + 2
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(0, 100), max_size=60), st.integers(1, 5), st.integers(1, 2), st.integers(100, 500))
+def test_padded_microbatches_fit_the_budget(lengths, dp, cp, budget):
+    lengths, topology = np.array(lengths, dtype=np.int64), Topology(dp=dp, cp=cp)
+    for packing in ("none", "dynamic"):
+        plan = plan_shards(lengths, topology, Budget(budget + 4, packing=packing))
+        assert sorted(plan.rows.tolist()) == list(range(len(lengths)))
+        assert plan.sizes.shape == (dp, plan.num_microbatches)
+        for rank in range(dp):
+            rows, sizes = plan.shard(rank)
+            assert sizes.sum() == len(rows)
+            for part in np.split(rows, np.cumsum(sizes)[:-1]):
+                padded = -(-lengths[part] // topology.pad_multiple) * topology.pad_multiple
+                assert len(part) * padded.max(initial=0) <= budget + 4
+
+
+def padded_over_valid(plan, lengths, dp):
+    parts = [part for rank in range(dp) for rows, sizes in [plan.shard(rank)]
+             for part in np.split(rows, np.cumsum(sizes)[:-1])]  # fmt: skip
+    return sum(len(part) * lengths[part].max(initial=0) for part in parts) / lengths.sum()
+
+
+def test_sorting_by_length_leaves_little_padding():
+    lengths = lognormal(1024)
+    plain, dynamic = (plan_shards(lengths, Topology(dp=4), Budget(16_384, packing=p)) for p in ("none", "dynamic"))
+    assert padded_over_valid(plain, lengths, 4) > 1.8
+    assert padded_over_valid(dynamic, lengths, 4) < 1.15
+    assert dynamic.num_microbatches < plain.num_microbatches
+
+
+def test_packed_counts_tokens_and_balances_them():
+    lengths = np.array([900] + [10] * 90)
+    packed = plan_shards(lengths, Topology(dp=1), Budget(1000, packing="packed"))
+    assert packed.num_microbatches == 2
+    plain = plan_shards(lengths, Topology(dp=1), Budget(1000, packing="dynamic"))
+    assert plain.sizes.tolist() == [[1, 90]]
+
+
+def test_rows_keep_their_order_when_not_packed():
+    lengths = lognormal(64, cap=500)
+    plan = plan_shards(lengths, Topology(dp=1), Budget(2000))
+    assert plan.rows.tolist() == list(range(64)) and plan.num_microbatches > 1
+
+
+def test_ranks_short_of_microbatches_split_their_heaviest():
+    lengths = np.array([100] * 6 + [10] * 6)
+    groups = np.array([0] * 6 + [1] * 6)
+    plan = plan_shards(lengths, Topology(dp=2), Budget(100, group_tolerance=9.0), groups)
+    assert sorted(map(tuple, plan.sizes.tolist())) == [(1, 1, 1, 1, 1, 1), (1, 1, 1, 1, 1, 1)]
+    with pytest.raises(ValueError, match="trainer.packing: got 'tight', expected 'none', 'packed' or 'dynamic'"):
+        Budget(100, packing="tight")  # type: ignore[arg-type]
+
+
 def test_groups_stay_whole_when_balance_allows():
     lengths = np.full(64, 100)
     groups = np.repeat(np.arange(16), 4)

@@ -13,9 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from headrace.actors.protocols import ROLLOUT_SCHEMA, MicroBatch
+from headrace.actors.protocols import ROLLOUT_SCHEMA, MicroBatch, TrainBackend
 from headrace.codecs.batch import Batch, Jagged
 from headrace.trainers.backends.config import BackendConfig, OptimizerConfig
 from headrace.trainers.backends.fsdp import FsdpBackend
@@ -23,6 +30,8 @@ from headrace.trainers.losses.factory import LossConfig
 
 VOCAB = 23
 COLUMNS = ("rollout_logprobs", "prev_logprobs", "ref_logprobs")
+MEASURED = {"train/tokens_per_s", "train/tflops", "memory/peak_gib"}
+"""Metrics that depend on the clock or the machine."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +45,51 @@ class Row:
     group: int
 
 
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
 def save_tiny_model(folder: Path, *, tied: bool = True) -> str:
     """A random 2-layer Qwen3 as a HF folder."""
     torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    Qwen3ForCausalLM(Qwen3Config(**TINY, tie_word_embeddings=tied)).save_pretrained(folder)
+    return str(folder)
+
+
+def save_tiny_moe(folder: Path) -> str:
+    """A random Qwen3-MoE: a dense layer, then one of 4 experts, 2 a token; its padding token is among the rows'."""
+    torch.manual_seed(3)
+    experts: dict[str, Any] = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    }
+    config = Qwen3MoeConfig(**{**TINY, "pad_token_id": 5}, **experts, mlp_only_layers=[0], tie_word_embeddings=False)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def save_tiny_llama(folder: Path) -> str:
+    """A random 2-layer Llama with biases; its padding token, among the rows', is in the vocabulary's second half."""
+    torch.manual_seed(3)
+    biases: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
+    model = LlamaForCausalLM(LlamaConfig(**{**TINY, "pad_token_id": 15}, **biases, tie_word_embeddings=False))
+    for name, param in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(param, std=0.1)
+    model.save_pretrained(folder)
     return str(folder)
 
 
@@ -120,12 +156,12 @@ def logprobs_of(backend: FsdpBackend, micro: MicroBatch, **options: Any) -> torc
     return column
 
 
-def run_step(backend: FsdpBackend, chunks: Sequence[Sequence[Row]]) -> dict[str, float]:
-    """One train step, a microbatch a chunk."""
+def run_step(backend: TrainBackend, chunks: Sequence[Sequence[Row]]) -> dict[str, float]:
+    """One train step, a microbatch a chunk; its metrics without those that a clock or the machine gives."""
     backend.begin_step(1.3)
     for chunk in chunks:
         backend.accumulate([micro_batch(chunk)], 1)
-    return backend.finish_step()
+    return {name: value for name, value in backend.finish_step().items() if name not in MEASURED}
 
 
 def run_on_ranks(scenario: Callable[..., Any], world: int, folder: Path, *arguments: Any) -> list[Any]:

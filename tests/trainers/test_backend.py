@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, CohereConfig, CohereForCausalLM
 
+from headrace.dataplane.topology import Topology
 from headrace.tests.trainers.backend_ranks import (
     VOCAB,
     Row,
@@ -25,12 +26,15 @@ from headrace.tests.trainers.backend_ranks import (
     summed_gradients,
 )
 from headrace.tests.trainers.backend_reference import TEMPERATURE, ReferenceTrainer
-from headrace.trainers.backends import causal_lm
-from headrace.trainers.backends.causal_lm import CausalLM, lay_out
+from headrace.trainers.backends import vocab_logprobs
+from headrace.trainers.backends.causal_lm import CausalLM
 from headrace.trainers.backends.config import BackendConfig
 from headrace.trainers.backends.factory import build_backend
 from headrace.trainers.backends.fsdp import FsdpBackend
-from headrace.trainers.losses.factory import LossConfig
+from headrace.trainers.backends.row_layout import lay_out
+from headrace.trainers.backends.train_step import TrainStep
+from headrace.trainers.losses.factory import LossConfig, build_loss
+from headrace.trainers.losses.terms import LossInputs
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +189,21 @@ def test_calls_out_of_order_and_missing_columns(model: str) -> None:
     backend.abort_step()
 
 
+def test_rows_that_several_ranks_share_are_counted_by_one() -> None:
+    ones = torch.ones(3)
+    rows = (torch.tensor([0, 0, 1]), torch.tensor([2, 4]))  # of the second row one token is here, three are elsewhere
+    inputs = LossInputs(ones, ones, ones, None, ones, *rows)
+    figures = []
+    for counts in (True, False):
+        step = TrainStep(build_loss(LossConfig(aggregation="token")), torch.device("cpu"), None, counts_rows=counts)
+        step.begin(1.0)
+        with step.accumulating():
+            step.add(inputs, np.array([2, 4]), np.array([7, 8]), None)
+        metrics = step.finish(torch.zeros((), dtype=torch.float64)).metrics
+        figures.append((metrics["train/tokens"], metrics["train/sequences"]))
+    assert figures == [(3, 2), (3, 0)]
+
+
 # ---------------------------------------------------------------- log-probs
 
 
@@ -220,7 +239,7 @@ def test_chunks_of_logits_change_nothing(gradient_backend: FsdpBackend, monkeypa
     rows = random_rows(12, 9)
     batch = micro_batch(rows)
     whole, logprobs = gradients(gradient_backend, [rows]), logprobs_of(gradient_backend, batch)
-    monkeypatch.setattr(causal_lm, "LOGIT_ELEMENTS", 4 * VOCAB)
+    monkeypatch.setattr(vocab_logprobs, "LOGIT_ELEMENTS", 4 * VOCAB)
     chunked = gradients(gradient_backend, [rows])
     assert torch.linalg.norm(chunked - whole) <= 1e-6 * torch.linalg.norm(whole)
     torch.testing.assert_close(logprobs_of(gradient_backend, batch), logprobs)
@@ -281,10 +300,16 @@ def test_mistakes_are_told(model: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trainer.model: got '.*nothing', expected a folder with a HF causal LM"):
         FsdpBackend(BackendConfig(model=str(tmp_path / "nothing")), 0, 1)
     with pytest.raises(RuntimeError, match="needs a default process group of 2 ranks"):
-        FsdpBackend(backend_config(model), 0, 2)
-    with pytest.raises(ValueError, match="trainer.backend: got 'deepspeed', expected 'fsdp'"):
+        FsdpBackend(backend_config(model, topology=Topology(2)), 0, 2)
+    with pytest.raises(ValueError, match="trainer.backend: got 'deepspeed', expected 'fsdp' or 'megatron'"):
         build_backend(BackendConfig(model=model, kind="deepspeed"), 0, 1)  # type: ignore[arg-type]
     assert isinstance(build_backend(backend_config(model), 0, 1), FsdpBackend)
+    with pytest.raises(ValueError, match="world: got 1 ranks, expected the 2 of Topology"):
+        build_backend(backend_config(model, topology=Topology(1, tp=2)), 0, 1)
+    with pytest.raises(ValueError, match="trainer.pp: got 2, expected 1 with trainer.backend = 'fsdp'"):
+        backend_config(model, topology=Topology(1, pp=2))
+    with pytest.raises(ValueError, match="trainer.sequence_parallel: got True, expected False with trainer.backend"):
+        backend_config(model, sequence_parallel=True)
     with pytest.raises(ValueError, match="trainer.with_reference: got False, expected True with loss.kl_coef = 0.1"):
         BackendConfig(model=model, loss=LossConfig(kl_coef=0.1))
     with pytest.raises(ValueError, match="trainer.mixed_precision: got True, expected 'off' or 'bf16'"):

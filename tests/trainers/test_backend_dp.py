@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from headrace.dataplane.topology import Topology
 from headrace.tests.trainers.backend_ranks import (
     COLUMNS,
     VOCAB,
@@ -25,7 +26,7 @@ from headrace.tests.trainers.backend_ranks import (
     summed_gradients,
 )
 from headrace.tests.trainers.backend_reference import TEMPERATURE, ReferenceTrainer
-from headrace.trainers.backends import causal_lm
+from headrace.trainers.backends import vocab_logprobs
 from headrace.trainers.backends.checkpoint import on_first_rank
 from headrace.trainers.backends.fsdp import FsdpBackend
 from headrace.trainers.backends.train_step import TrainStep
@@ -83,16 +84,16 @@ def error_of(call: Any) -> str:
 
 def on_two_ranks(rank: int, world: int, model: str, folder: str) -> dict[str, Any]:
     """Everything that needs two ranks, in one start of two processes."""
-    backend = FsdpBackend(backend_config(model), rank, world)
+    backend = FsdpBackend(backend_config(model, topology=Topology(world)), rank, world)
     rows = random_rows(20, 10)
     result: dict[str, Any] = {"groups": count_groups(rank)}
     result["gradients"] = [gradients(backend, chunks_of(rows, seed, rank)) for seed in range(4)]
     batch = micro_batch(rows[rank * 5 : rank * 5 + 5])
     result["logprobs"] = logprobs_of(backend, batch)
 
-    whole, causal_lm.LOGIT_ELEMENTS = causal_lm.LOGIT_ELEMENTS, 4 * VOCAB
+    whole, vocab_logprobs.LOGIT_ELEMENTS = vocab_logprobs.LOGIT_ELEMENTS, 4 * VOCAB
     result["chunked"] = gradients(backend, chunks_of(rows, 0, rank))
-    causal_lm.LOGIT_ELEMENTS = whole
+    vocab_logprobs.LOGIT_ELEMENTS = whole
 
     nothing = [[] if rank else [row for row in rows if not row.mask.any()]]
     result["nothing"] = run_step(backend, nothing)
@@ -109,7 +110,9 @@ def on_two_ranks(rank: int, world: int, model: str, folder: str) -> dict[str, An
     backend.load(f"{folder}/one")
     result["next of one"] = run_step(backend, chunks_of(random_rows(9, 10), 9, rank))
 
-    untied = FsdpBackend(backend_config(f"{folder}/untied", mixed_precision="bf16"), rank, world)
+    untied = FsdpBackend(
+        backend_config(f"{folder}/untied", mixed_precision="bf16", topology=Topology(world)), rank, world
+    )
     result["half"] = run_step(untied, chunks_of(rows, 1, rank))
     result["untied"] = dict(untied.export_weights())
     return result

@@ -55,7 +55,7 @@ def test_a_save_that_fails_leaves_the_last_one_whole(
     backend.save(str(tmp_path / "good"))
     path = tmp_path / "next"
 
-    def torn(state: dict, checkpoint_id: str) -> None:
+    def torn(state: dict, checkpoint_id: str, process_group: None) -> None:
         Path(checkpoint_id, "half").write_bytes(b"x")
         raise OSError("disk full")
 

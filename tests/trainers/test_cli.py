@@ -79,7 +79,7 @@ def test_a_second_run_in_the_folder_exits_2(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["trainer.dpp=1"], "headrace: trainer.dpp: unknown key; did you mean trainer.dp?"),
+        (["trainer.dp_=1"], "headrace: trainer.dp_: unknown key; did you mean trainer.dp?"),
         (["trainer.dp=3", "rollout.num_engines=5"], "trainer.dp=3"),
         (["--resume"], "--resume: run.dir is not set"),
         (["--dp=3"], "unknown argument '--dp=3'"),
@@ -163,7 +163,7 @@ def test_mistakes_and_help_import_nothing_heavy(config: str) -> None:
     code = (
         "import sys\n"
         "from headrace.trainers.cli import main\n"
-        "assert main(['train', sys.argv[1], 'trainer.dpp=1']) == 2\n"
+        "assert main(['train', sys.argv[1], 'trainer.dp_=1']) == 2\n"
         "assert main(['--help']) == 0\n"
         "heavy = {'torch', 'ray', 'transformers', 'matplotlib', 'tensorboard'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"

@@ -60,7 +60,7 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("trainer.dpp=2", "trainer.dpp: unknown key; did you mean trainer.dp?"),
+        ("trainer.dp_=2", "trainer.dp_: unknown key; did you mean trainer.dp?"),
         ("rollout.dp=2", "rollout.dp: unknown key; did you mean trainer.dp?"),
         ("rollout.group_sise=2", "rollout.group_sise: unknown key; did you mean algorithm.group_size?"),
         ("store.kind=shm", "store: unknown key; did you mean dataplane.store?"),
@@ -75,7 +75,7 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("run.seed=true", "run.seed: got true, expected a number"),
         ("trainer.dp=", "trainer.dp: got nothing, expected a whole number"),
         ("trainer.mixed_precision=3", "trainer.mixed_precision: got 3, expected true or false"),
-        ("trainer=3", "trainer: got 3, expected a section with the keys backend, dp, lr,"),
+        ("trainer=3", "trainer: got 3, expected a section with the keys backend, dp, tp,"),
         ("reward.functions=[]", "reward.functions: got [], expected at least one function"),
         ("reward.functions=[{kind: exact_mach}]", "(did you mean exact_match?)"),
         ("reward.functions=[{weight: 2}]", "reward.functions.0.kind: not set"),
@@ -84,6 +84,13 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("trainer.dp=3", "algorithm.prompts_per_step: got 32, expected a multiple of trainer.dp=3"),
         ("rollout.num_engines=5", "expected a multiple of rollout.num_engines=5"),
         ("rollout.max_new_tokens=20000", "trainer.tokens_per_microbatch: got 16384, expected at least 20512"),
+        ("trainer.cp=2", "trainer.cp: got 2 with trainer.backend='fsdp', expected 1, as only megatron has it"),
+        ("trainer.pp=2", "trainer.pp: got 2 with trainer.backend='fsdp', expected 1"),
+        ("trainer.sequence_parallel=true", "trainer.sequence_parallel: got true with trainer.backend='fsdp', expected"),
+        ("trainer.distributed_optimizer=false", "trainer.distributed_optimizer: got false with trainer.backend='fsdp'"),
+        ("trainer.offload=true", "trainer.offload: got true with one train worker, expected false"),
+        ("trainer.fetch=all", "trainer.fetch: got 'all', expected one of auto, leader, independent"),
+        ("trainer.packing=tight", "trainer.packing: got 'tight', expected one of none, packed, dynamic"),
         ("rollout.top_k=5", "algorithm.prev_logprobs: got 'rollout'"),
         ("trainer.lr", "override 'trainer.lr': expected key.sub=value"),
         (".lr=2", "override '.lr=2': expected key.sub=value"),
@@ -98,8 +105,8 @@ def test_one_sentence_names_key_value_and_what_was_expected(tmp_path: Path, over
 
 
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
-    found = problems(tmp_path, "trainer: {dpp: 1, lr: x}\nloss: {clip_low: 2}")
-    assert {sentence.partition(":")[0] for sentence in found} == {"trainer.dpp", "trainer.lr", "loss.clip_low"}
+    found = problems(tmp_path, "trainer: {dp_: 1, lr: x}\nloss: {clip_low: 2}")
+    assert {sentence.partition(":")[0] for sentence in found} == {"trainer.dp_", "trainer.lr", "loss.clip_low"}
     found = problems(tmp_path, "", "trainer.dp=3", "rollout.num_engines=5", "rollout.top_p=0.5")
     assert len(found) == 3
 
@@ -190,3 +197,15 @@ def test_every_field_of_every_section_survives_its_own_default() -> None:
 
     for section in sections(Config):
         assert section.model_validate(section().model_dump()) == section()
+
+
+def test_a_mesh_of_megatron(tmp_path: Path) -> None:
+    config = load(tmp_path, "trainer: {backend: megatron, dp: 2, tp: 2, cp: 2, pp: 2, ep: 4, sequence_parallel: true}")
+    assert config.trainer.topology.world == 16 and config.trainer.topology.pad_multiple == 8
+    [found] = problems(tmp_path, "trainer: {backend: megatron, sequence_parallel: true}")
+    assert found.startswith("trainer.sequence_parallel: got true with trainer.tp=1, expected false")
+    [found] = problems(tmp_path, "trainer: {backend: megatron, ep: 2}")
+    assert found.startswith("trainer.ep: got 2, expected a divisor of trainer.dp x tp x cp = 1")
+    small = "trainer: {backend: megatron, tp: 2, cp: 2, tokens_per_microbatch: 765}\nrollout: {max_new_tokens: 250}"
+    [found] = problems(tmp_path, small)
+    assert "got 765, expected at least 768, the longest row" in found and "rounded up to a multiple of 8" in found

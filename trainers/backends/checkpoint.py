@@ -33,25 +33,46 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, steps: to
     return state
 
 
-def save_checkpoint(path: str, state: dict[str, torch.Tensor], rank: int, world: int) -> None:
-    """Write `state` and every rank's RNG to the folder `path`. Collective.
+def prepare(
+    path: str,
+    state: dict[str, torch.Tensor],
+    rank: int,
+    world: int,
+    group: dist.ProcessGroup | None,
+    *,
+    copy: bool,
+) -> dict[str, torch.Tensor]:
+    """Start the draft of the folder `path`; returns `state` and every rank's RNG, what `write` then writes. Collective.
+
+    `copy`: as copies in host memory, so that the live tensors may change before they are written. An older checkpoint
+    at `path`, which a resumed run may come by again, is replaced in the end. Raises ValueError on every rank when
+    `path` exists and is no checkpoint.
+    """
+    on_first_rank(lambda: _restart_draft(path), rank, world, group)
+    staged = {**state, **_rng_state(rank)}
+    return {name: value.detach().to("cpu", copy=True) for name, value in staged.items()} if copy else staged
+
+
+def write(path: str, staged: dict[str, torch.Tensor], rank: int, world: int, group: dist.ProcessGroup | None) -> None:
+    """Write what `prepare` gave and publish it. Collective over `group`.
 
     The folder is written as `path.tmp` and renamed at the end: a kill in between leaves no `path`, and the next save
-    clears the rest away. An older checkpoint there, which a resumed run may come by again, is replaced in the end.
-    Raises ValueError on every rank when `path` exists and is no checkpoint.
+    clears the rest away.
     """
-    on_first_rank(lambda: start_draft(path, replaces=_is_whole(path)), rank, world)
     with _one_process(world):
-        save({**state, **_rng_state(rank)}, checkpoint_id=draft_of(path))
-    on_first_rank(lambda: publish(path), rank, world)
+        save(staged, checkpoint_id=draft_of(path), process_group=group)
+    on_first_rank(lambda: publish(path), rank, world, group)
 
 
-def load_checkpoint(path: str, state: dict[str, torch.Tensor], rank: int, world: int) -> None:
-    """Fill the tensors of `state` in place from the folder `path`, and set this rank's RNG. Collective.
+def load_checkpoint(
+    path: str, state: dict[str, torch.Tensor], rank: int, world: int, group: dist.ProcessGroup | None = None
+) -> None:
+    """Fill the tensors of `state` in place from the folder `path`, and set this rank's RNG. Collective over `group`.
 
-    Any number of ranks may load; one that has no RNG state of its own there takes that of rank % saved ranks.
+    Ranks of any number and mesh may load; one that has no RNG state of its own there takes that of rank % saved ranks.
     Raises ValueError before it changes anything when there is no whole checkpoint or it is of another model.
     """
+    on_first_rank(lambda: _recover(path), rank, world, group)
     if not _is_whole(path):
         raise ValueError(f"checkpoint {path}: not there or not whole, expected a folder that save has written")
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
@@ -64,7 +85,7 @@ def load_checkpoint(path: str, state: dict[str, torch.Tensor], rank: int, world:
     saved_ranks = sum(name.startswith("rng.") for name in stored)
     rng = {name: torch.empty_like(value) for name, value in _rng_state(rank % saved_ranks).items() if name in stored}
     with _one_process(world):
-        load({**state, **rng}, checkpoint_id=path)
+        load({**state, **rng}, checkpoint_id=path, process_group=group)
     for name, value in rng.items():
         torch.cuda.set_rng_state(value) if name.startswith("cuda_rng.") else torch.set_rng_state(value)
 
@@ -83,19 +104,34 @@ def start_draft(path: str, *, replaces: bool = False) -> None:
 
 
 def publish(path: str) -> None:
-    """Put the draft in its place; what stood there goes."""
-    old = f"{path}.old"
+    """Put the draft in its place; what stood there goes. A kill between the two renames is what `_recover` is for."""
     if os.path.exists(path):
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(path, old)
+        shutil.rmtree(_old_of(path), ignore_errors=True)
+        os.rename(path, _old_of(path))
     os.rename(draft_of(path), path)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(_old_of(path), ignore_errors=True)
 
 
-def on_first_rank(action: Callable[[], None], rank: int, world: int) -> None:
+def _old_of(path: str) -> str:
+    return f"{path}.old"
+
+
+def _recover(path: str) -> None:
+    """Put back the checkpoint that a kill has caught while it was being replaced."""
+    if not os.path.exists(path) and _is_whole(_old_of(path)):
+        os.rename(_old_of(path), path)
+
+
+def _restart_draft(path: str) -> None:
+    _recover(path)
+    start_draft(path, replaces=_is_whole(path))
+
+
+def on_first_rank(action: Callable[[], None], rank: int, world: int, group: dist.ProcessGroup | None = None) -> None:
     """Run `action` on rank 0 while the others wait; if it raises there, all ranks raise and none waits on.
 
-    Collective. OSError and ValueError are passed on as such; the others' text names rank 0.
+    Collective over `group`, the default one if None. OSError and ValueError are passed on as such; the others' text
+    names rank 0.
     """
     error: Exception | None = None
     if rank == 0:
@@ -105,7 +141,7 @@ def on_first_rank(action: Callable[[], None], rank: int, world: int) -> None:
             error = raised
     if world > 1:
         outcome: list[Any] = [None if error is None else (isinstance(error, OSError), str(error))]
-        dist.broadcast_object_list(outcome, src=0)
+        dist.broadcast_object_list(outcome, src=0, group=group)
         if rank != 0 and outcome[0] is not None:
             is_os_error, text = outcome[0]
             raise (OSError if is_os_error else ValueError)(f"rank 0: {text}")

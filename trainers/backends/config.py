@@ -1,12 +1,15 @@
-"""What a train backend is built from: model, precision, loss and optimizer."""
+"""What a train backend is built from: model, mesh, precision, loss and optimizer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ...dataplane.topology import Topology
 from ..losses.factory import LossConfig
-from .causal_lm import Head
+
+Head = Literal["selected", "full"]
+Packing = Literal["none", "packed", "dynamic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,9 @@ class BackendConfig:
 
     model: str
     """HF causal LM: a local folder or a hub id. Loaded as float32."""
-    kind: Literal["fsdp"] = "fsdp"
+    kind: Literal["fsdp", "megatron"] = "fsdp"
+    topology: Topology = Topology(1)
+    """The train mesh. `fsdp` has data and tensor parallelism only."""
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     prev: Literal["rollout", "recompute"] = "rollout"
@@ -61,6 +66,17 @@ class BackendConfig:
     """Report the policy's mean entropy at the trained tokens (`train/entropy`); costs a softmax over the vocabulary."""
     head: Head = "selected"
     """`full` for models that alter their logits behind the output layer; the backend says when it must be set."""
+    packing: Packing = "none"
+    """`packed`: a microbatch is one row of all its tokens. `none`, `dynamic`: right-padded rows; the two differ in how
+    the plan makes up microbatches, not here."""
+    recompute: Literal["none", "full"] = "none"
+    """`full`: of each decoder layer only the input is kept for backward, the rest is computed again."""
+    offload: bool = False
+    """Parameters, gradients and optimizer state stay in host memory between uses; needs more than one rank."""
+    sequence_parallel: bool = False
+    """`megatron` only: norms split by tokens over the tensor-parallel ranks."""
+    distributed_optimizer: bool = True
+    """`megatron` only: optimizer state split over the data-parallel ranks. `fsdp` always splits it."""
 
     def __post_init__(self) -> None:
         if self.prev not in ("rollout", "recompute"):
@@ -69,8 +85,25 @@ class BackendConfig:
             raise ValueError(f"trainer.mixed_precision: got {self.mixed_precision!r}, expected 'off' or 'bf16'")
         if self.head not in ("selected", "full"):
             raise ValueError(f"trainer.head: got {self.head!r}, expected 'selected' or 'full'")
+        if self.packing not in ("none", "packed", "dynamic"):
+            raise ValueError(f"trainer.packing: got {self.packing!r}, expected 'none', 'packed' or 'dynamic'")
+        if self.recompute not in ("none", "full"):
+            raise ValueError(f"trainer.recompute: got {self.recompute!r}, expected 'none' or 'full'")
+        if self.kind == "fsdp":
+            self._check_fsdp()
         if self.loss.kl_coef > 0 and not self.with_reference:
             raise ValueError(
                 f"trainer.with_reference: got False, expected True with loss.kl_coef = {self.loss.kl_coef}, "
                 "which needs a reference model"
             )
+
+    def _check_fsdp(self) -> None:
+        for name in ("pp", "cp", "ep"):
+            if getattr(self.topology, name) > 1:
+                raise ValueError(
+                    f"trainer.{name}: got {getattr(self.topology, name)}, expected 1 with trainer.backend = 'fsdp'"
+                )
+        if self.sequence_parallel:
+            raise ValueError("trainer.sequence_parallel: got True, expected False with trainer.backend = 'fsdp'")
+        if self.offload and self.topology.world == 1:
+            raise ValueError("trainer.offload: got True, expected False with trainer.backend = 'fsdp' and one rank")

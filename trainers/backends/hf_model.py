@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
@@ -41,12 +41,24 @@ def full_weights(model: torch.nn.Module, dtype: torch.dtype, *, keep: bool) -> d
     for name, value in model.state_dict(keep_vars=True).items():  # tied weights are one and the same object then
         first = first_name.setdefault(id(value), name)
         if first == name:
-            full = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+            full = _gathered(value).detach()
             if keep:
                 weights[name] = full.to("cpu", dtype if full.is_floating_point() else full.dtype, copy=True)
         elif keep:
             weights[name] = weights[first]
     return weights
+
+
+def _gathered(value: torch.Tensor) -> torch.Tensor:
+    """Mesh dimension by dimension, the first one first: torch warns of an order that it cannot merge otherwise."""
+    if not isinstance(value, DTensor):
+        return value
+    placements = list(value.placements)
+    whole: Any = value.to(value.device_mesh.device_type)  # offloaded parts are where the ranks' group cannot reach them
+    for dim in range(len(placements)):
+        placements[dim] = Replicate()
+        whole = whole.redistribute(placements=placements)
+    return whole.to_local()
 
 
 def write_folder(path: str, model: Any, weights: Mapping[str, torch.Tensor], source: str) -> None:

@@ -21,9 +21,13 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     Weight decay is for matrices only: norms and biases have no decay.
     """
     params = [param for param in model.parameters() if param.requires_grad]
+    sorts: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for param in params:  # one fused kernel takes DTensors of one mesh only
+        mesh = param.device_mesh if isinstance(param, DTensor) else None
+        sorts.setdefault((param.ndim < 2, mesh), []).append(param)
     groups = [
-        {"params": [param for param in params if param.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [param for param in params if param.ndim < 2], "weight_decay": 0.0},
+        {"params": members, "weight_decay": 0.0 if vector else config.weight_decay}
+        for (vector, _), members in sorts.items()
     ]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     for param in params:
@@ -61,7 +65,7 @@ def square_norm(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(grads)  # pyright: ignore[reportPrivateImportUsage]  # what torch's own clipping calls
-    return torch.stack(norms).double().square().sum()
+    return torch.stack(norms).to(device).double().square().sum()
 
 
 def scale_(grads: list[torch.Tensor], factor: float) -> None:

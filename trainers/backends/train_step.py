@@ -50,10 +50,19 @@ class TrainStep:
     """Sums and counts of the step that is open."""
 
     def __init__(
-        self, loss: PolicyLoss, device: torch.device, group: dist.ProcessGroup | None, *, with_entropy: bool = False
+        self,
+        loss: PolicyLoss,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        *,
+        with_entropy: bool = False,
+        counts_rows: bool = True,
     ) -> None:
-        """`group`: the data-parallel ranks, None for one alone. `with_entropy`: microbatches bring it; report it."""
+        """`group`: the ranks that have different tokens (data- and context-parallel), None for one alone; ranks that
+        compute the same loss are in different groups. `with_entropy`: microbatches bring it; report it. `counts_rows`:
+        False on all but the first of the context-parallel ranks, which share their rows."""
         self._loss = loss
+        self._counts_rows = counts_rows
         self._device = device
         self._group = group
         self._names = ("loss", *loss.metrics, *(("entropy",) if with_entropy else ()))
@@ -102,12 +111,14 @@ class TrainStep:
         """Add one microbatch; returns its summed loss, a scalar to call backward on.
 
         `row_tokens` int64 `[N]`: the inputs' own, on the CPU, so that counting does not wait for a GPU; `group_ids`
-        int64 `[N]`; `entropy` float32 `[T]` without grad, None exactly when the step is without entropy.
+        int64 `[N]`; `entropy` float32 `[T]`, None exactly when the step is without entropy.
         """
         sums = self._loss(inputs)
-        extra = () if entropy is None else (entropy.sum(),)
+        extra = () if entropy is None else (entropy.detach().sum(),)
         self._sums += torch.stack([sums.loss.detach(), *sums.metrics.values(), *extra]).double()
-        self._tokens += int(row_tokens.sum())
+        self._tokens += len(inputs.logprobs)
+        if not self._counts_rows:
+            return sums.loss
         self._sequences += int((row_tokens > 0).sum())
         if self._loss.denominator == "groups":
             self._group_ids.update(group_ids[row_tokens > 0].tolist())

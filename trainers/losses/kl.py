@@ -1,16 +1,17 @@
-"""KL divergence of the policy to its reference, estimated from the sampled tokens.
+"""KL divergence to the reference policy, estimated from the sampled tokens: as a loss term, or as part of the reward.
 
 The estimators are those of John Schulman, "Approximating KL Divergence" (2020, joschu.net/blog/kl-approx.html).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from .terms import Denominator, LossInputs, TermSums, aggregate
+from .aggregation import Aggregation
+from .terms import Denominator, LossInputs, TermSums
 
 KlKind = Literal["k1", "k2", "k3"]
 
@@ -24,25 +25,65 @@ class ReferenceKl:
     """
 
     kind: KlKind = "k3"
-    denominator: Denominator = "tokens"
+    aggregation: Aggregation = Aggregation()
 
     name = "reference_kl"
     metrics = ("reference_kl",)
 
     def __post_init__(self) -> None:
-        if self.kind not in ("k1", "k2", "k3"):
-            raise ValueError(f"loss.kl_kind: got {self.kind!r}, expected k1, k2 or k3")
+        _check(self.kind)
+
+    @property
+    def denominator(self) -> Denominator:
+        return self.aggregation.denominator
 
     def __call__(self, inputs: LossInputs) -> TermSums:
         """Raises ValueError when the inputs have no `ref_logprobs`."""
-        if inputs.ref_logprobs is None:
-            raise ValueError("loss.kl_coef is not 0, but the rows have no ref_logprobs; write them before the step")
-        values = self._estimate(inputs.ref_logprobs - inputs.logprobs)
-        return TermSums(aggregate(values, inputs, self.denominator), {"reference_kl": values.detach().sum()})
+        values = _estimate(self.kind, _reference(inputs) - inputs.logprobs)
+        return TermSums(self.aggregation(values, inputs), {"reference_kl": values.detach().sum()})
 
-    def _estimate(self, delta: torch.Tensor) -> torch.Tensor:
-        if self.kind == "k1":
-            return -delta
-        if self.kind == "k2":
-            return delta.square() / 2
-        return delta.exp() - 1 - delta
+
+@dataclass(frozen=True, slots=True)
+class RewardKl:
+    """KL in the reward: each token's advantage is lowered by `coefficient * k` of that token, k being the estimate with
+    `d = log p_ref - log p_prev`, without grad.
+
+    So every token answers for its own divergence alone. That is reward shaping by token with a discount of 0 behind
+    the estimator: what PPO from human feedback (arXiv:2203.02155) and REINFORCE++ (arXiv:2501.03262) subtract before
+    it, summed over the tokens that follow, needs rewards by token where advantages are normalised; there they are
+    numbers by row, and no token passes the driver.
+    """
+
+    kind: KlKind
+    coefficient: float
+
+    metrics = ("reference_kl",)
+
+    def __post_init__(self) -> None:
+        _check(self.kind)
+
+    @torch.no_grad()
+    def __call__(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, torch.Tensor]]:
+        """(the inputs with lowered advantages, metrics). Raises ValueError without `ref_logprobs`."""
+        values = _estimate(self.kind, _reference(inputs) - inputs.prev_logprobs)
+        lowered = replace(inputs, advantages=inputs.advantages - self.coefficient * values)
+        return lowered, {"reference_kl": values.sum()}
+
+
+def _check(kind: str) -> None:
+    if kind not in ("k1", "k2", "k3"):
+        raise ValueError(f"loss.kl_kind: got {kind!r}, expected k1, k2 or k3")
+
+
+def _reference(inputs: LossInputs) -> torch.Tensor:
+    if inputs.ref_logprobs is None:
+        raise ValueError("loss.kl_coef is not 0, but the rows have no ref_logprobs; write them before the step")
+    return inputs.ref_logprobs
+
+
+def _estimate(kind: KlKind, delta: torch.Tensor) -> torch.Tensor:
+    if kind == "k1":
+        return -delta
+    if kind == "k2":
+        return delta.square() / 2
+    return delta.exp() - 1 - delta

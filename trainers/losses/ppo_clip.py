@@ -1,7 +1,8 @@
-"""PPO's clipped surrogate with separate lower and upper bounds.
+"""PPO's clipped surrogate with separate lower and upper bounds, and optionally a second one for bad samples.
 
-Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347, equation 7; the asymmetric clip
-("clip-higher") and the token-level mean are DAPO's: Yu et al. 2025, arXiv:2503.14476, section 3.
+Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347, equation 7. The asymmetric clip
+("clip-higher") is DAPO's: Yu et al. 2025, arXiv:2503.14476, section 3. The dual clip: Ye et al. 2019, "Mastering
+Complex Control in MOBA Games with Deep Reinforcement Learning", arXiv:1912.09729.
 """
 
 from __future__ import annotations
@@ -10,40 +11,41 @@ from dataclasses import dataclass
 
 import torch
 
-from .terms import Denominator, LossInputs, TermSums, aggregate
+from .objective import DRIFT_METRICS, TokenLosses, check_clip, count, drift
+from .terms import LossInputs
 
 
 @dataclass(frozen=True, slots=True)
 class PpoClip:
-    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, r being the token's probability over its previous one."""
+    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, r being the token's probability over its previous one.
+
+    With `clip_dual` c, where A < 0: `-max(min(...), c A)`, so that one token that became much more probable since it
+    was sampled (r A has no lower bound) does not rule the step.
+    """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
-    denominator: Denominator = "tokens"
+    clip_dual: float | None = None
+    """None: no second clip."""
 
     name = "ppo_clip"
-    metrics = ("ratio_mean", "clip_fraction", "approx_kl", "rollout_kl")
-    """ratio_mean: r; clip_fraction: 1 where the bound cuts the gradient off; approx_kl: k3 of the previous policy to
-    this one; rollout_kl: k3 of the engine's policy to this one (staleness and numerical mismatch together)."""
+    metrics = ("ratio_mean", "clip_fraction", *DRIFT_METRICS)
+    """ratio_mean: r; clip_fraction: 1 where a bound cuts the gradient off."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip_low <= 1:
-            raise ValueError(f"loss.clip_low: got {self.clip_low}, expected a number in (0, 1]")
-        if not self.clip_high > 0:
-            raise ValueError(f"loss.clip_high: got {self.clip_high}, expected a number above 0")
+        check_clip(self.clip_low, self.clip_high)
+        if self.clip_dual is not None and not self.clip_dual > 1:
+            raise ValueError(f"loss.clip_dual: got {self.clip_dual}, expected a number above 1, or null for none")
 
-    def __call__(self, inputs: LossInputs) -> TermSums:
-        log_ratio = inputs.logprobs - inputs.prev_logprobs
-        ratio = log_ratio.exp()
+    def __call__(self, inputs: LossInputs) -> TokenLosses:
+        ratio = (inputs.logprobs - inputs.prev_logprobs).exp()
         gain = ratio * inputs.advantages
         bounded = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * inputs.advantages
-        loss = aggregate(-torch.minimum(gain, bounded), inputs, self.denominator)
-        with torch.no_grad():
-            rollout = inputs.logprobs - inputs.rollout_logprobs
-            metrics = {
-                "ratio_mean": ratio.sum(),
-                "clip_fraction": (bounded < gain).sum(dtype=torch.float32),
-                "approx_kl": (ratio - 1 - log_ratio).sum(),
-                "rollout_kl": (rollout.exp() - 1 - rollout).sum(),
-            }
-        return TermSums(loss, metrics)
+        values = torch.minimum(gain, bounded)
+        cut = bounded < gain
+        if self.clip_dual is not None:
+            floor = self.clip_dual * inputs.advantages
+            low = (inputs.advantages < 0) & (values < floor)
+            values, cut = torch.where(low, floor, values), cut | low
+        metrics = {"ratio_mean": ratio.detach().sum(), "clip_fraction": count(cut)}
+        return TokenLosses(-values, {**metrics, **drift(inputs)})

@@ -1,0 +1,246 @@
+"""The fsdp backend's train step on one or more GPUs: right against float32 on the CPU, then how fast. Needs no Ray.
+
+    mkdir -p .pyright && ln -sfn .. .pyright/headrace
+    PYTHONPATH=.pyright python -m headrace.bench.gpu_train [--gpus 2] [--out FOLDER]
+
+Prints one JSON object a line and writes them to FOLDER/gpu_train.jsonl; exits with 1 when something is not right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from ..actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, MicroBatch
+from ..codecs.batch import Batch, Jagged
+from ..dataplane.topology import Topology
+from ..trainers.backends.config import BackendConfig, OptimizerConfig
+from ..trainers.backends.factory import build_backend
+from ..trainers.losses.factory import LossConfig
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+LARGE: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+"""Qwen3-0.6B's shape."""
+LOSS = LossConfig()
+EXACT, HALF = (2e-4, 2e-3), (5e-2, 5e-2)
+"""(largest difference of a log-prob, relative difference of the gradient norm) allowed to float32 and to bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Random rows: half prompt, half response."""
+
+    ids: list[np.ndarray]
+    """int32 `[L]` each."""
+    logprobs: list[np.ndarray]
+    """float32 `[L]` each: as if sampled."""
+    advantages: np.ndarray
+    """float32 `[N]`."""
+
+
+def random_rows(seed: int, lengths: Sequence[int], vocab: int) -> Rows:
+    rng = np.random.default_rng(seed)
+    ids = [rng.integers(3, vocab, length).astype(np.int32) for length in lengths]
+    logprobs = [rng.normal(-math.log(vocab), 0.05, length).astype(np.float32) for length in lengths]
+    return Rows(ids, logprobs, rng.normal(size=len(lengths)).astype(np.float32))
+
+
+def response(length: int) -> np.ndarray:
+    return (np.arange(length) >= max(1, length // 2)).astype(np.uint8)
+
+
+def micro_batch(rows: Rows, picked: Sequence[int]) -> MicroBatch:
+    lengths = np.array([len(rows.ids[row]) for row in picked], np.int64)
+    masks = [response(length) for length in lengths]
+    parts = {
+        "input_ids": [rows.ids[row] for row in picked],
+        "response_mask": masks,
+        "rollout_logprobs": [rows.logprobs[row] * mask for row, mask in zip(picked, masks, strict=True)],
+    }
+    columns = {name: Jagged(torch.from_numpy(np.concatenate(values)), lengths) for name, values in parts.items()}
+    batch = Batch(ROLLOUT_SCHEMA.subset(ROLLOUT_FIELDS), len(picked), columns)
+    return MicroBatch(batch, lengths, rows.advantages[list(picked)], np.array(picked, np.int64), None)
+
+
+def by_hand(folder: str, rows: Rows) -> tuple[list[torch.Tensor], float, float]:
+    """(masked log-probs of each row, loss, gradient norm) in float32 on the CPU, row by row, PPO's loss written out."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    columns, total, tokens = [], torch.zeros(()), 0
+    for ids, sampled, advantage in zip(rows.ids, rows.logprobs, rows.advantages, strict=True):
+        row, mask = torch.from_numpy(ids).long(), torch.from_numpy(response(len(ids))).bool()
+        every = torch.log_softmax(model(input_ids=row[None]).logits[0, :-1], -1)
+        now = torch.cat([torch.zeros(1), every.gather(-1, row[1:, None])[:, 0]])
+        ratio = (now - torch.from_numpy(sampled))[mask].exp()
+        gain = torch.minimum(ratio * advantage, ratio.clamp(1 - LOSS.clip_low, 1 + LOSS.clip_high) * advantage)
+        total, tokens = total - gain.sum(), tokens + int(mask.sum())
+        columns.append((now * mask).detach())
+    (total / tokens).backward()
+    norms = [param.grad.norm() for param in model.parameters() if param.grad is not None]
+    return columns, float(total.detach()) / tokens, float(torch.stack(norms).norm())
+
+
+# ---------------------------------------------------------------- on the GPUs
+
+
+def config(folder: str, topology: Topology, **changes: Any) -> BackendConfig:
+    return BackendConfig(folder, topology=topology, loss=LOSS, optimizer=OptimizerConfig(lr=1e-5), **changes)
+
+
+def check(rank: int, topology: Topology, folder: str, rows: Rows, **changes: Any) -> dict[str, Any]:
+    """Log-probs of all rows and one step's figures, on this mesh; the same step again from a checkpoint before it."""
+    gc.collect()  # the last model, which is part of cycles, would count as this one's memory
+    backend = build_backend(config(folder, topology, **changes), rank, topology.world)
+    columns = backend.logprobs([micro_batch(rows, range(len(rows.ids)))], 1)
+    mine = range(topology.place(rank).dp, len(rows.ids), topology.dp)
+    backend.save(f"{folder}.saved")
+    steps = []
+    for _ in range(2):
+        backend.begin_step()
+        backend.accumulate(iter([micro_batch(rows, mine[:2]), micro_batch(rows, mine[2:])]), 2)
+        steps.append(backend.finish_step())
+        exported = backend.export_weights()
+        assert rank or all(torch.isfinite(value).all() for value in exported.values())
+        backend.load(f"{folder}.saved")
+    backend.close()
+    first, again = steps
+    return {
+        "logprobs": columns,
+        "loss": first["train/loss"],
+        "norm": first["train/grad_norm"],
+        "resumed_off": abs(again["train/grad_norm"] / first["train/grad_norm"] - 1),
+    }
+
+
+def timed(rank: int, topology: Topology, folder: str, micros: int, tokens: int, **changes: Any) -> dict[str, float]:
+    """Metrics of the last of four steps, of `micros` microbatches of about `tokens` tokens on each replica."""
+    gc.collect()
+    backend_config = config(folder, topology, mixed_precision="bf16", **changes)
+    backend = build_backend(backend_config, rank, topology.world)
+    rng = np.random.default_rng(topology.place(rank).dp)
+    batches = []
+    for index in range(micros):
+        lengths = np.clip(rng.lognormal(6.5, 0.7, 4 * tokens // 500), 64, 4096).astype(int)
+        size = np.cumsum(lengths)
+        if backend_config.packing == "none":  # padded to the longest, as the planner counts them
+            size = np.maximum.accumulate(lengths) * np.arange(1, len(lengths) + 1)
+        lengths = lengths[: max(1, int(np.searchsorted(size, tokens)))]
+        rows = random_rows(index, lengths.tolist(), LARGE["vocab_size"])
+        batches.append(micro_batch(rows, range(len(lengths))))
+    metrics: dict[str, float] = {}
+    for _ in range(4):
+        backend.begin_step()
+        backend.accumulate(iter(batches), len(batches))
+        metrics = backend.finish_step()
+    backend.close()
+    kept = ("train/tokens_per_s", "train/tflops", "train/mfu", "memory/peak_gib", "train/grad_norm", "train/skipped")
+    return {name: metrics[name] for name in kept if name in metrics}
+
+
+def run_rank(rank: int, world: int, folder: str, rows: Rows, micros: int, tokens: int) -> None:
+    """All checks and timings of one process; rank 0 writes what came out."""
+    torch.cuda.set_device(rank)
+    if world > 1:
+        address, bound = f"file://{folder}/rendezvous", timedelta(seconds=300)
+        dist.init_process_group("nccl", init_method=address, rank=rank, world_size=world, timeout=bound)
+    meshes = [Topology(world)] if world == 1 else [Topology(world), Topology(1, tp=world)]
+    results: list[tuple[str, Any]] = []
+    for mesh in meshes:
+        name = f"dp{mesh.dp} tp{mesh.tp}"
+        for packing in ("none", "packed"):
+            small = f"{folder}/small"
+            for precision in ("off", "bf16"):
+                changes = {"packing": packing, "mixed_precision": precision}
+                results.append((f"check {name} {packing} {precision}", check(rank, mesh, small, rows, **changes)))
+                if world > 1:
+                    offloaded = check(rank, mesh, small, rows, **changes, offload=True)
+                    results.append((f"check {name} {packing} offload {precision}", offloaded))
+            for recompute in ("none", "full"):
+                speed = timed(rank, mesh, f"{folder}/large", micros, tokens, packing=packing, recompute=recompute)
+                results.append((f"speed {name} {packing} recompute={recompute}", speed))
+    if rank == 0:
+        torch.save(results, f"{folder}/results")
+    if world > 1:
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- the report
+
+
+def judged(result: dict[str, Any], columns: list[torch.Tensor], loss: float, norm: float, *, half: bool) -> dict:
+    """Differences to what was computed by hand, and whether they are allowed."""
+    most, relative = HALF if half else EXACT
+    [ours] = result["logprobs"]
+    off = float((ours - torch.cat(columns)).abs().max())
+    norm_off = abs(result["norm"] - norm) / norm
+    figures = {"logprob_off": off, "norm_off": norm_off, "resumed_off": result["resumed_off"]}
+    right = off <= most and max(norm_off, result["resumed_off"]) <= relative
+    return {"right": right, **figures, "loss": result["loss"], "loss_by_hand": loss}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--micros", type=int, default=4, help="microbatches of a timed step")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of a timed microbatch")
+    parser.add_argument("--out", type=Path, default=Path("."))
+    options = parser.parse_args(arguments)
+    if torch.cuda.device_count() < options.gpus:
+        parser.error(f"--gpus: got {options.gpus}, expected at most the {torch.cuda.device_count()} that are here")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        for name, shape in (("small", SMALL), ("large", LARGE)):
+            Qwen3ForCausalLM(Qwen3Config(**shape, max_position_embeddings=4096)).save_pretrained(f"{folder}/{name}")
+        rows = random_rows(1, (40, 7, 150, 91, 2, 300), SMALL["vocab_size"])
+        columns, loss, norm = by_hand(f"{folder}/small", rows)
+        task = (options.gpus, folder, rows, options.micros, options.tokens)
+        spawn(run_rank, args=task, nprocs=options.gpus)
+        results = torch.load(f"{folder}/results", weights_only=False)
+    lines, right = [{"gpu": torch.cuda.get_device_name(0), "gpus": options.gpus, "torch": torch.__version__}], True
+    for name, result in results:
+        if name.startswith("check"):
+            result = judged(result, columns, loss, norm, half=name.endswith("bf16"))
+            right = right and result["right"]
+        lines.append({"name": name, **result})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    os.makedirs(options.out, exist_ok=True)
+    (options.out / "gpu_train.jsonl").write_text(text)
+    sys.stdout.write(text)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

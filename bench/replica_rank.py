@@ -1,0 +1,196 @@
+"""One rank of the replica benchmark's processes: drains a step's rows in each of the ways that are compared.
+
+leader        the replica reader: one read for all ranks, valid bytes broadcast, microbatch by microbatch
+independent   the replica reader: every rank reads for itself
+padded        as NeMo-RL does it (`TQWorkerMixin`, 2026-08): the leader reads its whole shard, pads every column to the
+              longest row, broadcasts a pickled list of names and shapes and then each tensor; with our narrow dtypes,
+              so that only the way differs
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+
+from ..actors.protocols import ROLLOUT_SCHEMA
+from ..actors.replica_reader import ReplicaReader, build_links
+from ..actors.step_rows import TrainShard
+from ..codecs.padding import from_padded, to_padded
+from ..codecs.runs import as_bytes
+from ..dataplane.client import DataPlaneClient
+from ..dataplane.factory import connect
+from ..dataplane.handle import DataPlaneHandle
+from ..dataplane.meta import KVBatchMeta
+from ..dataplane.topology import Topology
+
+WAYS = ("leader", "independent", "padded")
+TIMEOUT_S = 60.0
+FIELDS = tuple(ROLLOUT_SCHEMA)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """What a rank is told."""
+
+    rank: int
+    world: int
+    """Ranks of the one replica, all tensor parallel."""
+    rendezvous: str
+    """A file."""
+    handle: DataPlaneHandle
+    shard: TrainShard
+    repeats: int
+    device: str
+    """`cpu` or `cuda`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WayResult:
+    """One way, as one rank saw it."""
+
+    spans: tuple[tuple[float, float], ...]
+    """CLOCK_MONOTONIC seconds, start and end of each run after the warm-up."""
+    store_bytes: int
+    """Read from the store by this rank, in one run."""
+    sent_bytes: int
+    """Broadcast by this rank, in one run."""
+    digest: str
+    """xxh3 of every row's columns, in plan order."""
+
+
+def run_rank(task: RankTask) -> dict[str, WayResult]:
+    """All ways in turn, run by run, so that the machine's mood strikes all alike."""
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if task.device == "cuda":
+        device = torch.device("cuda", task.rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{task.rendezvous}",
+        rank=task.rank,
+        world_size=task.world,
+        timeout=datetime.timedelta(seconds=TIMEOUT_S),
+    )
+    with connect(task.handle, name=f"rank {task.rank}") as client:
+        ways, close = _ways(task, client, device)
+        digests = {way: drain(True) for way, (drain, _) in ways.items()}
+        spans: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+        counts: dict[str, tuple[int, int]] = {}
+        for _ in range(task.repeats):
+            for way, (drain, sent_bytes) in ways.items():
+                before = client.stats.bytes_got
+                dist.barrier()
+                start = time.monotonic()
+                drain(False)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                spans[way].append((start, time.monotonic()))
+                counts[way] = (client.stats.bytes_got - before, sent_bytes())
+        dist.barrier()
+        close()
+    dist.destroy_process_group()
+    return {way: WayResult(tuple(spans[way]), *counts[way], digests[way]) for way in ways}
+
+
+_Way = tuple[Callable[[bool], str], Callable[[], int]]
+"""(one run; given True it returns a digest of what arrived, else ""; bytes broadcast in the last run)."""
+
+
+def _ways(task: RankTask, client: DataPlaneClient, device: torch.device) -> tuple[dict[str, _Way], Callable[[], None]]:
+    topology = Topology(1, tp=task.world)
+    ways: dict[str, _Way] = {}
+    readers = []
+    for policy in ("leader", "independent"):
+        name = f"rank {task.rank} (pid {os.getpid()})"
+        links = build_links(topology, task.rank, policy, name=name, timeout_s=TIMEOUT_S, device=device)
+        reader = ReplicaReader(client, ROLLOUT_SCHEMA, topology, task.rank, links, device=device)
+        readers.append(reader)
+        ways[policy] = _reader_way(reader, task.shard)
+    padded = PaddedBroadcast(client, task, device)
+    ways["padded"] = (padded.drain, lambda: padded.sent_bytes)
+
+    def close() -> None:
+        for reader in readers:
+            reader.close()
+
+    return ways, close
+
+
+def _reader_way(reader: ReplicaReader, shard: TrainShard) -> _Way:
+    def drain(look: bool) -> str:
+        reader.figures()
+        reader.begin(shard)
+        digest = RowsDigest()
+        for micro in reader.stream(FIELDS):
+            if look:
+                digest.add({name: micro.batch.jagged(name).values.cpu() for name in FIELDS})
+        reader.end()
+        return digest.text() if look else ""
+
+    return drain, lambda: reader.figures().broadcast_bytes
+
+
+class PaddedBroadcast:
+    """The way of peers: see the module's docstring."""
+
+    def __init__(self, client: DataPlaneClient, task: RankTask, device: torch.device) -> None:
+        assert task.shard.meta is not None
+        self._client = client
+        self._meta = KVBatchMeta.from_bytes(task.shard.meta)
+        self._sizes = task.shard.sizes
+        self._leads = task.rank == 0
+        self._device = device
+        ranks = list(range(task.world))
+        group = dist.new_group(ranks, backend="nccl" if device.type == "cuda" else "gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+        self.sent_bytes = 0
+
+    def drain(self, look: bool) -> str:
+        columns: dict[str, torch.Tensor] = {}
+        manifest: list[Any] = [None]
+        if self._leads:
+            columns, _ = to_padded(self._client.get(self._meta, FIELDS))
+            columns = {name: column.to(self._device) for name, column in columns.items()}
+            manifest = [[(name, column.dtype, tuple(column.shape)) for name, column in columns.items()]]
+        dist.broadcast_object_list(manifest, src=0)
+        for name, dtype, shape in manifest[0]:
+            if not self._leads:
+                columns[name] = torch.empty(shape, dtype=dtype, device=self._device)
+            dist.broadcast(columns[name], 0, group=self._group)
+        self.sent_bytes = sum(column.nbytes for column in columns.values()) if self._leads else 0
+        if not look:
+            return ""
+        digest, begin = RowsDigest(), 0
+        host = {name: column.cpu() for name, column in columns.items()}
+        for size in self._sizes.tolist():
+            part = slice(begin, begin + size)
+            rows = {name: column[part] for name, column in host.items()}
+            batch = from_padded(ROLLOUT_SCHEMA, rows, torch.from_numpy(self._meta.lengths[part].copy()))
+            digest.add({name: batch.jagged(name).values for name in FIELDS})
+            begin += size
+        return digest.text()
+
+
+class RowsDigest:
+    """xxh3 of columns, field by field, whatever the cuts."""
+
+    def __init__(self) -> None:
+        self._hashes = {name: xxhash.xxh3_64() for name in FIELDS}
+
+    def add(self, columns: dict[str, torch.Tensor]) -> None:
+        for name, values in columns.items():
+            self._hashes[name].update(np.ascontiguousarray(as_bytes(values.contiguous())).data)
+
+    def text(self) -> str:
+        return " ".join(digest.hexdigest() for digest in self._hashes.values())

@@ -1,0 +1,76 @@
+"""What a context-parallel rank needs of each row: the tokens of its two zig-zag chunks, and one of look-ahead each.
+
+A row of L tokens is padded in thought to P, a multiple of `pad_multiple`, and cut into 2 * cp chunks of P / (2 * cp).
+Rank r computes chunks r and 2 * cp - 1 - r, so that under causal attention every rank has as much to do (Llama 3,
+arXiv:2407.21783, section 3.3.2; Megatron-core's layout). The log-prob of token p + 1 comes from the hidden state at p,
+so each chunk [a, b) is sent as tokens [a, b + 1), cut off where the row ends; nothing when it begins behind the row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .batch import Batch, Column, Jagged
+from .memory import fresh
+from .runs import as_bytes, copy_runs, exclusive_cumsum
+
+
+def chunks(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, stops), int64 `[N, 2]`: the padded rows' positions that `rank` computes, without look-ahead.
+
+    lengths: int `[N]`, tokens of each row. A stop may lie behind its row's end, as a start may.
+    Raises ValueError when the padded rows do not part into 2 * cp equal chunks.
+    """
+    if cp < 2 or not 0 <= rank < cp:
+        raise ValueError(f"context slices: got rank {rank} of cp={cp}, expected cp >= 2 and a rank below it")
+    if pad_multiple % (2 * cp):
+        raise ValueError(f"pad_multiple: got {pad_multiple}, expected a multiple of 2 * cp = {2 * cp}")
+    lengths = np.asarray(lengths, dtype=np.int64)
+    size = -(-lengths // pad_multiple) * (pad_multiple // (2 * cp))
+    starts = np.stack([rank * size, (2 * cp - 1 - rank) * size], axis=1)
+    return starts, starts + size[:, None]
+
+
+def pieces(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, stops), int64 `[N, 2]`: the tokens of each row that `rank` is sent, look-ahead included.
+
+    Arguments and errors as `chunks`. A piece that begins behind its row is empty.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    starts, stops = chunks(lengths, pad_multiple, cp, rank)
+    ends = lengths[:, None]
+    return np.minimum(starts, ends), np.where(starts < ends, np.minimum(stops + 1, ends), ends)
+
+
+def piece_lengths(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> np.ndarray:
+    """int64 `[N]`: tokens that `rank` is sent of each row, both pieces together. Arguments and errors as `chunks`."""
+    starts, stops = pieces(lengths, pad_multiple, cp, rank)
+    return (stops - starts).sum(axis=1)
+
+
+def slice_batch(batch: Batch, lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> Batch:
+    """`batch` with, of each PER_TOKEN column, the pieces that `rank` is sent, one after the other, in fresh memory.
+
+    batch: whole rows. lengths: int `[N]`, their tokens. Columns of other kinds are shared, not copied.
+    Raises ValueError as `chunks`, and for columns that are not of those lengths.
+    """
+    if batch.lengths is None:
+        return batch
+    if not np.array_equal(batch.lengths, lengths):
+        raise ValueError("context slices: the batch's rows are not of the lengths given, expected whole rows")
+    starts, stops = pieces(lengths, pad_multiple, cp, rank)
+    taken = (stops - starts).sum(axis=1)
+    full = (stops > starts).reshape(-1)
+    begin = (exclusive_cumsum(batch.lengths)[:, None] + starts).reshape(-1)[full]
+    tokens = (stops - starts).reshape(-1)[full]
+    whole = np.zeros(len(begin), dtype=np.int64)
+    columns: dict[str, Column] = {}
+    for name, column in batch.items():
+        if isinstance(column, Jagged):
+            field = batch.schema[name]
+            values = fresh(column.values.dtype, (int(taken.sum()), *field.trailing))
+            size = field.item_bytes
+            copy_runs(as_bytes(values), {0: as_bytes(column.values)}, whole, begin * size, tokens * size)
+            column = Jagged(values, taken)
+        columns[name] = column
+    return Batch(batch.schema, batch.num_rows, columns)

@@ -1,0 +1,75 @@
+"""One rank's checkpoints: written one at a time, in the foreground or behind the training, and read back."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+
+import torch
+import torch.distributed as dist
+
+from .checkpoint import load_checkpoint, prepare, write
+
+WRITE_TIMEOUT_S = 1800.0
+"""Bound of one write: shards of 100 GB a rank on a slow shared disk take minutes, not half an hour."""
+
+
+class Checkpointer:
+    """All calls are collective.
+
+    The ranks talk over a gloo group of their own, so that a write in the background never meets the training's
+    collectives.
+    """
+
+    def __init__(self, rank: int, world: int, timeout_s: float = WRITE_TIMEOUT_S) -> None:
+        self._rank, self._world, self._timeout_s = rank, world, timeout_s
+        timeout = datetime.timedelta(seconds=timeout_s)
+        group = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
+        assert not isinstance(group, int), "what a rank outside of a group gets; this one has all"
+        self._group = group
+        self._thread: threading.Thread | None = None
+        self._path = ""
+        self._error: BaseException | None = None
+
+    def save(self, path: str, state: dict[str, torch.Tensor], *, wait: bool = True) -> None:
+        """Write `state` as the checkpoint `path`, after any that is still being written.
+
+        Without `wait` it returns once the state is copied to host memory, and may change again; `path` appears when it
+        is whole, and what goes wrong is raised by the next `save`, `load`, `wait` or `close`.
+
+        Raises ValueError on every rank when `path` exists and is no checkpoint.
+        """
+        self.wait()
+        staged = prepare(path, state, self._rank, self._world, self._group, copy=not wait)
+        if wait:
+            write(path, staged, self._rank, self._world, self._group)
+            return
+        self._path = path
+        self._thread = threading.Thread(target=self._write, args=(path, staged), name=f"save {path}", daemon=True)
+        self._thread.start()
+
+    def load(self, path: str, state: dict[str, torch.Tensor]) -> None:
+        """Fill `state` from the checkpoint `path`, after any write: see `load_checkpoint`."""
+        self.wait()
+        load_checkpoint(path, state, self._rank, self._world, self._group)
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises what the last write raised, once; TimeoutError when it hangs."""
+        if self._thread is None:
+            return
+        self._thread.join(self._timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"checkpoint {self._path}: still not written after {self._timeout_s:.0f} s")
+        self._thread, error, self._error = None, self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """See `wait`. Idempotent."""
+        self.wait()
+
+    def _write(self, path: str, staged: dict[str, torch.Tensor]) -> None:
+        try:
+            write(path, staged, self._rank, self._world, self._group)
+        except BaseException as error:
+            self._error = error  # raised by whoever waits

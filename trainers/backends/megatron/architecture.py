@@ -1,0 +1,175 @@
+"""HF config to Megatron config: which models fit, how the mesh splits them, and what Megatron is told of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ....dataplane.topology import Topology
+from ..config import BackendConfig
+from .library import TransformerConfig
+
+MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
+
+
+def expert_tensor_size(topology: Topology) -> int:
+    """Ranks that split one expert's weights: whole experts on each rank as soon as experts are spread over ranks.
+
+    With `ep` = 1 they are split like everything else; replicas on tensor-parallel ranks would each see only their own
+    tokens, and Megatron would not add up their gradients.
+    """
+    return topology.tp if topology.ep == 1 else 1
+
+
+def is_expert_layer(config: Any, layer: int) -> bool:
+    """Whether decoder layer `layer` (from 0) of a model with HF `config` has experts in place of an MLP."""
+    if not getattr(config, "num_experts", 0) or layer in config.mlp_only_layers:
+        return False
+    return (layer + 1) % config.decoder_sparse_step == 0
+
+
+def check_fits(config: BackendConfig, model: Any) -> None:
+    """Raises ValueError, naming the key, when the model with HF config `model` cannot be trained so."""
+    topology = config.topology
+    _check_model(config, model)
+    has_experts = any(is_expert_layer(model, layer) for layer in range(model.num_hidden_layers))
+    for key, size, name in (
+        ("tp", topology.tp, "num_attention_heads"),
+        ("tp", topology.tp, "num_key_value_heads"),
+        ("tp", topology.tp, "intermediate_size"),
+        ("pp", topology.pp, "num_hidden_layers"),
+        *((("ep", topology.ep, "num_experts"),) if has_experts else ()),
+        *((("tp", expert_tensor_size(topology), "moe_intermediate_size"),) if has_experts else ()),
+    ):
+        if getattr(model, name) % size:
+            raise ValueError(
+                f"trainer.{key}: got {size}, expected a divisor of the model's {name} = {getattr(model, name)}"
+            )
+    if model.vocab_size <= (topology.tp - 1) * -(-model.vocab_size // topology.tp):
+        raise ValueError(f"trainer.tp: got {topology.tp}, which leaves a rank no token of {model.vocab_size}")
+    if topology.ep > 1 and not has_experts:
+        raise ValueError(f"trainer.ep: got {topology.ep}, expected 1 for a model without experts")
+    if has_experts and topology.tp > 1 and not config.sequence_parallel:
+        raise ValueError(
+            "trainer.sequence_parallel: got False, expected True for a model with experts and trainer.tp > 1"
+        )
+    if config.sequence_parallel and topology.tp == 1:
+        raise ValueError("trainer.sequence_parallel: got True, expected False with trainer.tp = 1")
+    if topology.cp > 1 and config.packing != "packed":
+        raise ValueError(f"trainer.packing: got {config.packing!r}, expected 'packed' with trainer.cp = {topology.cp}")
+
+
+def _check_model(config: BackendConfig, model: Any) -> None:
+    if config.offload:
+        raise ValueError("trainer.offload: got True, expected False with trainer.backend = 'megatron'")
+    if config.head != "selected":
+        raise ValueError(f"trainer.head: got {config.head!r}, expected 'selected' with trainer.backend = 'megatron'")
+    if model.model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"trainer.model: got {config.model!r} of type {model.model_type!r}, expected one of "
+            f"{', '.join(MODEL_TYPES)} with trainer.backend = 'megatron'"
+        )
+    for name, wanted in (
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("use_sliding_window", False),
+    ):
+        if getattr(model, name, wanted) != wanted:
+            raise ValueError(
+                f"trainer.model: got {config.model!r} with {name} = {getattr(model, name)}, expected {wanted} with "
+                "trainer.backend = 'megatron'"
+            )
+    if getattr(model, "num_experts_per_tok", 2) == 1 and model.norm_topk_prob:
+        raise ValueError(f"trainer.model: got {config.model!r} with one expert a token, expected two or more")
+    rotary_frequencies(model)
+
+
+def head_width(model: Any) -> int:
+    """Numbers in one attention head."""
+    return getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+
+
+def rotary_frequencies(model: Any) -> torch.Tensor:
+    """float32 `[head_width / 2]`: radians a position, as HF computes them. Raises ValueError for rotary embeddings that
+    are scaled, or change with the length."""
+    settings = model.rope_parameters
+    kind = settings["rope_type"]
+    if kind == "default":
+        width = head_width(model)
+        return 1.0 / settings["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
+    if kind not in ("linear", "llama3"):
+        raise ValueError(
+            f"trainer.model: got rope_type {kind!r}, expected 'default', 'linear' or 'llama3' with "
+            "trainer.backend = 'megatron'"
+        )
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](model, device=torch.device("cpu"))
+    assert scale == 1.0, (kind, scale)
+    return frequencies
+
+
+def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
+    """What Megatron is told of the model and the mesh. Dropout is off, as in the other backends."""
+    topology = config.topology
+    half = config.mixed_precision == "bf16"
+    dtype = torch.bfloat16 if half else torch.float32
+    recompute: dict[str, Any] = {}
+    if config.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=model.num_hidden_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.intermediate_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_key_value_heads,
+        kv_channels=head_width(model),
+        normalization="RMSNorm",
+        layernorm_epsilon=model.rms_norm_eps,
+        qk_layernorm=model.model_type != "llama",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bf16=half,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        use_cpu_initialization=True,
+        perform_initialization=False,  # every weight is read from the HF folder
+        tensor_model_parallel_size=topology.tp,
+        sequence_parallel=config.sequence_parallel,
+        pipeline_model_parallel_size=topology.pp,
+        context_parallel_size=topology.cp,
+        expert_model_parallel_size=topology.ep,
+        expert_tensor_parallel_size=expert_tensor_size(topology),
+        variable_seq_lengths=True,
+        calculate_per_token_loss=True,  # losses and gradients stay sums: nothing is divided on the way
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        moe_token_dispatcher_type="alltoall",
+        **recompute,
+        **_experts(model),
+    )
+
+
+def _experts(model: Any) -> dict[str, Any]:
+    layers = [int(is_expert_layer(model, layer)) for layer in range(model.num_hidden_layers)]
+    if not any(layers):
+        return {}
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_layer_freq": 1 if all(layers) else layers,
+        "moe_router_topk": model.num_experts_per_tok,
+        "moe_router_pre_softmax": not model.norm_topk_prob,
+        "moe_ffn_hidden_size": model.moe_intermediate_size,
+        "moe_router_load_balancing_type": "none",  # the policy's objective is the loss's alone
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+    }

@@ -1,0 +1,186 @@
+"""Causal attention over packed rows for Megatron layers, with context parallelism, and without TransformerEngine.
+
+With context parallelism keys and values of all ranks are gathered, one all-gather a layer, and each of a rank's two
+chunks of a row sees the row up to its own end (Llama 3, arXiv:2407.21783, section 3.3.2): every rank has room for the
+whole microbatch's keys. Queries are the last ones of what they see, so one kernel, causal at the lower right, does all.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+
+from ....codecs.runs import exclusive_cumsum
+
+_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 has it, 2.11 has not
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """One call of a kernel: spans of queries, each with the keys it may see; the last query sees all of them."""
+
+    queries: torch.Tensor | None
+    """int64: which of the rank's tokens, span by span; None for all of them."""
+    keys: torch.Tensor | None
+    """int64: which of all ranks' tokens; None for all of them."""
+    query_sizes: tuple[int, ...]
+    """Queries of each span, 1 or more."""
+    key_sizes: tuple[int, ...]
+    """Keys of each span, as many as queries or more."""
+    query_ends: torch.Tensor
+    """int32 `[spans + 1]`: 0, and where each span's queries end."""
+    key_ends: torch.Tensor
+    """int32 `[spans + 1]`: the same of keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What Megatron carries to its layers as `packed_seq_params`."""
+
+    reaches: tuple[Reach, ...]
+    """Together they have every query once."""
+    qkv_format: str = "rows"
+    """Anything but Megatron's `thd`, for which it would rotate queries and keys row by row itself."""
+
+
+def plan_attention(padded: np.ndarray, cp: int, rank: int, device: torch.device) -> AttentionPlan:
+    """Of rows of `padded` int64 `[N]` tokens, multiples of 2 * cp with context parallelism, on context rank `rank`."""
+    if cp == 1:
+        sizes = padded[padded > 0]
+        return AttentionPlan((_reach(None, None, sizes, sizes, device),))
+    size = padded // (2 * cp)
+    local = 2 * exclusive_cumsum(size)
+    total = 2 * int(size.sum())
+    reaches = []
+    for half, chunk in enumerate((rank, 2 * cp - 1 - rank)):
+        queries = runs(local + half * size, size)
+        seen = (chunk + 1) * size
+        row = np.repeat(np.arange(len(size)), seen)
+        part, within = np.divmod(runs(np.zeros_like(seen), seen), np.maximum(size, 1)[row])
+        owner = np.where(part < cp, part, 2 * cp - 1 - part)
+        keys = owner * total + local[row] + (part >= cp) * size[row] + within
+        reaches.append(_reach(queries, keys, size[size > 0], seen[size > 0], device))
+    return AttentionPlan(tuple(reaches))
+
+
+def _reach(
+    queries: np.ndarray | None, keys: np.ndarray | None, query_sizes: np.ndarray, key_sizes: np.ndarray,
+    device: torch.device,
+) -> Reach:  # fmt: skip
+    def tensor(values: np.ndarray | None) -> torch.Tensor | None:
+        return None if values is None else torch.from_numpy(values).to(device)
+
+    def ends(sizes: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)).to(device)
+
+    return Reach(
+        *(tensor(queries), tensor(keys)),
+        *(tuple(query_sizes.tolist()), tuple(key_sizes.tolist())),
+        *(ends(query_sizes), ends(key_sizes)),
+    )
+
+
+def runs(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """int64 `[sum(sizes)]`: starts[0], starts[0] + 1, ... for each run."""
+    return np.arange(int(sizes.sum())) + np.repeat(starts - exclusive_cumsum(sizes), sizes)
+
+
+class PackedAttention(nn.Module):
+    """A Megatron `core_attention`: scaled dot products within rows."""
+
+    def __init__(self, config: Any, *, pg_collection: Any, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self._group: dist.ProcessGroup = pg_collection.cp
+        self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: AttentionPlan,
+        **_: Any,
+    ) -> torch.Tensor:
+        """`[S, 1, heads * D]` from this rank's `query` `[S, 1, heads, D]`, `key` and `value` `[S, 1, kv_heads, D]`."""
+        q, k, v = query[:, 0], key[:, 0], value[:, 0]
+        if self._group.size() > 1:
+            k, v = _Gather.apply(torch.stack([k, v]), self._group)
+        out: torch.Tensor | None = None
+        for reach in packed_seq_params.reaches:
+            part = attend(
+                q if reach.queries is None else q[reach.queries],
+                k if reach.keys is None else k[reach.keys],
+                v if reach.keys is None else v[reach.keys],
+                reach,
+                self._scale,
+            )
+            if reach.queries is None:
+                out = part
+            else:
+                out = (torch.zeros_like(q) if out is None else out).index_copy(0, reach.queries, part)
+        assert out is not None
+        return out.flatten(1)[:, None]
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scale: float) -> torch.Tensor:
+    """`[Q, heads, D]` from `q` `[Q, heads, D]` and `k`, `v` `[K, kv_heads, D]`, span by span.
+
+    On GPUs in half precision one variable-length flash kernel; else SDPA, once for rows of one length, or row by row.
+    """
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+        options: dict[str, Any] = {"enable_gqa": True} if _SHARED_HEADS else {}
+        if not _SHARED_HEADS:
+            k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
+        longest = max(reach.query_sizes), max(reach.key_sizes)
+        out = varlen_attn(
+            q, k, v, reach.query_ends, reach.key_ends, *longest, scale=scale, window_size=(-1, 0), **options
+        )
+        assert isinstance(out, torch.Tensor)
+        return out
+    if len(set(reach.query_sizes)) == 1 and len(set(reach.key_sizes)) == 1:
+        return _spans(*(part.unflatten(0, (len(reach.query_sizes), -1)) for part in (q, k, v)), scale=scale).flatten(
+            0, 1
+        )
+    parts = zip(q.split(reach.query_sizes), k.split(reach.key_sizes), v.split(reach.key_sizes), strict=True)
+    return torch.cat([_spans(q_[None], k_[None], v_[None], scale=scale)[0] for q_, k_, v_ in parts])
+
+
+def _spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """Spans of one size: `[n, Q, heads, D]` from `[n, Q, heads, D]` and `[n, K, kv_heads, D]`."""
+    more = k.shape[1] - q.shape[1]
+    mask = None
+    if more:  # SDPA's own causal mask begins at the upper left
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(more)
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    ).transpose(1, 2)
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' keys and values, one rank behind the other; each rank's gradient is the sum of all ranks'."""
+
+    @staticmethod
+    def forward(ctx: Any, both: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.group = group
+        every = both.new_empty(group.size() * len(both), *both.shape[1:])
+        dist.all_gather_into_tensor(every, both.contiguous(), group=group)
+        k, v = every.unflatten(0, (group.size(), 2)).unbind(1)
+        return k.flatten(0, 1), v.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        every = torch.stack([grad.unflatten(0, (ctx.group.size(), -1)) for grad in grads], dim=1).flatten(0, 1)
+        own = every.new_empty(2, *every.shape[1:])
+        dist.reduce_scatter_tensor(own, every, group=ctx.group)
+        return own, None

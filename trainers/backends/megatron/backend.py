@@ -1,0 +1,272 @@
+"""The megatron backend: a HF causal LM over tensor-, context-, data-, pipeline- and expert-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ....actors.protocols import MicroBatch
+from ...losses.factory import build_loss
+from ..checkpoint import on_first_rank
+from ..checkpointer import Checkpointer
+from ..config import BackendConfig
+from ..flops import flop_model
+from ..hf_model import write_folder
+from ..optimizer import clip_coefficient, learning_rate
+from ..throughput import StepMeter
+from ..train_step import TrainStep
+from ..vocab_logprobs import Entropy
+from .architecture import check_fits
+from .calls import megatron_calls
+from .gathering import gather_weights
+from .hf_source import HfSource
+from .library import get_forward_backward_func
+from .loss_inputs import loss_inputs
+from .mesh import open_mesh
+from .model import build_model
+from .row_sums import sum_rows, whole_counts
+from .rows import PackedRows, pack_rows
+from .training_state import TrainingState
+from .updates import (
+    Swapped,
+    apply,
+    build_optimizer,
+    clear_gradients,
+    reference_copy,
+    sum_gradients,
+    wrap_model,
+)
+
+
+class MegatronBackend:
+    """See `TrainBackend`. Collective calls wait until all ranks make them, bounded by the process group's timeout.
+
+    One at a time in a process, as Megatron's process groups are global to it. With `mixed_precision` the optimizer
+    keeps float32 copies of the parameters, made from their bfloat16 values.
+    """
+
+    def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
+        """Load this rank's part of the model. Needs a default process group of `world` ranks when `world` > 1.
+
+        Raises ValueError for a model that is not there or cannot be split as the topology says; RuntimeError without
+        the process group, or while another backend of the process is open.
+        """
+        self._config, self._topology = config, config.topology
+        self._rank, self._world = rank, world
+        self._half = config.mixed_precision == "bf16"
+        cuda = torch.cuda.is_available()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self._source = HfSource(config.model)
+        check_fits(config, self._source.config)
+        self._entropy: Entropy = "train" if config.loss.entropy_coef > 0 else "report" if config.entropy else "off"
+        self._steps = torch.zeros((), dtype=torch.int64)
+        with megatron_calls(self._device):
+            self._mesh = open_mesh(config.topology, rank)
+            try:
+                self._build()
+            except BaseException:
+                self._mesh.close()
+                raise
+
+    def _build(self) -> None:
+        config, model = self._config, self._source.config
+        self._policy = build_model(config, self._source, self._mesh, self._device)
+        self._reference = reference_copy(self._policy) if config.with_reference else None
+        self._model = wrap_model(config, self._policy)
+        self._optimizer = build_optimizer(config, self._model)
+        self._state = TrainingState(self._policy, self._optimizer, self._steps, model, self._mesh)
+        self._checkpointer = Checkpointer(self._rank, self._world)
+        first = self._mesh.place.cp == 0  # context-parallel ranks share their rows, which count with the first
+        group, reported = self._mesh.tokens, self._entropy != "off"
+        self._step = TrainStep(build_loss(config.loss), self._device, group, with_entropy=reported, counts_rows=first)
+        self._meter = StepMeter(flop_model(model), self._device, self._world, group, half=self._half)
+
+    # ------------------------------------------------------------ one step
+
+    def begin_step(self, temperature: float = 1.0) -> None:
+        """See `TrainBackend`. Raises ValueError when `temperature` is not above 0."""
+        self._step.begin(temperature)
+        self._meter.begin()
+        self._clear()
+
+    def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
+        """See `TrainBackend`. Every rank must have as many microbatches; one of no rows is legal.
+
+        The pipeline fills and drains once a call.
+
+        The last stage needs `input_ids`, `response_mask`, `rollout_logprobs`; `prev_logprobs` with `prev` "recompute";
+        `ref_logprobs` with a KL term. Raises RuntimeError when no step is open, ValueError naming a missing column.
+        """
+        with self._meter.working(), self._step.accumulating() as temperature:
+            self._run(micros, count, partial(self._train, temperature), forward_only=False)
+
+    def finish_step(self) -> dict[str, float]:
+        """See `TrainBackend`. A skipped step leaves weights, optimizer state and schedule as they were."""
+        with self._meter.working(), megatron_calls(self._device):
+            metrics = self._finish()
+        return {**metrics, **self._meter.metrics()}
+
+    def abort_step(self) -> None:
+        """See `TrainBackend`."""
+        self._step.abort()
+        self._clear()
+
+    # ------------------------------------------------------------ log-probs
+
+    @torch.no_grad()
+    def logprobs(
+        self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
+    ) -> list[torch.Tensor]:
+        """See `TrainBackend`. Legal while a step is open. Raises ValueError for `reference` without a reference."""
+        if reference and self._reference is None:
+            raise ValueError("trainer.with_reference: got False, expected True for log-probs of the reference model")
+        columns: list[torch.Tensor] = []
+        swapped = Swapped(self._policy, self._reference) if reference and self._reference else nullcontext()
+        with swapped:
+            self._run(micros, count, partial(self._predict, temperature, columns), forward_only=True)
+        return columns if self._rank == self._topology.writer(self._mesh.place.dp) else []
+
+    # ------------------------------------------------------------ weights and state
+
+    def export_weights(self) -> Mapping[str, torch.Tensor]:
+        """See `TrainBackend`. bfloat16 with `mixed_precision`, as forward computes with; else float32."""
+        return gather_weights(self._policy, self._source.config, self._topology, self._mesh)
+
+    def save(self, path: str, *, wait: bool = True) -> None:
+        """See `TrainBackend`. A checkpoint of that name is replaced once the new one is whole.
+
+        Without `wait` it is written while training goes on: see `Checkpointer.save`. Raises RuntimeError while a step
+        is open, ValueError when `path` exists and is no checkpoint.
+        """
+        self._step.require_closed("save")
+        with megatron_calls(self._device):
+            state = self._state.collect()
+        self._checkpointer.save(path, state, wait=wait)
+
+    def wait_saved(self) -> None:
+        """See `TrainBackend`."""
+        self._checkpointer.wait()
+
+    def load(self, path: str) -> None:
+        """See `TrainBackend`. The reference stays the config's model; learning rate and the like stay the config's.
+
+        Raises RuntimeError while a step is open, ValueError when `path` is no whole checkpoint of this model.
+        """
+        self._step.require_closed("load")
+        state = self._state.blank()
+        self._checkpointer.load(path, state)
+        self._state.restore(state)
+
+    def export_model(self, path: str) -> None:
+        """See `TrainBackend`. Weights as `export_weights` gives them. Raises ValueError when `path` exists."""
+        weights = self.export_weights()
+        on_first_rank(
+            lambda: write_folder(path, self._source.empty_model(), weights, self._config.model), self._rank, self._world
+        )
+
+    def close(self) -> None:
+        """Drop an open step; finish a checkpoint that is being written, or raise why it is not there; give Megatron's
+        process groups up. The default one is its owner's to end."""
+        self._step.abort()
+        try:
+            self._checkpointer.close()
+        finally:
+            self._mesh.close()
+
+    # ------------------------------------------------------------ inside
+
+    def _clear(self) -> None:
+        with megatron_calls(self._device):
+            clear_gradients(self._model, self._optimizer)
+
+    def _run(self, micros: Iterable[MicroBatch], count: int, forward: Any, *, forward_only: bool) -> None:
+        """Push `count` microbatches through the pipeline; Megatron's schedules call `forward(iterator, model)`."""
+        if count < 1:
+            return
+        with megatron_calls(self._device):
+            get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iter(micros),
+                model=self._model,
+                num_microbatches=count,
+                seq_length=1,  # lengths vary: stages tell each other
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+
+    def _next(self, micros: Iterator[MicroBatch]) -> tuple[MicroBatch, PackedRows]:
+        micro = next(micros, None)
+        if micro is None:
+            raise ValueError("microbatches: there are fewer than `count`, which all ranks must agree on")
+        packed = self._config.packing == "packed"
+        return micro, pack_rows(micro, self._topology, self._mesh.place, self._device, packed=packed)
+
+    def _train(self, temperature: float, micros: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
+        micro, rows = self._next(micros)
+        return model(rows, temperature, self._entropy), partial(self._loss, micro, rows)
+
+    def _loss(
+        self, micro: MicroBatch, rows: PackedRows, output: tuple[torch.Tensor, torch.Tensor | None]
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Called on the last stage only. Megatron's second value, a count to divide by, is not used: see `updates`."""
+        logprobs, entropy = output
+        cp = self._mesh.cp
+        row_tokens = whole_counts(rows.row_tokens, cp, self._device)
+        inputs = loss_inputs(
+            self._config,
+            micro,
+            index=rows.index,
+            row_ids=rows.row_ids,
+            row_tokens=row_tokens,
+            logprobs=logprobs,
+            entropy=entropy if self._entropy == "train" else None,
+            reduce_rows=partial(sum_rows, cp) if cp.size() > 1 else None,
+        )
+        loss = self._step.add(inputs, row_tokens.numpy(), micro.group_ids, entropy)
+        # Context-parallel ranks share their rows, which count with the first of them.
+        lengths = micro.lengths if self._mesh.place.cp == 0 else micro.lengths[:0]
+        self._meter.add(lengths, len(rows.index))
+        return loss, torch.zeros((), dtype=torch.int32, device=self._device), None
+
+    def _predict(
+        self, temperature: float, columns: list[torch.Tensor], micros: Iterator[MicroBatch], model: Any
+    ) -> tuple[Any, Any]:
+        micro, rows = self._next(micros)
+        output = model(rows, temperature, "off")
+        values = output[0] if isinstance(output, tuple) else output
+        return values, partial(self._collect, micro, rows, columns)
+
+    def _collect(
+        self, micro: MicroBatch, rows: PackedRows, columns: list[torch.Tensor], values: torch.Tensor, **_: Any
+    ) -> None:
+        """Called on the last stage only. Of whole rows each context-parallel rank has some tokens, and 0 elsewhere."""
+        column = torch.zeros(int(micro.lengths.sum()), dtype=torch.float32, device=self._device)
+        column[rows.whole_index] = values
+        if self._mesh.cp.size() > 1:
+            dist.all_reduce(column, group=self._mesh.cp)
+        columns.append(column.cpu())
+
+    def _finish(self) -> dict[str, float]:
+        norm = sum_gradients(self._model, self._optimizer)
+        # The norm is of all ranks already, so the first of those that add up their parts brings it.
+        whole = norm**2 if dist.get_rank(self._mesh.tokens) == 0 else 0.0
+        totals = self._step.finish(torch.tensor(whole, dtype=torch.float64, device=self._device))
+        config = self._config.optimizer
+        rate = learning_rate(config, int(self._steps))
+        if totals.applies:
+            clip = clip_coefficient(totals.grad_norm, config.grad_clip)
+            apply(self._optimizer, clip / totals.denominator, rate, config.weight_decay)
+            self._steps += 1
+        self._clear()
+        return {
+            **totals.metrics,
+            "train/grad_norm": totals.grad_norm,
+            "train/lr": rate,
+            "train/skipped": 0.0 if totals.applies else 1.0,
+        }

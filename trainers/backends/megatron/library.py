@@ -1,0 +1,59 @@
+"""All of megatron-core that Headrace uses, imported in this one place; without TransformerEngine and Apex."""
+
+from __future__ import annotations
+
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it says of a dozen optional packages that they are not there
+    try:
+        from megatron.core import parallel_state
+    except ImportError as error:
+        raise ValueError(
+            f"trainer.backend: got 'megatron', which needs megatron-core: pip install 'headrace[megatron]' ({error})"
+        ) from None
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+    )
+    from megatron.core.tensor_parallel import random as tensor_parallel_random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+# megatron-core 0.16.1: without TransformerEngine this name is never set, and every router's forward raises NameError,
+# on GPUs too (moe_utils.py, RouterGatingLinearFunction). Delete when the pin moves to a release that sets it.
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None
+
+__all__ = [
+    "ChainedOptimizer",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "DistributedOptimizer",
+    "GPTModel",
+    "OptimizerConfig",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "copy_to_tensor_model_parallel_region",
+    "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "moe_utils",
+    "parallel_state",
+    "tensor_parallel_random",
+    "token_dispatcher",
+]

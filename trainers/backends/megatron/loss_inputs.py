@@ -1,0 +1,54 @@
+"""What a loss is given of a microbatch: its columns at the wanted tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ....actors.protocols import MicroBatch
+from ...losses.terms import LossInputs
+from ..config import BackendConfig
+
+
+def loss_inputs(
+    config: BackendConfig,
+    micro: MicroBatch,
+    *,
+    index: torch.Tensor,
+    row_ids: torch.Tensor,
+    row_tokens: torch.Tensor,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor | None,
+    reduce_rows: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> LossInputs:
+    """`index` int64 `[T]`, CPU: where the wanted tokens stand in the packed columns; the rest as in `LossInputs`, with
+    `entropy` None unless it is trained on, and `row_tokens` on any device. Raises ValueError naming a missing column.
+    """
+    device = logprobs.device
+
+    def column(name: str, why: str) -> torch.Tensor:
+        if name not in micro.batch:
+            raise ValueError(f"microbatch: has no {name!r}, which {why} needs; it has {', '.join(micro.batch)}")
+        return micro.batch.jagged(name).values[index].to(device)
+
+    loss = config.loss
+    rollout = column("rollout_logprobs", "every step")
+    recompute = config.prev == "recompute"
+    groups = None
+    if loss.aggregation == "prompt":
+        if micro.group_tokens is None:
+            raise ValueError("microbatch: has no group_tokens, which loss.aggregation = 'prompt' needs")
+        groups = torch.from_numpy(micro.group_tokens).to(device)
+    return LossInputs(
+        logprobs=logprobs,
+        prev_logprobs=column("prev_logprobs", "algorithm.prev_logprobs = 'recompute'") if recompute else rollout,
+        rollout_logprobs=rollout,
+        ref_logprobs=column("ref_logprobs", "loss.kl_coef") if loss.kl_coef > 0 else None,
+        advantages=torch.tensor(micro.advantages, device=device)[row_ids],
+        row_ids=row_ids,
+        row_tokens=row_tokens.to(device),
+        group_tokens=groups,
+        entropy=entropy,
+        reduce_rows=reduce_rows,
+    )

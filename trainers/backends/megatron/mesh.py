@@ -1,0 +1,122 @@
+"""Megatron's process groups for a `Topology`: made, held by one backend at a time in a process, and given up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ....dataplane.topology import Place, Topology
+from .architecture import expert_tensor_size
+from .library import parallel_state, tensor_parallel_random
+from .weights import Entry, Part
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Groups that this rank is in."""
+
+    place: Place
+    part: Part
+    """Which parts of the weights it holds."""
+    tokens: dist.ProcessGroup
+    """All ranks of the same tensor-parallel index: their losses add up, each token counted once."""
+    tp: dist.ProcessGroup
+    cp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    experts: dist.ProcessGroup
+    """Ranks that hold all of a stage's experts together: expert-tensor-parallel ones count first."""
+    replicas: dist.ProcessGroup
+    """Ranks that hold the same part of the weights, experts' aside: data- and context-parallel ones."""
+    expert_replicas: dist.ProcessGroup
+    """Ranks that hold the same part of the same experts."""
+    owns_default: bool
+    """The default process group is this mesh's own, made for one rank alone."""
+
+    def sharers(self, entry: Entry) -> dist.ProcessGroup:
+        """The ranks that hold `entry` together, or each alike."""
+        return self.experts if entry.is_expert else self.tp
+
+    def parts(self, entry: Entry) -> list[Part]:
+        """Which parts those ranks hold, in their order."""
+        num = self.sharers(entry).size()
+        if entry.is_expert:
+            etp = self.part.num_etp
+            return [replace(self.part, etp=index % etp, ep=index // etp) for index in range(num)]
+        return [replace(self.part, tp=index) for index in range(num)]
+
+    def close(self) -> None:
+        """Let another backend have Megatron's global state. Idempotent."""
+        if not parallel_state.model_parallel_is_initialized():
+            return
+        # Megatron only forgets its groups; their threads and connections would stay.
+        made = [group for group in parallel_state._global_process_group_list or () if group is not None]
+        parallel_state.destroy_model_parallel()
+        for group in (*made, self.tokens):
+            dist.destroy_process_group(group)
+        if self.owns_default:
+            dist.destroy_process_group()
+
+
+def open_mesh(topology: Topology, rank: int) -> Mesh:
+    """Make the groups. Collective over the default process group, which must have `topology.world` ranks; one rank
+    alone needs none. Raises RuntimeError when that is not so, or another backend of the process is open."""
+    if parallel_state.model_parallel_is_initialized():
+        raise RuntimeError("megatron backend: another one of this process is open; close it first")
+    owns_default = topology.world == 1 and not dist.is_initialized()
+    if owns_default:  # Megatron has process groups for one rank, too
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    if not dist.is_initialized() or dist.get_world_size() != topology.world:
+        raise RuntimeError(
+            f"megatron backend: needs a default process group of {topology.world} ranks before it is built"
+        )
+    etp = expert_tensor_size(topology)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        context_parallel_size=topology.cp,
+        expert_model_parallel_size=topology.ep,
+        expert_tensor_parallel_size=etp,
+        order="tp-cp-ep-dp-pp",  # as `Topology` counts
+        create_gloo_process_groups=False,
+    )
+    # There is no dropout, so the tracker has nothing to track; this one does not ask for a CUDA generator.
+    tensor_parallel_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    place = topology.place(rank)
+    members = [
+        [other for other in range(topology.world) if topology.place(other).tp == tp] for tp in range(topology.tp)
+    ]
+    groups = [dist.new_group(ranks) for ranks in members]  # all ranks make all of them
+    part = Part(
+        *(place.tp, topology.tp),
+        *(_group(parallel_state.get_expert_tensor_parallel_group()).rank(), etp),
+        *(_group(parallel_state.get_expert_model_parallel_group()).rank(), topology.ep),
+    )
+    mesh = Mesh(
+        place,
+        part,
+        tokens=_group(groups[place.tp]),
+        tp=_group(parallel_state.get_tensor_model_parallel_group()),
+        cp=_group(parallel_state.get_context_parallel_group()),
+        pp=_group(parallel_state.get_pipeline_model_parallel_group()),
+        experts=_group(parallel_state.get_expert_tensor_and_model_parallel_group()),
+        replicas=_group(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        expert_replicas=_group(parallel_state.get_expert_data_parallel_group()),
+        owns_default=owns_default,
+    )
+    assert _agrees(mesh), f"Megatron places rank {rank} elsewhere than {topology} at {place}"
+    return mesh
+
+
+def _group(found: Any) -> dist.ProcessGroup:
+    assert isinstance(found, dist.ProcessGroup), f"this rank is outside of a group of its own: {found}"
+    return found
+
+
+def _agrees(mesh: Mesh) -> bool:
+    ranks = (mesh.tp.rank(), mesh.cp.rank(), mesh.pp.rank(), parallel_state.get_data_parallel_rank())
+    return ranks == (mesh.place.tp, mesh.place.cp, mesh.place.pp, mesh.place.dp)

@@ -1,0 +1,138 @@
+"""One pipeline stage of a causal LM in Megatron modules, from packed rows to hidden states or log-probs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..config import BackendConfig
+from ..vocab_logprobs import Entropy, VocabShard, token_logprobs
+from .architecture import is_expert_layer, rotary_frequencies, transformer_config
+from .attention import PackedAttention
+from .hf_source import HfSource
+from .library import (
+    GPTModel,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_gpt_layer_local_spec,
+)
+from .mesh import Mesh
+from .norm import RMSNorm
+from .rows import PackedRows
+from .weights import cut, entries_of, expert_range
+
+
+class PolicyModel(GPTModel):
+    """Megatron's GPT, which ends in log-probs of the wanted tokens instead of all tokens' logits."""
+
+    _frequencies: torch.Tensor
+
+    def __init__(self, config: BackendConfig, model: Any, mesh: Mesh) -> None:
+        """This rank's stage of the model with HF config `model`, its weights not set yet."""
+        settings = transformer_config(config, model)
+        topology = config.topology
+        self._width = -(-model.vocab_size // topology.tp)
+        self.first_layer = mesh.place.pp * (model.num_hidden_layers // topology.pp)
+        """Index in the whole model of the stage's first layer."""
+        layers: Any = _layers(settings, model, self.first_layer, topology.pp)
+        super().__init__(
+            config=settings,
+            transformer_layer_spec=layers,
+            vocab_size=self._width * topology.tp,
+            max_sequence_length=model.max_position_embeddings,
+            pre_process=mesh.place.pp == 0,
+            post_process=mesh.place.pp == topology.pp - 1,
+            share_embeddings_and_output_weights=model.tie_word_embeddings,
+            position_embedding_type="none",  # angles are given to the decoder below
+        )
+        start = mesh.place.tp * self._width
+        self._tokens = min(self._width, model.vocab_size - start)
+        self._vocab: int | VocabShard = model.vocab_size
+        if topology.tp > 1:
+            self._vocab = VocabShard(mesh.tp, start, self._width)
+        self._group = mesh.tp
+        self._padding: int | None = model.pad_token_id
+        self.register_buffer("_frequencies", rotary_frequencies(model), persistent=False)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # only our own steps call it
+        self, rows: PackedRows, temperature: float, entropy: Entropy
+    ) -> Any:
+        """On the last stage (log-probs, entropies) of the wanted tokens as `token_logprobs` gives them; on the others
+        hidden states `[S, 1, H]`, the tensor-parallel rank's part of S under sequence parallelism."""
+        hidden = self._embed(rows.input_ids) if self.pre_process else None
+        angles = torch.outer(rows.positions.float(), self._frequencies)
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None],
+            packed_seq_params=rows.attention,
+        )
+        if not self.post_process:
+            return hidden
+        # Each rank's logits give it a part of the hidden states' gradient; backward of these two adds the parts up.
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self._group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self._group)
+        weight = self.shared_embedding_or_output_weight() if self._is_tied_here() else self.output_layer.weight
+        assert weight is not None, "the last stage has an output layer or shares the embedding"
+        weight = weight[: self._tokens]  # behind them is the padding that makes the parts equal
+
+        def head(states: torch.Tensor) -> torch.Tensor:
+            return F.linear(states, weight)
+
+        states = hidden[:, 0][rows.source]
+        return token_logprobs(states, rows.targets, head, self._vocab, temperature=temperature, entropy=entropy)
+
+    def _embed(self, ids: torch.Tensor | None) -> torch.Tensor:
+        """As HF's embedding does, not training the padding token's vector."""
+        assert ids is not None, "the first stage is sent token ids"
+        hidden = self.embedding(input_ids=ids, position_ids=None)
+        if self._padding is None:
+            return hidden
+        fixed = ids[0] == self._padding
+        if self.config.sequence_parallel:
+            fixed = fixed.chunk(self._group.size())[self._group.rank()]
+        return hidden.detach().where(fixed[:, None, None], hidden)
+
+    def _is_tied_here(self) -> bool:
+        """Whether this stage has one parameter for both, rather than the last stage's copy of the first one's."""
+        return self.share_embeddings_and_output_weights and self.pre_process
+
+
+def build_model(config: BackendConfig, source: HfSource, mesh: Mesh, device: torch.device) -> PolicyModel:
+    """This rank's stage with the weights of `source`."""
+    model = PolicyModel(config, source.config, mesh)
+    params = dict(model.named_parameters())
+    with torch.no_grad():
+        for entry in entries_of(list(params), model.first_layer, tied=source.config.tie_word_embeddings):
+            span = expert_range(source.config, mesh.part) if entry.is_expert else (None, None)
+            tensors = [source.tensor(name, *span) for name in entry.hf_names]
+            for name, value in zip(entry.names, cut(entry, tensors, source.config, mesh.part), strict=True):
+                assert params[name].shape == value.shape, (name, params[name].shape, value.shape)
+                params[name].copy_(value)
+                # Megatron marks what it initialises itself; the gradient's norm counts what is not so marked only with
+                # the first tensor-parallel rank.
+                params[name].tensor_model_parallel = entry.split != "whole"  # type: ignore[attr-defined]
+    return model.to(device)
+
+
+def _layers(settings: TransformerConfig, model: Any, first: int, stages: int) -> TransformerBlockSubmodules:
+    specs = []
+    for layer in range(first, first + model.num_hidden_layers // stages):
+        experts = model.num_experts if is_expert_layer(model, layer) else None
+        spec = get_gpt_layer_local_spec(
+            num_experts=experts, moe_grouped_gemm=False, qk_layernorm=settings.qk_layernorm, normalization="RMSNorm"
+        )
+        inner: Any = spec.submodules
+        inner.input_layernorm = inner.pre_mlp_layernorm = RMSNorm
+        attention = inner.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if settings.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        specs.append(spec)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)  # pyright: ignore[reportArgumentType]  # a class is what it builds from

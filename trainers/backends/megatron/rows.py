@@ -1,0 +1,152 @@
+"""How rows stand in a Megatron model: one packed sequence of padded rows, or a context-parallel rank's part of it.
+
+Every row is padded to a multiple of `Topology.pad_multiple` tokens (all to the longest one without packing), and with
+context parallelism cut into 2 * cp chunks of which this rank computes two: see `codecs.context_slices`. Padding stands
+behind its row, where causal attention keeps it unseen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ....actors.protocols import MicroBatch
+from ....codecs.context_slices import chunks
+from ....codecs.runs import exclusive_cumsum
+from ....dataplane.topology import Place, Topology
+from .attention import AttentionPlan, plan_attention, runs
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """A microbatch as one rank computes it: S tokens, and T tokens whose log-probs are wanted."""
+
+    input_ids: torch.Tensor | None
+    """int64 `[1, S]`; None where no token ids were sent."""
+    positions: torch.Tensor
+    """int64 `[S]`: each token's position in its row."""
+    attention: AttentionPlan
+    """Which tokens see which."""
+    source: torch.Tensor
+    """int64 `[T]`: positions in the S tokens whose hidden state predicts the token."""
+    targets: torch.Tensor
+    """int64 `[T]`: the tokens."""
+    row_ids: torch.Tensor
+    """int64 `[T]`: 0..N-1, ascending."""
+    row_tokens: torch.Tensor
+    """int64 `[N]`, CPU: wanted tokens of each row, of this rank's alone."""
+    index: torch.Tensor
+    """int64 `[T]`, CPU: where they stand in the batch's packed columns."""
+    whole_index: torch.Tensor
+    """int64 `[T]`: where they stand in the packed columns of whole rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The pieces of the rows that one rank computes, row by row: C = N, or 2 * N with context parallelism."""
+
+    rows: np.ndarray
+    """int64 `[C]`: whose piece it is."""
+    starts: np.ndarray
+    """int64 `[C]`: its first position in the row."""
+    sizes: np.ndarray
+    """int64 `[C]`: its tokens, padding included."""
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """int64 `[C]`: where it begins in the rank's S tokens."""
+        return exclusive_cumsum(self.sizes)
+
+
+def pack_rows(micro: MicroBatch, topology: Topology, place: Place, device: torch.device, *, packed: bool) -> PackedRows:
+    """Lay out what this rank computes, with columns on any device; what is where is worked out on the CPU.
+
+    A microbatch without tokens gets one of padding, so that it takes part in the collectives. Raises ValueError when a
+    row's first token is to be trained on, or columns are not what was to be sent.
+    """
+    lengths = micro.lengths if micro.lengths.sum() else np.ones(1, np.int64)
+    pieces, padded = _chunks_of(lengths, topology, place, packed=packed)
+    positions = runs(pieces.starts, pieces.sizes)
+    attention = plan_attention(padded, topology.cp, place.cp, device)
+    if "input_ids" not in micro.batch:
+        nothing = torch.zeros(0, dtype=torch.int64)
+        ids, wanted = None, _Wanted(*[nothing] * 5)
+        counts = torch.zeros(len(micro.lengths), dtype=torch.int64)
+    else:
+        ids, wanted = _place_tokens(micro, pieces, len(positions))
+        counts = torch.bincount(wanted.row_ids, minlength=len(micro.lengths))
+    return PackedRows(
+        input_ids=None if ids is None else ids[None].to(device),
+        positions=torch.from_numpy(positions).to(device),
+        attention=attention,
+        source=wanted.source.to(device),
+        targets=wanted.targets.to(device),
+        row_ids=wanted.row_ids.to(device),
+        row_tokens=counts,
+        index=wanted.index,
+        whole_index=wanted.whole_index.to(device),
+    )
+
+
+def _chunks_of(lengths: np.ndarray, topology: Topology, place: Place, *, packed: bool) -> tuple[_Chunks, np.ndarray]:
+    """This rank's pieces, and int64 `[N]`: tokens of each row with its padding."""
+    multiple = topology.pad_multiple
+    padded = -(-lengths // multiple) * multiple
+    if not packed:
+        padded = np.full_like(padded, padded.max())
+    rows = np.arange(len(lengths))
+    if topology.cp == 1:
+        return _Chunks(rows, np.zeros_like(padded), padded), padded
+    starts, stops = chunks(lengths, multiple, topology.cp, place.cp)
+    return _Chunks(np.repeat(rows, 2), starts.reshape(-1), (stops - starts).reshape(-1)), padded
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The wanted tokens' columns of `PackedRows`, on the CPU."""
+
+    source: torch.Tensor
+    targets: torch.Tensor
+    row_ids: torch.Tensor
+    index: torch.Tensor
+    whole_index: torch.Tensor
+
+
+def _place_tokens(micro: MicroBatch, pieces: _Chunks, size: int) -> tuple[torch.Tensor, _Wanted]:
+    """int64 `[S]` token ids, 0 at padding, and the tokens whose log-probs are wanted.
+
+    Of each piece [a, b) the tokens [a, b + 1) were sent: all but the last are put in, all but the first are predicted.
+    """
+    ends = micro.lengths[pieces.rows] if len(micro.lengths) else np.zeros_like(pieces.rows)
+    begins = np.minimum(pieces.starts, ends)
+    stops = np.where(pieces.starts < ends, np.minimum(pieces.starts + pieces.sizes + 1, ends), ends)
+    sent = stops - begins
+    column = micro.batch.jagged("input_ids").values.cpu().long()
+    if len(column) != sent.sum():
+        raise ValueError(f"microbatch: got {len(column)} token ids, expected the {sent.sum()} of this rank's pieces")
+    within = torch.from_numpy(runs(np.zeros_like(sent), sent))
+    piece = torch.from_numpy(np.repeat(np.arange(len(sent)), sent))
+    offsets, sizes = torch.from_numpy(pieces.offsets)[piece], torch.from_numpy(pieces.sizes)[piece]
+    position = torch.from_numpy(begins)[piece] + within
+    ids = torch.zeros(size, dtype=torch.int64)
+    own = within < sizes
+    ids[(offsets + within)[own]] = column[own]
+    rows = torch.from_numpy(pieces.rows)[piece]
+    wanted = position > 0
+    if "response_mask" in micro.batch:
+        marked = micro.batch.jagged("response_mask").values.cpu() != 0
+        orphans = rows[marked & ~wanted]
+        if len(orphans):
+            raise ValueError(f"response_mask: row {int(orphans[0])} marks its first token, expected a prompt before it")
+        wanted = marked
+    index = (wanted & (within > 0)).nonzero().flatten()  # another rank predicts a later piece's first token
+    row_starts = torch.from_numpy(exclusive_cumsum(micro.lengths))
+    return ids, _Wanted(
+        source=(offsets + within)[index] - 1,
+        targets=column[index],
+        row_ids=rows[index],
+        index=index,
+        whole_index=row_starts[rows[index]] + position[index],
+    )

@@ -1,0 +1,161 @@
+"""Model and optimizer as sharded tensors under HF names, whatever the mesh: what a checkpoint holds.
+
+A rank's part of a parameter is boxes of HF tensors (`weights.boxes`), so another mesh, or for models without experts
+the fsdp backend, finds its own parts in what this one wrote. The distributed optimizer has flat pieces of a parameter
+on each data-parallel rank; they are put together first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ..checkpoint import STEPS
+from .library import ChainedOptimizer, DistributedOptimizer
+from .mesh import Mesh
+from .model import PolicyModel
+from .weights import EMBEDDING, HEAD, Entry, boxes, entries_of, split_dim, unbox
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank's optimizer has of one parameter: elements `start` to `stop` of it, flat."""
+
+    start: int
+    stop: int
+    values: dict[str, torch.Tensor]
+    """float32 `[stop - start]`: `weight`, and each of MOMENTS; writing to them writes to the optimizer."""
+
+
+class TrainingState:
+    """The tensors that training changes, of one rank."""
+
+    def __init__(
+        self, model: PolicyModel, optimizer: ChainedOptimizer, steps: torch.Tensor, config: Any, mesh: Mesh
+    ) -> None:
+        """config: of HF. Puts the optimizer's state in place: a checkpoint before the first step is whole, too."""
+        self._params = dict(model.named_parameters())
+        self._entries = entries_of(list(self._params), model.first_layer, tied=config.tie_word_embeddings)
+        self._steps, self._config, self._mesh = steps, config, mesh
+        self._optimizer = optimizer
+        self._shares = _shares(optimizer, list(self._params.values()))
+        device = next(iter(self._params.values())).device
+        self._meshes = {
+            is_expert: DeviceMesh.from_group(group, device.type)
+            for is_expert, group in ((False, mesh.tp), (True, mesh.experts))
+            if group.size() > 1
+        }
+
+    @torch.no_grad()
+    def collect(self) -> dict[str, torch.Tensor]:
+        """A copy of everything, by name. Collective."""
+        state: dict[str, torch.Tensor] = {STEPS: self._steps.clone()}
+        for entry in self._entries:
+            wholes = [self._whole(self._params[name]) for name in entry.names]
+            for kind in ("weight", *MOMENTS):
+                state |= self._boxed(entry, [whole[kind] for whole in wholes], kind)
+            state |= {f"optimizer.{name}.step": self._steps.float() for name in entry.hf_names}
+        if self._config.tie_word_embeddings:  # fsdp's state has both names
+            embedding = state.get(_key(EMBEDDING, "weight"))
+            state |= {} if embedding is None else {_key(HEAD, "weight"): embedding}
+        return state
+
+    @torch.no_grad()
+    def blank(self) -> dict[str, torch.Tensor]:
+        """Room for everything that `restore` takes."""
+        state: dict[str, torch.Tensor] = {STEPS: torch.zeros_like(self._steps)}
+        for entry in self._entries:
+            room = [torch.zeros_like(self._params[name], dtype=torch.float32) for name in entry.names]
+            for kind in ("weight", *MOMENTS):
+                state |= self._boxed(entry, [tensor.clone() for tensor in room], kind)
+        return state
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, torch.Tensor]) -> None:
+        """Set model and optimizer to what has been read into `blank`."""
+        self._steps.copy_(state[STEPS])
+        for entry in self._entries:
+            for kind in ("weight", *MOMENTS):
+                found = [state[_key(name, kind)] for name in entry.hf_names]
+                local = [value.to_local() if isinstance(value, DTensor) else value for value in found]
+                for name, value in zip(entry.names, unbox(entry, local, self._config, self._mesh.part), strict=True):
+                    self._set(self._params[name], kind, value)
+        for part in self._optimizer.chained_optimizers:
+            for state_of_param in part.optimizer.state.values():
+                state_of_param["step"].fill_(float(self._steps))
+
+    def _set(self, param: torch.Tensor, kind: str, value: torch.Tensor) -> None:
+        if kind == "weight":
+            param.copy_(value)
+        share = self._shares.get(param)
+        if share is not None:
+            share.values[kind].copy_(value.flatten()[share.start : share.stop])
+
+    def _whole(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """float32, in the parameter's shape."""
+        kinds = ("weight", *MOMENTS)
+        every = torch.zeros(len(kinds), param.numel(), dtype=torch.float32, device=param.device)
+        share = self._shares.get(param)
+        if share is not None:
+            for row, kind in zip(every, kinds, strict=True):
+                row[share.start : share.stop] = share.values[kind]
+        if isinstance(self._optimizer.chained_optimizers[0], DistributedOptimizer):
+            group = self._mesh.replicas if getattr(param, "allreduce", True) else self._mesh.expert_replicas
+            dist.all_reduce(every, group=group)  # of each element one rank has the value, the others 0
+        return {kind: row.view(param.shape) for kind, row in zip(kinds, every, strict=True)}
+
+    def _boxed(self, entry: Entry, tensors: list[torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+        dim = split_dim(entry, self._mesh.part)
+        found: dict[str, torch.Tensor] = {}
+        for name, box in zip(entry.hf_names, boxes(entry, tensors, self._config, self._mesh.part), strict=True):
+            found[_key(name, kind)] = box.contiguous() if dim is None else self._spread(entry, box.contiguous(), dim)
+        return found
+
+    def _spread(self, entry: Entry, box: torch.Tensor, dim: int) -> DTensor:
+        mesh = self._meshes[entry.is_expert]
+        shape = list(box.shape)
+        shape[dim] = self._config.vocab_size if entry.split == "vocabulary" else shape[dim] * mesh.size()
+        stride = [1]
+        for size in reversed(shape[1:]):
+            stride.insert(0, stride[0] * size)
+        return DTensor.from_local(
+            box, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        )
+
+
+def _key(name: str, kind: str) -> str:
+    return f"model.{name}" if kind == "weight" else f"optimizer.{name}.{kind}"
+
+
+def _shares(optimizer: ChainedOptimizer, params: list[torch.nn.Parameter]) -> dict[torch.Tensor, Share]:
+    found: dict[torch.Tensor, Share] = {}
+    for part in optimizer.chained_optimizers:
+        adam = part.optimizer
+        for group in adam.param_groups:
+            for main in group["params"]:
+                adam.state[main] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    **{moment: torch.zeros_like(main) for moment in MOMENTS},
+                }
+        if isinstance(part, DistributedOptimizer):
+            for param, (group, order) in part.model_param_group_index_map.items():
+                span = part._get_model_param_range_map(param)["param"]
+                found[param] = _share(adam, adam.param_groups[group]["params"][order], span.start, span.end)
+            continue
+        mine = {getattr(param, "main_param", param): param for param in params}
+        for group in adam.param_groups:
+            for main in group["params"]:
+                found[mine[main]] = _share(adam, main, 0, main.numel())
+    return found
+
+
+def _share(adam: torch.optim.Optimizer, main: torch.Tensor, start: int, stop: int) -> Share:
+    moments = {moment: adam.state[main][moment].view(-1) for moment in MOMENTS}
+    return Share(start, stop, {"weight": main.data.view(-1), **moments})

@@ -1,0 +1,109 @@
+"""Gradients and the optimizer step in Megatron: summed over ranks, one norm of all, AdamW on each rank's share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..config import BackendConfig
+from ..optimizer import scale_
+from .library import (
+    ChainedOptimizer,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    OptimizerConfig,
+    finalize_model_grads,
+    get_megatron_optimizer,
+)
+from .model import PolicyModel
+
+
+def wrap_model(config: BackendConfig, model: PolicyModel) -> DistributedDataParallel:
+    """With buffers of float32 gradients, which are added up over ranks in `sum_gradients` and not before."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,  # a step has any number of backward passes, and is reduced after the last
+        use_distributed_optimizer=config.distributed_optimizer,
+    )
+    return DistributedDataParallel(model.config, settings, model)
+
+
+def build_optimizer(config: BackendConfig, model: DistributedDataParallel) -> ChainedOptimizer:
+    """AdamW, weight decay for matrices only. Float32 copies of bfloat16 parameters are its own."""
+    half = config.mixed_precision == "bf16"
+    wanted = config.optimizer
+    settings = OptimizerConfig(
+        optimizer="adam",
+        decoupled_weight_decay=True,
+        lr=wanted.lr,
+        weight_decay=wanted.weight_decay,
+        adam_beta1=wanted.betas[0],
+        adam_beta2=wanted.betas[1],
+        adam_eps=wanted.eps,
+        bf16=half,
+        params_dtype=torch.bfloat16 if half else torch.float32,
+        use_distributed_optimizer=config.distributed_optimizer,
+        clip_grad=0.0,  # `apply` scales and clips at once
+    )
+    optimizer = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
+    assert isinstance(optimizer, ChainedOptimizer)
+    return optimizer
+
+
+def clear_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer) -> None:
+    """To zero."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def sum_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer) -> float:
+    """Add up the gradients of all ranks that share a parameter; returns the norm of the whole. Once a step; collective.
+
+    The schedules and DDP divide by nothing (`calculate_per_token_loss`), so these are sums over all microbatches and
+    ranks, of which each token is with one. Parameters that several ranks hold alike count once.
+    """
+    finalize_model_grads([model])
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+@torch.no_grad()
+def apply(optimizer: ChainedOptimizer, factor: float, rate: float, weight_decay: float) -> None:
+    """One step with the summed gradients times `factor` at learning rate `rate`. Collective."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in params if param.grad is not None]
+    if grads:
+        scale_(grads, factor)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+        # Megatron leaves it to its scheduler, which is not used, to spare the vectors (`wd_mult` 0).
+        group["weight_decay"] = weight_decay * group["wd_mult"]
+    optimizer.step_with_ready_grads()
+
+
+def reference_copy(model: PolicyModel) -> list[torch.Tensor]:
+    """The parameters as they are now, in host memory."""
+    return [param.detach().to("cpu", copy=True) for param in model.parameters()]
+
+
+class Swapped:
+    """A context in which a model's parameters have other values; afterwards they are to the bit what they were."""
+
+    def __init__(self, model: PolicyModel, values: list[torch.Tensor]) -> None:
+        self._params, self._values = list(model.parameters()), values
+
+    @torch.no_grad()
+    def __enter__(self) -> None:
+        self._own = [param.detach().to("cpu", copy=True) for param in self._params]
+        self._put(self._values)
+
+    @torch.no_grad()
+    def __exit__(self, *_: Any) -> None:
+        self._put(self._own)
+        del self._own
+
+    def _put(self, values: list[torch.Tensor]) -> None:
+        for param, value in zip(self._params, values, strict=True):
+            param.copy_(value)

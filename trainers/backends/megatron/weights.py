@@ -1,0 +1,203 @@
+"""HF weights to Megatron's and back: which HF tensors a Megatron parameter is made of, and each rank's part of it.
+
+Pure functions on whole tensors and their parts; who reads or gathers them is no matter here. HF names are those of the
+HF model's own parameters (experts stacked), without tied ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Split = Literal["whole", "vocabulary", "columns", "heads", "gated", "expert_gated", "expert_columns"]
+"""How a parameter is split over tensor-parallel ranks:
+
+whole            not at all: norms and routers
+vocabulary       by tokens, padded with zeros to equal parts
+columns          along dimension 1 of the matrix
+heads            query, key and value matrices in one, by groups of heads that share a key
+gated            gate and up matrices in one, along dimension 0 of each
+expert_gated     stacked experts' `gated`, experts over expert-parallel ranks, each over expert-tensor-parallel ones
+expert_columns   stacked experts' `columns`, likewise
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One Megatron parameter, or the same one of every expert, and the HF tensors it is made of."""
+
+    names: tuple[str, ...]
+    """Names in the Megatron model of this rank."""
+    hf_names: tuple[str, ...]
+    """Names in the HF model."""
+    split: Split
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is spread over the expert-parallel ranks."""
+        return self.split.startswith("expert")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which of how many equal parts, along each way of splitting."""
+
+    tp: int = 0
+    num_tp: int = 1
+    etp: int = 0
+    """Of one expert's matrices."""
+    num_etp: int = 1
+    ep: int = 0
+    """Of the experts."""
+    num_ep: int = 1
+
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
+_IN_LAYER: dict[str, tuple[tuple[str, ...], Split]] = {
+    "input_layernorm.weight": (("input_layernorm.weight",), "whole"),
+    "pre_mlp_layernorm.weight": (("post_attention_layernorm.weight",), "whole"),
+    "self_attention.linear_qkv.weight": (
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        "heads",
+    ),
+    "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), "columns"),
+    "self_attention.q_layernorm.weight": (("self_attn.q_norm.weight",), "whole"),
+    "self_attention.k_layernorm.weight": (("self_attn.k_norm.weight",), "whole"),
+    "mlp.linear_fc1.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gated"),
+    "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), "columns"),
+    "mlp.router.weight": (("mlp.gate.weight",), "whole"),
+    "linear_fc1": (("mlp.experts.gate_up_proj",), "expert_gated"),
+    "linear_fc2": (("mlp.experts.down_proj",), "expert_columns"),
+}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def entries_of(names: Sequence[str], first_layer: int, *, tied: bool) -> list[Entry]:
+    """Entries of a pipeline stage's parameter `names`, in a fixed order, its layers counted from `first_layer`.
+
+    `tied`: the output layer is the embedding. Raises ValueError for a name that has no HF counterpart.
+    """
+    found: dict[tuple[str, ...], tuple[list[str], Split]] = {}
+    for name in names:
+        hf_names, split = _counterpart(name, first_layer, tied)
+        found.setdefault(hf_names, ([], split))[0].append(name)
+    return [
+        Entry(tuple(sorted(members, key=_expert_index)), hf_names, split)
+        for hf_names, (members, split) in found.items()
+    ]
+
+
+def _counterpart(name: str, first_layer: int, tied: bool) -> tuple[tuple[str, ...], Split]:
+    if name == "embedding.word_embeddings.weight":
+        return (EMBEDDING,), "vocabulary"
+    if name == "output_layer.weight":
+        return (EMBEDDING if tied else HEAD,), "vocabulary"
+    if name == "decoder.final_layernorm.weight":
+        return ("model.norm.weight",), "whole"
+    layer = _LAYER.fullmatch(name)
+    if layer is not None:
+        expert = _EXPERT.fullmatch(layer[2])
+        known = _IN_LAYER.get(expert[2] if expert else layer[2])
+        if known is not None:
+            hf_names, split = known
+            return tuple(f"model.layers.{int(layer[1]) + first_layer}.{hf}" for hf in hf_names), split
+    raise ValueError(f"megatron weights: parameter {name!r} has no counterpart in a HF model")
+
+
+def _expert_index(name: str) -> int:
+    layer = _LAYER.fullmatch(name)
+    expert = _EXPERT.fullmatch(layer[2]) if layer else None
+    return int(expert[1]) if expert else 0
+
+
+def expert_range(config: Any, part: Part) -> tuple[int, int]:
+    """(first, behind the last) of the experts on an expert-parallel rank."""
+    size = config.num_experts // part.num_ep
+    return part.ep * size, (part.ep + 1) * size
+
+
+def split_dim(entry: Entry, part: Part) -> int | None:
+    """Along which dimension of their HF tensors the ranks' boxes lie side by side; None when each has the whole."""
+    if entry.is_expert:
+        if part.num_etp == 1:
+            return 0 if part.num_ep > 1 else None
+        return 2
+    if entry.split == "whole" or part.num_tp == 1:
+        return None
+    return 1 if entry.split == "columns" else 0
+
+
+def boxes(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part) -> list[torch.Tensor]:
+    """The rank's part of an entry, a tensor for each of its `names`, as boxes of the HF tensors `hf_names`.
+
+    Of a vector of tokens without the padding. Of gate and up matrices of experts, which HF has in one,
+    `[experts, 2, rows, columns]`.
+    """
+    first = tensors[0]
+    if entry.is_expert:
+        stack = torch.stack(list(tensors))
+        return [stack.unflatten(1, (2, -1)) if entry.split == "expert_gated" else stack]
+    if entry.split == "vocabulary":
+        return [first[: _tokens(config, part)]]
+    if entry.split == "gated":
+        return list(first.chunk(2))
+    if entry.split == "heads":
+        groups = first.unflatten(0, (config.num_key_value_heads // part.num_tp, -1))
+        queries = config.num_attention_heads // config.num_key_value_heads
+        width = groups.shape[1] // (queries + 2)
+        return [piece.flatten(0, 1) for piece in groups.split([queries * width, width, width], 1)]
+    assert entry.split in ("whole", "columns"), entry
+    return [first]
+
+
+def unbox(entry: Entry, parts: Sequence[torch.Tensor], config: Any, part: Part) -> list[torch.Tensor]:
+    """Inverse of `boxes`."""
+    first = parts[0]
+    if entry.is_expert:
+        return list(first.flatten(1, 2) if entry.split == "expert_gated" else first)
+    if entry.split == "vocabulary":
+        missing = -(-config.vocab_size // part.num_tp) - len(first)
+        return [torch.cat([first, first.new_zeros(missing, *first.shape[1:])])]
+    if entry.split == "gated":
+        return [torch.cat(list(parts))]
+    if entry.split == "heads":
+        num = config.num_key_value_heads // part.num_tp
+        return [torch.cat([piece.unflatten(0, (num, -1)) for piece in parts], 1).flatten(0, 1)]
+    assert entry.split in ("whole", "columns"), entry
+    return [first]
+
+
+def cut(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part) -> list[torch.Tensor]:
+    """The rank's part of an entry, a tensor for each of its `names`, from HF `tensors` in the order of `hf_names`.
+
+    Of stacked experts `tensors` have the rank's own only (`expert_range`).
+    """
+    wholes = [tensor.unflatten(1, (2, -1)) if entry.split == "expert_gated" else tensor for tensor in tensors]
+    dim = split_dim(entry, part)
+    if dim is None or (entry.is_expert and dim == 0):
+        return unbox(entry, wholes, config, part)
+    rank, num = (part.etp, part.num_etp) if entry.is_expert else (part.tp, part.num_tp)
+    return unbox(entry, [whole.chunk(num, dim)[rank] for whole in wholes], config, part)
+
+
+def join(
+    entry: Entry, parts: Sequence[Sequence[torch.Tensor]], config: Any, members: Sequence[Part]
+) -> dict[str, torch.Tensor]:
+    """Inverse of `cut`: HF name -> whole tensor, from the parts of all ranks; `members` says which each is."""
+    dim = split_dim(entry, members[0])
+    found = [boxes(entry, part, config, member) for part, member in zip(parts, members, strict=True)]
+    wholes = [pieces[0] if dim is None else torch.cat(pieces, dim) for pieces in zip(*found, strict=True)]
+    if entry.split == "expert_gated":
+        wholes = [whole.flatten(1, 2) for whole in wholes]
+    return dict(zip(entry.hf_names, wholes, strict=True))
+
+
+def _tokens(config: Any, part: Part) -> int:
+    """How many of the rank's vocabulary rows are tokens."""
+    width = -(-config.vocab_size // part.num_tp)
+    return min(width, config.vocab_size - part.tp * width)

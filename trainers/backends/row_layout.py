@@ -1,0 +1,87 @@
+"""How the rows of a microbatch are laid out for a model: padded side by side, or packed into one row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...codecs.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Rows of a batch as one tensor of ids, and T of their tokens whose log-probs are wanted.
+
+    Of each row the last token is left out of `input_ids`: it predicts nothing. Right-padded rows need no attention
+    mask: under causal attention no token sees the padding to its right, and what stands at the padding itself is never
+    read. This keeps attention kernels on their fast path.
+    """
+
+    input_ids: torch.Tensor
+    """int64 `[N, L]`, L being one less than the longest row; packed: `[1, S]`, all rows one after the other. At least
+    one token, so that a rank without rows still takes part in the collectives."""
+    position_ids: torch.Tensor | None
+    """int64 `[1, S]`: each token's position in its own row; None for padded rows."""
+    ends: torch.Tensor | None
+    """int32 `[rows + 1]`: 0 and where each packed row ends; rows without a token are left out. None for padded rows."""
+    longest: int
+    """Tokens of the longest row in `input_ids`."""
+    source: torch.Tensor
+    """int64 `[T]`: flat positions in `input_ids` whose hidden state predicts the token."""
+    targets: torch.Tensor
+    """int64 `[T]`: the tokens."""
+    row_ids: torch.Tensor
+    """int64 `[T]`: 0..N-1, ascending."""
+    row_tokens: torch.Tensor
+    """int64 `[N]`, CPU: wanted tokens of each row."""
+    index: torch.Tensor
+    """int64 `[T]`, CPU: where they stand in the batch's packed columns."""
+
+
+def lay_out(batch: Batch, device: torch.device, *, packed: bool = False) -> RowLayout:
+    """Lay out a batch with `input_ids`, wanting the tokens that `response_mask` marks, or all but each row's first when
+    the batch has no such field. Raises ValueError when a row's first token is marked: nothing predicts it."""
+    column = batch.jagged("input_ids")
+    # On the host, wherever the columns are: where a row's tokens go depends on their values, 5 bytes a token.
+    ids, lengths = column.values.cpu().long(), torch.tensor(column.lengths)
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    position = torch.arange(len(ids)) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    wanted = _wanted(batch, rows, position)
+    kept = (lengths - 1).clamp(min=0)
+    starts = kept.cumsum(0) - kept
+    width = max(int(kept.max()), 1) if len(kept) else 1
+    flat = starts[rows] + position if packed else rows * width + position
+    inside = position < kept[rows]
+    shape = (1, max(int(kept.sum()), 1)) if packed else (max(len(lengths), 1), width)
+    tokens = ids.new_zeros(shape)
+    tokens.view(-1)[flat[inside]] = ids[inside]
+    positions = ends = None
+    if packed:
+        positions = torch.zeros(shape, dtype=torch.int64)
+        positions.view(-1)[flat[inside]] = position[inside]
+        filled = kept[kept > 0]
+        filled = filled if len(filled) else torch.ones(1, dtype=torch.int64)  # the one token of an empty microbatch
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), filled.cumsum(0)]).int()
+    index = wanted.nonzero().flatten()
+    return RowLayout(
+        input_ids=tokens.to(device),
+        position_ids=None if positions is None else positions.to(device),
+        ends=None if ends is None else ends.to(device),
+        longest=width,
+        source=(flat[index] - 1).to(device),
+        targets=ids[index].to(device),
+        row_ids=rows[index].to(device),
+        row_tokens=torch.bincount(rows[index], minlength=len(lengths)),
+        index=index,
+    )
+
+
+def _wanted(batch: Batch, rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    if "response_mask" not in batch:
+        return position > 0
+    wanted = batch.jagged("response_mask").values.cpu() != 0
+    orphans = rows[wanted & (position == 0)]
+    if len(orphans):
+        raise ValueError(f"response_mask: row {int(orphans[0])} marks its first token, expected a prompt before it")
+    return wanted

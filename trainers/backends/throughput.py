@@ -1,0 +1,86 @@
+"""How fast a train step was: FLOP/s, MFU, tokens a second and memory, measured around the step's own work."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .flops import BF16_PEAKS, FlopModel
+
+GIB = 2**30
+
+
+class StepMeter:
+    """Seconds, tokens and FLOPs of the step that is open, on one rank."""
+
+    def __init__(
+        self,
+        flops: FlopModel | None,
+        device: torch.device,
+        world: int,
+        group: dist.ProcessGroup | None,
+        *,
+        half: bool,
+    ) -> None:
+        """`world`: ranks of the mesh. `group`: ranks whose rows are different ones (data-parallel), None for one alone.
+        `half`: products are in bfloat16. Without `flops` no FLOP/s are reported, and no MFU unless the device's peak is
+        known."""
+        self._flops, self._device, self._world, self._group = flops, device, world, group
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._peak = BF16_PEAKS.get(name) if half else None
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a step at nothing."""
+        self._seconds = self._tokens = self._work = 0.0
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around work of the step, waits for its rows included; a GPU's queue is waited for at the end."""
+        start = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._seconds += time.perf_counter() - start
+
+    def add(self, lengths: np.ndarray, predicted: int) -> None:
+        """Count a microbatch: `lengths` int64 `[N]` of whole rows, logits for `predicted` of their tokens."""
+        self._tokens += float(lengths.sum())
+        if self._flops is not None:
+            self._work += self._flops.step(lengths, predicted)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the whole mesh, the same on all ranks; collective over all of them.
+
+        `train/tokens_per_s`: tokens, prompts included, of all ranks over the slowest rank's seconds; `train/tflops`:
+        model TFLOP/s of one rank, on average; `train/mfu`: that over the device's peak; `memory/peak_gib`: of the
+        fullest rank in this step on a GPU, in the process's life on a CPU.
+        """
+        totals = torch.tensor([self._tokens, self._work], dtype=torch.float64, device=self._device)
+        most = torch.tensor([self._seconds, self._peak_gib()], dtype=torch.float64, device=self._device)
+        if self._group is not None:
+            dist.all_reduce(totals, group=self._group)
+        if self._world > 1:
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        (tokens, work), (seconds, peak_gib) = totals.tolist(), most.tolist()
+        seconds = max(seconds, 1e-9)
+        metrics = {"train/tokens_per_s": tokens / seconds, "memory/peak_gib": peak_gib}
+        if self._flops is not None:
+            rate = work / seconds / self._world
+            metrics["train/tflops"] = rate / 1e12
+            if self._peak is not None:
+                metrics["train/mfu"] = rate / self._peak
+        return metrics
+
+    def _peak_gib(self) -> float:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) / GIB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

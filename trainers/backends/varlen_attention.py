@@ -1,0 +1,67 @@
+"""Attention over packed rows on a GPU: torch's variable-length flash attention, as an attention function of HF models.
+
+Elsewhere packed rows take HF's own way: it sees from the position ids where rows begin and gives SDPA a dense
+block-diagonal causal mask of S x S, S being the microbatch's tokens, which `trainer.tokens_per_microbatch` bounds.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+NAME = "headrace_varlen"
+_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 has it, 2.11 has not
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    row_ends: torch.Tensor,
+    longest_row: int,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each packed row. `query` `[1, heads, S, D]`; `key`, `value` `[1, kv_heads, S, D]`.
+
+    `row_ends` int32 `[rows + 1]` and `longest_row` as in `RowLayout`. Returns `[1, S, heads, D]` in the dtype of
+    `value`. Raises ValueError for sliding-window layers, whose rows it would give the whole past.
+    """
+    if sliding_window is not None:
+        raise ValueError(
+            f"trainer.packing: got 'packed', expected 'none' or 'dynamic' for a model with sliding-window attention "
+            f"(window {sliding_window})"
+        )
+    assert attention_mask is None, "HF makes no mask for an attention function that it has no mask function for"
+    # Under autocast normalised queries and keys come in float32; flash attention takes half precision only.
+    q, k, v = (part[0].transpose(0, 1).to(value.dtype) for part in (query, key, value))
+    options: dict[str, Any] = {"enable_gqa": True} if _SHARED_HEADS else {}
+    if not _SHARED_HEADS:
+        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
+    out = varlen_attn(
+        q, k, v, row_ends, row_ends, longest_row, longest_row, scale=scaling, window_size=(-1, 0), **options
+    )
+    assert isinstance(out, torch.Tensor)
+    return out[None], None
+
+
+def use_varlen_attention(model: Any) -> None:
+    """Have a HF model attend through `attend`; its forward then needs `row_ends` and `longest_row`.
+
+    Raises ValueError for a model whose attention cannot be exchanged.
+    """
+    if not model._supports_attention_backend:
+        raise ValueError(
+            f"trainer.packing: got 'packed', expected 'none' or 'dynamic' for {type(model).__name__}, whose attention "
+            "cannot be exchanged"
+        )
+    AttentionInterface.register(NAME, attend)
+    model.set_attn_implementation(NAME)

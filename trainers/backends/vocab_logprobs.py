@@ -1,0 +1,135 @@
+"""Log-probs and entropy of tokens from hidden states: logits chunk by chunk, the vocabulary whole or split over ranks.
+
+Logits are the largest tensor of a step: `T x V` in float32 would be 20 GB for 32k tokens and a vocabulary of 150k. So
+they exist a chunk of tokens at a time and are computed again in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+LOGIT_ELEMENTS = 2**24
+"""Float32 logits that a rank has at a time (64 MiB)."""
+
+GPU_LOGIT_ELEMENTS = 2**27
+"""On a GPU (512 MiB): fewer tokens than this makes of a large vocabulary would leave its matrix units idle."""
+
+Entropy = Literal["off", "report", "train"]
+"""Not computed; computed without grad, for a metric; with grad, for a loss term."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """The part of the vocabulary whose logits this rank computes; the ranks of `group` hold all of it together."""
+
+    group: dist.ProcessGroup
+    start: int
+    """Token id of this rank's first logit."""
+    width: int
+    """Most logits a rank of the group has. Chunks are cut by it, so that all ranks cut alike."""
+
+
+def token_logprobs(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    vocab: int | VocabShard,
+    *,
+    temperature: float = 1.0,
+    entropy: Entropy = "off",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(log-probs float32 `[T]` of `targets`, entropy in nats float32 `[T]` of the distributions, or None for "off").
+
+    `hidden` `[T, H]` and `targets` int64 `[T]` (token ids) are the same on all ranks of a shard's group; `head` maps
+    `[t, H]` to this rank's logits `[t, v]` and sums its input's gradient over the group. `vocab`: the size of a whole
+    vocabulary, or this rank's part of a split one. Logits are divided by `temperature`. Collective over the group, also
+    in the backward pass when there is more than one chunk.
+    """
+    width = vocab if isinstance(vocab, int) else vocab.width
+    shard = None if isinstance(vocab, int) else vocab
+    elements = GPU_LOGIT_ELEMENTS if hidden.is_cuda else LOGIT_ELEMENTS
+    rows = max(1, elements // width)
+    if len(hidden) <= rows:
+        return _chunk(hidden, targets, head, shard, temperature, entropy)
+    parts = [
+        checkpoint(_chunk, h, t, head, shard, temperature, entropy, use_reentrant=False, preserve_rng_state=False)
+        for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)
+    ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), None if entropy == "off" else torch.cat(entropies)
+
+
+def _chunk(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    shard: VocabShard | None,
+    temperature: float,
+    entropy: Entropy,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    logits = head(hidden).float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    if shard is not None:
+        logprobs, entropies = _SplitSoftmax.apply(logits, targets, shard, entropy)
+        return logprobs, entropies
+    logprobs = -F.cross_entropy(logits, targets, reduction="none")
+    if entropy == "off":
+        return logprobs, None
+    with torch.no_grad() if entropy == "report" else nullcontext():
+        every = torch.log_softmax(logits, -1)
+        return logprobs, -(every.exp() * every).sum(-1)
+
+
+class _SplitSoftmax(torch.autograd.Function):
+    """Log-probs and entropies from logits whose columns stand on several ranks (as in Megatron-LM, Shoeybi et al. 2019,
+    arXiv:1909.08053, section 3).
+
+    With `l` the log-probs of all tokens and `H` the entropy: d l[target] / d z[j] = 1(j is target) - exp(l[j]), and
+    d H / d z[j] = -exp(l[j]) (l[j] + H). Every rank has the same gradient of its outputs, so backward asks nobody.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shard: VocabShard, entropy: Entropy
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        top = logits.amax(-1)
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=shard.group)
+        shifted = logits - top[:, None]
+        weights = shifted.exp()
+        local = targets - shard.start
+        here = (local >= 0) & (local < logits.shape[-1])
+        local = local.where(here, 0)
+        picked = shifted.gather(-1, local[:, None])[:, 0].where(here, 0.0)
+        sums = [weights.sum(-1), picked]
+        if entropy != "off":
+            sums.append((weights * shifted).sum(-1))
+        totals = torch.stack(sums)
+        dist.all_reduce(totals, group=shard.group)
+        log_total = totals[0].log()
+        entropies = None if entropy == "off" else log_total - totals[2] / totals[0]
+        ctx.save_for_backward(shifted.sub_(log_total[:, None]), local, here, entropies)
+        if entropy == "report":
+            ctx.mark_non_differentiable(entropies)
+        return totals[1] - log_total, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None, None, None]:
+        every, local, here, entropies = ctx.saved_tensors
+        probabilities = every.exp()
+        of_logprobs, of_entropies = grads
+        result = torch.zeros_like(every)
+        if of_logprobs is not None:
+            result -= probabilities * of_logprobs[:, None]
+            result.scatter_add_(-1, local[:, None], of_logprobs.where(here, 0.0)[:, None])
+        if of_entropies is not None and entropies is not None:
+            result -= probabilities * (every + entropies[:, None]) * of_entropies[:, None]
+        return result, None, None, None

@@ -1,0 +1,36 @@
+"""The base of the configuration's sections, and the types of their numbers."""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def _takes_number(annotation: Any) -> bool:
+    """Whether a field's type is int, float, or one of them behind Annotated or `| None`."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, Annotated):
+        return any(_takes_number(part) for part in typing.get_args(annotation))
+    return annotation in (int, float)
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values never change, numbers are finite."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic would read `true` as the number 1."""
+        if isinstance(value, bool) and _takes_number(cls.model_fields[info.field_name or ""].annotation):
+            raise ValueError(f"got {str(value).lower()}, expected a number")
+        return value

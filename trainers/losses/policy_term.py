@@ -1,0 +1,49 @@
+"""The policy's loss term: an objective at each token, weighed by an off-policy correction, aggregated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .aggregation import Aggregation
+from .correction import CORRECTION_METRICS, Correction
+from .kl import RewardKl
+from .objective import Objective, count
+from .terms import Denominator, LossInputs, TermSums
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTerm:
+    """`aggregation(correction * objective)`, on advantages that `reward_kl` has lowered."""
+
+    objective: Objective
+    aggregation: Aggregation = Aggregation()
+    correction: Correction | None = None
+    """None: the engine's policy passes for the previous one."""
+    reward_kl: RewardKl | None = None
+    """None: advantages as they are."""
+
+    @property
+    def name(self) -> str:
+        return self.objective.name
+
+    @property
+    def denominator(self) -> Denominator:
+        return self.aggregation.denominator
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        correction = () if self.correction is None else CORRECTION_METRICS
+        return (*self.objective.metrics, *correction, *(() if self.reward_kl is None else self.reward_kl.metrics))
+
+    def __call__(self, inputs: LossInputs) -> TermSums:
+        kl_metrics = {}
+        if self.reward_kl is not None:
+            inputs, kl_metrics = self.reward_kl(inputs)
+        losses = self.objective(inputs)
+        values, metrics = losses.values, dict(losses.metrics)
+        if self.correction is not None:
+            weights = self.correction(inputs)
+            values = weights.values * values
+            sums = (weights.values.sum(), count(weights.cut))
+            metrics.update(zip(CORRECTION_METRICS, sums, strict=True))
+        return TermSums(self.aggregation(values, inputs), {**metrics, **kl_metrics})
