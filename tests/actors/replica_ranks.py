@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 import torch.distributed as dist
 
@@ -48,6 +47,8 @@ def data_plane(kind: str) -> Iterator[DataPlaneHandle]:
         with _served() as handle:
             yield handle
         return
+    import ray  # the GPU tests run where there is none
+
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     config = DataPlaneConfig(store=StoreConfig.model_validate({"kind": kind, "capacity_mib": 64}), timeout_s=20)
     try:

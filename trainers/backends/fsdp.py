@@ -14,15 +14,15 @@ from torch.distributed.fsdp import FSDPModule
 from ...actors.protocols import MicroBatch
 from ...codecs.batch import Batch
 from ..losses.factory import build_loss
-from ..losses.terms import LossInputs
 from .causal_lm import CausalLM, recompute_layers
 from .checkpoint import on_first_rank, training_state
 from .checkpointer import Checkpointer
 from .config import BackendConfig
 from .flops import flop_model
 from .hf_model import full_weights, load_causal_lm, write_folder
+from .loss_inputs import loss_inputs
 from .optimizer import build_adamw, clip_coefficient, learning_rate, local_gradients, scale_, square_norm
-from .row_layout import RowLayout, lay_out
+from .row_layout import lay_out
 from .sharding import build_mesh, spread
 from .tensor_parallel import is_split, sum_per_head_gradients
 from .throughput import StepMeter
@@ -171,7 +171,16 @@ class FsdpBackend:
             layout = lay_out(micro.batch, self._device, packed=self._packed)
             with self._precision():
                 logprobs, entropy = self._policy(layout, temperature, self._entropy)
-            inputs = self._loss_inputs(micro, layout, logprobs, entropy)
+            inputs = loss_inputs(
+                self._config,
+                micro,
+                index=layout.index,
+                row_ids=layout.row_ids,
+                row_tokens=layout.row_tokens,
+                logprobs=logprobs,
+                entropy=entropy if self._entropy == "train" else None,
+                reduce_rows=None,
+            )
             self._step.add(inputs, layout.row_tokens.numpy(), micro.group_ids, entropy).backward()
             self._meter.add(micro.lengths, len(layout.index))
 
@@ -218,34 +227,6 @@ class FsdpBackend:
         if self._mesh is None and self._half:
             return torch.autocast(self._device.type, torch.bfloat16)
         return nullcontext()
-
-    def _loss_inputs(
-        self, micro: MicroBatch, layout: RowLayout, logprobs: torch.Tensor, entropy: torch.Tensor | None
-    ) -> LossInputs:
-        def column(name: str, why: str) -> torch.Tensor:
-            if name not in micro.batch:
-                raise ValueError(f"microbatch: has no {name!r}, which {why} needs; it has {', '.join(micro.batch)}")
-            return micro.batch.jagged(name).values[layout.index].to(self._device)
-
-        loss = self._config.loss
-        rollout = column("rollout_logprobs", "every step")
-        recompute = self._config.prev == "recompute"
-        groups = None
-        if loss.aggregation == "prompt":
-            if micro.group_tokens is None:
-                raise ValueError("microbatch: has no group_tokens, which loss.aggregation = 'prompt' needs")
-            groups = torch.from_numpy(micro.group_tokens).to(self._device)
-        return LossInputs(
-            logprobs=logprobs,
-            prev_logprobs=column("prev_logprobs", "algorithm.prev_logprobs = 'recompute'") if recompute else rollout,
-            rollout_logprobs=rollout,
-            ref_logprobs=column("ref_logprobs", "loss.kl_coef") if loss.kl_coef > 0 else None,
-            advantages=torch.tensor(micro.advantages, device=self._device)[layout.row_ids],
-            row_ids=layout.row_ids,
-            row_tokens=layout.row_tokens.to(self._device),
-            group_tokens=groups,
-            entropy=entropy if self._entropy == "train" else None,
-        )
 
     def _state(self) -> dict[str, torch.Tensor]:
         return training_state(self._policy.model, self._optimizer, self._steps)

@@ -17,6 +17,7 @@ from ..checkpointer import Checkpointer
 from ..config import BackendConfig
 from ..flops import flop_model
 from ..hf_model import write_folder
+from ..loss_inputs import loss_inputs
 from ..optimizer import clip_coefficient, learning_rate
 from ..throughput import StepMeter
 from ..train_step import TrainStep
@@ -26,7 +27,6 @@ from .calls import megatron_calls
 from .gathering import gather_weights
 from .hf_source import HfSource
 from .library import get_forward_backward_func
-from .loss_inputs import loss_inputs
 from .mesh import open_mesh
 from .model import build_model
 from .row_sums import sum_rows, whole_counts

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from ....actors.protocols import MicroBatch
-from ...losses.terms import LossInputs
-from ..config import BackendConfig
+from ...actors.protocols import MicroBatch
+from ..losses.terms import LossInputs
+from .config import BackendConfig
 
 
 def loss_inputs(
