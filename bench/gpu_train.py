@@ -1,7 +1,7 @@
-"""The fsdp backend's train step on one or more GPUs: right against float32 on the CPU, then how fast. Needs no Ray.
+"""The backends' train step on one or more GPUs: right against float32 on the CPU, then how fast. Needs no Ray.
 
     mkdir -p .pyright && ln -sfn .. .pyright/headrace
-    PYTHONPATH=.pyright python -m headrace.bench.gpu_train [--gpus 2] [--out FOLDER]
+    PYTHONPATH=.pyright python -m headrace.bench.gpu_train [--backend megatron] [--gpus 2] [--out FOLDER]
 
 Prints one JSON object a line and writes them to FOLDER/gpu_train.jsonl; exits with 1 when something is not right.
 """
@@ -15,7 +15,9 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +30,11 @@ from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from ..actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, MicroBatch
+from ..actors.replica_reader import ReplicaReader
+from ..actors.step_rows import TrainShard
 from ..codecs.batch import Batch, Jagged
+from ..dataplane.config import DataPlaneConfig, StoreConfig
+from ..dataplane.factory import connect, open_data_plane
 from ..dataplane.topology import Topology
 from ..trainers.backends.config import BackendConfig, OptimizerConfig
 from ..trainers.backends.factory import build_backend
@@ -146,12 +152,16 @@ def check(rank: int, topology: Topology, folder: str, rows: Rows, **changes: Any
 
 
 def timed(rank: int, topology: Topology, folder: str, micros: int, tokens: int, **changes: Any) -> dict[str, float]:
-    """Metrics of the last of four steps, of `micros` microbatches of about `tokens` tokens on each replica."""
+    """Metrics of the last of four steps, of `micros` microbatches of about `tokens` tokens on each replica.
+
+    A replica of one rank reads them through its data plane (`shm`), the next while one computes, and also reports the
+    share of the step in which it waited for rows.
+    """
     gc.collect()
     backend_config = config(folder, topology, mixed_precision="bf16", **changes)
     backend = build_backend(backend_config, rank, topology.world)
     rng = np.random.default_rng(topology.place(rank).dp)
-    batches = []
+    batches: list[MicroBatch] = []
     for index in range(micros):
         lengths = np.clip(rng.lognormal(6.5, 0.7, 4 * tokens // 500), 64, 4096).astype(int)
         size = np.cumsum(lengths)
@@ -161,40 +171,97 @@ def timed(rank: int, topology: Topology, folder: str, micros: int, tokens: int, 
         rows = random_rows(index, lengths.tolist(), LARGE["vocab_size"])
         batches.append(micro_batch(rows, range(len(lengths))))
     metrics: dict[str, float] = {}
-    for _ in range(4):
-        backend.begin_step()
-        backend.accumulate(iter(batches), len(batches))
-        metrics = backend.finish_step()
+    with ExitStack() as stack:
+        source = stack.enter_context(served(batches)) if topology.replica_size == 1 else None
+        for _ in range(4):
+            started = time.monotonic()
+            backend.begin_step()
+            backend.accumulate(iter(batches) if source is None else source.rows(), len(batches))
+            metrics = backend.finish_step()
+            if source is not None:
+                metrics["data_wait_share"] = source.wait_s() / (time.monotonic() - started)
     backend.close()
     kept = ("train/tokens_per_s", "train/tflops", "train/mfu", "memory/peak_gib", "train/grad_norm", "train/skipped")
-    return {name: metrics[name] for name in kept if name in metrics}
+    return {name: metrics[name] for name in (*kept, "data_wait_share") if name in metrics}
 
 
-def run_rank(rank: int, world: int, folder: str, rows: Rows, micros: int, tokens: int) -> None:
-    """All checks and timings of one process; rank 0 writes what came out."""
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Microbatches in a data plane, and the reader that brings them back."""
+
+    reader: ReplicaReader
+    shard: TrainShard
+
+    def rows(self) -> Iterator[MicroBatch]:
+        """All of them, read anew."""
+        self.reader.begin(self.shard)
+        return self.reader.stream(ROLLOUT_FIELDS)
+
+    def wait_s(self) -> float:
+        """Seconds waited for rows since the last call."""
+        return self.reader.figures().wait_s
+
+
+@contextmanager
+def served(batches: Sequence[MicroBatch]) -> Iterator[Served]:
+    """The rows of `batches` in a data plane of this process."""
+    config = DataPlaneConfig(store=StoreConfig(kind="shm"))
+    with open_data_plane(config, in_process=True) as plane, connect(plane.handle) as client:
+        client.register("train", ROLLOUT_SCHEMA, ["train"])
+        receipts = []
+        for number, micro in enumerate(batches):
+            keys = [f"{number}.{row}" for row in range(len(micro.lengths))]
+            receipts.append(client.put("train", keys, micro.batch).with_tags(advantage=micro.advantages))
+        meta = receipts[0].concat(*receipts[1:])
+        sizes = np.array([len(micro.lengths) for micro in batches])
+        shard = TrainShard(1, meta.to_bytes(), sizes, "timed", False)
+        reader = ReplicaReader(client, ROLLOUT_SCHEMA, Topology(1), 0, None, device=torch.device("cpu"))
+        yield Served(reader, shard)
+        reader.close()
+
+
+def meshes(backend: str, world: int) -> list[tuple[str, Topology, dict[str, Any]]]:
+    """(name, mesh, further settings) of all that is measured."""
+    more: dict[str, Any] = {"kind": backend}
+    found = [(f"dp{world}", Topology(world), more)]
+    if world > 1 and backend == "fsdp":
+        found.append((f"tp{world}", Topology(1, tp=world), more))
+    if world > 1 and backend == "megatron":
+        found.append((f"tp{world} sp", Topology(1, tp=world), {**more, "sequence_parallel": True}))
+        found.append((f"pp{world}", Topology(1, pp=world), more))
+    return found
+
+
+def run_rank(rank: int, world: int, folder: str, rows: Rows, backend: str, micros: int, tokens: int) -> None:
+    """All checks and timings of one process, written to `folder`/results.`rank`."""
     torch.cuda.set_device(rank)
-    if world > 1:
-        address, bound = f"file://{folder}/rendezvous", timedelta(seconds=300)
-        dist.init_process_group("nccl", init_method=address, rank=rank, world_size=world, timeout=bound)
-    meshes = [Topology(world)] if world == 1 else [Topology(world), Topology(1, tp=world)]
+    address, bound = f"file://{folder}/rendezvous", timedelta(seconds=300)
+    dist.init_process_group("nccl", init_method=address, rank=rank, world_size=world, timeout=bound)
+    small, large = f"{folder}/small", f"{folder}/large"
     results: list[tuple[str, Any]] = []
-    for mesh in meshes:
-        name = f"dp{mesh.dp} tp{mesh.tp}"
-        for packing in ("none", "packed"):
-            small = f"{folder}/small"
+    for mesh_name, mesh, more in meshes(backend, world):
+        for packing in ("none", "packed") if backend == "fsdp" else ("packed",):
+            name, settings = f"{backend} {mesh_name} {packing}", {**more, "packing": packing}
             for precision in ("off", "bf16"):
-                changes = {"packing": packing, "mixed_precision": precision}
-                results.append((f"check {name} {packing} {precision}", check(rank, mesh, small, rows, **changes)))
-                if world > 1:
+                changes = {**settings, "mixed_precision": precision}
+                results.append((f"check {name} {precision}", check(rank, mesh, small, rows, **changes)))
+                if world > 1 and backend == "fsdp":
                     offloaded = check(rank, mesh, small, rows, **changes, offload=True)
-                    results.append((f"check {name} {packing} offload {precision}", offloaded))
+                    results.append((f"check {name} offload {precision}", offloaded))
             for recompute in ("none", "full"):
-                speed = timed(rank, mesh, f"{folder}/large", micros, tokens, packing=packing, recompute=recompute)
-                results.append((f"speed {name} {packing} recompute={recompute}", speed))
-    if rank == 0:
-        torch.save(results, f"{folder}/results")
-    if world > 1:
-        dist.destroy_process_group()
+                speed = timed(rank, mesh, large, micros, tokens, recompute=recompute, **settings)
+                results.append((f"speed {name} recompute={recompute}", speed))
+    torch.save(results, f"{folder}/results.{rank}")
+    dist.destroy_process_group()
+
+
+def gathered(folder: str, world: int) -> list[tuple[str, Any]]:
+    """Rank 0's results, with the log-probs of the rank that has them."""
+    of_ranks = [torch.load(f"{folder}/results.{rank}", weights_only=False) for rank in range(world)]
+    for entries in zip(*of_ranks, strict=True):
+        if entries[0][0].startswith("check"):
+            entries[0][1]["logprobs"] = next(result["logprobs"] for _, result in entries if result["logprobs"])
+    return of_ranks[0]
 
 
 # ---------------------------------------------------------------- the report
@@ -217,6 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--micros", type=int, default=4, help="microbatches of a timed step")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a timed microbatch")
     parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--backend", choices=("fsdp", "megatron"), default="fsdp")
     options = parser.parse_args(arguments)
     if torch.cuda.device_count() < options.gpus:
         parser.error(f"--gpus: got {options.gpus}, expected at most the {torch.cuda.device_count()} that are here")
@@ -226,9 +294,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Qwen3ForCausalLM(Qwen3Config(**shape, max_position_embeddings=4096)).save_pretrained(f"{folder}/{name}")
         rows = random_rows(1, (40, 7, 150, 91, 2, 300), SMALL["vocab_size"])
         columns, loss, norm = by_hand(f"{folder}/small", rows)
-        task = (options.gpus, folder, rows, options.micros, options.tokens)
+        task = (options.gpus, folder, rows, options.backend, options.micros, options.tokens)
         spawn(run_rank, args=task, nprocs=options.gpus)
-        results = torch.load(f"{folder}/results", weights_only=False)
+        results = gathered(folder, options.gpus)
     lines, right = [{"gpu": torch.cuda.get_device_name(0), "gpus": options.gpus, "torch": torch.__version__}], True
     for name, result in results:
         if name.startswith("check"):

@@ -60,7 +60,7 @@ def plan_here(case: PlanCase) -> PlanResult:
     lengths = draw_lengths(case.lengths, case.rows)
     groups = np.arange(case.rows) // GROUP_SIZE
     a, b = (0.0, 1.0) if case.squares else (LINEAR_COST, QUADRATIC_COST)
-    budget = Budget(TOKENS_PER_MICROBATCH, linear_cost=a, quadratic_cost=b)
+    budget = Budget(TOKENS_PER_MICROBATCH, linear_cost=a, quadratic_cost=b, packing="packed")
     before = psutil.Process().memory_info().rss
     started = time.perf_counter()
     plan = plan_shards(lengths, Topology(dp=case.dp), budget, groups)

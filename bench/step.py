@@ -70,7 +70,7 @@ def measure_steps(seats: Sequence[Seat], share: float, repeats: int, tell: Calla
 def train_shares(size: LoadSize) -> list[Share]:
     """The ranks' rows, as the planner deals them."""
     assert size.lengths is not None
-    budget = Budget(max(TOKENS_PER_MICROBATCH, int(size.lengths.max())))
+    budget = Budget(max(TOKENS_PER_MICROBATCH, int(size.lengths.max())), packing="packed")
     plan = plan_shards(size.lengths, Topology(dp=DP), budget, size.groups)
     return [Share(rank, DP, np.sort(plan.shard(rank)[0])) for rank in range(DP)]
 

@@ -50,6 +50,7 @@ def step_metrics(
         "sync/seconds": seconds["sync"],
         "sync/bytes": float(sync_bytes),
         **data_plane,
+        "dataplane/bytes_broadcast": float(sum(report.bytes_broadcast for report in passes)),
         "driver/bytes_per_row": (run.meter.take() + client_bytes) / len(meta),
     }
 
