@@ -16,7 +16,7 @@ from .workloads import WORKLOADS
 
 STEP_NOTE = (
     "Bytes put: values of the columns written; on the wire: with block headers and lengths. "
-    "Times include the calls between the benchmark's processes, transfer times do not."
+    "Times are the stages', first start to last end; with calls: and the benchmark's own calls between its processes."
 )
 MAIN_OPS = ("put", "get", "get2", "get4", "get8", "field", "write_back", "clear", "claim")
 

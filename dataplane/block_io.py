@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..codecs.batch import Batch, Jagged, Ragged
+from ..codecs.batch import Batch, Column, Jagged, Ragged
 from ..codecs.blocks import ChecksumMismatch, EncodedBlock, RowSource, assemble, verify
 from ..codecs.integers import distinct
 from ..codecs.schema import Schema
@@ -18,8 +18,10 @@ from .meta import KVBatchMeta, narrow_sources
 BLOCK_ROWS = 256
 """Half of that costs `simple` a third more time a put. Smaller ones save a reader bytes only where it wants all rows of
 some and none of others, as with a block a group."""
-BLOCK_BYTES = 64 << 10
+LEAST_BYTES = 64 << 10
 """Smaller blocks cost more in bookkeeping than in bytes."""
+MOST_BYTES = 4 << 20
+"""Of one field in a block. Larger parts gain nothing, and several stores move them whole to a reader of one row."""
 PROBE_S = 2.0
 """Bound of the look for the blocks that a failed read was about."""
 
@@ -43,10 +45,12 @@ def cut(groups: Sequence[str] | np.ndarray, block_rows: int) -> list[tuple[int, 
 
 
 def rows_a_block(batch: Batch, block_rows: int | None) -> int:
-    """The configured number of rows; None: BLOCK_ROWS, or as many as it takes to fill BLOCK_BYTES."""
+    """The configured number of rows; None: BLOCK_ROWS, more to make LEAST_BYTES, fewer to stay within MOST_BYTES."""
     if block_rows is not None:
         return block_rows
-    return max(BLOCK_ROWS, BLOCK_BYTES * batch.num_rows // max(1, column_bytes(batch)))
+    num_rows = max(1, batch.num_rows)
+    rows = max(BLOCK_ROWS, LEAST_BYTES * num_rows // max(1, sum(map(column_bytes, batch.values()))))
+    return max(1, min(rows, MOST_BYTES * num_rows // max(1, *map(column_bytes, batch.values()))))
 
 
 def write_blocks(
@@ -129,15 +133,11 @@ def _read(
     return assemble(schema, meta.lengths, sources, [ref.layout for ref in meta.blocks], views)
 
 
-def column_bytes(batch: Batch) -> int:
-    """Bytes of the columns; objects count as nothing (their memory is Python's own)."""
-    total = 0
-    for column in batch.values():
-        if isinstance(column, Jagged | Ragged):
-            total += column.values.nbytes
-        elif not isinstance(column, list):
-            total += column.nbytes
-    return total
+def column_bytes(column: Column) -> int:
+    """Bytes of the values; objects count as nothing (their memory is Python's own)."""
+    if isinstance(column, Jagged | Ragged):
+        return column.values.nbytes
+    return 0 if isinstance(column, list) else column.nbytes
 
 
 def _wants(meta: KVBatchMeta, sources: Sequence[RowSource], header: bool) -> list[tuple[int, Want]]:

@@ -42,4 +42,5 @@ class DataPlaneConfig(BaseModel):
     """A writer that has not committed by then is taken for dead and its bytes are reclaimed."""
     block_rows: int | None = Field(default=None, gt=0)
     """Rows a block holds at most; groups are never split over blocks unless one is larger than this. None: 256, or as
-    many as fill 64 KiB. Set to the group size, a group is a block: train ranks then fetch just their groups' bytes."""
+    many as fill 64 KiB, or 4 MiB of a field. Set to the group size, a group is a block: train ranks then fetch just
+    their own groups' bytes."""

@@ -183,7 +183,7 @@ class Operations:
         check_readable(meta, names)
         check = self.handle.config.integrity == "verify"
         batch = yield Work(lambda: read_rows(self.store, meta, names, check=check, timeout_s=bound))
-        self.stats.count_bytes(got=column_bytes(batch))
+        self.stats.count_bytes(got=sum(map(column_bytes, batch.values())))
         return batch
 
     def lookup(

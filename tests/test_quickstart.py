@@ -1,4 +1,4 @@
-"""The quickstart as shipped, whole: it learns its task on every store, with two ranks, and from other seeds."""
+"""The quickstart as shipped, whole: it learns its task on every store, over any ranks, and from other seeds."""
 
 import subprocess
 import sys
@@ -13,6 +13,8 @@ VARIANTS = {
     "ray": ("dataplane.store.kind=ray",),
     "simple": ("dataplane.store.kind=simple",),
     "dp2": ("trainer.dp=2",),
+    "tp2": ("trainer.tp=2", "trainer.packing=packed"),
+    "megatron-tp2": ("trainer.backend=megatron", "trainer.tp=2"),
     "seed1": ("run.seed=1",),
     "seed2": ("run.seed=2",),
 }
