@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -130,7 +130,11 @@ class ReplicaReader:
         role, shard = self._role, self._shard
         if role is None or shard is None:
             raise RuntimeError(f"rank {self._view.rank}: no step has begun; begin comes before stream")
-        return self._stream(role, len(shard.sizes), tuple(fields))
+        micros = self._stream(role, len(shard.sizes), tuple(fields))
+        # Its thread starts now, not when the first microbatch is asked for: a later pipeline stage asks only once the
+        # first stage has computed, which waits for this rank to take part in the broadcast.
+        next(micros)
+        return micros
 
     def _stream(self, role: Role, count: int, fields: tuple[str, ...]) -> Generator[MicroBatch, None, None]:
         view = self._view
@@ -143,6 +147,7 @@ class ReplicaReader:
         )
         taken = 0
         try:
+            yield cast(MicroBatch, None)  # to `stream`
             while taken < count:
                 start = time.perf_counter()
                 with view.span(f"wait {taken}"):

@@ -5,7 +5,6 @@ import pytest
 from headrace.tests import cli_runs as runs
 from headrace.tests.test_end_to_end import steps_of
 
-pytestmark = pytest.mark.slow
 PASSES = ("algorithm.prev_logprobs=recompute", "loss.kl_coef=0.01", "validation.every=0")
 MEGATRON = ("trainer.backend=megatron", "trainer.packing=packed")
 MESHES = {
@@ -37,7 +36,9 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [name if name == "megatron pp2" else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
+)
 def test_the_first_step_is_that_of_one_rank(tmp_path, alone, mesh):
     run_dir = tmp_path / "run"
     code, output = runs.run(run_dir, *PASSES, *MESHES[mesh], "algorithm.steps=2")
@@ -47,6 +48,7 @@ def test_the_first_step_is_that_of_one_rank(tmp_path, alone, mesh):
     assert second["train/grad_norm"] > 0 and second["train/reference_kl"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mesh", [("trainer.tp=2",), (*MEGATRON, "trainer.pp=2")])
 def test_a_resume_may_change_the_mesh(tmp_path, mesh):
