@@ -1,10 +1,10 @@
-"""What actors host and what hosts ask of them: engines, environments, rewards, train backends."""
+"""What actors host and what hosts ask of them: environments, rewards, train backends. Engines: engines/protocol.py."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ import torch
 
 from ..codecs.batch import Batch
 from ..codecs.schema import Field, Kind, Schema
+from .engines.protocol import GenerationEngine, SamplingParams
 
 # ---------------------------------------------------------------- hosts
 
@@ -53,6 +54,7 @@ ROLLOUT_SCHEMA = Schema(
         Field("rollout_logprobs", Kind.PER_TOKEN, torch.float32),
         Field("prev_logprobs", Kind.PER_TOKEN, torch.float32),
         Field("ref_logprobs", Kind.PER_TOKEN, torch.float32),
+        Field("version_spans", Kind.RAGGED, torch.int32, ndim=2),
     ]
 )
 """Fields of the `train` partition. A row is prompt + response, L tokens; all fields are aligned with `input_ids`.
@@ -62,13 +64,17 @@ response_mask     1 where the policy chose the token and it is to be trained on,
 rollout_logprobs  log-prob that the engine sampled the token with (temperature applied), 0 where response_mask is 0
 prev_logprobs     the same token under the policy as it was when the step began, written back by train workers
 ref_logprobs      the same token under the reference policy, written back by train workers
+version_spans     [S, 2]: (first token, policy version of it and those after it); -1 where the policy did not choose
 
 Tags (metadata, float32): `reward` (total), `valid` (1 or 0: a failed row), `response_length`; `reward/<name>` when the
 advantages need single rewards.
 """
 
-ROLLOUT_FIELDS = ("input_ids", "response_mask", "rollout_logprobs")
+ROLLOUT_FIELDS = ("input_ids", "response_mask", "rollout_logprobs", "version_spans")
 """What a rollout actor puts."""
+
+TRAIN_FIELDS = ("input_ids", "response_mask", "rollout_logprobs")
+"""What of it a train step reads."""
 
 # ---------------------------------------------------------------- prompts, environments, rewards
 
@@ -134,8 +140,14 @@ class Sample:
     """The response as text, without special tokens."""
     finish_reason: str
     """`stop`, `length` or `abort`; `error` for a failed row."""
-    version: int
-    """Policy version of the oldest token."""
+    versions: np.ndarray
+    """int32 `[L]`: policy version that produced each token; -1 where the policy did not choose it (prompt, tools)."""
+
+    @property
+    def version(self) -> int:
+        """Of the oldest token that the policy chose; -1 when there is none."""
+        chosen = self.versions[self.versions >= 0]
+        return int(chosen.min()) if len(chosen) else -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,108 +170,7 @@ class Reward(Protocol):
     def __call__(self, prompt: Prompt, response: str, finish_reason: str, /) -> float: ...
 
 
-# ---------------------------------------------------------------- engines
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How to sample. Log-probs reported are of the distribution sampled from (temperature, top-p, top-k applied)."""
-
-    n: int = 1
-    max_new_tokens: int = 16
-    temperature: float = 1.0
-    """0.0: greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0: off."""
-    seed: int | None = None
-    """None: the engine's own."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Beside the model's own end tokens."""
-
-    def __post_init__(self) -> None:
-        for name, fits, expected in (
-            ("n", self.n >= 1, "at least 1"),
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or more"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "above 0, at most 1"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-        ):
-            if not fits:
-                raise ValueError(f"sampling {name}: got {getattr(self, name)}, expected {expected}")
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One sampled continuation."""
-
-    token_ids: np.ndarray
-    """int32 `[T]`: the response only; ends with the stop token when finish_reason is `stop`."""
-    logprobs: np.ndarray
-    """float32 `[T]`."""
-    finish_reason: str
-    """`stop`, `length` or `abort` (partial output)."""
-    version: int
-    """Policy version that produced the first token."""
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """What an engine has done since it started; counters grow in place."""
-
-    batches: int = 0
-    rows: int = 0
-    """Completions returned."""
-    tokens: int = 0
-    """Response tokens."""
-    busy_s: float = 0.0
-    """Seconds in which something was generated."""
-
-
-class GenerationEngine(Protocol):
-    """Turns prompt token ids into completions under the current policy version.
-
-    One per rollout actor; async, so that episodes run concurrently.
-    """
-
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """`params.n` completions, in order. Concurrent calls are batched by the engine.
-
-        Raises ValueError naming the lengths when prompt + max_new_tokens exceed the context.
-        """
-        ...
-
-    async def abort(self, request_id: str) -> None:
-        """End a request; its generate call returns what it has, finish_reason `abort`. Unknown ids are ignored."""
-        ...
-
-    async def pause(self) -> None:
-        """Finish what runs, start nothing new until `resume`."""
-        ...
-
-    async def resume(self) -> None: ...
-
-    async def load_weights(self, version: int, named: Mapping[str, torch.Tensor]) -> None:
-        """Replace all parameters at once, between two generation steps; from then on tokens carry `version`.
-
-        Names are those of the HF checkpoint. Raises ValueError naming missing, unknown or misshapen parameters, and
-        then still serves the old version.
-        """
-        ...
-
-    async def sleep(self) -> None:
-        """Give memory back (weights may go); `wake` before the next generate."""
-        ...
-
-    async def wake(self) -> None: ...
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def stats(self) -> EngineStats: ...
-
-    async def close(self) -> None: ...
+# ---------------------------------------------------------------- environments
 
 
 class Environment(Protocol):
@@ -336,8 +247,19 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def export_weights(self) -> Mapping[str, torch.Tensor]:
-        """HF name -> full tensor on the CPU. Collective; only rank 0's result is filled."""
+    def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """HF name -> dtype and shape of each weight, in the order of `weights`; the same on every rank. Not collective.
+
+        Names are those of the HF model's parameters (experts stacked), tied ones once.
+        """
+        ...
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """HF name and full tensor of each weight, gathered one (or one fused module) at a time, never the whole model.
+
+        Collective: every rank iterates to the end. Rank 0's tensors are whole, on the backend's device, detached and
+        valid until the next is asked for; on the other ranks they are empty.
+        """
         ...
 
     def save(self, path: str, *, wait: bool = True) -> None:

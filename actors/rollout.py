@@ -19,17 +19,9 @@ import torch
 
 from ..codecs.batch import Batch, Jagged
 from ..dataplane.async_client import AsyncDataPlaneClient
+from .engines.protocol import GenerationEngine, SamplingParams
 from .prompts import PromptStream
-from .protocols import (
-    ROLLOUT_FIELDS,
-    ROLLOUT_SCHEMA,
-    Environment,
-    GenerationEngine,
-    Sample,
-    SamplingParams,
-    Score,
-    Span,
-)
+from .protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Environment, Sample, Score, Span
 from .rewards.rubric import Rubric, reward_tag
 from .rollout_report import RolloutReport, RolloutTally, ValidationReport
 from .transports.protocol import WeightManifest, WeightReceiver

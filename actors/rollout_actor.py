@@ -11,9 +11,10 @@ from ..codecs import messages
 from ..dataplane.factory import connect_async
 from ..dataplane.handle import DataPlaneHandle
 from .engines.factory import EngineConfig, build_engine
+from .engines.protocol import SamplingParams
 from .environments.factory import build_environment
 from .prompts import DataConfig, PromptStream, check_prompt_lengths, open_source
-from .protocols import ActorInfo, SamplingParams
+from .protocols import ActorInfo
 from .rewards.factory import RewardConfig, build_rubric
 from .rollout import RolloutWorker
 from .rollout_report import RolloutReport, ValidationReport

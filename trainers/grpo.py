@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..actors.protocols import ROLLOUT_FIELDS, SamplingParams
+from ..actors.engines.protocol import SamplingParams
+from ..actors.protocols import ROLLOUT_FIELDS
 from ..actors.replica_reader import holds_receipt
 from ..actors.rewards.rubric import reward_tag
 from ..actors.rollout_report import RolloutReport, ValidationReport

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 from ..actors.engines.factory import EngineConfig
+from ..actors.engines.protocol import SamplingParams
 from ..actors.prompts import DataConfig
-from ..actors.protocols import SamplingParams
 from ..actors.rewards.factory import RewardConfig
 from ..actors.rollout_actor import RolloutSetup
 from ..actors.train_worker import WorkerSetup

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from ..protocols import Completion, SamplingParams
+from .protocol import Completion, SamplingParams
 from .sampling import draw, log_distribution, uniforms
 
 COMPACT_BELOW = 0.75

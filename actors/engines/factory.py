@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ...codecs.schema import DTYPES
 from ..imports import import_object
-from ..protocols import GenerationEngine
 from ..tokenizer import load_tokenizer
+from .protocol import GenerationEngine
 
 ENGINE_KINDS = ("hf", "scripted")
 

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from ..protocols import Completion, EngineStats, SamplingParams
 from .decoding import DecodeRequest, decode
 from .parameters import ParameterSet
+from .protocol import Completion, EngineStats, SamplingParams
 from .sampling import row_keys
 
 _FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")

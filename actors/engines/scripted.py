@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from ..protocols import Completion, EngineStats, SamplingParams
+from .protocol import Completion, EngineStats, SamplingParams
 
 Script = Callable[[str, Sequence[int], int], Sequence[int]]
 """(request_id, prompt_ids, sample index) -> response token ids, stop token included."""

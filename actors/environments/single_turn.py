@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..protocols import Completion, GenerationEngine, Prompt, Sample, SamplingParams
+from ..engines.protocol import Completion, GenerationEngine, SamplingParams
+from ..protocols import Prompt, Sample
 from ..tokenizer import decode_responses, encode_prompts
 
 

@@ -1,39 +1,114 @@
-"""What brings weights from the trainer to the engines: a sender beside the one, a receiver in each of the others."""
+"""What brings weights from the trainer to the engines: a sender beside the one, receivers in all others.
+
+    driver     open update ---> announcement ------+------------------------------> commit (or drop)
+    trainer    begin(version, plan) -> buffer, send, buffer, send, ... -> finish
+    engine                                         +-> open -> bucket, bucket, ... -> staged, verified
+
+A version is published bucket by bucket (`codecs.buckets`), at most two of them in flight between the two ends. Every
+wait on either side is bounded by the update's `timeout_s`; every error names version, bucket, peer and elapsed time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
+from ...codecs.buckets import BucketPlan
+
+Encoding = Literal["whole", "same", "sparse"]
+"""How a bucket travels: all its bytes; none, as it equals the base version's; the elements that differ from it."""
+
 
 @dataclass(frozen=True, slots=True)
-class WeightManifest:
-    """A published version of the weights. Of constant size: it goes through the driver, the weights do not."""
+class ReceiverGroup:
+    """An engine that takes part in an update."""
+
+    engine: str
+    """Its name, unique in the run."""
+    num_workers: int
+    """Its processes that receive."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """The announcement of a version. Small and of constant size: it goes through the driver, weights do not."""
 
     version: int
+    base: int | None
+    """The version that `same` and `sparse` buckets refer to: receivers must have it staged; None: all are whole."""
     kind: str
     """The transport's."""
     location: str
-    """Where receivers find it; the transport's own."""
+    """Where receivers find it: the transport's own."""
     num_bytes: int
-    """Of all weights."""
+    """Of all weights, were every bucket whole."""
+    receivers: tuple[ReceiverGroup, ...]
+    """Who takes part, in order of their ranks."""
+    timeout_s: float
+    """Bound of every wait for a peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketFrame:
+    """What precedes a bucket's bytes."""
+
+    bucket: int
+    encoding: Encoding
+    nbytes: int
+    """Of the payload; 0 for `same`."""
+    checksum: int
+    """`codecs.buckets.checksum` of the payload."""
 
 
 class WeightTransferError(RuntimeError):
-    """A version of the weights did not arrive whole; names version, bucket and path. The old one is served on."""
+    """A version of the weights did not arrive whole; names version, bucket, peer and elapsed time."""
 
 
 class WeightSender(Protocol):
-    """Publishes weights; in the process that has them. The last two versions stay readable."""
+    """The publishing end, in train rank 0. Used by one thread at a time.
 
-    def send(self, version: int, named: Mapping[str, torch.Tensor]) -> WeightManifest:
-        """Publish `named` (HF name -> full tensor) as `version`; whole or not at all.
+    begin -> (buffer -> send)* -> finish, or abort from anywhere in between.
+    """
 
-        Returns when receivers can read it. Raises ValueError unless versions rise.
+    def begin(
+        self, version: int, plan: BucketPlan, receivers: Sequence[ReceiverGroup], base: int | None = None
+    ) -> WeightUpdate:
+        """Announce `version`. Returns at once; nobody need listen yet. An update that is open is aborted.
+
+        Raises ValueError unless versions rise (a version may be begun again while it is the newest), OSError when
+        there is no room for it, naming the bytes wanted.
         """
+        ...
+
+    def buffer(self, bucket: int, nbytes: int) -> torch.Tensor:
+        """uint8 `[nbytes]`, where the bucket's payload is to be written, on the sender's device.
+
+        Waits while two buckets are in flight. Raises WeightTransferError when a receiver is gone or late.
+        """
+        ...
+
+    def send(self, frame: BucketFrame) -> None:
+        """Let receivers have what was written into the buffer of `frame.bucket`. Returns at once."""
+        ...
+
+    def finish(self) -> None:
+        """Return when the version is whole: readable by anyone who is announced it (`lasting`), or with all receivers.
+
+        Raises WeightTransferError naming the receivers that did not get it.
+        """
+        ...
+
+    def abort(self, reason: str) -> None:
+        """End the open update: receivers raise WeightTransferError with `reason`, at the latest after the timeout.
+        What was published of it is gone. Idempotent; legal from another thread."""
+        ...
+
+    @property
+    def lasting(self) -> bool:
+        """Whether the last two finished versions stay readable: receivers may come late, and again."""
         ...
 
     def close(self) -> None:
@@ -41,11 +116,35 @@ class WeightSender(Protocol):
         ...
 
 
-class WeightReceiver(Protocol):
-    """Fetches published weights; in every engine's process."""
+class WeightStream(Protocol):
+    """One update on its way to one receiver. Iterate once; close always."""
 
-    def receive(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
-        """The version's tensors, verified, in memory of their own. Raises WeightTransferError."""
+    @property
+    def plan(self) -> BucketPlan: ...
+
+    @property
+    def lasting(self) -> bool:
+        """Whether payloads stay as they are until `close`; else each only until the next is asked for."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
+        """(frame, payload uint8 `[nbytes]`) of every bucket in order; checksums verified.
+
+        Raises WeightTransferError naming what is missing, damaged or late. With a lasting sender the last check after
+        the last bucket is that the version was not withdrawn meanwhile.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of buffers and mappings. Idempotent; legal from another thread, which ends the iteration."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    """The fetching end, in every process that holds an engine's weights."""
+
+    def open(self, update: WeightUpdate) -> WeightStream:
+        """Join `update`. Waits for the sender, bounded. Raises WeightTransferError."""
         ...
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from headrace.actors.engines.hf import HfEngine
-from headrace.actors.protocols import Completion, SamplingParams
+from headrace.actors.engines.protocol import Completion, SamplingParams
 
 PROMPTS = [[5, 6, 7, 13], [4], [9, 9, 3, 3, 8, 13], [5, 6, 7, 13, 4, 4, 4]]
 

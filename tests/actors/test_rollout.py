@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from headrace.actors.engines.hf import HfEngine
+from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments.factory import build_environment
 from headrace.actors.environments.single_turn import SingleTurn
 from headrace.actors.prompts import PromptStream
-from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt, SamplingParams
+from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt
 from headrace.actors.rewards.exact_match import exact_match
 from headrace.actors.rewards.per_position import per_position
 from headrace.actors.rewards.rubric import Rubric

@@ -16,8 +16,9 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from headrace.actors.engines.factory import EngineConfig
+from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.prompts import DataConfig
-from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, SamplingParams
+from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA
 from headrace.actors.rewards.factory import RewardConfig
 from headrace.actors.rollout_actor import RolloutActor, RolloutSetup
 from headrace.actors.transports.ipc import IpcSender

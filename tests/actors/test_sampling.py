@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.engines.sampling import draw, log_distribution, row_keys, uniforms
-from headrace.actors.protocols import SamplingParams
 
 
 def logits(rows: int = 64, vocab: int = 50) -> torch.Tensor:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from headrace.actors.engines.factory import EngineConfig, build_engine
+from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine, random_tokens
-from headrace.actors.protocols import SamplingParams
 
 
 def countdown(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
