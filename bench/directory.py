@@ -213,7 +213,9 @@ def _ray(in_process: bool) -> Iterator[Any]:
     if in_process:
         yield None
         return
-    cluster = Cluster(address=None, num_cpus=1, demand=Demand(0, 0), namespace="headrace-bench", object_store_mib=128)
+    cluster = Cluster(
+        address=None, num_cpus=1, demand=Demand(0, 0, 0), namespace="headrace-bench", object_store_mib=128
+    )
     try:
         yield ray
     finally:

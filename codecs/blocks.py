@@ -174,16 +174,18 @@ def _bounds(items: np.ndarray, item_bytes: int) -> np.ndarray:
 def _row_blocks(values: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
     """The values part's pieces of CHECKSUM_ROWS rows each."""
     begin = 0
-    for end in [*ends[CHECKSUM_ROWS - 1 : -1 : CHECKSUM_ROWS].tolist(), *ends[-1:].tolist()]:
+    for end in _piece_ends(ends):
         yield values[begin:end]
         begin = end
 
 
-def _row_ends(field: Field, index: np.ndarray | None, lengths: np.ndarray | None, num_rows: int) -> np.ndarray:
-    """int64 `[N]`: where each row ends in the values part, in bytes."""
-    if field.kind is Kind.PER_TOKEN:
-        assert lengths is not None
-        return np.cumsum(lengths, dtype=np.int64) * field.item_bytes
+def _piece_ends(ends: np.ndarray) -> list[int]:
+    """Of the rows' ends those of the last row of every CHECKSUM_ROWS, and of the last of all."""
+    return [*ends[CHECKSUM_ROWS - 1 : -1 : CHECKSUM_ROWS].tolist(), *ends[-1:].tolist()]
+
+
+def _row_ends(field: Field, index: np.ndarray | None, num_rows: int) -> np.ndarray:
+    """int64 `[N]`: where each row of a field that is not PER_TOKEN ends in the values part, in bytes."""
     if field.kind is Kind.PER_SAMPLE:
         return np.arange(1, num_rows + 1, dtype=np.int64) * field.item_bytes
     assert index is not None
@@ -276,40 +278,51 @@ def verify(
     if per_field > 1:
         row_blocks = distinct(source.row[source.block == block] // CHECKSUM_ROWS).tolist()
     sums = header.checksums.tolist()
+    token_ends = None if header.lengths is None else _piece_ends(np.cumsum(header.lengths, dtype=np.int64))
     for field in header.schema.values():
         if field.name in schema:
-            _verify_field(field, header, row_blocks, sums, [views[part] for part in layout.field_parts(field)])
+            _verify_field(field, header, token_ends, row_blocks, sums, [views[n] for n in layout.field_parts(field)])
         del sums[: per_field + (field.kind in _INDEXED)]
 
 
 def _verify_field(
-    field: Field, header: Header, row_blocks: list[int], sums: list[int], parts: list[np.ndarray]
+    field: Field,
+    header: Header,
+    token_ends: list[int] | None,
+    row_blocks: list[int],
+    sums: list[int],
+    parts: list[np.ndarray],
 ) -> None:
     """`sums` begins with the field's own: one per row block of its values, then its index part's."""
     values, index = parts[0], parts[1] if len(parts) > 1 else None
     per_field = -(-header.num_rows // CHECKSUM_ROWS)
     if index is not None:
-        _expect_sum(field, "index part", sums[per_field], index)
+        _expect_sum(field, 0, header.num_rows, sums[per_field], index, "index part of ")
     if per_field == 1:
-        _expect_sum(field, f"rows 0 to {header.num_rows - 1}", sums[0], values)
+        _expect_sum(field, 0, header.num_rows, sums[0], values)
     if per_field < 2:
         return
-    ends = _row_ends(field, index, header.lengths, header.num_rows)
+    if field.kind is Kind.PER_TOKEN:
+        assert token_ends is not None
+        size, ends = field.item_bytes, token_ends
+    else:
+        size, ends = 1, _piece_ends(_row_ends(field, index, header.num_rows))
     for number in row_blocks:
-        first, last = number * CHECKSUM_ROWS, min((number + 1) * CHECKSUM_ROWS, header.num_rows) - 1
-        begin = int(ends[first - 1]) if first else 0
-        _expect_sum(field, f"rows {first} to {last}", sums[number], values[begin : int(ends[last])])
+        begin = ends[number - 1] * size if number else 0
+        first, behind = number * CHECKSUM_ROWS, min((number + 1) * CHECKSUM_ROWS, header.num_rows)
+        _expect_sum(field, first, behind, sums[number], values[begin : ends[number] * size])
 
 
 def _xxh3(data: np.ndarray) -> int:
     return xxhash.xxh3_64_intdigest(data.data)
 
 
-def _expect_sum(field: Field, where: str, expected: int, data: np.ndarray) -> None:
+def _expect_sum(field: Field, first: int, behind: int, expected: int, data: np.ndarray, what: str = "") -> None:
     found = _xxh3(data)
     if found != expected:
         raise ChecksumMismatch(
-            f"field {field.name!r}, {where}: xxh3 of the bytes read is {found:016x}, but {expected:016x} was written"
+            f"field {field.name!r}, {what}rows {first} to {behind - 1}: xxh3 of the bytes read is {found:016x}, "
+            f"but {expected:016x} was written"
         )
 
 

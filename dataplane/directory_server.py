@@ -11,7 +11,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, cast
 
 from .directory_service import DirectoryService
 from .errors import DataPlaneError
@@ -83,13 +83,12 @@ class _Session(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        connection = transport.get_extra_info("socket")
+        self._transport = cast(asyncio.Transport, transport)  # uvloop, which Ray takes where it is, has its own class
+        connection = self._transport.get_extra_info("socket")
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._deadline = self._loop.call_later(TOKEN_TIMEOUT_S, transport.abort)
+        self._deadline = self._loop.call_later(TOKEN_TIMEOUT_S, self._transport.abort)
         self._sessions.add(self)
 
     def data_received(self, data: bytes) -> None:

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 import weakref
+from typing import cast
 
 from .errors import DirectoryLost
 from .frames import HEADER, DirectoryAddress, FrameReader, frame, head
@@ -234,10 +235,9 @@ class _Channel(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop, which Ray takes where it is, has its own class
         if self._ended:  # the client was closed meanwhile
-            transport.abort()
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         for number, _, reply in self._reader.feed(data):
