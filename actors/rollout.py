@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..codecs.batch import Batch, Jagged
+from ..codecs.batch import Batch, Jagged, Ragged
 from ..dataplane.async_client import AsyncDataPlaneClient
 from .engines.protocol import GenerationEngine, SamplingParams
+from .engines.router import LeftOut
 from .prompts import PromptStream
 from .protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Environment, Sample, Score, Span
 from .rewards.rubric import Rubric, reward_tag
 from .rollout_report import RolloutReport, RolloutTally, ValidationReport
-from .transports.protocol import WeightManifest, WeightReceiver
 
 
 class RolloutWorker:
@@ -40,9 +40,8 @@ class RolloutWorker:
         prompts: PromptStream,
         held_out: PromptStream | None,
         client: AsyncDataPlaneClient,
-        receiver: WeightReceiver | None = None,
     ) -> None:
-        """held_out: prompts of `validate`; None when the run has none. receiver: None when weights never change."""
+        """held_out: prompts of `validate`; None when the run has none."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -50,14 +49,13 @@ class RolloutWorker:
         self._prompts = prompts
         self._held_out = held_out
         self._client = client
-        self._receiver = receiver
+        self._left_out: list[LeftOut] = []
         # Users' reward functions may be slow: beside the event loop, so that generation and other calls go on.
         self._scoring = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
 
-    @property
-    def version(self) -> int:
-        """The policy version that the engine serves."""
-        return self._engine.version
+    def note_left_out(self, engine: LeftOut) -> None:
+        """Have the next report say that `engine` gets no more requests."""
+        self._left_out.append(engine)
 
     async def rollout(self, start: int, count: int, partition: str, params: SamplingParams) -> RolloutReport:
         """Roll out the prompts at positions `start` to `start + count`, `params.n` rows each, into `partition`.
@@ -87,7 +85,8 @@ class RolloutWorker:
                 await self._score_and_put([sample for group in groups for sample in group], partition, tally)
         finally:
             await _end(episodes)
-        return tally.report(self._client.stats.take())
+        left_out, self._left_out = self._left_out, []
+        return tally.report(self._client.stats.take(), left_out)
 
     async def validate(self, start: int, count: int, params: SamplingParams) -> ValidationReport:
         """Answer `count` held-out prompts from `start` on, `params.n` samples each; nothing is put.
@@ -118,22 +117,9 @@ class RolloutWorker:
             response_length_mean=tally.response_tokens / tally.rows if tally.rows else 0.0,
         )
 
-    async def load_weights(self, manifest: WeightManifest) -> int:
-        """Receive, verify and serve the version that `manifest` announces; returns the bytes received.
-
-        Raises ValueError or TimeoutError naming what is wrong; the old version is served on then.
-        """
-        if self._receiver is None:
-            raise RuntimeError("weights: this rollout worker was built without a weight receiver")
-        named = await asyncio.to_thread(self._receiver.receive, manifest)
-        await self._engine.load_weights(manifest.version, named)
-        return manifest.num_bytes
-
     async def close(self) -> None:
-        """Close engine, receiver and client. Idempotent."""
+        """Close engine and client. Idempotent."""
         await self._engine.close()
-        if self._receiver is not None:
-            self._receiver.close()
         self._scoring.shutdown(wait=False, cancel_futures=True)
         await self._client.close()
 
@@ -153,12 +139,17 @@ class RolloutWorker:
                 partition,
                 [f"{sample.prompt.uid}.{sample.index}" for sample in samples],
                 batch,
-                versions=np.array([sample.version for sample in samples], dtype=np.int64),
+                versions=self._versions(samples),
                 tags=tags,
             )
         tally.reward_s += scored - clock
         tally.put_s += time.perf_counter() - scored
         tally.add(samples, scores)
+
+    def _versions(self, samples: Sequence[Sample]) -> np.ndarray:
+        """int64 `[N]`: of each row's oldest token; of the engine for rows that were aborted before the first."""
+        versions = np.array([sample.version for sample in samples], dtype=np.int64)
+        return np.where(versions < 0, self._engine.version, versions)
 
     async def _score(self, samples: list[Sample]) -> list[Score]:
         return await asyncio.get_running_loop().run_in_executor(self._scoring, _score_all, self._rubric, samples)
@@ -179,9 +170,13 @@ def rollout_rows(
         "response_mask": np.concatenate([sample.response_mask for sample in samples]) * trained,
         "rollout_logprobs": np.concatenate([sample.logprobs for sample in samples]) * trained,
     }
-    schema = ROLLOUT_SCHEMA.subset(ROLLOUT_FIELDS)
     batch = Batch(
-        schema, len(samples), {name: Jagged(torch.from_numpy(columns[name]), lengths) for name in ROLLOUT_FIELDS}
+        ROLLOUT_SCHEMA.subset(ROLLOUT_FIELDS),
+        len(samples),
+        {
+            **{name: Jagged(torch.from_numpy(column), lengths) for name, column in columns.items()},
+            "version_spans": version_spans(np.concatenate([sample.versions for sample in samples]), lengths),
+        },
     )
     tags = {
         "reward": np.array([score.reward if score.valid else 0.0 for score in scores], dtype=np.float32),
@@ -192,6 +187,22 @@ def rollout_rows(
         values = [score.components[name] if score.valid else 0.0 for score in scores]
         tags[reward_tag(name)] = np.array(values, dtype=np.float32)
     return batch, tags
+
+
+def version_spans(versions: np.ndarray, lengths: np.ndarray) -> Ragged:
+    """int32 `[S, 2]` a row: (first token, version of it and those after it), from one version a token.
+
+    versions: int32 `[sum(lengths)]`, the rows one after another. Rows without tokens have no spans.
+    """
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    starts = np.cumsum(lengths) - lengths
+    begins = np.ones(len(versions), dtype=bool)
+    begins[1:] = (versions[1:] != versions[:-1]) | (row[1:] != row[:-1])
+    first = np.flatnonzero(begins)
+    spans = np.stack([first - starts[row[first]], versions[first]], axis=1).astype(np.int32)
+    counts = np.bincount(row[first], minlength=len(lengths))
+    shapes = np.stack([counts, np.full(len(lengths), 2)], axis=1).astype(np.int64)
+    return Ragged(torch.from_numpy(spans.reshape(-1)), shapes)
 
 
 def _score_all(rubric: Rubric, samples: Sequence[Sample]) -> list[Score]:

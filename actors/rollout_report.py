@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..dataplane.traffic import Traffic
+from .engines.router import LeftOut
 from .protocols import Sample, Score, Span
 
 
@@ -38,6 +39,8 @@ class RolloutReport:
     traffic: bytes
     """This actor's data-plane calls since its last report, as `Traffic.to_bytes`."""
     spans: tuple[Span, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    """Engines that were left out since the last report; their requests went to others."""
 
     @property
     def valid(self) -> int:
@@ -77,6 +80,7 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         put_s=max((r.put_s for r in reports), default=0.0),
         traffic=Traffic.sum_of(r.traffic for r in reports).to_bytes(),
         spans=tuple(span for r in reports for span in r.spans),
+        left_out=tuple(dict.fromkeys(engine for r in reports for engine in r.left_out)),
     )
 
 
@@ -131,7 +135,7 @@ class RolloutTally:
             for name, value in score.components.items():
                 self.component_sums[name] = self.component_sums.get(name, 0.0) + value
 
-    def report(self, traffic: Traffic) -> RolloutReport:
+    def report(self, traffic: Traffic, left_out: Sequence[LeftOut] = ()) -> RolloutReport:
         return RolloutReport(
             rows=self.rows,
             failed=self.failed,
@@ -147,4 +151,5 @@ class RolloutTally:
             put_s=self.put_s,
             traffic=traffic.to_bytes(),
             spans=tuple(self.spans),
+            left_out=tuple(left_out),
         )

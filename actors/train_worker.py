@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
+import ray
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
@@ -18,11 +20,17 @@ from ..dataplane.client import DataPlaneClient
 from ..dataplane.factory import DataPlaneHandle, connect
 from ..dataplane.meta import KVBatchMeta
 from ..dataplane.topology import Topology
-from .protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, ActorInfo, Span, TrainBackend
+from .protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, ActorInfo, Span, TrainBackend
 from .replica_reader import FetchPolicy, ReplicaReader, build_links
 from .step_rows import TrainShard
-from .transports.protocol import WeightSender
+from .transports.protocol import ReceiverGroup, WeightSender, WeightUpdate
+from .weight_publisher import PublisherConfig, WeightPublisher
 
+F = TypeVar("F", bound=Callable[..., object])
+
+CONCURRENCY_GROUPS = {"weights": 1, "abort": 1}
+"""Threads of the actor beside its main one: `ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainWorker)`.
+All other methods run in one thread, always the same: a backend may be bound to the thread that built it."""
 PREV = "prev_logprobs"
 REF = "ref_logprobs"
 
@@ -79,6 +87,7 @@ class WorkerSetup:
     data_plane: DataPlaneHandle
     backend: Callable[[int, int], TrainBackend]
     sender: Callable[[], WeightSender]
+    weights: PublisherConfig
 
     @property
     def world(self) -> int:
@@ -91,8 +100,21 @@ class WorkerSetup:
         return f"train worker {self.rank}"
 
 
+def _beside(group: str) -> Callable[[F], F]:
+    """A method that Ray runs in the threads of `group`; it stays one that can be called without Ray."""
+
+    def mark(method: F) -> F:
+        ray.method(concurrency_group=group)(method)  # notes it on the function itself
+        return method
+
+    return mark
+
+
 class TrainWorker:
-    """Hosts one rank. Calls run one at a time, in the order they were sent; collective ones go to all ranks."""
+    """Hosts one rank. Calls run one at a time, in the order they were sent; collective ones go to all ranks.
+
+    Those of the groups `weights` and `abort` run beside them, as CONCURRENCY_GROUPS says; only rank 0 has them.
+    """
 
     def __init__(self, setup: WorkerSetup) -> None:
         torch.set_num_threads(setup.threads)
@@ -100,7 +122,9 @@ class TrainWorker:
         self._name = setup.name
         self._store: TCPStore | None = None
         self._backend: TrainBackend | None = None
-        self._sender: WeightSender | None = None
+        self._publisher: WeightPublisher | None = None
+        """Rank 0's."""
+        self._specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._client: DataPlaneClient | None = None
         self._reader: ReplicaReader | None = None
         self._shard: TrainShard | None = None
@@ -140,7 +164,9 @@ class TrainWorker:
         self._reader = ReplicaReader(self._client, ROLLOUT_SCHEMA, setup.topology, setup.rank, links, device=device)
         self._backend = setup.backend(setup.rank, setup.world)
         if setup.rank == 0:
-            self._sender = setup.sender()
+            self._specs = self._backend.weight_specs()
+            self._publisher = WeightPublisher(setup.sender(), setup.weights)
+            self._publisher.reserve(self._specs)
 
     # ------------------------------------------------------------ one step
 
@@ -171,7 +197,7 @@ class TrainWorker:
         backend, reader, shard = self._ready()
         backend.begin_step(self._setup.temperature)
         try:
-            with self._span("forward backward"), closing(reader.stream((*ROLLOUT_FIELDS, *self._written))) as micros:
+            with self._span("forward backward"), closing(reader.stream((*TRAIN_FIELDS, *self._written))) as micros:
                 backend.accumulate(micros, len(shard.sizes))
             with self._span("optimizer"):
                 metrics = backend.finish_step()
@@ -185,15 +211,47 @@ class TrainWorker:
 
     # ------------------------------------------------------------ weights and state
 
-    def send_weights(self, version: int) -> bytes:
-        """Gather the weights and publish them as `version`. Collective; rank 0 returns the manifest, the others b""."""
-        assert self._backend is not None
-        with self._span("gather weights"):
-            named = self._backend.export_weights()
-        if self._sender is None:
-            return b""
+    @_beside("weights")
+    def open_update(self, version: int, receivers: Sequence[tuple[str, int]], base: int | None = None) -> bytes:
+        """Announce `version` to `receivers` (engine's name, its number of workers). Returns an encoded WeightUpdate.
+
+        Rank 0 only. base: the version that all receivers serve. Raises what `WeightPublisher.open` raises.
+        """
+        return messages.encode(self._publishes().open(version, self._specs, _groups(receivers), base=base))
+
+    @_beside("weights")
+    def open_cached(self, version: int, receivers: Sequence[tuple[str, int]]) -> bytes:
+        """As `open_update`, of a version that was sent before and is to be sent again by `send_cached`."""
+        return messages.encode(self._publishes().open(version, self._specs, _groups(receivers), cached=True))
+
+    def send_weights(self, update: bytes) -> bytes:
+        """Gather the weights and publish them as the open `update`. Collective.
+
+        Rank 0 returns an encoded SendReport, the others b""; on them only the gathering itself can fail.
+        """
+        if self._backend is None:
+            raise RuntimeError(f"{self._name}: build comes before send_weights")
+        opened = messages.decode(update, WeightUpdate)
+        weights = self._backend.weights()
         with self._span("send weights"):
-            return messages.encode(self._sender.send(version, named))
+            if self._setup.rank == 0:
+                return messages.encode(self._publishes().publish(opened, weights))
+            for _ in weights:
+                pass
+        return b""
+
+    @_beside("weights")
+    def send_cached(self, update: bytes) -> bytes:
+        """Publish the open `update` of `open_cached` from rank 0's host memory, beside whatever the ranks do.
+
+        Returns an encoded SendReport.
+        """
+        return messages.encode(self._publishes().publish_cached(messages.decode(update, WeightUpdate)))
+
+    @_beside("abort")
+    def abort_update(self, reason: str) -> None:
+        """End the open update, whoever sends it. Rank 0 only; idempotent."""
+        self._publishes().abort(reason)
 
     def save(self, path: str) -> None:
         """Collective. Sharded checkpoint, written behind the training and published atomically: see `wait_saved`."""
@@ -216,20 +274,21 @@ class TrainWorker:
         self._backend.export_model(path)
 
     def close(self) -> None:
-        """Leave group and data plane. Idempotent."""
-        if self._sender is not None:
-            self._sender.close()
-        if self._backend is not None:
-            self._backend.close()
-        if self._reader is not None:
-            self._reader.close()
-        if self._client is not None:
-            self._client.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        self._backend = self._client = self._sender = self._reader = None
+        """Leave group and data plane. Idempotent; raises what a part fails with once all have been closed."""
+        with ExitStack() as stack:  # last in, first out
+            if dist.is_initialized():
+                stack.callback(dist.destroy_process_group)
+            for part in (self._client, self._reader, self._backend, self._publisher):
+                if part is not None:
+                    stack.callback(part.close)
+            self._backend = self._client = self._publisher = self._reader = None
 
     # ------------------------------------------------------------ inside
+
+    def _publishes(self) -> WeightPublisher:
+        if self._publisher is None:
+            raise RuntimeError(f"{self._name}: only rank 0 publishes weights, once it is built")
+        return self._publisher
 
     def _ready(self) -> tuple[TrainBackend, ReplicaReader, TrainShard]:
         if self._backend is None or self._reader is None or self._shard is None:
@@ -273,3 +332,7 @@ class TrainWorker:
         kept = metrics if self._setup.rank == 0 else {}
         traffic = self._client.stats.take().to_bytes()
         return messages.encode(WorkerReport(kept, figures.wait_s, traffic, figures.broadcast_bytes, spans))
+
+
+def _groups(receivers: Sequence[tuple[str, int]]) -> list[ReceiverGroup]:
+    return [ReceiverGroup(engine, num_workers) for engine, num_workers in receivers]

@@ -10,6 +10,7 @@ import datetime
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,15 @@ def _add_bench(commands: Any) -> None:
     replica.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: a GPU for each rank")
     _out(replica)
     replica.set_defaults(command=_replica)
+
+    weights = kinds.add_parser("weights", help="a version of the weights from trainer to engines, by every transport")
+    weights.add_argument("--transports", nargs="+", metavar="NAME", help="collective ipc store disk; default: all")
+    weights.add_argument("--sizes", nargs="+", metavar="SIZE", help="0.1B 0.5B 1.7B 4B 8B; default: those up to 1.7B")
+    weights.add_argument("--engines", nargs="+", type=int, metavar="N", help="engines; default: 1 2 4")
+    weights.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: a GPU for each process")
+    weights.add_argument("--quick", action="store_true", help="0.1B only, few repeats: under two minutes")
+    _out(weights)
+    weights.set_defaults(command=_weights)
 
     directory = kinds.add_parser("directory", help="the directory: a million rows of ten fields")
     directory.add_argument("--rows", type=int, default=1 << 20, metavar="N", help="rows to fill it with")
@@ -131,6 +141,35 @@ def _chosen_sizes(given: Sequence[int] | None, every: Sequence[int]) -> tuple[in
     if min(sizes) < 2:
         raise UserError(f"--sizes: got {min(sizes)}, expected replicas of at least 2 ranks")
     return sizes
+
+
+def _weights(arguments: argparse.Namespace) -> int:
+    from .weights import SIZES, TRANSPORT_KINDS, WeightOptions, run_weights, weights_table
+
+    out = _folder(arguments, "weights")
+    plain = WeightOptions.quick(out) if arguments.quick else WeightOptions(out)
+    options = replace(
+        plain,
+        transports=_known("--transports", _chosen(arguments.transports, plain.transports), TRANSPORT_KINDS),
+        sizes=_known("--sizes", _chosen(arguments.sizes, plain.sizes), SIZES),
+        engines=tuple(arguments.engines or plain.engines),
+        device=arguments.device,
+    )
+    console = Console()
+    with console.status("starting") as status:
+        results, skipped = run_weights(options, lambda line: status.update(line))
+    console.print(weights_table(results))
+    for label, why in skipped.items():
+        console.print(f"not measured: {label}: {why}", highlight=False)
+    console.print(f"results: {out}", highlight=False)
+    return cli.DONE
+
+
+def _known(option: str, given: tuple[str, ...], every: Sequence[str]) -> tuple[str, ...]:
+    for name in given:
+        if name not in every:
+            raise UserError(f"{option}: got {name!r}, expected some of {', '.join(every)}")
+    return given
 
 
 def _directory(arguments: argparse.Namespace) -> int:

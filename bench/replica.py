@@ -21,10 +21,8 @@ import ray
 import torch
 from rich.table import Table
 
-from ..actors.protocols import ROLLOUT_SCHEMA
 from ..actors.step_rows import TrainShard
 from ..codecs.batch import Batch, Jagged
-from ..codecs.schema import Kind
 from ..dataplane.client import DataPlaneClient
 from ..dataplane.config import DataPlaneConfig, StoreConfig
 from ..dataplane.factory import connect, open_data_plane
@@ -35,7 +33,7 @@ from ..dataplane.topology import Topology
 from ..trainers.errors import UserError
 from .baselines.transferqueue import PROCESS_ENV
 from .conditions import conditions
-from .replica_rank import WAYS, RankTask, WayResult, run_rank
+from .replica_rank import SCHEMA, WAYS, RankTask, WayResult, run_rank
 from .results import write_records, write_summary
 
 SIZES = (2, 4, 8)
@@ -139,16 +137,16 @@ def put_rows(client: DataPlaneClient, num_rows: int) -> KVBatchMeta:
     """A step's rows with all columns, a put for each group, as rollouts and write-back leave them."""
     rng = np.random.default_rng(3)
     lengths = rng.lognormal(6.5, 0.8, num_rows).clip(16, MAX_TOKENS).astype(np.int64)
-    client.register(PARTITION, ROLLOUT_SCHEMA, group_size=GROUP_SIZE)
+    client.register(PARTITION, SCHEMA, group_size=GROUP_SIZE)
     metas = []
     for group, part in enumerate(np.array_split(lengths, max(1, num_rows // GROUP_SIZE))):
         columns = {}
-        for name, field in ROLLOUT_SCHEMA.items():
-            assert field.kind is Kind.PER_TOKEN and field.dtype is not None
+        for name, field in SCHEMA.items():
+            assert field.dtype is not None
             values = torch.from_numpy(rng.integers(0, 100, int(part.sum()))).to(field.dtype)
             columns[name] = Jagged(values, part)
         keys = [f"{group:x}.{sample}" for sample in range(len(part))]
-        metas.append(client.put(PARTITION, keys, Batch(ROLLOUT_SCHEMA, len(part), columns)))
+        metas.append(client.put(PARTITION, keys, Batch(SCHEMA, len(part), columns)))
     meta = metas[0].concat(*metas[1:])
     return meta.with_tags(advantage=rng.normal(size=len(meta)).astype(np.float32))
 
@@ -166,7 +164,7 @@ def measure(handle: DataPlaneHandle, meta: KVBatchMeta, size: int, options: Repl
         ]
         with ProcessPoolExecutor(size, mp_context=multiprocessing.get_context("spawn")) as pool:
             by_rank = [future.result(RANKS_TIMEOUT_S) for future in [pool.submit(run_rank, task) for task in tasks]]
-    valid_bytes = int(meta.lengths.sum()) * sum(field.item_bytes for field in ROLLOUT_SCHEMA.values())
+    valid_bytes = int(meta.lengths.sum()) * sum(field.item_bytes for field in SCHEMA.values())
     check_digests(by_rank)
     return [_joined(size, way, [of_rank[way] for of_rank in by_rank], valid_bytes) for way in WAYS]
 

@@ -26,6 +26,7 @@ from ..actors.replica_reader import ReplicaReader, build_links
 from ..actors.step_rows import TrainShard
 from ..codecs.padding import from_padded, to_padded
 from ..codecs.runs import as_bytes
+from ..codecs.schema import Kind
 from ..dataplane.client import DataPlaneClient
 from ..dataplane.factory import connect
 from ..dataplane.handle import DataPlaneHandle
@@ -34,7 +35,9 @@ from ..dataplane.topology import Topology
 
 WAYS = ("leader", "independent", "padded")
 TIMEOUT_S = 60.0
-FIELDS = tuple(ROLLOUT_SCHEMA)
+SCHEMA = ROLLOUT_SCHEMA.subset([name for name, field in ROLLOUT_SCHEMA.items() if field.kind is Kind.PER_TOKEN])
+"""All columns of a token."""
+FIELDS = tuple(SCHEMA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ def _ways(task: RankTask, client: DataPlaneClient, device: torch.device) -> tupl
     for policy in ("leader", "independent"):
         name = f"rank {task.rank} (pid {os.getpid()})"
         links = build_links(topology, task.rank, policy, name=name, timeout_s=TIMEOUT_S, device=device)
-        reader = ReplicaReader(client, ROLLOUT_SCHEMA, topology, task.rank, links, device=device)
+        reader = ReplicaReader(client, SCHEMA, topology, task.rank, links, device=device)
         readers.append(reader)
         ways[policy] = _reader_way(reader, task.shard)
     padded = PaddedBroadcast(client, task, device)
@@ -176,7 +179,7 @@ class PaddedBroadcast:
         for size in self._sizes.tolist():
             part = slice(begin, begin + size)
             rows = {name: column[part] for name, column in host.items()}
-            batch = from_padded(ROLLOUT_SCHEMA, rows, torch.from_numpy(self._meta.lengths[part].copy()))
+            batch = from_padded(SCHEMA, rows, torch.from_numpy(self._meta.lengths[part].copy()))
             digest.add({name: batch.jagged(name).values for name in FIELDS})
             begin += size
         return digest.text()

@@ -2,10 +2,12 @@
 
 Tensors follow one another in the order given, each at a multiple of ALIGN bytes. One that does not fit what is left of
 a bucket goes on in the next, so every bucket but the last is full (but for ALIGN) and none is larger than asked for.
+Buckets end to end, each rounded up to ALIGN, therefore hold every tensor in one piece.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +17,15 @@ import torch
 import xxhash
 
 from .memory import fresh
-from .runs import as_bytes
 from .schema import DTYPES
 
 ALIGN = 64
 """Pieces start at multiples of this, within a bucket and within their tensor."""
+CHUNK_BYTES = 512 << 10
+"""Bytes copied and hashed at a time: the hash finds them in the cache."""
+_WORD = 8
+_ROW_WORDS = 4096
+"""Words of a row of a payload on a GPU: row sums and column sums of 256 MiB are 96 KiB together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class BucketPlan:
     """What lies where. Plain data for `messages.encode`; sender and receiver use the same one."""
 
     entries: tuple[BucketEntry, ...]
-    """By bucket, then offset."""
+    """By bucket, then offset: in the order of the tensors."""
     sizes: tuple[int, ...]
     """Bytes of each bucket."""
 
@@ -53,6 +59,18 @@ class BucketPlan:
     def names(self) -> tuple[str, ...]:
         """The tensors' names, in order."""
         return tuple(dict.fromkeys(entry.name for entry in self.entries))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all buckets."""
+        return sum(self.sizes)
+
+    def in_bucket(self, bucket: int) -> tuple[BucketEntry, ...]:
+        """The bucket's entries in order. Raises ValueError when there is no such bucket."""
+        if not 0 <= bucket < len(self.sizes):
+            raise ValueError(f"bucket {bucket}: the plan has {len(self.sizes)} buckets")
+        first = bisect.bisect_left(self.entries, bucket, key=_bucket_of)
+        return self.entries[first : bisect.bisect_right(self.entries, bucket, lo=first, key=_bucket_of)]
 
 
 def plan_buckets(named: Mapping[str, tuple[torch.dtype, Sequence[int]]], bucket_bytes: int) -> BucketPlan:
@@ -82,84 +100,132 @@ def plan_buckets(named: Mapping[str, tuple[torch.dtype, Sequence[int]]], bucket_
     return BucketPlan(tuple(entries), tuple(sizes))
 
 
-def fill_bucket(plan: BucketPlan, bucket: int, named: Mapping[str, torch.Tensor], out: np.ndarray) -> int:
-    """Copy the bucket's pieces of `named` into `out`; returns the xxh3 of its `plan.sizes[bucket]` bytes.
-
-    out: writable uint8 1-D, at least that long. Tensors may be on any device, strided, and require grad.
-    Raises ValueError naming a tensor that is missing or is not as planned.
-    """
-    _expect_bucket(plan, bucket, out)
-    end = 0
-    for entry in _entries(plan, bucket):
-        tensor = _as_planned(entry, named)
-        out[end : entry.offset] = 0  # the gap before it: what was there must not change the checksum
-        end = entry.offset + entry.nbytes
-        if not entry.nbytes:
-            continue
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        torch.from_numpy(out[entry.offset : end]).copy_(flat[entry.begin : entry.begin + entry.nbytes])
-    return xxhash.xxh3_64_intdigest(out[: plan.sizes[bucket]].data)
-
-
-def read_bucket(
-    plan: BucketPlan, bucket: int, buffer: np.ndarray, into: dict[str, torch.Tensor], *, checksum: int
+def write_piece(
+    entry: BucketEntry, tensor: torch.Tensor, out: torch.Tensor, digest: xxhash.xxh3_64 | None = None
 ) -> None:
-    """Verify the bucket's bytes and copy its pieces into the tensors of `into`, which is given those it lacks.
+    """Copy the entry's bytes of the whole `tensor` into its bucket `out`, and zero what aligns the next entry.
 
-    buffer: uint8 1-D, at least `plan.sizes[bucket]` long, may be read-only. checksum: what `fill_bucket` returned.
-    Tensors of `into` are contiguous CPU tensors. A tensor is whole once all its buckets were read (`expect_all`).
-    Raises ValueError before anything is copied when bytes or tensors are not as planned.
+    tensor: on any device, may be strided and require grad. out: uint8 `[plan.sizes[bucket]]`, on any device; on a GPU
+    the copy is only queued. digest (CPU buckets only) is fed what was written: after all entries of the bucket, in
+    order, it is the bucket's `checksum`.
+    Raises ValueError when the tensor or the buffer is not as planned.
     """
-    _expect_bucket(plan, bucket, buffer)
-    found = xxhash.xxh3_64_intdigest(np.ascontiguousarray(buffer[: plan.sizes[bucket]]).data)
-    if found != checksum:
-        raise ValueError(f"bucket {bucket}: xxh3 of the bytes read is {found:016x}, but {checksum:016x} was written")
-    entries = _entries(plan, bucket)
+    check_planned(entry, tensor)
+    end = entry.offset + entry.nbytes
+    if out.dtype != torch.uint8 or out.ndim != 1 or len(out) < end:
+        raise ValueError(
+            f"bucket {entry.bucket}: got a buffer of {out.dtype} {list(out.shape)}, expected uint8 [{end}] or longer"
+        )
+    gap = min(-end % ALIGN, len(out) - end)
+    if gap:
+        out[end : end + gap] = 0  # what was there must not change the checksum
+    if entry.nbytes:
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        copy_bytes(flat[entry.begin : entry.begin + entry.nbytes], out[entry.offset : end], digest)
+    if digest is not None and gap:
+        digest.update(out[end : end + gap].numpy().data)
+
+
+def read_bucket(plan: BucketPlan, bucket: int, payload: torch.Tensor, into: dict[str, torch.Tensor]) -> None:
+    """Copy the pieces of a whole bucket, verified before, into the tensors of `into`, which is given those it lacks.
+
+    payload: uint8 1-D, at least `plan.sizes[bucket]` long, on any device; new tensors are made on that device. Tensors
+    of `into` are contiguous. A tensor is whole once all its buckets were read (`expect_all`).
+    Raises ValueError before anything is copied when payload or tensors are not as planned.
+    """
+    entries = plan.in_bucket(bucket)
+    if payload.dtype != torch.uint8 or payload.ndim != 1 or len(payload) < plan.sizes[bucket]:
+        raise ValueError(
+            f"bucket {bucket}: got a payload of {payload.dtype} {list(payload.shape)}, "
+            f"expected uint8 [{plan.sizes[bucket]}] or longer"
+        )
     for entry in entries:
         if entry.name not in into:
-            into[entry.name] = fresh(DTYPES[entry.dtype], entry.shape)
-        if not _as_planned(entry, into).is_contiguous():
+            into[entry.name] = _empty(entry, payload.device)
+        check_planned(entry, into[entry.name])
+        if not into[entry.name].is_contiguous():
             raise ValueError(f"weight {entry.name!r}: the tensor to read into is not contiguous")
     for entry in entries:
-        target = as_bytes(into[entry.name].detach())
-        target[entry.begin : entry.begin + entry.nbytes] = buffer[entry.offset : entry.offset + entry.nbytes]
+        if entry.nbytes:
+            target = into[entry.name].detach().reshape(-1).view(torch.uint8)
+            piece = payload[entry.offset : entry.offset + entry.nbytes]
+            target[entry.begin : entry.begin + entry.nbytes].copy_(piece)
 
 
 def expect_all(plan: BucketPlan, read: Collection[int]) -> None:
     """Raises ValueError naming the buckets of `plan` that are not among `read`, and a tensor they hold."""
-    missing = sorted(set(range(len(plan.sizes))) - set(read))
+    missing = set(range(len(plan.sizes))) - set(read)
     if missing:
         names = list(dict.fromkeys(entry.name for entry in plan.entries if entry.bucket in missing))
         raise ValueError(
-            f"buckets {missing[:5]} of {len(plan.sizes)} are missing; they hold {names[0]!r}"
+            f"buckets {sorted(missing)[:5]} of {len(plan.sizes)} are missing; they hold {names[0]!r}"
             + (f" and {len(names) - 1} more weights" if len(names) > 1 else "")
         )
 
 
-def _entries(plan: BucketPlan, bucket: int) -> list[BucketEntry]:
-    return [entry for entry in plan.entries if entry.bucket == bucket]
-
-
-def _as_planned(entry: BucketEntry, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    if entry.name not in named:
-        raise ValueError(f"weight {entry.name!r}: missing, expected {entry.dtype} {list(entry.shape)} as planned")
-    tensor = named[entry.name]
+def check_planned(entry: BucketEntry, tensor: torch.Tensor) -> None:
+    """Raises ValueError naming both when `tensor` has not the dtype and shape that were planned."""
     if tensor.dtype != DTYPES.get(entry.dtype) or tuple(tensor.shape) != entry.shape:
         raise ValueError(
             f"weight {entry.name!r}: got {tensor.dtype} {list(tensor.shape)}, "
             f"expected {entry.dtype} {list(entry.shape)} as planned"
         )
-    return tensor
 
 
-def _expect_bucket(plan: BucketPlan, bucket: int, buffer: np.ndarray) -> None:
-    if not 0 <= bucket < len(plan.sizes):
-        raise ValueError(f"bucket {bucket}: the plan has {len(plan.sizes)} buckets")
-    if buffer.dtype != np.uint8 or buffer.ndim != 1 or len(buffer) < plan.sizes[bucket]:
-        raise ValueError(
-            f"bucket {bucket}: got a buffer of {buffer.dtype} {list(buffer.shape)}, "
-            f"expected uint8 [{plan.sizes[bucket]}] or longer"
-        )
+def checksum(payload: torch.Tensor) -> int:
+    """64 bits that tell whether `payload` (uint8 `[n]`, contiguous) arrived as it was sent; both ends hold it on the
+    same kind of device.
+
+    On the CPU xxh3_64 of the bytes. On a GPU (no copy of the payload to the host; waits for the device) xxh3_64 of its
+    length and of the row and column sums of its 8-byte words: a changed byte, a swap of two words, a piece that is
+    missing or in another's place all change it. What it does not see is several changes that cancel out in every row
+    and column: no accident does that, an adversary could.
+    """
+    if payload.dtype != torch.uint8 or payload.ndim != 1 or not payload.is_contiguous():
+        raise ValueError(f"checksum: got {payload.dtype} {list(payload.shape)}, expected contiguous uint8 [n]")
+    if payload.device.type == "cpu":
+        return xxhash.xxh3_64_intdigest(payload.numpy().data)
+    return digest_sums(payload)
+
+
+def copy_bytes(source: torch.Tensor, out: torch.Tensor, digest: xxhash.xxh3_64 | None = None) -> None:
+    """Copy `source` to `out` (both uint8 `[n]`, on any devices), feeding `digest` (only when `out` is on the CPU)."""
+    if digest is None or source.device.type != "cpu":
+        out.copy_(source)
+        if digest is not None:
+            digest.update(out.numpy().data)
+        return
+    target, given = out.numpy(), source.numpy()
+    for start in range(0, len(target), CHUNK_BYTES):
+        chunk = target[start : start + CHUNK_BYTES]
+        np.copyto(chunk, given[start : start + CHUNK_BYTES])
+        digest.update(chunk.data)
+
+
+def digest_sums(payload: torch.Tensor) -> int:
+    """`checksum` of a payload on a GPU; computes the same on any device."""
+    row_bytes = _ROW_WORDS * _WORD
+    whole = len(payload) // row_bytes * row_bytes
+    tail = torch.zeros(row_bytes, dtype=torch.uint8, device=payload.device)
+    tail[: len(payload) - whole] = payload[whole:]
+    last = tail.view(torch.int64)
+    if payload.storage_offset() % _WORD:  # an int64 view must start at a multiple of its words
+        payload = payload.clone()
+    words = payload[:whole].view(torch.int64).view(-1, _ROW_WORDS)
+    sums = torch.cat([words.sum(0), words.sum(1), last]).cpu()
+    digest = xxhash.xxh3_64(len(payload).to_bytes(8, "little"))
+    digest.update(sums.numpy().data)
+    return digest.intdigest()
+
+
+def _empty(entry: BucketEntry, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return fresh(DTYPES[entry.dtype], entry.shape)
+    return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device)
+
+
+def _bucket_of(entry: BucketEntry) -> int:
+    return entry.bucket
 
 
 def _dtype_name(name: str, dtype: torch.dtype) -> str:

@@ -10,20 +10,31 @@ import ray
 
 from .errors import UserError
 
+MIN_OBJECT_STORE_MIB = 128
+"""Just enough for Ray itself, which wants an object store."""
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Logical CPUs that a run's actors ask of Ray: one each."""
+    """Logical CPUs that a run's actors ask of Ray: one each, an engine one for each of its processes."""
 
     rollout_actors: int
+    """Without those that embed an engine."""
+    engines: int
+    """Processes of all engines."""
     train_workers: int
 
     @property
     def cpus(self) -> int:
-        return self.rollout_actors + self.train_workers
+        return self.rollout_actors + self.engines + self.train_workers
 
     def __str__(self) -> str:
-        return f"{self.rollout_actors} rollout actor(s) + {self.train_workers} train worker(s)"
+        parts = {
+            "rollout actor": self.rollout_actors,
+            "engine process": self.engines,
+            "train worker": self.train_workers,
+        }
+        return " + ".join(f"{count} {name}(s)" for name, count in parts.items() if count)
 
 
 class Cluster:

@@ -98,10 +98,18 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     """Generation."""
 
-    engine: Literal["hf", "scripted"] = "hf"
-    """`hf`: transformers generate; `scripted`: fixed answers without a model, for dry runs of the machinery."""
+    engine: Literal["hf", "vllm", "scripted"] = "hf"
+    """`hf`: transformers generate; `vllm`: vLLM (`make vllm`, or the extra `vllm` on GPUs); `scripted`: fixed answers
+    without a model, for dry runs of the machinery."""
     num_engines: Count = 1
-    """Rollout actors; each holds a whole model."""
+    """Each holds a whole model."""
+    tp: Count = 1
+    """`vllm`: processes that split each engine's layers."""
+    num_actors: Count | None = None
+    """Rollout actors (environments and rewards), which share all engines through a router; an engine that dies is then
+    left out and its requests go to others. None: as many as engines, each with its engine embedded."""
+    kv_cache_mib: Count = 256
+    """`vllm`: memory of an engine's key-value cache."""
     max_new_tokens: Count = 256
     temperature: Positive = 1.0
     """Of training rollouts; validation is greedy."""
@@ -231,11 +239,25 @@ class TrainerConfig(Section):
 class SyncConfig(Section):
     """Weights from trainer to engines."""
 
-    transport: Literal["auto", "ipc"] = "auto"
-    """`ipc`: shared memory of one host; `auto` picks it on one host."""
+    transport: Literal["auto", "collective", "ipc", "store", "disk"] = "auto"
+    """`collective`: broadcast (NCCL on GPUs, gloo on CPUs); `ipc`: shared memory of one host; `store`: through the data
+    plane's store; `disk`: safetensors files. `auto`: ipc on one host, else collective."""
     bucket_mib: Count = 64
+    """Bytes that travel, and are verified, as one."""
+    in_flight: Literal["keep", "wait", "abort"] = "wait"
+    """Requests that run when new weights come: go on under them, end first, or end now with what they have."""
+    staging: Literal["auto", "full", "none"] = "auto"
+    """`full`: engines receive and verify the whole version beside the one they serve; `none`: straight into their
+    parameters, standing still, and unfit to serve if it fails; `auto`: full where memory allows."""
+    delta: bool = False
+    """Send only what changed since the last version; the trainer keeps it in host memory to compare."""
+    cache: bool = False
+    """Keep the last two versions in the trainer's host memory, for engines that join late. Transports other than
+    collective keep them anyway."""
+    dir: str | None = None
+    """`disk`: the folder, seen by all hosts. None: `weights` in the run's folder."""
     timeout_s: Positive = 60.0
-    """Bound of one sync."""
+    """Bound of each wait of a sync."""
 
 
 class ValidationConfig(Section):

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 ROLLOUT_TOKEN_BYTES = 9
 """input_ids int32, response_mask uint8, rollout_logprobs float32."""
+ROLLOUT_ROW_BYTES = 64
+"""version_spans: a few (first token, version), int32."""
 LOGPROB_BYTES = 4
 """Each column that the train workers write back."""
 
@@ -21,7 +23,8 @@ def step_bytes(config: Config) -> int:
     """Bytes that a step's rows take in the store when every row is as long as it may be."""
     columns = (config.algorithm.prev_logprobs == "recompute") + config.with_reference
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    return config.rows_per_step * longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns)
+    row = longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns) + ROLLOUT_ROW_BYTES
+    return config.rows_per_step * row
 
 
 def capacity_problems(config: Config) -> list[str]:
@@ -39,16 +42,18 @@ def capacity_problems(config: Config) -> list[str]:
 def size_problems(config: Config) -> list[str]:
     """Sentences on numbers that do not fit one another."""
     problems = []
-    prompts, dp, engines = config.algorithm.prompts_per_step, config.trainer.dp, config.rollout.num_engines
+    prompts, dp = config.algorithm.prompts_per_step, config.trainer.dp
     if prompts % dp:
         problems.append(
             f"algorithm.prompts_per_step: got {prompts}, expected a multiple of trainer.dp={dp}, "
             "so that every replica trains on as many whole groups"
         )
-    if prompts % engines:
+    actors = config.rollout.num_actors or config.rollout.num_engines
+    key = "num_engines" if config.rollout.num_actors is None else "num_actors"
+    if prompts < actors:
         problems.append(
-            f"algorithm.prompts_per_step: got {prompts}, expected a multiple of rollout.num_engines={engines}, "
-            "so that every engine generates as many groups"
+            f"algorithm.prompts_per_step: got {prompts}, expected at least rollout.{key}={actors}, so that every "
+            "rollout actor has a group to generate"
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     multiple = Topology(dp=1, tp=config.trainer.tp, cp=config.trainer.cp).pad_multiple
@@ -113,6 +118,26 @@ def meaning_problems(config: Config) -> list[str]:
         problems.append(
             f"data.validation: not set, expected a file or dataset, as data.train={data.train!r} is no generated task "
             "with a held-out part (or set validation.every=0)"
+        )
+    if rollout.tp > 1 and rollout.engine != "vllm":
+        problems.append(
+            f"rollout.tp: got {rollout.tp} with rollout.engine={rollout.engine!r}, expected 1, as only vllm splits a "
+            "model"
+        )
+    sync = config.sync
+    if sync.dir is not None and sync.transport != "disk":
+        problems.append(
+            f"sync.dir: got {sync.dir!r} with sync.transport={sync.transport!r}, expected it unset, as only disk has a "
+            "folder"
+        )
+    if sync.timeout_s >= config.resources.stage_timeout_s:
+        problems.append(
+            f"sync.timeout_s: got {sync.timeout_s:g}, expected less than resources.stage_timeout_s="
+            f"{config.resources.stage_timeout_s:g}, as train workers wait for one another while an engine is waited for"
+        )
+    if sync.delta and sync.staging == "none":
+        problems.append(
+            "sync.delta: got true with sync.staging='none', expected false, as a delta needs the last version's bytes"
         )
     labels = [function.label for function in config.reward.functions]
     for label in sorted({label for label in labels if labels.count(label) > 1 or label == "mean"}):

@@ -30,8 +30,13 @@ def placements(config: Config) -> list[Placement]:
     listed = [Placement("driver", 0, "controller: receipts, plans, figures"), Placement("directory", 0, "row metadata")]
     if store.kind == "simple":
         listed += [Placement(f"storage unit {unit}", 0, "TransferQueue blocks") for unit in range(store.num_units)]
-    engine = config.rollout.engine
-    listed += [Placement(f"rollout {index}", 1, f"engine {engine}") for index in range(config.rollout.num_engines)]
+    rollout = config.rollout
+    engine = f"engine {rollout.engine}" + f", tp {rollout.tp}" * (rollout.tp > 1)
+    if rollout.num_actors is None:
+        listed += [Placement(f"rollout {index}", rollout.tp, engine) for index in range(rollout.num_engines)]
+    else:
+        listed += [Placement(f"engine {index}", rollout.tp, engine) for index in range(rollout.num_engines)]
+        listed += [Placement(f"rollout {index}", 1, "environments, rewards") for index in range(rollout.num_actors)]
     topology = config.trainer.topology
     return listed + [
         Placement(f"train worker {rank}", 1, f"backend {config.trainer.backend}{_role(topology, rank)}")
@@ -72,7 +77,8 @@ def describe(config: Config) -> str:
             f"  model            {params:,} parameters",
             f"  train worker     {_size(trained)} weights, gradients, Adam"
             + (" and reference" * config.with_reference),
-            f"  rollout actor    {_size(params * wide)} weights",
+            f"  engine           {_size(params * wide / config.rollout.tp)} weights"
+            + f" in each of {config.rollout.tp} processes" * (config.rollout.tp > 1),
         ]
     store = config.dataplane.store
     lines += [

@@ -10,6 +10,7 @@ from ..actors.rollout_report import RolloutReport, merge_reports
 from ..actors.train_worker import WorkerReport
 from ..dataplane.meta import KVBatchMeta
 from .grpo import Run, State
+from .weight_sync import SyncReport
 
 
 def step_metrics(
@@ -19,7 +20,7 @@ def step_metrics(
     passes: list[WorkerReport],
     meta: KVBatchMeta,
     step_s: float,
-    sync_bytes: int,
+    sync: SyncReport,
 ) -> dict[str, float]:
     """Flat metrics of a finished step. `passes`: every worker's report of every pass; training ones carry metrics."""
     rollout = merge_reports(rollouts)
@@ -48,7 +49,13 @@ def step_metrics(
         "time/data_wait_s": wait_s,
         **idle_shares([report.generate_s for report in rollouts], seconds, wait_s, step_s),
         "sync/seconds": seconds["sync"],
-        "sync/bytes": float(sync_bytes),
+        "sync/bytes": float(sync.bytes_sent),
+        "sync/version": float(sync.version),
+        "sync/gather_s": sync.gather_s,
+        "sync/pause_s": sync.pause_s,
+        "sync/load_s": sync.load_s,
+        "sync/engines": float(sync.engines),
+        "sync/engines_left_out": float(sync.left_out),
         **data_plane,
         "dataplane/bytes_broadcast": float(sum(report.bytes_broadcast for report in passes)),
         "driver/bytes_per_row": (run.meter.take() + client_bytes) / len(meta),

@@ -6,6 +6,7 @@ plans, per-row scalars and figures.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,8 +28,10 @@ from ..dataplane.plans import Budget, ShardPlan, plan_shards
 from .advantages.estimator import AdvantageEstimator, RewardRows
 from .config import Config
 from .data_plane_watch import DataPlaneWatch
+from .engine_set import EngineSet
 from .peers import Call, DriverMeter, Peer, gather
 from .trace import Tracer
+from .weight_sync import SyncReport, WeightSync
 
 PARTITION = "train"
 TASK = "train"
@@ -46,6 +49,8 @@ class Run:
     client: DataPlaneClient
     rollouts: list[Peer]
     workers: list[Peer]
+    engines: EngineSet
+    weights: WeightSync
     meter: DriverMeter
     tracer: Tracer
     estimate: AdvantageEstimator
@@ -68,6 +73,12 @@ class Run:
         self.seconds = {}
         self.tracer.begin_step(step)
 
+    @property
+    def active_rollouts(self) -> list[Peer]:
+        """Rollout actors that have an engine to generate with. Raises NoEngineLeft when there is none."""
+        active = self.engines.active
+        return [engine.peer for engine in active] if self.engines.embedded else self.rollouts
+
     def gather(self, calls: list[Call], stage: str) -> list[Any]:
         return gather(calls, stage, self.config.resources.stage_timeout_s)
 
@@ -85,20 +96,22 @@ class State:
 
 
 def generate(run: Run, state: State) -> list[RolloutReport]:
-    """Have the step's prompts rolled out, an equal share by each rollout actor; moves the prompt cursor.
+    """Have the step's prompts rolled out, dealt evenly to the rollout actors; moves the prompt cursor.
 
     Raises TooManyFailedRows.
     """
-    share = run.config.algorithm.prompts_per_step // len(run.rollouts)
+    prompts, rollouts = run.config.algorithm.prompts_per_step, run.active_rollouts
     with run.stage("rollout"):
         calls = [
-            peer.call("rollout", state.position + index * share, share, PARTITION, run.sampling)
-            for index, peer in enumerate(run.rollouts)
+            peer.call("rollout", state.position + start, stop - start, PARTITION, run.sampling)
+            for peer, (start, stop) in zip(rollouts, _dealt(prompts, len(rollouts)), strict=True)
         ]
         reports = run.gather(calls, "rollout")
-    for peer, report in zip(run.rollouts, reports, strict=True):
+    for peer, report in zip(rollouts, reports, strict=True):
         run.tracer.add(peer.info.name, report.spans)
-    state.position += share * len(run.rollouts)
+        for left in report.left_out:
+            run.engines.leave_out(run.engines.named(left.name), left.reason)
+    state.position += prompts
     failed, rows = sum(report.failed for report in reports), sum(report.rows for report in reports)
     if failed > run.config.reward.max_error_share * rows:
         error = next(report.first_error for report in reports if report.first_error)
@@ -107,6 +120,12 @@ def generate(run: Run, state: State) -> list[RolloutReport]:
             f"{run.config.reward.max_error_share:g} allows; the first error was: {error}"
         )
     return reports
+
+
+def _dealt(count: int, hands: int) -> list[tuple[int, int]]:
+    """(first, behind the last) of each hand's share of `count`; the shares differ by one at most."""
+    bounds = [count * hand // hands for hand in range(hands + 1)]
+    return list(itertools.pairwise(bounds))
 
 
 def claim_batch(run: Run) -> KVBatchMeta:
@@ -193,12 +212,10 @@ def collect(run: Run, replies: list[bytes]) -> list[WorkerReport]:
     return reports
 
 
-def sync_weights(run: Run, state: State) -> int:
-    """Bring all engines to `state.version`; returns bytes sent to each."""
+def sync_weights(run: Run, state: State) -> SyncReport:
+    """Bring all engines to `state.version`. Raises NoEngineLeft when none could be."""
     with run.stage("sync"):
-        manifests = run.gather([peer.call("send_weights", state.version) for peer in run.workers], "weight gather")
-        loads = [peer.call("load_weights", manifests[0]) for peer in run.rollouts]
-        return max(run.gather(loads, "weight load"))
+        return run.weights.sync(state.version)
 
 
 def export_model(run: Run, path: str) -> None:
@@ -216,11 +233,12 @@ def retire(run: Run, meta: KVBatchMeta) -> None:
 def validate(run: Run) -> dict[str, float]:
     """Greedy answers to the held-out prompts; exact match and reward, no rows put."""
     total = run.config.validation.num_prompts
-    bounds = np.linspace(0, total, len(run.rollouts) + 1).astype(int).tolist()
+    rollouts = run.active_rollouts
     with run.stage("validate"):
         calls = [
             peer.call("validate", start, stop - start, run.greedy)
-            for peer, start, stop in zip(run.rollouts, bounds, bounds[1:], strict=False)
+            for peer, (start, stop) in zip(rollouts, _dealt(total, len(rollouts)), strict=True)
+            if stop > start
         ]
         reports: list[ValidationReport] = run.gather(calls, "validate")
     rows = sum(report.rows for report in reports)

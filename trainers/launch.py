@@ -10,35 +10,26 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
-
-import ray
-from ray.actor import ActorHandle
 
 from ..actors.protocols import ROLLOUT_SCHEMA, ActorInfo
-from ..actors.rollout_actor import RolloutActor
-from ..actors.train_worker import TrainWorker
-from ..dataplane.errors import DataPlaneError
 from ..dataplane.factory import DataPlane, connect, open_data_plane
 from . import grpo, setups
 from .advantages.factory import build_advantages
 from .base_model import prepare_model
 from .checkpoints import Checkpoints
-from .cluster import Cluster, Demand
+from .cluster import MIN_OBJECT_STORE_MIB, Cluster
 from .config import Config
 from .controllers.factory import controller
+from .crew import Crew, demand, start_crew
 from .data_plane_watch import DataPlaneWatch
 from .errors import UserError
-from .peers import DriverMeter, Peer, PeerFailed, gather
+from .peers import DriverMeter
 from .progress import Progress
 from .prometheus import PrometheusEndpoint
 from .report import write_report
 from .run_folder import RunFolder
 from .trace import Tracer
-
-START_TIMEOUT_S = 300.0
-"""Bound of starting all actors: imports and model loading on a cold disk."""
-MIN_OBJECT_STORE_MIB = 128
+from .weight_sync import WeightSync
 
 
 def run_training(config: Config, *, resume: bool) -> None:
@@ -94,13 +85,12 @@ def run_training(config: Config, *, resume: bool) -> None:
 def launched(config: Config, model: str, tracer: Tracer, folder: Path) -> Iterator[grpo.Run]:
     """Ray, data plane and actors, ready to train; all of it gone on leaving, however that happens."""
     run_id = uuid.uuid4().hex[:8]
-    demand = Demand(config.rollout.num_engines, config.trainer.topology.world)
     with ExitStack() as stack:
         stack.callback(remove_shared_memory, run_id)
         cluster = Cluster(
             address=config.resources.ray_address,
             num_cpus=config.resources.num_cpus,
-            demand=demand,
+            demand=demand(config),
             namespace=f"headrace-{run_id}",
             object_store_mib=object_store_mib(config),
         )
@@ -109,15 +99,19 @@ def launched(config: Config, model: str, tracer: Tracer, folder: Path) -> Iterat
         client = connect(plane.handle, name="driver")
         stack.callback(client.close)
         meter = DriverMeter()
-        rollouts, workers = start_actors(config, model, plane, cluster, meter, stack)
-        write_actors(folder, plane, rollouts, workers)
+        crew = start_crew(config, model, plane, cluster, meter, stack)
+        write_actors(folder, plane, crew)
         client.register(grpo.PARTITION, ROLLOUT_SCHEMA, [grpo.TASK], group_size=config.algorithm.group_size)
         meter.take()
         yield grpo.Run(
             config=config,
             client=client,
-            rollouts=rollouts,
-            workers=workers,
+            rollouts=crew.rollouts,
+            workers=crew.workers,
+            engines=crew.engines,
+            weights=WeightSync(
+                config.sync, crew.workers, crew.engines, setups.is_lasting(config, one_host=cluster.num_nodes == 1)
+            ),
             meter=meter,
             tracer=tracer,
             estimate=build_advantages(setups.advantage_config(config)),
@@ -134,52 +128,11 @@ def remove_shared_memory(run_id: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def start_actors(
-    config: Config, model: str, plane: DataPlane, cluster: Cluster, meter: DriverMeter, stack: ExitStack
-) -> tuple[list[Peer], list[Peer]]:
-    """All rollout actors and train workers, built at the same time; `stack` ends them."""
-    world = config.trainer.topology.world
-    num_actors = config.rollout.num_engines + world
-    gpus = min(1.0, cluster.num_gpus / num_actors)
-    device = "cuda" if gpus else "cpu"
-    rollouts = [
-        _start(RolloutActor, setups.rollout_setup(config, index, model, plane.handle, device), gpus, meter, stack)
-        for index in range(config.rollout.num_engines)
-    ]
-    workers = [
-        _start(TrainWorker, setups.worker_setup(config, rank, model, plane.handle), gpus, meter, stack)
-        for rank in range(world)
-    ]
-    peers = rollouts + workers
-    infos = gather([peer.call("info") for peer in peers], "start", START_TIMEOUT_S)
-    for peer, info in zip(peers, infos, strict=True):
-        peer.info = info
-    host = ray.util.get_node_ip_address() if cluster.num_nodes > 1 else "127.0.0.1"
-    port = 0
-    if world > 1:
-        [port] = gather([workers[0].call("open_rendezvous", host)], "start", START_TIMEOUT_S)
-    builds = [peer.call("build") for peer in rollouts] + [peer.call("build", host, port) for peer in workers]
-    try:
-        gather(builds, "start", START_TIMEOUT_S)
-    except PeerFailed as error:
-        if isinstance(error.cause, ValueError) and not isinstance(error.cause, DataPlaneError):
-            # a wrong path, dataset or reward shows only where it is opened
-            raise UserError(str(error.cause)) from error
-        raise
-    return rollouts, workers
-
-
-def _start(kind: type, setup: Any, gpus: float, meter: DriverMeter, stack: ExitStack) -> Peer:
-    handle = ray.remote(kind).options(num_cpus=1, num_gpus=gpus, max_restarts=0).remote(setup)
-    stack.callback(ray.kill, cast(ActorHandle, handle), no_restart=True)
-    return Peer(handle, ActorInfo(setup.name, 0, "not up yet"), meter)
-
-
-def write_actors(folder: Path, plane: DataPlane, rollouts: list[Peer], workers: list[Peer]) -> None:
+def write_actors(folder: Path, plane: DataPlane, crew: Crew) -> None:
     """actors.json: the run's id (part of its folders' names in /dev/shm) and who runs where, for post-mortems."""
     host = socket.gethostname()
     infos = [ActorInfo(name, pid, host) for name, pid in plane.processes().items()]
-    infos += [peer.info for peer in rollouts + workers]
+    infos += [peer.info for peer in crew.peers]
     content = {"run_id": plane.handle.run_id, "actors": [asdict(info) for info in infos]}
     (folder / "actors.json").write_text(json.dumps(content, indent=1))
 

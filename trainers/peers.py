@@ -70,6 +70,15 @@ def gather(calls: Sequence[Call], stage: str, timeout_s: float) -> list[Any]:
 
     Raises PeerFailed when a peer died, raised (its `cause`), or did not answer within `timeout_s`.
     """
+    return _settle(calls, stage, timeout_s, raising=True)
+
+
+def gather_each(calls: Sequence[Call], stage: str, timeout_s: float) -> list[Any | PeerFailed]:
+    """Like `gather`, but waits for every peer: where one failed stands its PeerFailed instead of a result."""
+    return _settle(calls, stage, timeout_s, raising=False)
+
+
+def _settle(calls: Sequence[Call], stage: str, timeout_s: float, *, raising: bool) -> list[Any]:
     start = time.monotonic()
     of_ref = {call.ref: call for call in calls}
     pending, results = list(of_ref), {}
@@ -77,10 +86,20 @@ def gather(calls: Sequence[Call], stage: str, timeout_s: float) -> list[Any]:
         left = timeout_s - (time.monotonic() - start)
         done, pending = ray.wait(pending, num_returns=1, timeout=max(left, 0.0))
         if not done:
-            late = ", ".join(str(of_ref[ref].peer.info) for ref in pending)
-            raise PeerFailed(f"{stage}: no answer within {timeout_s:g} s from {late}")
+            late = {ref: of_ref[ref].peer.info for ref in pending}
+            if raising:
+                raise PeerFailed(f"{stage}: no answer within {timeout_s:g} s from {', '.join(map(str, late.values()))}")
+            results |= {
+                ref: PeerFailed(f"{stage}: no answer within {timeout_s:g} s from {info}") for ref, info in late.items()
+            }
+            break
         for ref in done:
-            results[ref] = _result(of_ref[ref], stage)
+            try:
+                results[ref] = _result(of_ref[ref], stage)
+            except PeerFailed as error:
+                if raising:
+                    raise
+                results[ref] = error
     return [results[call.ref] for call in calls]
 
 

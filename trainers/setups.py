@@ -6,13 +6,17 @@ import os
 from dataclasses import replace
 from functools import partial
 
+from ..actors.engine_actor import EngineSetup
 from ..actors.engines.factory import EngineConfig
 from ..actors.engines.protocol import SamplingParams
+from ..actors.environments.factory import EnvironmentConfig
 from ..actors.prompts import DataConfig
 from ..actors.rewards.factory import RewardConfig
 from ..actors.rollout_actor import RolloutSetup
 from ..actors.train_worker import WorkerSetup
-from ..actors.transports.factory import build_sender
+from ..actors.transports.factory import LASTING_KINDS, build_sender, resolve_kind
+from ..actors.transports.settings import ReceiverConfig, SenderConfig
+from ..actors.weight_publisher import PublisherConfig
 from ..dataplane.factory import DataPlaneHandle
 from ..dataplane.plans import Budget
 from .advantages.factory import AdvantageConfig, build_advantages
@@ -22,13 +26,20 @@ from .base_model import model_config
 from .config import Config
 from .losses.factory import LossConfig
 
-TRANSPORT = "ipc"
-"""What `sync.transport: auto` is while engines and trainer share a host."""
+
+def transport(config: Config, *, one_host: bool) -> str:
+    """The kind of weight transport; `auto` depends on where the run's processes are."""
+    return resolve_kind(config.sync.transport, one_host=one_host)
+
+
+def is_lasting(config: Config, *, one_host: bool) -> bool:
+    """Whether engines may read a version of the weights long after it was sent, without the trainer."""
+    return transport(config, one_host=one_host) in LASTING_KINDS
 
 
 def threads(config: Config) -> int:
     """Compute threads of each worker: rollout actors and train workers take turns, so each side has all cores."""
-    side = max(config.rollout.num_engines, config.trainer.topology.world)
+    side = max(config.rollout.num_engines * config.rollout.tp, config.trainer.topology.world)
     return config.resources.threads or max(1, (os.cpu_count() or 1) // side)
 
 
@@ -75,29 +86,51 @@ def validation_data(config: Config) -> DataConfig | None:
     return replace(training_data(config), source=source, options=options, held_out=generated)
 
 
-def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str) -> RolloutSetup:
-    """Rollout actor `index`; `model` is a local folder or hub id."""
+def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle, device: str) -> EngineConfig:
+    """The engine of the actor `name`; `model` is a local folder or hub id."""
+    rollout = config.rollout
+    return EngineConfig(
+        kind=rollout.engine,
+        model=model,
+        dtype=config.model.dtype,
+        device=device,
+        max_batch=rollout.max_batch,
+        tp=rollout.tp,
+        kv_cache_mib=rollout.kv_cache_mib,
+        seed=config.run.seed,
+        receiver=ReceiverConfig(
+            engine=name,
+            staging=config.sync.staging,
+            device=device,
+            data_plane=handle,
+            keep_base=config.sync.delta,
+        ),
+    )
+
+
+def engine_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str) -> EngineSetup:
+    """Engine actor `index`."""
+    name = f"engine {index}"
+    return EngineSetup(name, threads(config), engine_config(config, name, model, handle, device))
+
+
+def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str | None) -> RolloutSetup:
+    """Rollout actor `index`, which embeds its engine on `device`; None: engines are actors of their own."""
+    name = f"rollout {index}"
     return RolloutSetup(
-        name=f"rollout {index}",
+        name=name,
         threads=threads(config),
         seed=config.run.seed,
-        engine=EngineConfig(
-            kind=config.rollout.engine,
-            model=model,
-            dtype=config.model.dtype,
-            device=device,
-            max_batch=config.rollout.max_batch,
-            seed=config.run.seed,
-        ),
-        environment="single_turn",
+        engine=None if device is None else engine_config(config, name, model, handle, device),
+        environment=EnvironmentConfig(),
         tokenizer=model,
         rewards=rewards(config),
         data=training_data(config),
         validation=validation_data(config),
         max_prompt_tokens=config.data.max_prompt_tokens,
         check_prompts=index == 0,
-        transport=TRANSPORT,
         data_plane=handle,
+        engine_timeout_s=config.resources.stage_timeout_s,
     )
 
 
@@ -116,8 +149,20 @@ def rewards(config: Config) -> tuple[RewardConfig, ...]:
     )
 
 
-def worker_setup(config: Config, rank: int, model: str, handle: DataPlaneHandle) -> WorkerSetup:
-    """Train worker `rank`."""
+def worker_setup(
+    config: Config, rank: int, model: str, handle: DataPlaneHandle, *, host: str, one_host: bool, device: str
+) -> WorkerSetup:
+    """Train worker `rank`. host: the address at which engines reach it."""
+    sync = config.sync
+    sender = SenderConfig(
+        run_id=handle.run_id,
+        bucket_bytes=sync.bucket_mib << 20,
+        timeout_s=sync.timeout_s,
+        host=host,
+        folder=sync.dir or os.path.join(config.run.dir or ".", "weights"),
+        data_plane=handle,
+        device=device,
+    )
     return WorkerSetup(
         rank=rank,
         topology=config.trainer.topology,
@@ -127,7 +172,10 @@ def worker_setup(config: Config, rank: int, model: str, handle: DataPlaneHandle)
         timeout_s=config.resources.stage_timeout_s,
         data_plane=handle,
         backend=partial(build_backend, backend_config(config, model)),
-        sender=partial(build_sender, TRANSPORT, handle.run_id, config.sync.bucket_mib << 20),
+        sender=partial(build_sender, transport(config, one_host=one_host), sender),
+        weights=PublisherConfig(
+            bucket_bytes=sync.bucket_mib << 20, timeout_s=sync.timeout_s, delta=sync.delta, cache=sync.cache
+        ),
     )
 
 

@@ -1,12 +1,13 @@
-"""The decoding loop of the `hf` engine: one batch of prompts to sampled tokens and their log-probs.
+"""The decoding loop of the `hf` engine: one batch of prompts to sampled tokens, their log-probs and their versions.
 
 Why not `model.generate`: it prefills the same prompt once per sample and carries finished rows to the end. Here a
 prompt is prefilled once for all its samples, and finished rows leave the batch; log-probs are gathered step by step,
-so that no [steps, B, V] tensor is held.
+so that no [steps, B, V] tensor is held. And it can stop between two steps, let the weights change, and go on.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import DynamicCache
 
 from .protocol import Completion, SamplingParams
 from .sampling import draw, log_distribution, uniforms
+from .stop_texts import StopTexts
 
 COMPACT_BELOW = 0.75
 """Finished rows leave the cache when fewer than this share of its rows still runs: dropping them copies the cache."""
@@ -30,33 +32,73 @@ class DecodeRequest:
     """int64 `[L]`, L >= 1."""
     keys: np.ndarray
     """uint64 `[n]`: one random stream per sample (`sampling.row_keys`); n samples are drawn."""
-    aborted: bool = False
-    """Set by another thread to end the request at the next step."""
 
 
-@torch.inference_mode()
-def decode(
-    model: Any, requests: Sequence[DecodeRequest], params: SamplingParams, stop_ids: np.ndarray, version: int
-) -> list[list[Completion]]:
-    """Per request, its completions in order. Requests share `params` (`n` and `seed` are not read).
+class Decoding:
+    """A batch under way. Used by one thread at a time; what it holds on the device goes with it."""
 
-    model: a Hugging Face causal LM in eval mode. stop_ids: int64, tokens that end a row and are kept in it.
-    Raises FloatingPointError when the model's logits are not finite.
-    """
-    rows = _Rows(requests, params.max_new_tokens)
-    window = _Window(model, requests)
-    for step in range(params.max_new_tokens):
-        tokens, logprobs = _sample(window.logits, params, rows.keys[window.rows], step)
-        tokens_host = tokens.cpu().numpy()
-        live = rows.record(window.rows, step, tokens_host, logprobs.cpu().numpy(), stop_ids)
-        if step + 1 == params.max_new_tokens or not live.any():
-            break
+    def __init__(
+        self,
+        model: Any,
+        requests: Sequence[DecodeRequest],
+        params: SamplingParams,
+        stop_ids: np.ndarray,
+        stop_texts: StopTexts | None = None,
+    ) -> None:
+        """Nothing is computed yet. Requests share `params` (`n`, `seed` and `stop` are not read).
+
+        model: a Hugging Face causal LM in eval mode. stop_ids: int64, tokens that end a row and are kept in it.
+        """
+        self._model = model
+        self._requests = requests
+        self._params = params
+        self._rows = _Rows(requests, params.max_new_tokens, stop_ids, stop_texts)
+        self._window: _Window | None = None
+        self._tokens: torch.Tensor | None = None
+        """int64 `[B]`: the window's last tokens, which no forward pass has seen; None before the first one."""
+        self._step = 0
+
+    @torch.inference_mode()
+    def run(self, version: int, interrupt: threading.Event) -> bool:
+        """Decode until all rows have ended, or up to the next step once `interrupt` is set. Returns whether all have.
+
+        version: of the model's weights now; they may change between two runs. Each token's forward pass and draw are
+        of one run, so its version is exact; keys and values of the tokens before stay as they were made.
+        """
+        rows = self._rows
+        while self._step < self._params.max_new_tokens and rows.running.any():
+            if interrupt.is_set():
+                return False
+            window = self._advance()
+            tokens, logprobs = _sample(window.logits, self._params, rows.keys[window.rows], self._step)
+            rows.record(window.rows, self._step, tokens.cpu().numpy(), logprobs.cpu().numpy(), version)
+            self._tokens = tokens
+            self._step += 1
+        return True
+
+    def _advance(self) -> _Window:
+        """The forward pass that gives the next tokens' logits."""
+        if self._window is None or self._tokens is None:
+            self._window = _Window(self._model, self._requests)
+            return self._window
+        live = self._rows.running[self._window.rows]
         if live.sum() < COMPACT_BELOW * len(live):
             keep = np.flatnonzero(live)
-            window.keep(keep)
-            tokens = tokens[torch.from_numpy(keep).to(tokens.device)]
-        window.advance(tokens)
-    return rows.completions(version)
+            self._window.keep(keep)
+            self._tokens = self._tokens[torch.from_numpy(keep).to(self._tokens.device)]
+        self._window.advance(self._tokens)
+        return self._window
+
+    def end(self, request: int) -> None:
+        """Abort what still runs of a request, the `request`-th; between two runs only."""
+        self._rows.end(request)
+
+    def completions(self, request: int) -> list[Completion]:
+        """What the `request`-th request has, in order; between two runs only.
+
+        Raises FloatingPointError when the model's logits were not finite.
+        """
+        return self._rows.completions(request)
 
 
 def _sample(
@@ -74,51 +116,60 @@ def _sample(
 class _Rows:
     """What every row of the batch has produced; R rows: the requests' samples, one request after another."""
 
-    def __init__(self, requests: Sequence[DecodeRequest], max_new_tokens: int) -> None:
-        self.requests = requests
-        self.request_of = np.repeat(np.arange(len(requests)), [len(request.keys) for request in requests])
+    def __init__(
+        self,
+        requests: Sequence[DecodeRequest],
+        max_new_tokens: int,
+        stop_ids: np.ndarray,
+        stop_texts: StopTexts | None,
+    ) -> None:
+        self.bounds = np.cumsum([0, *(len(request.keys) for request in requests)])
         self.keys = np.concatenate([request.keys for request in requests])
+        self.stop_ids = stop_ids
+        self.stop_texts = stop_texts
         shape = (len(self.keys), max_new_tokens)
         self.tokens = np.zeros(shape, dtype=np.int32)
         self.logprobs = np.zeros(shape, dtype=np.float32)
+        self.versions = np.zeros(max_new_tokens, dtype=np.int32)
+        """Of each step: rows start together, so their tokens of a step are of one version."""
         self.lengths = np.zeros(len(self.keys), dtype=np.int64)
         self.reasons = np.full(len(self.keys), "length", dtype="U6")
         self.running = np.ones(len(self.keys), dtype=bool)
 
-    def record(
-        self, rows: np.ndarray, step: int, tokens: np.ndarray, logprobs: np.ndarray, stop_ids: np.ndarray
-    ) -> np.ndarray:
-        """Take one step's tokens of `rows`. Returns bool `[len(rows)]`: which of them go on."""
+    def record(self, rows: np.ndarray, step: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        """Take one step's tokens of `rows`."""
         active = self.running[rows]
         written = rows[active]
         self.tokens[written, step] = tokens[active]
         self.logprobs[written, step] = logprobs[active]
+        self.versions[step] = version
         self.lengths[written] = step + 1
-        stopped = written[(tokens[active, None] == stop_ids).any(axis=1)]
+        stops = (tokens[active, None] == self.stop_ids).any(axis=1)
+        if self.stop_texts is not None:
+            stops |= self.stop_texts.ended([self.tokens[row, : step + 1] for row in written])
+        stopped = written[stops]
         self.reasons[stopped] = "stop"
         self.running[stopped] = False
-        aborted = np.array([request.aborted for request in self.requests])
-        if aborted.any():
-            ended = self.running & aborted[self.request_of]
-            self.reasons[ended] = "abort"
-            self.running &= ~ended
-        return self.running[rows]
 
-    def completions(self, version: int) -> list[list[Completion]]:
-        if not np.isfinite(self.logprobs).all():
+    def end(self, request: int) -> None:
+        own = slice(self.bounds[request], self.bounds[request + 1])
+        self.reasons[own][self.running[own] & (self.lengths[own] < self.tokens.shape[1])] = "abort"
+        self.running[own] = False
+
+    def completions(self, request: int) -> list[Completion]:
+        own = range(self.bounds[request], self.bounds[request + 1])
+        if not np.isfinite(self.logprobs[own.start : own.stop]).all():
+            version = self.versions[max(self.lengths[own.start : own.stop]) - 1]
             raise FloatingPointError(f"the model's logits are not finite under policy version {version}")
-        result: list[list[Completion]] = [[] for _ in self.requests]
-        for row, request in enumerate(self.request_of):
-            length = self.lengths[row]
-            result[request].append(
-                Completion(
-                    token_ids=self.tokens[row, :length].copy(),
-                    logprobs=self.logprobs[row, :length].copy(),
-                    finish_reason=str(self.reasons[row]),
-                    version=version,
-                )
+        return [
+            Completion(
+                token_ids=self.tokens[row, : self.lengths[row]].copy(),
+                logprobs=self.logprobs[row, : self.lengths[row]].copy(),
+                finish_reason=str(self.reasons[row]),
+                versions=self.versions[: self.lengths[row]].copy(),
             )
-        return result
+            for row in own
+        ]
 
 
 class _Window:

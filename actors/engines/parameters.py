@@ -15,6 +15,7 @@ class ParameterSet:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._tensors: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
+        self._specs = {name: (tensor.dtype, tensor.shape) for name, tensor in self._tensors.items()}
         parameters = {id(tensor) for tensor in model.parameters()}
         self._names_of: dict[int, list[str]] = {}
         """Per required tensor (a parameter, not a buffer), the names it answers to."""
@@ -22,8 +23,12 @@ class ParameterSet:
             if id(tensor) in parameters:
                 self._names_of.setdefault(id(tensor), []).append(name)
 
-    def match(self, named: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(target, source) pairs that replace every parameter. Touches nothing.
+    def refresh(self, model: torch.nn.Module) -> None:
+        """`model` was moved to another device: its buffers are other tensors now."""
+        self._tensors.update(model.state_dict(keep_vars=True))
+
+    def match(self, named: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """(name, source) pairs that replace every parameter, each once. Touches nothing.
 
         Raises ValueError naming unknown, missing, misshapen and wrongly typed parameters, and tied ones that differ.
         """
@@ -38,25 +43,39 @@ class ParameterSet:
         pairs: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
         for name, source in named.items():
             target = self._tensors[name]
-            _check(name, target, source)
+            self._check(name, source)
             earlier = pairs.setdefault(id(target), (name, target, source))
             if earlier[2] is not source and not torch.equal(earlier[2], source):
                 raise ValueError(f"weights: {earlier[0]!r} and {name!r} are tied in the model but differ as sent")
-        return [(target, source) for _, target, source in pairs.values()]
+        return [(name, source) for name, _, source in pairs.values()]
 
-    @staticmethod
-    def copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy each source into its target, in place."""
+    def _check(self, name: str, source: torch.Tensor) -> None:
+        dtype, shape = self._specs[name]
+        if source.shape != shape:
+            raise ValueError(f"weights: {name!r} has shape {tuple(source.shape)}, expected {tuple(shape)}")
+        if source.dtype != dtype and not (source.dtype in _CONVERTIBLE and dtype in _CONVERTIBLE):
+            raise ValueError(f"weights: {name!r} has dtype {source.dtype}, expected {dtype}")
+
+    def copy(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        """Copy each source of `match` into its target, in place."""
         with torch.no_grad():
-            for target, source in pairs:
-                target.copy_(source)
+            for name, source in pairs:
+                self._tensors[name].copy_(source)
 
+    def drop(self) -> None:
+        """Give the parameters' memory back; buffers stay. Only `allocate` and then `copy` bring the model back."""
+        for tensor in self._parameters():
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
-def _check(name: str, target: torch.Tensor, source: torch.Tensor) -> None:
-    if source.shape != target.shape:
-        raise ValueError(f"weights: {name!r} has shape {tuple(source.shape)}, expected {tuple(target.shape)}")
-    if source.dtype != target.dtype and not (source.dtype in _CONVERTIBLE and target.dtype in _CONVERTIBLE):
-        raise ValueError(f"weights: {name!r} has dtype {source.dtype}, expected {target.dtype}")
+    def allocate(self) -> None:
+        """Memory for the parameters that `drop` took it from; zeros are in it."""
+        for tensor in self._parameters():
+            _, shape = self._specs[self._names_of[id(tensor)][0]]
+            if tensor.shape != shape:
+                tensor.data = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [self._tensors[names[0]] for names in self._names_of.values()]
 
 
 def _first(names: list[str]) -> str:

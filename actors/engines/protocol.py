@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
@@ -16,6 +16,12 @@ them end first; `abort` ends them now, with what they have (finish_reason `abort
 
 SESSION_SEPARATOR = "/"
 """A request id is `{session}` or `{session}/{turn}`: its turns go to one engine, whose prefix cache has them."""
+
+
+def expect_pause_mode(mode: str) -> None:
+    """Raises ValueError unless `mode` is a PauseMode."""
+    if mode not in get_args(PauseMode):
+        raise ValueError(f"pause mode: got {mode!r}, expected one of {', '.join(get_args(PauseMode))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,10 @@ class CommitReport:
 class EngineBroken(RuntimeError):
     """The engine has no whole version of the weights any more (a commit without staging failed in the middle): it
     refuses to generate until a later version is committed whole."""
+
+
+class EngineDied(RuntimeError):
+    """The process that hosts an engine is gone, or does not answer any more; names it and says what is known."""
 
 
 class GenerationEngine(Protocol):

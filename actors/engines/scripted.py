@@ -7,14 +7,21 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from .protocol import Completion, EngineStats, SamplingParams
+from ..transports.protocol import WeightUpdate
+from ..transports.settings import ReceiverConfig
+from .incoming import IncomingWeights
+from .protocol import CommitReport, Completion, EngineBroken, EngineStats, PauseMode, SamplingParams, expect_pause_mode
+from .stop_texts import StopTexts
 
 Script = Callable[[str, Sequence[int], int], Sequence[int]]
 """(request_id, prompt_ids, sample index) -> response token ids, stop token included."""
+
+_ASLEEP = "asleep: wake it first"
 
 
 def random_tokens(vocab_size: int, seed: int = 0) -> Script:
@@ -28,7 +35,8 @@ def random_tokens(vocab_size: int, seed: int = 0) -> Script:
 
 
 class ScriptedEngine:
-    """Every request runs at once and takes its own time; tokens flow evenly over it, so an abort returns a share."""
+    """Every request runs at once and takes its own time; tokens flow evenly over it, so an abort returns a share and a
+    commit under `keep` leaves the tokens that had time to flow with the old version."""
 
     def __init__(
         self,
@@ -37,55 +45,70 @@ class ScriptedEngine:
         latency_s: float = 0.0,
         latency_sigma: float = 0.0,
         logprob: float = -1.0,
+        tokenizer: Any = None,
         seed: int = 0,
+        receiver: ReceiverConfig | None = None,
         version: int = 0,
     ) -> None:
         """latency_s: median seconds of a request, log-normal with `latency_sigma` (0.0: constant), seeded per request.
 
-        logprob: reported for every token.
+        logprob: reported for every token. tokenizer: needed by requests with stop texts only.
+        receiver: None when weights never change.
         """
         self._script = script
         self._latency_s = latency_s
         self._latency_sigma = latency_sigma
         self._logprob = logprob
+        self._tokenizer = tokenizer
         self._seed = seed
         self._version = version
-        self._aborts: dict[str, asyncio.Event] = {}
+        self._incoming: IncomingWeights[dict[str, torch.Tensor]] = IncomingWeights(receiver, _copied)
+        self._clock = _FlowClock()
+        self._requests: dict[str, _Request] = {}
         self._resumed = asyncio.Event()
         self._resumed.set()
-        self._num_running = 0
+        self._num_flowing = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._unusable = ""
-        self.loaded: dict[str, torch.Tensor] = {}
-        """What the last `load_weights` brought."""
+        self._broken = ""
+        self.loaded: Mapping[str, torch.Tensor] = {}
+        """Copies of the weights of the version that is served; empty before the first commit."""
         self.stats = EngineStats()
 
     @property
     def version(self) -> int:
         return self._version
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """`params.n` completions of the script, cut at max_new_tokens.
+    @property
+    def num_workers(self) -> int:
+        return 1
 
-        Raises ValueError for an id that is in flight, RuntimeError when asleep or closed.
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        """`params.n` completions of the script, cut at max_new_tokens and behind the request's own stops.
+
+        Raises ValueError for an id that is in flight or a prompt without tokens, RuntimeError when asleep or closed.
         """
         if self._unusable:
             raise RuntimeError(f"request {request_id!r}: the engine is {self._unusable}")
-        if request_id in self._aborts:
+        if self._broken:
+            raise EngineBroken(f"request {request_id!r}: {self._broken}")
+        if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
-        abort = self._aborts[request_id] = asyncio.Event()
+        if not len(prompt_ids):
+            raise ValueError(f"request {request_id!r}: the prompt has no tokens, expected at least one")
+        if params.stop and self._tokenizer is None:
+            raise ValueError(f"request {request_id!r}: stop texts need a tokenizer, this engine was built without one")
+        request = self._requests[request_id] = _Request(self._latency(request_id))
+        started = time.perf_counter()
         try:
-            await self._resumed.wait()
-            version = self._version
-            started = time.perf_counter()
-            share = await self._run(abort, self._latency(request_id))
+            await self._admit(request)
+            completions = [
+                self._completion(request, self._script(request_id, prompt_ids, sample), params)
+                for sample in range(params.n)
+            ]
         finally:
-            del self._aborts[request_id]
-        completions = [
-            self._completion(self._script(request_id, prompt_ids, sample), params.max_new_tokens, share, version)
-            for sample in range(params.n)
-        ]
+            del self._requests[request_id]
         self.stats.batches += 1
         self.stats.rows += len(completions)
         self.stats.tokens += sum(len(completion.token_ids) for completion in completions)
@@ -97,61 +120,209 @@ class ScriptedEngine:
             return 0.0
         return self._latency_s * random.Random(f"{self._seed}/{request_id}").lognormvariate(0.0, self._latency_sigma)
 
-    async def _run(self, abort: asyncio.Event, latency_s: float) -> float:
-        """Wait `latency_s` or until aborted. Returns the share of the latency that passed, 1.0 when all of it did."""
-        started = time.perf_counter()
-        self._num_running += 1
+    # ---------------------------------------------------------------- the flow of tokens
+
+    async def _admit(self, request: _Request) -> None:
+        """Return when the request's tokens have flowed, or it was aborted."""
+        while not self._resumed.is_set() and not request.aborted:
+            request.changed.clear()
+            await request.changed.wait()
+        if request.aborted:
+            return
+        request.begin(self._clock.now(), self._version)
+        self._num_flowing += 1
         self._idle.clear()
         try:
-            await asyncio.wait_for(abort.wait(), timeout=latency_s)
-        except TimeoutError:
-            return 1.0
+            await self._flow(request)
         finally:
-            self._num_running -= 1
-            if not self._num_running:
+            request.flowed_s = min(self._clock.now() - request.started_s, request.latency_s)
+            self._num_flowing -= 1
+            if not self._num_flowing:
                 self._idle.set()
-        return min(1.0, (time.perf_counter() - started) / latency_s) if latency_s else 0.0
 
-    def _completion(self, tokens: Sequence[int], max_new_tokens: int, share: float, version: int) -> Completion:
-        wanted = min(len(tokens), max_new_tokens)
-        got = wanted if share == 1.0 else int(wanted * share)
-        reason = "abort" if share < 1.0 else ("stop" if len(tokens) <= max_new_tokens else "length")
+    async def _flow(self, request: _Request) -> None:
+        if not request.latency_s:
+            await asyncio.sleep(0)
+        while not request.aborted:
+            left_s = request.latency_s - (self._clock.now() - request.started_s)
+            if left_s <= 0.0:
+                return
+            request.changed.clear()
+            frozen = self._clock.frozen  # then only a change ends the wait
+            try:
+                # Not `wait_for`: in Python 3.11 it swallows a cancellation that comes together with the change.
+                async with asyncio.timeout(None if frozen else left_s):
+                    await request.changed.wait()
+            except TimeoutError:
+                continue
+
+    def _completion(self, request: _Request, tokens: Sequence[int], params: SamplingParams) -> Completion:
+        tokens, stopped = self._stopped(tokens, params)
+        wanted = min(len(tokens), params.max_new_tokens)
+        got = request.num_flowed(wanted, request.flowed_s)
+        if got < wanted or (request.aborted and not request.versions):
+            reason = "abort"
+        else:
+            reason = "stop" if stopped or len(tokens) <= params.max_new_tokens else "length"
+        versions = np.full(got, request.versions[0][1] if got else 0, dtype=np.int32)
+        for flowed_s, version in request.versions[1:]:
+            versions[request.num_flowed(wanted, flowed_s) :] = version
         return Completion(
             token_ids=np.asarray(tokens[:got], dtype=np.int32),
             logprobs=np.full(got, self._logprob, dtype=np.float32),
             finish_reason=reason,
-            version=version,
+            versions=versions,
         )
 
-    async def abort(self, request_id: str) -> None:
-        event = self._aborts.get(request_id)
-        if event is not None:
-            event.set()
+    def _stopped(self, tokens: Sequence[int], params: SamplingParams) -> tuple[Sequence[int], bool]:
+        """The tokens up to the first stop of the request, and whether there is one within max_new_tokens."""
+        tokens = list(tokens)
+        ends = [index + 1 for index, token in enumerate(tokens) if token in params.stop_token_ids][:1]
+        if params.stop:
+            end = StopTexts(self._tokenizer, params.stop).first_end(tokens[: params.max_new_tokens])
+            ends += [] if end is None else [end]
+        if not ends or min(ends) > params.max_new_tokens:
+            return tokens, False
+        return tokens[: min(ends)], True
 
-    async def pause(self) -> None:
+    # ---------------------------------------------------------------- control
+
+    async def abort(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.abort()
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        expect_pause_mode(mode)
         self._resumed.clear()
-        await self._idle.wait()
+        if mode == "abort":
+            for request in self._requests.values():
+                request.abort()
+        if mode == "keep":
+            self._clock.freeze()
+            self._tell_all()
+        elif mode == "abort" or not self._clock.frozen:  # what is frozen stays so until `resume`
+            await self._idle.wait()
 
     async def resume(self) -> None:
+        self._clock.thaw()
         self._resumed.set()
+        self._idle.set()  # whoever waits in `pause` waits for nothing any more
+        if self._num_flowing:
+            self._idle.clear()
+        self._tell_all()
 
-    async def load_weights(self, version: int, named: Mapping[str, torch.Tensor]) -> None:
-        """Requests that start from now on carry `version`. Any names are taken. Raises ValueError unless it rises."""
-        if version <= self._version:
-            raise ValueError(f"weights: got version {version}, expected one above the current {self._version}")
-        self.loaded = dict(named)
-        self._version = version
+    def _tell_all(self) -> None:
+        for request in self._requests.values():
+            request.changed.set()
 
-    async def sleep(self) -> None:
-        self._unusable = self._unusable or "asleep: wake it first"
+    async def reset_prefix_cache(self) -> None:
+        """Nothing to forget: no keys and values are kept."""
+
+    async def prepare_weights(self, update: WeightUpdate) -> None:
+        """See the protocol. Any names and shapes are taken, as there is no model."""
+        await self._incoming.prepare(update, lambda: self._version - bool(self._broken))
+
+    async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
+        """See the protocol. An engine that is paused stays paused, and what is frozen is kept or ended."""
+        self._incoming.expect(version)
+        if self._unusable:
+            raise RuntimeError(f"weights: the engine is {self._unusable}")
+        clock = time.perf_counter()
+        was_paused, running = not self._resumed.is_set(), self._num_flowing
+        await self.pause(in_flight)
+        paused = time.perf_counter()
+        try:
+            async with self._incoming.committing(version) as weights:
+                self.loaded, self._version, self._broken = weights, version, ""
+                kept = [request for request in self._requests.values() if request.versions]
+                for request in kept:
+                    request.versions.append((self._clock.now() - request.started_s, version))
+        finally:
+            if not was_paused:
+                await self.resume()
+        done = time.perf_counter()
+        aborted = running if in_flight == "abort" else 0
+        return CommitReport(version, paused - clock, done - paused, len(kept), aborted)
+
+    async def drop_weights(self, version: int) -> None:
+        self._incoming.drop(version)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Takes no more requests; what runs goes on, as there is no memory to give back."""
+        if level not in (1, 2):
+            raise ValueError(f"sleep level: got {level}, expected 1 or 2")
+        self._unusable = self._unusable or _ASLEEP
+        if level == 2:
+            self._broken = "its weights were dropped (sleep level 2), commit a version"
 
     async def wake(self) -> None:
-        if self._unusable.startswith("asleep"):
+        if self._unusable == _ASLEEP:
             self._unusable = ""
 
     async def close(self) -> None:
         """Abort what runs. Idempotent."""
         self._unusable = "closed"
-        for event in self._aborts.values():
-            event.set()
-        self._resumed.set()
+        for request in self._requests.values():
+            request.abort()
+        self._incoming.close()
+
+
+class _FlowClock:
+    """Seconds in which tokens could flow: stands still while frozen."""
+
+    def __init__(self) -> None:
+        self._past_s = 0.0
+        self._since: float | None = time.perf_counter()
+
+    @property
+    def frozen(self) -> bool:
+        return self._since is None
+
+    def now(self) -> float:
+        return self._past_s + (0.0 if self._since is None else time.perf_counter() - self._since)
+
+    def freeze(self) -> None:
+        self._past_s, self._since = self.now(), None
+
+    def thaw(self) -> None:
+        if self._since is None:
+            self._since = time.perf_counter()
+
+
+class _Request:
+    """A generate call in flight."""
+
+    __slots__ = ("latency_s", "started_s", "flowed_s", "versions", "aborted", "changed")
+
+    def __init__(self, latency_s: float) -> None:
+        self.latency_s = latency_s
+        self.started_s = 0.0
+        """On the flow clock."""
+        self.flowed_s = 0.0
+        """Of the latency, when the request ended."""
+        self.versions: list[tuple[float, int]] = []
+        """(seconds of the latency that had flowed, version of the tokens from then on); empty until it begins."""
+        self.aborted = False
+        self.changed = asyncio.Event()
+
+    def begin(self, now_s: float, version: int) -> None:
+        self.started_s = now_s
+        self.versions.append((0.0, version))
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.changed.set()
+
+    def num_flowed(self, wanted: int, flowed_s: float) -> int:
+        """How many of `wanted` tokens flow in `flowed_s` seconds of the latency."""
+        if not self.versions:
+            return 0
+        if flowed_s >= self.latency_s:
+            return wanted if self.latency_s or not self.aborted else 0
+        return int(wanted * flowed_s / self.latency_s)
+
+
+def _copied(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    # What is staged may lie in memory that the sender writes to again.
+    return {name: tensor.detach().clone() for name, tensor in named.items()}

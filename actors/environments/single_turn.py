@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,23 @@ class SingleTurn:
         """`params.n` samples in order; raises what the engine raises."""
         (prompt_ids,) = encode_prompts(tokenizer, [prompt.text])
         completions = await engine.generate(prompt.uid, prompt_ids.tolist(), params)
-        texts = decode_responses(tokenizer, [_without_stop(completion) for completion in completions])
+        texts = response_texts(tokenizer, completions, params)
         return [
             _sample(prompt, index, prompt_ids, completion, text)
             for index, (completion, text) in enumerate(zip(completions, texts, strict=True))
         ]
+
+
+def response_texts(tokenizer: Any, completions: Sequence[Completion], params: SamplingParams) -> list[str]:
+    """The responses as texts, stop tokens left out; tokens that complete one of `params.stop` are part of the text."""
+    texts = decode_responses(tokenizer, [_without_stop(completion) for completion in completions])
+    if not params.stop:
+        return texts
+    whole = decode_responses(tokenizer, [completion.token_ids for completion in completions])
+    return [
+        long if completion.finish_reason == "stop" and any(stop in long for stop in params.stop) else short
+        for completion, short, long in zip(completions, texts, whole, strict=True)
+    ]
 
 
 def _without_stop(completion: Completion) -> np.ndarray:
@@ -33,11 +46,14 @@ def _without_stop(completion: Completion) -> np.ndarray:
 
 
 def _sample(prompt: Prompt, index: int, prompt_ids: np.ndarray, completion: Completion, text: str) -> Sample:
-    num_prompt, num_response = len(prompt_ids), len(completion.token_ids)
-    response_mask = np.zeros(num_prompt + num_response, dtype=np.uint8)
+    num_prompt = len(prompt_ids)
+    length = num_prompt + len(completion.token_ids)
+    response_mask = np.zeros(length, dtype=np.uint8)
     response_mask[num_prompt:] = 1
-    logprobs = np.zeros(num_prompt + num_response, dtype=np.float32)
+    logprobs = np.zeros(length, dtype=np.float32)
     logprobs[num_prompt:] = completion.logprobs
+    versions = np.full(length, -1, dtype=np.int32)
+    versions[num_prompt:] = completion.versions
     return Sample(
         prompt=prompt,
         index=index,
@@ -46,5 +62,5 @@ def _sample(prompt: Prompt, index: int, prompt_ids: np.ndarray, completion: Comp
         logprobs=logprobs,
         text=text,
         finish_reason=completion.finish_reason,
-        version=completion.version,
+        versions=versions,
     )

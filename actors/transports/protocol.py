@@ -66,6 +66,9 @@ class BucketFrame:
 class WeightTransferError(RuntimeError):
     """A version of the weights did not arrive whole; names version, bucket, peer and elapsed time."""
 
+    engines: tuple[str, ...] = ()
+    """Those known to be at fault, where a sender raises it; () when that is not known."""
+
 
 class WeightSender(Protocol):
     """The publishing end, in train rank 0. Used by one thread at a time.

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, MicroBatch
+from headrace.actors.protocols import TRAIN_FIELDS, ROLLOUT_SCHEMA, MicroBatch
 from headrace.actors.replica_reader import FetchPolicy, ReplicaReader, build_links, holds_receipt
 from headrace.actors.step_rows import TrainShard
 from headrace.codecs.batch import Batch, Jagged
@@ -93,8 +93,8 @@ def row_columns(lengths: Sequence[int]) -> Batch:
         "response_mask": (count % 3 > 0).to(torch.uint8),
         "rollout_logprobs": -count.float(),
     }
-    columns = {name: Jagged(values[name], array) for name in ROLLOUT_FIELDS}
-    return Batch(ROLLOUT_SCHEMA.subset(ROLLOUT_FIELDS), len(array), columns)
+    columns = {name: Jagged(values[name], array) for name in TRAIN_FIELDS}
+    return Batch(ROLLOUT_SCHEMA.subset(TRAIN_FIELDS), len(array), columns)
 
 
 def put_rows(client: DataPlaneClient, lengths: Sequence[int], prefix: str = "r") -> KVBatchMeta:

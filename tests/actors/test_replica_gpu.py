@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.actors.protocols import ROLLOUT_FIELDS
+from headrace.actors.protocols import TRAIN_FIELDS
 from headrace.codecs.batch import Jagged
 from headrace.dataplane.factory import connect
 from headrace.dataplane.topology import Topology
@@ -32,7 +32,7 @@ def passes(rank: int, steps: list[Step]) -> list[Any]:
         with reader_of(rank, step) as (reader, client):
             device = torch.device("cuda", rank) if step.device == "cuda" else torch.device("cpu")
             seen, busy = [], torch.randn(512, 512, device=device)
-            for number, fields in enumerate((FIRST, (*ROLLOUT_FIELDS, LATER))):
+            for number, fields in enumerate((FIRST, (*TRAIN_FIELDS, LATER))):
                 for micro in reader.stream(fields):
                     busy = torch.tanh(busy @ busy)
                     assert all(micro.batch.jagged(name).values.device == device for name in micro.batch)

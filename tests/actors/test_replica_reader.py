@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from headrace.actors.protocols import ROLLOUT_FIELDS
+from headrace.actors.protocols import TRAIN_FIELDS
 from headrace.actors.replica_reader import FetchPolicy, holds_receipt, shares_reads
 from headrace.actors.stage_fields import stage_fields
 from headrace.actors.step_rows import TrainShard
@@ -68,7 +68,7 @@ def _passes(rank: int, step: Step) -> dict[str, Any]:
                     reader.keep(index, LATER, column)
         dist.barrier()  # in a run the driver's calls order one rank's put before another's read
         before = client.stats.bytes_got
-        train = [content(micro) for micro in reader.stream((*ROLLOUT_FIELDS, LATER))]
+        train = [content(micro) for micro in reader.stream((*TRAIN_FIELDS, LATER))]
         figures = reader.figures()
         names = {span.name.split()[0] for span in (*between.spans, *figures.spans)}
         result = {
@@ -161,7 +161,7 @@ def check_meshes(handle: DataPlaneHandle, names: list[str], policies: Sequence[F
         for rank, of_rank in enumerate(results):
             seen = of_rank[number]
             assert seen["logprob"] == expected(step, rank, tokens, FIRST)
-            assert seen["train"] == expected(step, rank, tokens, (*ROLLOUT_FIELDS, LATER))
+            assert seen["train"] == expected(step, rank, tokens, (*TRAIN_FIELDS, LATER))
         _check_traffic(step, [of_rank[number] for of_rank in results])
     client.clear(PARTITION)
     client.close()
@@ -220,7 +220,7 @@ def test_who_is_shipped_a_receipt() -> None:
 
 def test_a_middle_stage_is_sent_no_column() -> None:
     mesh = Topology(1, pp=3)
-    fields = (*ROLLOUT_FIELDS, LATER)
+    fields = (*TRAIN_FIELDS, LATER)
     assert [stage_fields(mesh, mesh.place(rank), fields) for rank in range(3)] == [("input_ids",), (), fields]
     assert stage_fields(Topology(1, tp=2), Topology(1, tp=2).place(1), fields) == fields
 

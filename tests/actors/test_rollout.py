@@ -14,23 +14,24 @@ import torch
 
 from headrace.actors.engines.hf import HfEngine
 from headrace.actors.engines.protocol import SamplingParams
+from headrace.actors.engines.router import LeftOut
 from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.actors.environments.factory import build_environment
+from headrace.actors.environments.factory import EnvironmentConfig, build_environment
 from headrace.actors.environments.single_turn import SingleTurn
 from headrace.actors.prompts import PromptStream
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt
 from headrace.actors.rewards.exact_match import exact_match
 from headrace.actors.rewards.per_position import per_position
 from headrace.actors.rewards.rubric import Rubric
-from headrace.actors.rollout import RolloutWorker
+from headrace.actors.rollout import RolloutWorker, version_spans
 from headrace.actors.rollout_report import merge_reports
 from headrace.actors.tasks import TaskSource
-from headrace.actors.transports.ipc import IpcReceiver, IpcSender
 from headrace.codecs.batch import Batch
 from headrace.dataplane.client_stats import ClientStats
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
 from headrace.dataplane.traffic import Traffic
+from headrace.tests.actors.weight_updates import Publisher, receiver
 
 PARTITION = "train"
 EOS = 2
@@ -59,7 +60,7 @@ def right_then_wrong(tokenizer: Any) -> Any:
     return script
 
 
-def worker(engine: Any, tokenizer: Any, client: Any, rewards: Rubric | None = None, **options: Any) -> RolloutWorker:
+def worker(engine: Any, tokenizer: Any, client: Any, rewards: Rubric | None = None) -> RolloutWorker:
     return RolloutWorker(
         engine=engine,
         environment=SingleTurn(),
@@ -68,8 +69,14 @@ def worker(engine: Any, tokenizer: Any, client: Any, rewards: Rubric | None = No
         prompts=PromptStream(TaskSource("reverse", held_out=False)),
         held_out=PromptStream(TaskSource("reverse", held_out=True), shuffle=False, uid_prefix="val-"),
         client=client,
-        **options,
     )
+
+
+def spans_of(batch: Batch) -> list[list[list[int]]]:
+    """`version_spans`, row by row."""
+    spans = batch.ragged("version_spans")
+    rows = np.split(spans.values.numpy(), np.cumsum(spans.shapes.prod(axis=1))[:-1])
+    return [row.reshape(-1, 2).tolist() for row in rows]
 
 
 class FakeClient:
@@ -77,6 +84,7 @@ class FakeClient:
 
     def __init__(self, error: Exception | None = None, delay_s: float = 0.0) -> None:
         self.puts: list[tuple[list[str], Batch, dict[str, np.ndarray]]] = []
+        self.versions: list[int] = []
         self.error, self.delay_s = error, delay_s
         self.closed = False
         self.stats = ClientStats()
@@ -86,6 +94,7 @@ class FakeClient:
         if self.error is not None:
             raise self.error
         self.puts.append((keys, batch, tags))
+        self.versions += versions.tolist()
         self.stats.count_call("put", 0.0)
 
     async def close(self) -> None:
@@ -123,6 +132,7 @@ def test_rows_in_the_data_plane(plane: DataPlane, tokenizer: Any) -> None:
         assert batch.jagged("input_ids").values[span].tolist() == ids
         assert batch.jagged("response_mask").values[span].tolist() == mask
         assert batch.jagged("rollout_logprobs").values[span].tolist() == [-1.0 * m for m in mask]
+        assert spans_of(batch)[row] == [[0, -1], [len(prompt.text), 7]]
         expected = rubric().score(prompt, response, "stop")
         assert meta.tags["reward"][row] == np.float32(expected.reward) and meta.tags["valid"][row] == 1.0
         assert meta.tags["response_length"][row] == len(response) + 1
@@ -139,16 +149,15 @@ def test_rows_in_the_data_plane(plane: DataPlane, tokenizer: Any) -> None:
 
 def test_a_real_model_end_to_end(plane: DataPlane, model_folder: str, tokenizer: Any, tmp_path: Path) -> None:
     async def run() -> None:
-        engine = HfEngine(model_folder)
-        rollouts = worker(engine, tokenizer, connect_async(plane.handle), receiver=IpcReceiver())
+        engine, publisher = HfEngine(model_folder, receiver=receiver()), Publisher(tmp_path)
+        rollouts = worker(engine, tokenizer, connect_async(plane.handle))
         params = SamplingParams(n=2, max_new_tokens=8)
         first = await rollouts.rollout(0, 16, PARTITION, params)
-        sender = IpcSender("run", root=tmp_path)
         named = {name: p.detach() * 1.1 for name, p in engine._model.named_parameters()}
-        manifest = sender.send(1, named)
-        assert await rollouts.load_weights(manifest) == manifest.num_bytes and rollouts.version == 1
+        await engine.prepare_weights(publisher.publish(1, named))
+        await engine.commit_weights(1)
         second = await rollouts.rollout(16, 16, PARTITION, params)
-        sender.close()
+        publisher.close()
         await rollouts.close()
         assert first.rows == second.rows == 32 and 0 < first.response_length_mean <= 8
         merged = merge_reports([first, second])
@@ -162,6 +171,44 @@ def test_a_real_model_end_to_end(plane: DataPlane, model_folder: str, tokenizer:
     mask = batch.jagged("response_mask").values.bool()
     logprobs = batch.jagged("rollout_logprobs").values
     assert (logprobs[mask] < 0).all() and (logprobs[~mask] == 0).all()
+    for spans, version in zip(spans_of(batch), meta.versions, strict=True):
+        assert spans[0] == [0, -1] and spans[1][1] == version and len(spans) == 2
+
+
+def test_a_commit_in_mid_rollout_shows_in_the_rows(tokenizer: Any, tmp_path: Path) -> None:
+    async def run() -> tuple[FakeClient, Any]:
+        client, publisher = FakeClient(), Publisher(tmp_path)
+        engine = ScriptedEngine(right_then_wrong(tokenizer), latency_s=0.4, receiver=receiver(), version=3)
+        rollouts = worker(engine, tokenizer, client)
+        await engine.prepare_weights(publisher.publish(4, {"w": torch.ones(1)}))
+        call = asyncio.create_task(rollouts.rollout(0, 2, PARTITION, SamplingParams(n=3, max_new_tokens=12)))
+        await asyncio.sleep(0.2)
+        await engine.commit_weights(4, "keep")
+        report = await call
+        publisher.close()
+        return client, report
+
+    client, report = asyncio.run(run())
+    assert report.rows == 6 and set(client.versions) == {3}, "a row is as old as its oldest token"
+    rows = [row for _, batch, _ in client.puts for row in spans_of(batch)]
+    assert len(rows) == 6
+    for spans in rows:
+        assert [version for _, version in spans] == [-1, 3, 4]
+        starts = [start for start, _ in spans]
+        assert starts[0] == 0 and starts == sorted(set(starts))
+
+
+def test_version_spans_against_a_loop_over_tokens() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.array([5, 0, 1, 17, 0, 3])
+    versions = rng.integers(-1, 2, lengths.sum()).astype(np.int32)
+    spans = version_spans(versions, lengths)
+    expected = []
+    for row in np.split(versions, np.cumsum(lengths)[:-1]):
+        expected.append([[i, int(v)] for i, v in enumerate(row) if i == 0 or row[i - 1] != v])
+    assert spans.shapes.tolist() == [[len(row), 2] for row in expected]
+    assert spans.values.dtype == torch.int32
+    assert spans.values.tolist() == [number for row in expected for span in row for number in span]
 
 
 def test_failed_rows_are_masked_counted_and_cost_no_other_row(tokenizer: Any) -> None:
@@ -228,7 +275,7 @@ def test_nothing_outlives_a_failed_call(tokenizer: Any, failure: str) -> None:
         with pytest.raises(asyncio.CancelledError if failure == "cancel" else RuntimeError):
             await call
         assert asyncio.all_tasks() == {asyncio.current_task()}, "episodes were left running"
-        assert not engine._aborts, "requests were left in the engine"
+        assert not engine._requests, "requests were left in the engine"
         await rollouts.close()
         assert client.closed
 
@@ -261,7 +308,7 @@ def test_a_slow_reward_does_not_hold_up_other_calls(tokenizer: Any) -> None:
 def test_aborted_rows_are_not_trained_on(tokenizer: Any) -> None:
     async def run() -> None:
         client = FakeClient()
-        engine = ScriptedEngine(right_then_wrong(tokenizer), latency_s=30.0)
+        engine = ScriptedEngine(right_then_wrong(tokenizer), latency_s=30.0, version=5)
         rollouts = worker(engine, tokenizer, client)
         call = asyncio.create_task(rollouts.rollout(0, 2, PARTITION, SamplingParams(n=2)))
         await asyncio.sleep(0.02)
@@ -269,20 +316,19 @@ def test_aborted_rows_are_not_trained_on(tokenizer: Any) -> None:
         report = await call
         assert report.failed == report.rows == 4 and report.first_error == "prompt '0': generation aborted"
         assert all((tags["valid"] == 0).all() for _, _, tags in client.puts)
+        assert client.versions == [5] * 4, "rows without a token have the engine's version"
 
     asyncio.run(run())
 
 
-def test_weights_that_do_not_arrive_leave_the_old_version(tokenizer: Any, tmp_path: Path) -> None:
-    engine = ScriptedEngine(right_then_wrong(tokenizer))
-    sender = IpcSender("run", root=tmp_path)
-    manifest = sender.send(1, {"w": torch.ones(3)})
-    sender.close()
-    with pytest.raises(RuntimeError, match="version 1 is not at"):
-        asyncio.run(worker(engine, tokenizer, FakeClient(), receiver=IpcReceiver()).load_weights(manifest))
-    assert engine.version == 0
-    with pytest.raises(RuntimeError, match="without a weight receiver"):
-        asyncio.run(worker(engine, tokenizer, FakeClient()).load_weights(manifest))
+def test_engines_left_out_are_reported_once(tokenizer: Any) -> None:
+    rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, FakeClient())
+    gone = LeftOut("engine 1", "EngineDied: process 7 is gone")
+    rollouts.note_left_out(gone)
+    first = asyncio.run(rollouts.rollout(0, 1, PARTITION, SamplingParams()))
+    second = asyncio.run(rollouts.rollout(1, 1, PARTITION, SamplingParams()))
+    assert (first.left_out, second.left_out) == ((gone,), ())
+    assert merge_reports([first, second, first]).left_out == (gone,)
 
 
 # ---------------------------------------------------------------- validation
@@ -308,6 +354,19 @@ def test_validation_needs_held_out_prompts(tokenizer: Any) -> None:
 
 
 def test_environment_factory() -> None:
-    assert isinstance(build_environment("single_turn"), SingleTurn)
-    with pytest.raises(ValueError, match="environment: got 'multi', expected one of single_turn"):
-        build_environment("multi")
+    assert isinstance(build_environment(EnvironmentConfig()), SingleTurn)
+    with pytest.raises(ValueError, match="environment: got 'multi', expected one of single_turn, tool_use"):
+        build_environment(EnvironmentConfig("multi"))
+
+
+def test_stop_texts_stay_in_the_response_and_stop_tokens_do_not(tokenizer: Any) -> None:
+    async def run() -> None:
+        engine = ScriptedEngine(right_then_wrong(tokenizer), tokenizer=tokenizer)
+        prompt = PromptStream(TaskSource("reverse", held_out=False))[0]
+        plain = await SingleTurn().run(prompt, engine, tokenizer, SamplingParams(n=2, max_new_tokens=12))
+        stop = prompt.answer[:2]
+        cut = await SingleTurn().run(prompt, engine, tokenizer, SamplingParams(n=2, max_new_tokens=12, stop=(stop,)))
+        assert plain[0].text == prompt.answer and plain[0].input_ids[-1] == EOS
+        assert cut[0].text == stop and cut[0].finish_reason == "stop" and cut[0].input_ids[-1] != EOS
+
+    asyncio.run(run())

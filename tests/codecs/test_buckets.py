@@ -3,10 +3,21 @@
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.codecs.buckets import ALIGN, BucketPlan, expect_all, fill_bucket, plan_buckets, read_bucket
+from headrace.codecs.buckets import (
+    ALIGN,
+    CHUNK_BYTES,
+    BucketPlan,
+    checksum,
+    digest_sums,
+    expect_all,
+    plan_buckets,
+    read_bucket,
+    write_piece,
+)
 from headrace.codecs.messages import decode, encode
 from headrace.codecs.schema import DTYPES
 
@@ -15,19 +26,24 @@ def spec(named):
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in named.items()}
 
 
+def write_one(plan, bucket, named, old=0xAB):
+    """The bucket, in memory that was full of another version's bytes; its running digest is its checksum."""
+    out = torch.full((plan.sizes[bucket],), old, dtype=torch.uint8)
+    digest = xxhash.xxh3_64()
+    for entry in plan.in_bucket(bucket):
+        write_piece(entry, named[entry.name], out, digest)
+    assert digest.intdigest() == checksum(out)
+    return out
+
+
 def write(plan, named):
-    """(buffer, checksum) of each bucket, in reused memory full of another version's bytes."""
-    written = []
-    for bucket, nbytes in enumerate(plan.sizes):
-        out = np.full(nbytes + 7, 0xAB, dtype=np.uint8)
-        written.append((out, fill_bucket(plan, bucket, named, out)))
-    return written
+    return [write_one(plan, bucket, named) for bucket in range(len(plan.sizes))]
 
 
 def read(plan, written):
     into: dict[str, torch.Tensor] = {}
-    for bucket, (buffer, checksum) in enumerate(written):
-        read_bucket(plan, bucket, buffer, into, checksum=checksum)
+    for bucket, payload in enumerate(written):
+        read_bucket(plan, bucket, payload, into)
     expect_all(plan, range(len(written)))
     return into
 
@@ -61,10 +77,28 @@ def test_weights_round_trip(tensors, lines, seed):
     assert all(size <= lines * ALIGN for size in plan.sizes)
     assert decode(encode(plan), BucketPlan) == plan
     assert plan.names == tuple(named)
+    by_bucket = [plan.in_bucket(bucket) for bucket in range(len(plan.sizes))]
+    assert tuple(entry for entries in by_bucket for entry in entries) == plan.entries
+    assert all(entry.bucket == bucket for bucket, entries in enumerate(by_bucket) for entry in entries)
     got = read(plan, write(plan, named))
     assert list(got) == list(named)
     for name, tensor in named.items():
         assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape and raw(got[name]) == raw(tensor)
+
+
+@settings(max_examples=30, deadline=None)
+@given(shapes, st.integers(1, 8), st.integers(0, 2**32))
+def test_buckets_end_to_end_hold_each_tensor_in_one_piece(tensors, lines, seed):
+    named = weights(tensors, seed)
+    plan = plan_buckets(spec(named), lines * ALIGN)
+    slot, starts = b"", []
+    for payload in write(plan, named):
+        starts.append(len(slot))
+        slot += raw(payload) + bytes(-len(payload) % ALIGN)
+    for entry in plan.entries:
+        if not entry.begin:
+            start = starts[entry.bucket] + entry.offset
+            assert slot[start : start + len(raw(named[entry.name]))] == raw(named[entry.name])
 
 
 def test_large_tensors_are_split_and_buckets_are_full():
@@ -72,13 +106,21 @@ def test_large_tensors_are_split_and_buckets_are_full():
     plan = plan_buckets(spec(named), 2 * ALIGN)
     assert all(size > ALIGN for size in plan.sizes[:-1])  # full, but for what aligns the next tensor
     assert sum(entry.nbytes for entry in plan.entries) == 400 + 420 + 5
+    assert plan.num_bytes == sum(plan.sizes) >= 400 + 420 + 5
     assert all(entry.offset % ALIGN == 0 and entry.begin % ALIGN == 0 for entry in plan.entries)
+
+
+def test_pieces_larger_than_a_chunk_are_copied_and_hashed_whole():
+    named = weights([(torch.int8, (2 * CHUNK_BYTES + 7,)), (torch.bfloat16, (CHUNK_BYTES,))])
+    plan = plan_buckets(spec(named), 8 * CHUNK_BYTES)
+    got = read(plan, write(plan, named))
+    assert all(raw(got[name]) == raw(tensor) for name, tensor in named.items())
 
 
 def test_checksum_depends_on_the_weights_alone():
     named = weights([(torch.int8, (5,)), (torch.int8, (6,))])
     plan = plan_buckets(spec(named), 2 * ALIGN)
-    assert len({fill_bucket(plan, 0, named, np.full(2 * ALIGN, old, dtype=np.uint8)) for old in (0, 1, 255)}) == 1
+    assert len({checksum(write_one(plan, 0, named, old)) for old in (0, 1, 255)}) == 1
 
 
 def test_strided_parameters_that_require_grad():
@@ -95,55 +137,82 @@ def test_read_into_given_tensors_in_any_order():
     into = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
     kept = dict(into)
     for bucket in reversed(range(len(written))):
-        buffer, checksum = written[bucket]
-        buffer.flags.writeable = False
-        read_bucket(plan, bucket, buffer, into, checksum=checksum)
+        read_bucket(plan, bucket, written[bucket], into)
     assert all(into[name] is kept[name] and raw(into[name]) == raw(named[name]) for name in named)
 
 
-def test_every_byte_is_under_the_checksum():
-    named = weights([(torch.int8, (5,)), (torch.float32, (9,))])
-    plan = plan_buckets(spec(named), 4 * ALIGN)
-    [(buffer, checksum)] = write(plan, named)
-    for position in range(plan.sizes[0]):
-        buffer[position] ^= 1
-        into = {}
-        with pytest.raises(ValueError, match="bucket 0: xxh3 of the bytes read is"):
-            read_bucket(plan, 0, buffer, into, checksum=checksum)
-        assert not into
-        buffer[position] ^= 1
+@pytest.mark.parametrize("digest", [checksum, digest_sums])
+@pytest.mark.parametrize("nbytes", [1, 21, 32 << 10, (96 << 10) + 13])
+def test_every_byte_is_under_the_checksum(digest, nbytes):
+    payload = torch.from_numpy(np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8))
+    whole = digest(payload)
+    assert digest(payload.clone()) == whole
+    for position in {0, nbytes // 3, nbytes // 2, nbytes - 1}:
+        for bit in range(8):
+            payload[position] ^= 1 << bit
+            assert digest(payload) != whole
+            payload[position] ^= 1 << bit
+    assert digest(payload[:-1].clone()) != whole
+    assert digest(torch.cat([payload, payload.new_zeros(1)])) != whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([8, 32, 32 << 10, 40 << 10]), st.data())
+def test_sums_see_what_lies_in_another_s_place(seed, nbytes, data):
+    payload = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, 160 << 10, dtype=np.uint8))
+    swapped = payload.clone()
+    count = len(payload) // nbytes
+    one, other = data.draw(st.lists(st.integers(0, count - 1), min_size=2, max_size=2, unique=True))
+    swapped[one * nbytes : (one + 1) * nbytes] = payload[other * nbytes : (other + 1) * nbytes]
+    swapped[other * nbytes : (other + 1) * nbytes] = payload[one * nbytes : (one + 1) * nbytes]
+    assert digest_sums(swapped) != digest_sums(payload)
+
+
+def test_sums_of_a_view_that_starts_anywhere():
+    payload = torch.from_numpy(np.random.default_rng(1).integers(0, 256, 100_000, dtype=np.uint8))
+    assert len({digest_sums(payload[start : start + 70_000]) for start in (3, 8, 64)}) == 3
+    assert digest_sums(payload[3:]) == digest_sums(payload[3:].clone())
+    assert digest_sums(payload[:0]) == digest_sums(payload[7:7]) != digest_sums(torch.zeros(1, dtype=torch.uint8))
 
 
 def test_errors_name_what_is_wrong():
     named = weights([(torch.float32, (20,)), (torch.float32, (30,))])
     plan = plan_buckets(spec(named), 2 * ALIGN)
-    written = write(plan, named)
-    out = np.zeros(2 * ALIGN, dtype=np.uint8)
-    with pytest.raises(ValueError, match="weight 'layers.1.weight': missing, expected float32 .30."):
-        fill_bucket(plan, 1, {"layers.0.weight": named["layers.0.weight"]}, out)
+    payload = write(plan, named)[0]
+    entry = plan.entries[0]
     with pytest.raises(
         ValueError, match=r"weight 'layers.0.weight': got torch.float32 \[4, 5\], expected float32 \[20\]"
     ):
-        fill_bucket(plan, 0, {**named, "layers.0.weight": torch.zeros(4, 5)}, out)
-    buffer, checksum = written[0]
+        write_piece(entry, torch.zeros(4, 5), payload)
+    with pytest.raises(ValueError, match=r"bucket 0: got a buffer of torch.uint8 \[79\], expected uint8 \[80\]"):
+        write_piece(entry, named["layers.0.weight"], payload[:79])
     with pytest.raises(ValueError, match="weight 'layers.0.weight': got torch.float16"):
-        read_bucket(plan, 0, buffer, {"layers.0.weight": torch.zeros(20).half()}, checksum=checksum)
+        read_bucket(plan, 0, payload, {"layers.0.weight": torch.zeros(20).half()})
     with pytest.raises(ValueError, match="'layers.0.weight': the tensor to read into is not contiguous"):
-        read_bucket(plan, 0, buffer, {"layers.0.weight": torch.zeros(40)[::2]}, checksum=checksum)
+        read_bucket(plan, 0, payload, {"layers.0.weight": torch.zeros(40)[::2]})
     with pytest.raises(ValueError, match="bucket 9: the plan has 2 buckets"):
-        read_bucket(plan, 9, buffer, {}, checksum=checksum)
-    with pytest.raises(ValueError, match=r"bucket 0: got a buffer of uint8 \[5\], expected uint8 \[80\]"):
-        read_bucket(plan, 0, buffer[:5], {}, checksum=checksum)
+        read_bucket(plan, 9, payload, {})
+    with pytest.raises(ValueError, match=r"bucket 0: got a payload of torch.uint8 \[5\], expected uint8 \[80\]"):
+        read_bucket(plan, 0, payload[:5], {})
     with pytest.raises(ValueError, match=r"buckets \[1\] of 2 are missing; they hold 'layers.1.weight'"):
         expect_all(plan, [0])
     with pytest.raises(ValueError, match="'w': got dtype torch.complex64, expected one of"):
         plan_buckets({"w": (torch.complex64, (1,))}, ALIGN)
     with pytest.raises(ValueError, match="bucket_bytes: got 100, expected a positive multiple of 64"):
         plan_buckets({}, 100)
+    with pytest.raises(ValueError, match=r"checksum: got torch.float32 \[3\], expected contiguous uint8"):
+        checksum(torch.zeros(3))
 
 
 @pytest.mark.gpu
 def test_cuda_weights():
-    named = {"w": torch.randn(100, device="cuda")}
-    plan = plan_buckets(spec(named), ALIGN)
-    assert torch.equal(read(plan, write(plan, named))["w"], named["w"].cpu())
+    named = {"w": torch.randn(100_000, device="cuda"), "b": torch.randn(33, device="cuda").bfloat16()}
+    plan = plan_buckets(spec(named), 100 << 10)
+    into: dict[str, torch.Tensor] = {}
+    for bucket, size in enumerate(plan.sizes):
+        out = torch.full((size,), 0xAB, dtype=torch.uint8, device="cuda")
+        for entry in plan.in_bucket(bucket):
+            write_piece(entry, named[entry.name], out)
+        assert checksum(out) == digest_sums(out.cpu())
+        read_bucket(plan, bucket, out, into)
+    assert all(into[name].is_cuda and torch.equal(into[name], tensor) for name, tensor in named.items())

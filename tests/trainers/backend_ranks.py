@@ -156,6 +156,19 @@ def logprobs_of(backend: FsdpBackend, micro: MicroBatch, **options: Any) -> torc
     return column
 
 
+def weights_of(backend: TrainBackend) -> dict[str, torch.Tensor]:
+    """Copies of all weights on rank 0, {} elsewhere; checks that they come as `weight_specs` says. Collective."""
+    specs, kept, names = backend.weight_specs(), {}, []
+    for name, tensor in backend.weights():
+        names.append(name)
+        assert tensor.dtype == specs[name][0] and not tensor.requires_grad
+        if tensor.numel():
+            assert tuple(tensor.shape) == specs[name][1] and tensor.is_contiguous()
+            kept[name] = tensor.to("cpu", copy=True)
+    assert names == list(specs)
+    return kept
+
+
 def run_step(backend: TrainBackend, chunks: Sequence[Sequence[Row]]) -> dict[str, float]:
     """One train step, a microbatch a chunk; its metrics without those that a clock or the machine gives."""
     backend.begin_step(1.3)

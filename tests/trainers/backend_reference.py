@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -12,6 +13,25 @@ from headrace.tests.trainers.backend_ranks import Row
 TEMPERATURE = 1.3
 CLIP_LOW, CLIP_HIGH, KL_COEF = 0.1, 0.15, 0.05
 LR, WEIGHT_DECAY, MAX_NORM, WARMUP = 2e-3, 0.1, 0.05, 2
+
+
+def mismatch_of(rows: Sequence[Row], trainer: Sequence[np.ndarray]) -> dict[str, float]:
+    """The mismatch metrics of a step on `rows` whose tokens have the log-probs `trainer`, in float64."""
+    deltas = [
+        (ours.astype(np.float64) - row.columns["rollout_logprobs"])[row.mask > 0]
+        for row, ours in zip(rows, trainer, strict=True)
+    ]
+    delta = np.concatenate(deltas)
+    return {
+        "logprob/mismatch_mean": np.abs(delta).mean(),
+        "logprob/mismatch_max": np.abs(delta).max(),
+        "logprob/mismatch_kl": (np.exp(delta) - 1 - delta).mean(),
+    }
+
+
+def recomputed_mismatch(rows: Sequence[Row]) -> dict[str, float]:
+    """Those of a step with `prev` "recompute"."""
+    return mismatch_of(rows, [row.columns["prev_logprobs"] for row in rows])
 
 
 class ReferenceTrainer:

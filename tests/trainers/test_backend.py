@@ -24,8 +24,9 @@ from headrace.tests.trainers.backend_ranks import (
     run_step,
     save_tiny_model,
     summed_gradients,
+    weights_of,
 )
-from headrace.tests.trainers.backend_reference import TEMPERATURE, ReferenceTrainer
+from headrace.tests.trainers.backend_reference import TEMPERATURE, ReferenceTrainer, mismatch_of, recomputed_mismatch
 from headrace.trainers.backends import vocab_logprobs
 from headrace.trainers.backends.causal_lm import CausalLM
 from headrace.trainers.backends.config import BackendConfig
@@ -60,7 +61,7 @@ def gradients(backend: FsdpBackend, chunks: Sequence[Sequence[Row]]) -> torch.Te
 
 
 def weights(backend: FsdpBackend) -> torch.Tensor:
-    return torch.cat([value.flatten() for value in backend.export_weights().values()])
+    return torch.cat([value.flatten() for value in weights_of(backend).values()])
 
 
 # ---------------------------------------------------------------- the step
@@ -78,7 +79,7 @@ def test_three_steps_equal_a_plain_torch_trainer(model: str) -> None:
         assert metrics["train/lr"] == pytest.approx(2e-3 * min(1.0, (step + 1) / 2))
         assert metrics["train/skipped"] == 0
         assert metrics["train/tokens"] == sum(int(row.mask.sum()) for row in rows)
-    for name, value in backend.export_weights().items():
+    for name, value in weights_of(backend).items():
         torch.testing.assert_close(value, plain.model.state_dict()[name], rtol=0, atol=2e-6)
 
 
@@ -103,10 +104,24 @@ def test_prev_is_what_the_config_says(model: str) -> None:
         for row in rows
     ]
     plain = {"loss": LossConfig(), "with_reference": False}
-    from_rollout = run_step(FsdpBackend(backend_config(model, prev="rollout", **plain), 0, 1), [rows])
-    recomputed = run_step(FsdpBackend(backend_config(model, **plain), 0, 1), [rows])
-    assert run_step(FsdpBackend(backend_config(model, **plain), 0, 1), [swapped]) == from_rollout
+    configs = (backend_config(model, prev="rollout", **plain), *[backend_config(model, **plain)] * 2)
+    from_rollout, recomputed, from_swapped = (
+        {name: value for name, value in run_step(FsdpBackend(config, 0, 1), [given]).items() if "mismatch" not in name}
+        for config, given in zip(configs, (rows, rows, swapped), strict=True)
+    )
+    assert from_swapped == from_rollout
     assert recomputed["train/loss"] != from_rollout["train/loss"]
+
+
+def test_the_mismatch_is_of_the_policy_that_the_step_starts_from(model: str) -> None:
+    plain, rows = ReferenceTrainer(model), random_rows(6, 11)
+    with torch.no_grad():
+        now = [plain.row_logprobs(row).numpy() for row in rows]
+    for prev, expected in (("recompute", recomputed_mismatch(rows)), ("rollout", mismatch_of(rows, now))):
+        backend = FsdpBackend(backend_config(model, prev=prev), 0, 1)
+        metrics = run_step(backend, [rows[:4], [], rows[4:]])
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+        assert run_step(backend, [[]])["logprob/mismatch_max"] == 0.0, "a step forgets the one before"
 
 
 def test_sequence_mean_and_entropy(model: str) -> None:
@@ -293,7 +308,7 @@ def test_bfloat16_follows_float32(model: str) -> None:
         assert b["train/loss"] == pytest.approx(a["train/loss"], rel=0.02, abs=5e-3)
         assert b["train/grad_norm"] == pytest.approx(a["train/grad_norm"], rel=0.05)
         assert a["train/loss"] != b["train/loss"]
-    assert {value.dtype for value in half.export_weights().values()} == {torch.bfloat16}
+    assert {value.dtype for value in weights_of(half).values()} == {torch.bfloat16}
 
 
 def test_mistakes_are_told(model: str, tmp_path: Path) -> None:

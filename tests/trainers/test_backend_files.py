@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from headrace.tests.trainers.backend_ranks import backend_config, random_rows, run_step, save_tiny_model
-from headrace.trainers.backends import checkpoint
+from headrace.tests.trainers.backend_ranks import backend_config, random_rows, run_step, save_tiny_model, weights_of
+from headrace.trainers.backends import checkpoint, hf_model
 from headrace.trainers.backends.fsdp import FsdpBackend
 
 
@@ -36,7 +37,7 @@ def test_a_loaded_backend_goes_on_as_if_nothing_had_happened(model: str, tmp_pat
     second.load(path)
     assert torch.equal(torch.rand(3), rng)
     assert run_step(second, [random_rows(2, 8)]) == expected
-    ours, theirs = second.export_weights(), first.export_weights()
+    ours, theirs = weights_of(second), weights_of(first)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -94,26 +95,20 @@ def test_checkpoint_mistakes_change_nothing(model: str, tmp_path: Path) -> None:
 
     other = new_backend(save_tiny_model(tmp_path / "untied", tied=False))
     torch.manual_seed(5)
-    before = other.export_weights()["lm_head.weight"]
+    before = weights_of(other)["lm_head.weight"]
     with pytest.raises(ValueError, match="has no such tensor for 'optimizer.lm_head.weight.step', the model needs"):
         other.load(path)
-    assert torch.equal(other.export_weights()["lm_head.weight"], before)
+    assert torch.equal(weights_of(other)["lm_head.weight"], before)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_exported_weights_are_those_of_the_hf_model(tmp_path: Path, tied: bool) -> None:
     folder = save_tiny_model(tmp_path, tied=tied)
     backend = new_backend(folder)
-    exported = backend.export_weights()
-    expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    assert list(exported) == list(expected) and "lm_head.weight" in exported
-    assert all(
-        torch.equal(exported[name], value) and exported[name].device.type == "cpu" for name, value in expected.items()
-    )
-    assert torch.equal(exported["lm_head.weight"], exported["model.embed_tokens.weight"]) == tied
-    kept = exported["model.norm.weight"].clone()
-    run_step(backend, [random_rows(0, 8)])
-    assert torch.equal(exported["model.norm.weight"], kept), "what was exported does not change with the next step"
+    exported = weights_of(backend)
+    expected = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    assert list(exported) == list(expected) and ("lm_head.weight" in exported) != tied
+    assert all(torch.equal(exported[name], value) for name, value in expected.items())
 
 
 def test_an_exported_folder_loads_elsewhere(model: str, tmp_path: Path) -> None:
@@ -124,6 +119,28 @@ def test_an_exported_folder_loads_elsewhere(model: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="out: exists already"):
         backend.export_model(str(tmp_path / "out"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    exported = backend.export_weights()
-    assert all(torch.equal(exported[name], value) for name, value in loaded.items())
+    exported = weights_of(backend)
+    assert all(torch.equal(loaded[name], value) for name, value in exported.items())
+    assert torch.equal(loaded["lm_head.weight"], exported["model.embed_tokens.weight"])
     run_step(FsdpBackend(backend_config(str(tmp_path / "out")), 0, 1), [random_rows(1, 8)])
+
+
+def test_a_large_folder_is_several_files(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_model, "SHARD_BYTES", 20_000)
+    backend = new_backend(model)
+    backend.export_model(str(tmp_path / "out"))
+    files = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
+    assert len(files) > 2 and max(files) < 25_000
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
+    assert all(torch.equal(loaded[name], value) for name, value in weights_of(backend).items())
+
+
+def test_a_folder_has_the_models_buffers_too(model: str, tmp_path: Path) -> None:
+    backend = new_backend(model)
+    backend._policy.model.register_buffer("router_bias", torch.arange(3.0))
+    backend._policy.model.register_buffer("angles", torch.arange(4.0), persistent=False)
+    assert "router_bias" not in backend.weight_specs(), "training does not change it, engines need not be sent it"
+    backend.export_model(str(tmp_path / "out"))
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as opened:
+        assert torch.equal(opened.get_tensor("router_bias"), torch.arange(3.0))
+        assert set(opened.keys()) == {*backend.weight_specs(), "router_bias"}

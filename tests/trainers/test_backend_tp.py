@@ -24,8 +24,10 @@ from headrace.tests.trainers.backend_ranks import (
     save_tiny_llama,
     save_tiny_model,
     save_tiny_moe,
+    weights_of,
 )
-from headrace.tests.trainers.backend_reference import ReferenceTrainer
+from headrace.tests.trainers.backend_reference import ReferenceTrainer, recomputed_mismatch
+from headrace.tests.trainers.live_bytes import gathering_share
 from headrace.trainers.backends import vocab_logprobs
 from headrace.trainers.backends.fsdp import FsdpBackend
 from headrace.trainers.backends.tensor_parallel import check_fits
@@ -65,7 +67,7 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
         config = backend_config(f"{folder}/{model}", topology=topology, **changes)
         backend = FsdpBackend(config, rank, world)
         steps = three_steps(backend, topology, rank)
-        result["cases"][name] = (steps, dict(backend.export_weights()))
+        result["cases"][name] = (steps, weights_of(backend), gathering_share(backend, backend._policy))
 
     rows = random_rows(20, 10)
     qwen = f"{folder}/qwen3"
@@ -130,12 +132,15 @@ def test_three_steps_equal_a_plain_torch_trainer(folder: Path, two: list[dict[st
             metrics = result["cases"][case][0][step]
             assert metrics["train/loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
             assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+            wanted = recomputed_mismatch(random_rows(step, 12))
+            assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=1e-9)
     assert two[0]["cases"][case][0] == two[1]["cases"][case][0], "metrics are global"
-    expected = plain.model.state_dict()
+    expected = dict(plain.model.named_parameters())
     weights = two[0]["cases"][case][1]
     assert list(weights) == list(expected) and not two[1]["cases"][case][1]
     for name, value in weights.items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-6)
+    assert max(result["cases"][case][2] for result in two) < 2.1, "at most two weights are put together at a time"
 
 
 def test_logprobs_are_those_of_one_rank_on_the_writer_only(folder: Path, two: list[dict[str, Any]]) -> None:
@@ -183,8 +188,8 @@ def test_a_checkpoint_goes_on_at_another_mesh(folder: Path, two: list[dict[str, 
     loaded = one_rank(folder)
     loaded.load(str(folder / "tp2"))
     assert_same_step(run_step(loaded, [random_rows(20, 10)]), two[0]["after tp2"])
-    exported = FsdpBackend(backend_config(str(folder / "exported")), 0, 1).export_weights()
-    for name, value in loaded.export_weights().items():
+    exported = weights_of(FsdpBackend(backend_config(str(folder / "exported")), 0, 1))
+    for name, value in weights_of(loaded).items():
         torch.testing.assert_close(exported[name], value, rtol=0, atol=2e-6)
 
 
@@ -211,7 +216,7 @@ def on_four_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     mesh = Topology(2, tp=2)
     backend = FsdpBackend(backend_config(f"{folder}/qwen3", topology=mesh), rank, world)
     result: dict[str, Any] = {"steps": three_steps(backend, mesh, rank)}
-    result["weights"] = dict(backend.export_weights())
+    result["weights"] = weights_of(backend)
     result["logprobs"] = backend.logprobs([micro_batch(random_rows(rank // 2, 5))], 1)
     backend.save(f"{folder}/four")
     result["next"] = run_step(backend, share(random_rows(9, 10), mesh, rank))

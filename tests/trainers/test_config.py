@@ -82,7 +82,11 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("algorithm.group_size=1", "got 1, expected a whole number >= 2, as a group of one has no baseline"),
         ("model.path=builtin:huge", "model.path: got 'builtin:huge', expected 'builtin:tiny-qwen3'"),
         ("trainer.dp=3", "algorithm.prompts_per_step: got 32, expected a multiple of trainer.dp=3"),
-        ("rollout.num_engines=5", "expected a multiple of rollout.num_engines=5"),
+        ("rollout.num_engines=33", "got 32, expected at least rollout.num_engines=33, so that every rollout actor"),
+        ("rollout.num_actors=33", "got 32, expected at least rollout.num_actors=33, so that every rollout actor"),
+        ("rollout.tp=2", "rollout.tp: got 2 with rollout.engine='hf', expected 1, as only vllm splits"),
+        ("sync.transport=nccl", "sync.transport: got 'nccl', expected one of auto, collective, ipc, store, disk"),
+        ("sync.dir=/weights", "sync.dir: got '/weights' with sync.transport='auto', expected it unset"),
         ("rollout.max_new_tokens=20000", "trainer.tokens_per_microbatch: got 16384, expected at least 20512"),
         ("trainer.cp=2", "trainer.cp: got 2 with trainer.backend='fsdp', expected 1, as only megatron has it"),
         ("trainer.pp=2", "trainer.pp: got 2 with trainer.backend='fsdp', expected 1"),
@@ -107,7 +111,7 @@ def test_one_sentence_names_key_value_and_what_was_expected(tmp_path: Path, over
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     found = problems(tmp_path, "trainer: {dp_: 1, lr: x}\nloss: {clip_low: 2}")
     assert {sentence.partition(":")[0] for sentence in found} == {"trainer.dp_", "trainer.lr", "loss.clip_low"}
-    found = problems(tmp_path, "", "trainer.dp=3", "rollout.num_engines=5", "rollout.top_p=0.5")
+    found = problems(tmp_path, "", "trainer.dp=3", "rollout.num_engines=33", "rollout.top_p=0.5")
     assert len(found) == 3
 
 

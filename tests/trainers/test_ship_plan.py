@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA
+from headrace.actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS
 from headrace.actors.step_rows import TrainShard
 from headrace.codecs import messages
 from headrace.codecs.batch import Batch, Jagged
@@ -60,9 +60,9 @@ def meta() -> Iterator[KVBatchMeta]:
     rng = np.random.default_rng(0)
     lengths = rng.integers(40, 900, ROWS)
     tokens = int(lengths.sum())
-    dtypes = {name: ROLLOUT_SCHEMA[name].dtype for name in ROLLOUT_FIELDS}
+    dtypes = {name: ROLLOUT_SCHEMA[name].dtype for name in TRAIN_FIELDS}
     columns = {name: Jagged(torch.zeros(tokens, dtype=dtype), lengths) for name, dtype in dtypes.items()}
-    batch = Batch(ROLLOUT_SCHEMA.subset(ROLLOUT_FIELDS), ROWS, columns)
+    batch = Batch(ROLLOUT_SCHEMA.subset(TRAIN_FIELDS), ROWS, columns)
     tags = {
         "reward": rng.random(ROWS).astype(np.float32),
         "valid": (np.arange(ROWS) % 7 > 0).astype(np.float32),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -19,15 +19,16 @@ from .checkpoint import on_first_rank, training_state
 from .checkpointer import Checkpointer
 from .config import BackendConfig
 from .flops import flop_model
-from .hf_model import full_weights, load_causal_lm, write_folder
+from .hf_model import collect, load_causal_lm, write_folder
 from .loss_inputs import loss_inputs
-from .optimizer import build_adamw, clip_coefficient, learning_rate, local_gradients, scale_, square_norm
+from .optimizer import build_adamw, local_gradients, scale_, square_norm
 from .row_layout import lay_out
-from .sharding import build_mesh, spread
-from .tensor_parallel import is_split, sum_per_head_gradients
+from .sharding import build_mesh, own_piece, spread, spread_weights
+from .tensor_parallel import split_dim, sum_per_head_gradients
 from .throughput import StepMeter
 from .train_step import TrainStep
 from .vocab_logprobs import Entropy
+from .weight_stream import stream_weights
 
 
 class FsdpBackend:
@@ -60,13 +61,20 @@ class FsdpBackend:
         if config.recompute == "full":
             recompute_layers(policy.layers())
         self._policy = self._spread(policy, offload=config.offload)
+        dtype = torch.bfloat16 if self._half else torch.float32
+        self._weights = spread_weights(self._policy.model, config.topology, dtype)
         self._optimizer = build_adamw(self._policy.model, config.optimizer)
         self._steps = torch.zeros((), dtype=torch.int64)
         self._checkpointer = Checkpointer(rank, world)
         group = None if self._mesh is None else self._mesh["dp"].get_group()
         self._entropy: Entropy = "train" if config.loss.entropy_coef > 0 else "report" if config.entropy else "off"
-        loss = build_loss(config.loss)
-        self._step = TrainStep(loss, self._device, group, with_entropy=self._entropy != "off")
+        self._step = TrainStep(
+            build_loss(config.loss),
+            self._device,
+            group,
+            recomputed=config.prev == "recompute",
+            with_entropy=self._entropy != "off",
+        )
         self._meter = StepMeter(flops, self._device, world, group, half=self._half)
 
     # ------------------------------------------------------------ one step
@@ -113,10 +121,17 @@ class FsdpBackend:
 
     # ------------------------------------------------------------ weights and state
 
-    def export_weights(self) -> Mapping[str, torch.Tensor]:
-        """See `TrainBackend`. bfloat16 with `mixed_precision`, as forward computes with; else float32."""
-        dtype = torch.bfloat16 if self._half else torch.float32
-        return full_weights(self._policy.model, dtype, keep=self._rank == 0)
+    def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """See `TrainBackend`. In the HF model's own order; bfloat16 with `mixed_precision`, as forward computes with,
+        else float32."""
+        return {weight.name: (weight.dtype, weight.shape) for weight in self._weights}
+
+    def weights(self) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """See `TrainBackend` and `stream_weights`."""
+        if isinstance(self._policy, FSDPModule):
+            self._policy.reshard()  # a forward without backward leaves the root's parameters gathered
+        params = dict(self._policy.model.named_parameters())
+        return stream_weights(self._weights, lambda weight: own_piece(params[weight.name]), self._rank, self._device)
 
     def save(self, path: str, *, wait: bool = True) -> None:
         """See `TrainBackend`. A checkpoint of that name is replaced once the new one is whole.
@@ -140,8 +155,9 @@ class FsdpBackend:
         self._checkpointer.load(path, self._state())
 
     def export_model(self, path: str) -> None:
-        """See `TrainBackend`. Weights as `export_weights` gives them. Raises ValueError when `path` exists."""
-        weights = self.export_weights()
+        """See `TrainBackend`. Weights as `weights` gives them, which rank 0 collects in host memory before it writes.
+        Raises ValueError when `path` exists."""
+        weights = collect(self.weights(), keep=self._rank == 0)
         on_first_rank(
             lambda: write_folder(path, self._policy.model, weights, self._config.model), self._rank, self._world
         )
@@ -190,27 +206,20 @@ class FsdpBackend:
         params = list(self._policy.parameters())
         grads = local_gradients(params)
         # What all tensor-parallel ranks have alike counts once, with the first of them.
-        own = grads if self._place.tp == 0 else local_gradients(param for param in params if is_split(param))
+        own = grads if self._place.tp == 0 else local_gradients(p for p in params if split_dim(p) is not None)
         square = square_norm(own, self._device)
         if self._tp is not None:
             dist.all_reduce(square, group=self._tp)
-        totals = self._step.finish(square)
-        config = self._config.optimizer
-        rate = learning_rate(config, int(self._steps))
-        if totals.applies:
-            clip = clip_coefficient(totals.grad_norm, config.grad_clip)
-            scale_(grads, clip / totals.denominator)
+
+        def update(factor: float, rate: float) -> None:
+            scale_(grads, factor)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             self._optimizer.step()
-            self._steps += 1
+
+        metrics = self._step.finish(square).apply(self._config.optimizer, self._steps, update)
         self._optimizer.zero_grad(set_to_none=True)
-        return {
-            **totals.metrics,
-            "train/grad_norm": totals.grad_norm,
-            "train/lr": rate,
-            "train/skipped": 0.0 if totals.applies else 1.0,
-        }
+        return metrics
 
     def _logprobs(self, model: CausalLM, batch: Batch, temperature: float) -> torch.Tensor:
         layout = lay_out(batch, self._device, packed=self._packed)

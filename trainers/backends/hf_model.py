@@ -1,17 +1,19 @@
-"""HF model folders: load a causal LM for training, gather its full weights, write it back as a folder."""
+"""HF model folders: load a causal LM for training, write it back as a folder."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from .checkpoint import draft_of, publish, start_draft
+
+SHARD_BYTES = 4 << 30
+"""Size of the files of a folder: writing one takes as much host memory again."""
 
 
 def load_causal_lm(model: str) -> Any:
@@ -30,44 +32,21 @@ def load_causal_lm(model: str) -> Any:
         ) from error
 
 
-def full_weights(model: torch.nn.Module, dtype: torch.dtype, *, keep: bool) -> dict[str, torch.Tensor]:
-    """HF name -> full CPU tensor of `dtype`, the caller's own; {} when not `keep`. Collective if the model is sharded.
-
-    Tensors are gathered one by one, so no rank holds more than one full tensor besides what `keep` collects. Tied
-    weights come under each of their names: an engine that is sent only `embed_tokens` would keep its old `lm_head`.
-    """
-    weights: dict[str, torch.Tensor] = {}
-    first_name: dict[int, str] = {}
-    for name, value in model.state_dict(keep_vars=True).items():  # tied weights are one and the same object then
-        first = first_name.setdefault(id(value), name)
-        if first == name:
-            full = _gathered(value).detach()
-            if keep:
-                weights[name] = full.to("cpu", dtype if full.is_floating_point() else full.dtype, copy=True)
-        elif keep:
-            weights[name] = weights[first]
-    return weights
-
-
-def _gathered(value: torch.Tensor) -> torch.Tensor:
-    """Mesh dimension by dimension, the first one first: torch warns of an order that it cannot merge otherwise."""
-    if not isinstance(value, DTensor):
-        return value
-    placements = list(value.placements)
-    whole: Any = value.to(value.device_mesh.device_type)  # offloaded parts are where the ranks' group cannot reach them
-    for dim in range(len(placements)):
-        placements[dim] = Replicate()
-        whole = whole.redistribute(placements=placements)
-    return whole.to_local()
-
-
 def write_folder(path: str, model: Any, weights: Mapping[str, torch.Tensor], source: str) -> None:
     """Write `weights` with the model's config as a HF folder, and the tokenizer of `source` if it has one. One rank.
 
     The folder appears whole or not at all. Raises ValueError when `path` exists.
     """
     start_draft(path)
-    model.save_pretrained(draft_of(path), state_dict=dict(weights))
+    # What the model keeps beside its parameters; a model without weights has none to give.
+    kept = model.state_dict(keep_vars=True)
+    buffers = {name: value for name, value in model.named_buffers() if name in kept and not value.is_meta}
+    model.save_pretrained(draft_of(path), state_dict={**weights, **buffers}, max_shard_size=SHARD_BYTES)
     if not os.path.isdir(source) or os.path.exists(os.path.join(source, "tokenizer_config.json")):
         AutoTokenizer.from_pretrained(source).save_pretrained(draft_of(path))
     publish(path)
+
+
+def collect(stream: Iterable[tuple[str, torch.Tensor]], *, keep: bool) -> dict[str, torch.Tensor]:
+    """Name -> copy in host memory of all that `stream` gives; {} when not `keep`, but `stream` is read to its end."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in stream if keep}

@@ -71,11 +71,12 @@ def split_over(module: CausalLM, mesh: DeviceMesh) -> None:
     module.vocab = VocabShard(group, mesh.get_local_rank() * width, width)
 
 
-def is_split(param: torch.Tensor) -> bool:
-    """Whether tensor-parallel ranks hold different parts of it, rather than the same."""
+def split_dim(param: torch.Tensor) -> int | None:
+    """Along which dimension tensor-parallel ranks hold different parts of it; None when they hold the same."""
     if not isinstance(param, DTensor) or "tp" not in (names := param.device_mesh.mesh_dim_names or ()):
-        return False
-    return param.placements[names.index("tp")].is_shard()
+        return None
+    placement = param.placements[names.index("tp")]
+    return placement.dim if isinstance(placement, Shard) else None
 
 
 def sum_per_head_gradients(module: CausalLM, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -1,15 +1,16 @@
 """The state machine of one train step, shared by all backends: sums, counts, and the one scale at the end.
 
-    begin -> (accumulating: add -> backward)* -> finish | abort
+    begin -> (accumulating: add -> backward)* -> finish -> apply | abort
 
-Losses and metrics are kept as sums, denominators as counts; `finish` reduces them over the ranks in one vector.
+Losses and metrics are kept as sums, denominators as counts; `finish` reduces them over the ranks in one vector, and the
+one largest value in another.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,7 +18,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..losses.mismatch import MISMATCH_MAX, MISMATCH_SUMS, mismatch
 from ..losses.terms import LossInputs, PolicyLoss
+from .config import OptimizerConfig
+from .optimizer import clip_coefficient, learning_rate
 
 
 class StepState(enum.Enum):
@@ -38,12 +42,32 @@ class StepTotals:
     grad_norm: float
     """Norm of the mean gradient, before clipping; 0.0 when N is 0."""
     metrics: dict[str, float]
-    """`train/loss` (sum over N), `train/tokens`, `train/sequences`, and each metric's mean over tokens."""
+    """`train/loss` (sum over N), `train/tokens`, `train/sequences`, and each metric's mean over tokens; of log-probs
+    `logprob/mismatch_mean`, `logprob/mismatch_kl` and `logprob/mismatch_max`: see `losses.mismatch`."""
 
     @property
     def applies(self) -> bool:
         """Whether there is a gradient to step with: N > 0 and all of it finite."""
         return self.denominator > 0 and math.isfinite(self.grad_norm)
+
+    def apply(
+        self, config: OptimizerConfig, steps: torch.Tensor, update: Callable[[float, float], None]
+    ) -> dict[str, float]:
+        """Step the optimizer if there is a gradient; returns the step's metrics.
+
+        `steps`: int64 scalar, optimizer steps taken, is raised by a step. `update(factor, rate)` steps with the summed
+        gradients times `factor` (one over N, and clipping) at learning rate `rate`.
+        """
+        rate = learning_rate(config, int(steps))
+        if self.applies:
+            update(clip_coefficient(self.grad_norm, config.grad_clip) / self.denominator, rate)
+            steps += 1
+        return {
+            **self.metrics,
+            "train/grad_norm": self.grad_norm,
+            "train/lr": rate,
+            "train/skipped": 0.0 if self.applies else 1.0,
+        }
 
 
 class TrainStep:
@@ -55,13 +79,16 @@ class TrainStep:
         device: torch.device,
         group: dist.ProcessGroup | None,
         *,
+        recomputed: bool = False,
         with_entropy: bool = False,
         counts_rows: bool = True,
     ) -> None:
         """`group`: the ranks that have different tokens (data- and context-parallel), None for one alone; ranks that
-        compute the same loss are in different groups. `with_entropy`: microbatches bring it; report it. `counts_rows`:
-        False on all but the first of the context-parallel ranks, which share their rows."""
+        compute the same loss are in different groups. `recomputed`: `prev_logprobs` are the trainer's own.
+        `with_entropy`: microbatches bring it; report it. `counts_rows`: False on all but the first of the
+        context-parallel ranks, which share their rows."""
         self._loss = loss
+        self._recomputed = recomputed
         self._counts_rows = counts_rows
         self._device = device
         self._group = group
@@ -72,6 +99,8 @@ class TrainStep:
     def _reset(self) -> None:
         self._temperature = 1.0
         self._sums = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
+        self._mismatch = torch.zeros(len(MISMATCH_SUMS), dtype=torch.float64, device=self._device)
+        self._mismatch_max = torch.zeros((), dtype=torch.float64, device=self._device)
         self._tokens = self._sequences = 0
         self._group_ids: set[int] = set()
 
@@ -116,6 +145,9 @@ class TrainStep:
         sums = self._loss(inputs)
         extra = () if entropy is None else (entropy.detach().sum(),)
         self._sums += torch.stack([sums.loss.detach(), *sums.metrics.values(), *extra]).double()
+        distance, largest = mismatch(inputs, recomputed=self._recomputed)
+        self._mismatch += distance
+        self._mismatch_max = torch.maximum(self._mismatch_max, largest)
         self._tokens += len(inputs.logprobs)
         if not self._counts_rows:
             return sums.loss
@@ -132,18 +164,26 @@ class TrainStep:
         """
         self._require_open("finish_step")
         counts = torch.tensor([self._tokens, self._sequences], dtype=torch.float64, device=self._device)
-        totals = torch.cat([counts, square_norm.reshape(1), self._sums])
+        totals = torch.cat([counts, square_norm.reshape(1), self._mismatch, self._sums])
         if self._group is not None:
             dist.all_reduce(totals, group=self._group)
+            dist.all_reduce(self._mismatch_max, op=dist.ReduceOp.MAX, group=self._group)
         tokens, sequences, square, *sums = totals.tolist()
+        means = [value / max(tokens, 1.0) for value in sums]
         denominator = {"tokens": tokens, "sequences": sequences}.get(self._loss.denominator)
         if denominator is None:
             denominator = float(self._count_groups())
         self._state = StepState.CLOSED
-        metrics = {f"train/{name}": value / max(tokens, 1.0) for name, value in zip(self._names, sums, strict=True)}
-        metrics["train/loss"] = sums[0] / max(denominator, 1.0)
+        names = (*(f"logprob/{name}" for name in MISMATCH_SUMS), *(f"train/{name}" for name in self._names))
+        metrics = {
+            **dict(zip(names, means, strict=True)),
+            f"logprob/{MISMATCH_MAX}": float(self._mismatch_max),
+            "train/loss": sums[len(MISMATCH_SUMS)] / max(denominator, 1.0),
+            "train/tokens": tokens,
+            "train/sequences": sequences,
+        }
         norm = math.sqrt(square) / denominator if denominator else 0.0
-        return StepTotals(denominator, norm, {**metrics, "train/tokens": tokens, "train/sequences": sequences})
+        return StepTotals(denominator, norm, metrics)
 
     def _count_groups(self) -> int:
         """Distinct groups over all ranks: one may stand on several, so its rows' ids are exchanged, not counts."""

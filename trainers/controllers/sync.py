@@ -41,10 +41,10 @@ def run_sync(run: Run, state: State, after_step: AfterStep) -> None:
         grpo.ship_plan(run, meta, state.step + 1)
         passes = grpo.write_logprobs(run) + grpo.train(run)
         state.step, state.version = state.step + 1, state.version + 1
-        sync_bytes = grpo.sync_weights(run, state)
+        sync = grpo.sync_weights(run, state)
         grpo.retire(run, meta)
         seconds = time.perf_counter() - start
-        metrics = step_metrics(run, state, rollouts, passes, meta, seconds, sync_bytes)
+        metrics = step_metrics(run, state, rollouts, passes, meta, seconds, sync)
         last = state.step == run.config.algorithm.steps
         if every and (state.step % every == 0 or last):
             metrics |= grpo.validate(run)

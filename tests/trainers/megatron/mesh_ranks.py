@@ -19,8 +19,17 @@ from headrace.actors.stage_fields import stage_fields
 from headrace.codecs.batch import Batch
 from headrace.codecs.context_slices import slice_batch
 from headrace.dataplane.topology import Place, Topology
-from headrace.tests.trainers.backend_ranks import MEASURED, TINY, Row, backend_config, micro_batch, random_rows
-from headrace.tests.trainers.backend_reference import TEMPERATURE, ReferenceTrainer
+from headrace.tests.trainers.backend_ranks import (
+    MEASURED,
+    TINY,
+    Row,
+    backend_config,
+    micro_batch,
+    random_rows,
+    weights_of,
+)
+from headrace.tests.trainers.backend_reference import TEMPERATURE, ReferenceTrainer, recomputed_mismatch
+from headrace.tests.trainers.live_bytes import gathering_share
 
 if TYPE_CHECKING:
     from headrace.trainers.backends.megatron.backend import MegatronBackend
@@ -120,12 +129,13 @@ def run_case(rank: int, case: Case, folder: str) -> dict[str, Any]:
 
 def measure(rank: int, case: Case, backend: MegatronBackend) -> dict[str, Any]:
     """See `run_case`."""
-    result: dict[str, Any] = {"weights before": dict(backend.export_weights())}
+    result: dict[str, Any] = {"weights before": weights_of(backend)}
     result["logprobs before"] = logprobs(backend, case.topology, rank)
     result["steps"] = [train(backend, case.topology, rank, random_rows(step, NUM_ROWS)) for step in range(STEPS)]
     result["logprobs"] = logprobs(backend, case.topology, rank)
     result["reference"] = logprobs(backend, case.topology, rank, reference=True)
-    result["weights"] = dict(backend.export_weights())
+    result["weights"] = weights_of(backend)
+    result["share"] = gathering_share(backend, backend._policy)
     return result
 
 
@@ -139,7 +149,7 @@ def run_reference(folder: str) -> dict[str, Any]:
             return torch.cat([trainer.row_logprobs(row) * torch.from_numpy(row.mask) for row in rows])
 
     def weights() -> dict[str, torch.Tensor]:
-        return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
 
     result: dict[str, Any] = {"weights before": weights(), "logprobs before": of_rows()}
     result["steps"] = [trainer.step(random_rows(step, NUM_ROWS)) for step in range(STEPS)]
@@ -152,6 +162,9 @@ def assert_as_reference(case: Case, ranks: Sequence[dict[str, Any]], expected: d
         figures = [(step["train/loss"], step["train/grad_norm"]) for step in rank["steps"]]
         assert np.array(figures) == pytest.approx(np.array(expected["steps"]), rel=1e-5, abs=1e-7)
         assert rank["steps"] == ranks[0]["steps"]
+        for step, metrics in enumerate(rank["steps"]):
+            wanted = recomputed_mismatch(random_rows(step, NUM_ROWS))
+            assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=1e-9)
     writers = {case.topology.writer(dp) for dp in range(case.topology.dp)}
     for number, rank in enumerate(ranks):
         if number not in writers:
@@ -166,5 +179,7 @@ def assert_as_reference(case: Case, ranks: Sequence[dict[str, Any]], expected: d
     for name, tensor in expected["weights before"].items():
         assert torch.equal(ranks[0]["weights before"][name], tensor), name
         torch.testing.assert_close(ranks[0]["weights"][name], expected["weights"][name], rtol=0, atol=1e-5)
-    assert set(ranks[0]["weights"]) == set(expected["weights"])
+    assert list(ranks[0]["weights"]) == list(expected["weights"])
     assert not any(rank["weights"] for rank in ranks[1:])
+    # Two weights that are put together, and what the rank makes of its own: half of one, or two that it has alone.
+    assert max(rank["share"] for rank in ranks) <= (3.01 if case.topology.pp > 1 else 2.51), "memory of a pass"

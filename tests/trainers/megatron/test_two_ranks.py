@@ -21,6 +21,7 @@ from headrace.tests.trainers.backend_ranks import (
     run_on_ranks,
     save_tiny_model,
     save_tiny_moe,
+    weights_of,
 )
 from headrace.tests.trainers.backend_reference import TEMPERATURE
 from headrace.tests.trainers.megatron.mesh_ranks import NEEDS_MEGATRON, NUM_ROWS, Case, accumulate, train
@@ -31,11 +32,14 @@ pytestmark = NEEDS_MEGATRON
 
 SP: dict[str, Any] = {"sequence_parallel": True}
 MESHES = {"cp2": Topology(1, cp=2), "pp2": Topology(1, pp=2), "tp2": Topology(1, tp=2), "dp2": Topology(2)}
-OBJECTIVES = {
-    "gspo": LossConfig(
-        kind="gspo", aggregation="sequence", correction="sequence", clip_low=0.1, clip_high=0.1, entropy_coef=0.01
-    ),
-    "cispo": LossConfig(kind="cispo", aggregation="prompt", correction="tis", kl_coef=0.05, kl_in="reward"),
+GSPO = LossConfig(
+    kind="gspo", aggregation="sequence", correction="sequence", clip_low=0.1, clip_high=0.1, entropy_coef=0.01
+)
+CISPO = LossConfig(kind="cispo", aggregation="prompt", correction="tis", kl_coef=0.05, kl_in="reward")
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "gspo": {"loss": GSPO},
+    "cispo": {"loss": CISPO},
+    "reinforce, nothing recomputed": {"loss": LossConfig(kind="reinforce"), "prev": "rollout"},
 }
 ZEROS = {name: np.zeros(2, np.float32) for name in COLUMNS}
 POISONED = Row(np.array([3, 4], np.int32), np.array([0, 1], np.uint8), ZEROS, float("nan"), 0)
@@ -52,9 +56,9 @@ SAVED_BY = {"tied": ("dp2", "tp2"), "experts": ("ep2", "tp2 experts")}
 def objective_steps(rank: int, folder: str) -> dict[str, list[dict[str, float]]]:
     """Two steps of each objective on each mesh."""
     steps: dict[str, list[dict[str, float]]] = {}
-    for objective, loss in OBJECTIVES.items():
+    for objective, changes in OBJECTIVES.items():
         for mesh, topology in MESHES.items():
-            case = Case(mesh, "tied", topology, {"loss": loss, "entropy": True})
+            case = Case(mesh, "tied", topology, {**changes, "entropy": True})
             with contextlib.closing(case.build(rank, folder)) as backend:
                 steps[f"{objective} {mesh}"] = [
                     train(backend, topology, rank, random_rows(step, 10)) for step in (0, 1)
@@ -67,13 +71,13 @@ def interrupted(rank: int, folder: str) -> dict[str, Any]:
     case = Case("pp2", "tied", MESHES["pp2"])
     rows = random_rows(0, NUM_ROWS)
     with contextlib.closing(case.build(rank, folder)) as backend:
-        before = dict(backend.export_weights())
+        before = weights_of(backend)
         found: dict[str, Any] = {}
         found["nothing"] = train(backend, case.topology, rank, [row for row in rows if not row.mask.any()])
         found["poisoned"] = train(backend, case.topology, rank, [*rows, POISONED])
         accumulate(backend, case.topology, rank, random_rows(5, NUM_ROWS))
         backend.abort_step()
-        found["unchanged"] = all(torch.equal(value, before[name]) for name, value in backend.export_weights().items())
+        found["unchanged"] = all(torch.equal(value, before[name]) for name, value in weights_of(backend).items())
         found["whole"] = train(backend, case.topology, rank, rows)
         return found
 
@@ -150,9 +154,9 @@ def ranks(folder: Path, alone: list[dict[str, float]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_objectives_are_those_of_whole_rows(objective: str, folder: Path, ranks: list[dict[str, Any]]) -> None:
-    backend = FsdpBackend(backend_config(str(folder / "tied"), loss=OBJECTIVES[objective], entropy=True), 0, 1)
+    backend = FsdpBackend(backend_config(str(folder / "tied"), **OBJECTIVES[objective], entropy=True), 0, 1)
     expected = [fsdp_step(backend, random_rows(step, 10)) for step in (0, 1)]
-    assert expected[0]["train/entropy"] > 0
+    assert expected[0]["train/entropy"] > 0 and expected[0]["logprob/mismatch_mean"] > 0
     for rank in ranks:
         for mesh in MESHES:
             for got, wanted in zip(rank["objectives"][f"{objective} {mesh}"], expected, strict=True):

@@ -10,8 +10,18 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from headrace.tests.trainers.backend_ranks import TINY, save_tiny_model, save_tiny_moe
+from headrace.trainers.backends.megatron.gathering import spread_weight
 from headrace.trainers.backends.megatron.hf_source import HfSource
-from headrace.trainers.backends.megatron.weights import Entry, Part, boxes, cut, entries_of, expert_range, join, unbox
+from headrace.trainers.backends.megatron.weights import (
+    Entry,
+    Part,
+    boxes,
+    cut,
+    entries_of,
+    expert_range,
+    split_of,
+    unbox,
+)
 
 CONFIG = Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
 HIDDEN, VOCAB = CONFIG.hidden_size, CONFIG.vocab_size
@@ -67,6 +77,7 @@ PARTS = {
     "tp2": [Part(tp, 2, tp, 2) for tp in range(2)],
     "ep2": [Part(ep=ep, num_ep=2) for ep in range(2)],
     "ep4": [Part(ep=ep, num_ep=4) for ep in range(4)],
+    "ep2 of tp2": [Part(tp, 2, 0, 1, tp, 2) for tp in range(2)],
 }
 
 
@@ -80,10 +91,15 @@ def test_there_and_back(members: list[Part]) -> None:
         parts = [cut(entry, tensors, CONFIG, part) for tensors, part in zip(own, members, strict=True)]
         assert all(len(part) == len(entry.names) for part in parts)
         assert len({tuple(tensor.shape for tensor in part) for part in parts}) == 1, "ranks' parts are alike in shape"
-        back = join(entry, parts, CONFIG, members)
-        assert list(back) == list(entry.hf_names)
-        for name, tensor in zip(entry.hf_names, tensors, strict=True):
-            assert torch.equal(back[name], tensor), name
+        first = members[0]
+        order = sorted(zip(members, parts, strict=True), key=lambda item: (item[0].ep, item[0].etp))
+        for place, (name, tensor) in enumerate(zip(entry.hf_names, tensors, strict=True)):
+            sizes = (first.num_tp, first.num_etp, first.num_ep)
+            weight = spread_weight(name, tuple(tensor.shape), torch.float32, 0, *sizes)
+            back = torch.full_like(tensor, -1)
+            for piece, (part, held) in zip(weight.pieces, order, strict=False):  # of those that have the same the first
+                weight.place(back, piece).copy_(list(boxes(entry, held, CONFIG, part))[place])
+            assert torch.equal(back, tensor), name
 
 
 @pytest.mark.parametrize("members", PARTS.values(), ids=PARTS.keys())
@@ -93,7 +109,7 @@ def test_boxes_and_back(members: list[Part]) -> None:
         for part in members:
             span = expert_range(CONFIG, part) if entry.is_expert else (None, None)
             own = cut(entry, [tensor[slice(*span)] for tensor in tensors], CONFIG, part)
-            again = unbox(entry, boxes(entry, own, CONFIG, part), CONFIG, part)
+            again = unbox(entry, list(boxes(entry, own, CONFIG, part)), CONFIG, part)
             assert all(torch.equal(a, b) for a, b in zip(own, again, strict=True)), entry
 
 
@@ -116,6 +132,8 @@ def test_more_experts_than_digits_stay_in_order() -> None:
 def test_an_unknown_parameter_is_named() -> None:
     with pytest.raises(ValueError, match="'decoder.layers.0.mlp.linear_fc1.bias' has no counterpart"):
         entries_of(["decoder.layers.0.mlp.linear_fc1.bias"], first_layer=0, tied=False)
+    with pytest.raises(ValueError, match="HF tensor 'model.layers.0.self_attn.q_proj.bias' has no counterpart"):
+        split_of("model.layers.0.self_attn.q_proj.bias")
 
 
 def weights_of(folder: str) -> dict[str, torch.Tensor]:

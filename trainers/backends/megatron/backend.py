@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,15 +16,15 @@ from ..checkpoint import on_first_rank
 from ..checkpointer import Checkpointer
 from ..config import BackendConfig
 from ..flops import flop_model
-from ..hf_model import write_folder
+from ..hf_model import collect, write_folder
 from ..loss_inputs import loss_inputs
-from ..optimizer import clip_coefficient, learning_rate
 from ..throughput import StepMeter
 from ..train_step import TrainStep
 from ..vocab_logprobs import Entropy
+from ..weight_stream import stream_weights
 from .architecture import check_fits
 from .calls import megatron_calls
-from .gathering import gather_weights
+from .gathering import OwnPieces, spread_weights
 from .hf_source import HfSource
 from .library import get_forward_backward_func
 from .mesh import open_mesh
@@ -79,11 +79,20 @@ class MegatronBackend:
         self._reference = reference_copy(self._policy) if config.with_reference else None
         self._model = wrap_model(config, self._policy)
         self._optimizer = build_optimizer(config, self._model)
+        dtype = torch.bfloat16 if self._half else torch.float32
+        self._weights = spread_weights(self._source, self._topology, dtype)
         self._state = TrainingState(self._policy, self._optimizer, self._steps, model, self._mesh)
         self._checkpointer = Checkpointer(self._rank, self._world)
         first = self._mesh.place.cp == 0  # context-parallel ranks share their rows, which count with the first
         group, reported = self._mesh.tokens, self._entropy != "off"
-        self._step = TrainStep(build_loss(config.loss), self._device, group, with_entropy=reported, counts_rows=first)
+        self._step = TrainStep(
+            build_loss(config.loss),
+            self._device,
+            group,
+            recomputed=config.prev == "recompute",
+            with_entropy=reported,
+            counts_rows=first,
+        )
         self._meter = StepMeter(flop_model(model), self._device, self._world, group, half=self._half)
 
     # ------------------------------------------------------------ one step
@@ -133,9 +142,15 @@ class MegatronBackend:
 
     # ------------------------------------------------------------ weights and state
 
-    def export_weights(self) -> Mapping[str, torch.Tensor]:
-        """See `TrainBackend`. bfloat16 with `mixed_precision`, as forward computes with; else float32."""
-        return gather_weights(self._policy, self._source.config, self._topology, self._mesh)
+    def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """See `TrainBackend`. In the HF model's own order; bfloat16 with `mixed_precision`, as forward computes with,
+        else float32."""
+        return {weight.name: (weight.dtype, weight.shape) for weight in self._weights}
+
+    def weights(self) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """See `TrainBackend` and `stream_weights`."""
+        own = OwnPieces(self._policy, self._source.config, self._mesh)
+        return stream_weights(self._weights, own, self._rank, self._device)
 
     def save(self, path: str, *, wait: bool = True) -> None:
         """See `TrainBackend`. A checkpoint of that name is replaced once the new one is whole.
@@ -163,8 +178,9 @@ class MegatronBackend:
         self._state.restore(state)
 
     def export_model(self, path: str) -> None:
-        """See `TrainBackend`. Weights as `export_weights` gives them. Raises ValueError when `path` exists."""
-        weights = self.export_weights()
+        """See `TrainBackend`. Weights as `weights` gives them, which rank 0 collects in host memory before it writes.
+        Raises ValueError when `path` exists."""
+        weights = collect(self.weights(), keep=self._rank == 0)
         on_first_rank(
             lambda: write_folder(path, self._source.empty_model(), weights, self._config.model), self._rank, self._world
         )
@@ -258,15 +274,6 @@ class MegatronBackend:
         whole = norm**2 if dist.get_rank(self._mesh.tokens) == 0 else 0.0
         totals = self._step.finish(torch.tensor(whole, dtype=torch.float64, device=self._device))
         config = self._config.optimizer
-        rate = learning_rate(config, int(self._steps))
-        if totals.applies:
-            clip = clip_coefficient(totals.grad_norm, config.grad_clip)
-            apply(self._optimizer, clip / totals.denominator, rate, config.weight_decay)
-            self._steps += 1
+        metrics = totals.apply(config, self._steps, partial(apply, self._optimizer, config.weight_decay))
         self._clear()
-        return {
-            **totals.metrics,
-            "train/grad_norm": totals.grad_norm,
-            "train/lr": rate,
-            "train/skipped": 0.0 if totals.applies else 1.0,
-        }
+        return metrics

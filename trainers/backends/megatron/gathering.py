@@ -1,4 +1,4 @@
-"""Full HF weights out of a Megatron model that is spread over ranks: gathered tensor by tensor on global rank 0."""
+"""Which rank of a Megatron mesh has which piece of each HF weight, and this rank's own pieces."""
 
 from __future__ import annotations
 
@@ -6,91 +6,76 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ....dataplane.topology import Place, Topology
+from ..weight_stream import Cut, Piece, SpreadWeight
+from .architecture import expert_tensor_size
+from .hf_source import HfSource
 from .mesh import Mesh
 from .model import PolicyModel
-from .weights import EMBEDDING, HEAD, entries_of, join, split_dim
+from .weights import EMBEDDING, Split, boxes, entries_of, hf_layer, split_of
 
 
-def gather_weights(model: PolicyModel, config: Any, topology: Topology, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """HF name -> full tensor on the CPU, the output layer also where it is tied; {} but on global rank 0. Collective.
+def spread_weights(source: HfSource, topology: Topology, dtype: torch.dtype) -> list[SpreadWeight]:
+    """The HF model's weights in its own order, tied ones once, the same on every rank; all as `dtype`.
 
-    config: of HF. Each stage's first rank gathers its tensors one after the other and sends them on, so no rank holds
-    more than one full tensor (of a layer's experts: all of them) besides what rank 0 collects.
+    Of ranks that have the same the first gives: it has data- and context-parallel index 0.
     """
-    weights: dict[str, torch.Tensor] = {}
-    if mesh.place.dp == mesh.place.cp == mesh.place.tp == 0:
-        for stage in range(topology.pp):
-            if mesh.place.pp == stage:
-                parts = _stage_weights(model, config, topology, mesh)
-                if stage == 0:
-                    weights.update((name, value.to("cpu", copy=True)) for name, value in parts)
-                else:
-                    _send(parts, mesh)
-            elif mesh.place.pp == 0:
-                weights.update(_receive(stage, mesh))
+    config = source.config
+    etp = expert_tensor_size(topology)
+    found = []
+    for name, param in source.empty_model().named_parameters():
+        layer = hf_layer(name)
+        stage = topology.pp - 1 if name != EMBEDDING else 0  # tied, the last stage has a copy of the first one's
+        if layer is not None:
+            stage = layer // (config.num_hidden_layers // topology.pp)
+        first = topology.rank(Place(0, pp=stage))
+        found.append(spread_weight(name, tuple(param.shape), dtype, first, topology.tp, etp, topology.ep))
+    return found
+
+
+def spread_weight(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int, num_tp: int, num_etp: int, num_ep: int
+) -> SpreadWeight:
+    """One weight on the ranks of a stage from `first` on, which count through tp first; of experts, through etp, ep."""
+    split = split_of(name)
+    pieces = tuple(Piece(first + index, cuts) for index, cuts in enumerate(_cuts(split, num_tp, num_etp, num_ep)))
+    boxed = (shape[0], 2, shape[1] // 2, *shape[2:]) if split == "expert_gated" else ()
+    return SpreadWeight(name, dtype, shape, pieces, boxed)
+
+
+def _cuts(split: Split, num_tp: int, num_etp: int, num_ep: int) -> Iterator[tuple[Cut, ...]]:
+    """Of each rank that has a piece, in their order: how it lies in the tensor, or its boxed view."""
+    if split.startswith("expert"):
+        for index in range(num_etp * num_ep):
+            ep, etp = divmod(index, num_etp)
+            yield tuple(cut for cut in (Cut(0, num_ep, ep), Cut(2, num_etp, etp)) if cut.num > 1)
+    elif split == "whole" or num_tp == 1:
+        yield ()
     else:
-        for _ in _stage_weights(model, config, topology, mesh):
-            pass
-    if weights and config.tie_word_embeddings:
-        weights[HEAD] = weights[EMBEDDING]
-    return weights
+        for tp in range(num_tp):
+            yield (Cut(1 if split == "columns" else 0, num_tp, tp),)
 
 
-def _stage_weights(
-    model: PolicyModel, config: Any, topology: Topology, mesh: Mesh
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Full tensors of this rank's stage, on the stage's first rank; others give their parts and get nothing."""
-    params = {name: param.detach() for name, param in model.named_parameters()}
-    first = topology.rank(Place(0, pp=mesh.place.pp))
-    tied_copy = config.tie_word_embeddings and mesh.place.pp > 0
-    for entry in entries_of(list(params), model.first_layer, tied=config.tie_word_embeddings):
-        if tied_copy and entry.hf_names == (EMBEDDING,):
-            continue  # the first stage's is the same
-        group = mesh.sharers(entry)
-        ranks = dist.get_process_group_ranks(group)
-        if first not in ranks:
-            continue
-        own = torch.stack([params[name] for name in entry.names])
-        alike = split_dim(entry, mesh.part) is None
-        members = [mesh.part] if alike else mesh.parts(entry)
-        parts = _gather(own, first, group, whole=alike)
-        if parts:
-            yield from join(entry, [list(part) for part in parts], config, members).items()
+class OwnPieces:
+    """This rank's pieces of HF weights, from its part of the model: see `weights.boxes`."""
 
+    def __init__(self, model: PolicyModel, config: Any, mesh: Mesh) -> None:
+        """config: of HF."""
+        self._config, self._part = config, mesh.part
+        self._params = {name: param.detach() for name, param in model.named_parameters()}
+        entries = entries_of(list(self._params), model.first_layer, tied=config.tie_word_embeddings)
+        self._entries = {name: entry for entry in entries for name in entry.hf_names}
+        self._rest: Iterator[tuple[str, torch.Tensor]] = iter(())
 
-def _gather(own: torch.Tensor, first: int, group: dist.ProcessGroup, *, whole: bool) -> list[torch.Tensor]:
-    if whole or group.size() == 1:
-        return [own] if dist.get_rank() == first else []
-    parts = [torch.empty_like(own) for _ in range(group.size())] if dist.get_rank() == first else None
-    dist.gather(own, parts, dst=first, group=group)
-    return parts or []
-
-
-def _send(parts: Iterator[tuple[str, torch.Tensor]], mesh: Mesh) -> None:
-    """To the pipeline's first rank, each after a note of what it is."""
-    target = dist.get_process_group_ranks(mesh.pp)[0]
-    for name, value in parts:
-        dist.send_object_list([(name, tuple(value.shape), value.dtype)], target, mesh.pp)
-        dist.send(value.contiguous(), target, mesh.pp)
-    dist.send_object_list([None], target, mesh.pp)
-
-
-def _receive(stage: int, mesh: Mesh) -> dict[str, torch.Tensor]:
-    source = dist.get_process_group_ranks(mesh.pp)[stage]
-    weights: dict[str, torch.Tensor] = {}
-    while True:
-        note: list[Any] = [None]
-        dist.recv_object_list(note, source, mesh.pp)
-        if note[0] is None:
-            return weights
-        name, shape, dtype = note[0]
-        value = torch.empty(shape, dtype=dtype, device=_device())
-        dist.recv(value, source, mesh.pp)
-        weights[name] = value.cpu()
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    def __call__(self, weight: SpreadWeight) -> torch.Tensor:
+        """In the shape in which `weight` is cut. Fast in the order of `spread_weights`: q, k, v are one after the other
+        in one parameter. Raises KeyError for a weight that the rank has nothing of."""
+        for name, box in self._rest:
+            if name == weight.name:
+                return box
+            break
+        entry = self._entries[weight.name]
+        tensors = [self._params[name] for name in entry.names]
+        self._rest = zip(entry.hf_names, boxes(entry, tensors, self._config, self._part), strict=True)
+        return next(box for name, box in self._rest if name == weight.name)

@@ -70,7 +70,7 @@ def sum_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer) -
 
 
 @torch.no_grad()
-def apply(optimizer: ChainedOptimizer, factor: float, rate: float, weight_decay: float) -> None:
+def apply(optimizer: ChainedOptimizer, weight_decay: float, factor: float, rate: float) -> None:
     """One step with the summed gradients times `factor` at learning rate `rate`. Collective."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     grads = [param.grad for param in params if param.grad is not None]

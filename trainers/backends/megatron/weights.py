@@ -7,7 +7,7 @@ HF model's own parameters (experts stacked), without tied ones.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -74,7 +74,29 @@ _IN_LAYER: dict[str, tuple[tuple[str, ...], Split]] = {
     "linear_fc1": (("mlp.experts.gate_up_proj",), "expert_gated"),
     "linear_fc2": (("mlp.experts.down_proj",), "expert_columns"),
 }
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+_SPLITS: dict[str, Split] = {hf: split for hf_names, split in _IN_LAYER.values() for hf in hf_names}
+_HF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+
+
+def hf_layer(hf_name: str) -> int | None:
+    """The decoder layer that the HF tensor is in; None for those outside of layers."""
+    found = _HF_LAYER.fullmatch(hf_name)
+    return int(found[1]) if found else None
+
+
+def split_of(hf_name: str) -> Split:
+    """How the parameter is split that has this HF tensor. Raises ValueError when no parameter has."""
+    if hf_name in (EMBEDDING, HEAD):
+        return "vocabulary"
+    if hf_name == NORM:
+        return "whole"
+    found = _HF_LAYER.fullmatch(hf_name)
+    if found is None or found[2] not in _SPLITS:
+        raise ValueError(f"megatron weights: HF tensor {hf_name!r} has no counterpart in a Megatron model")
+    return _SPLITS[found[2]]
 
 
 def entries_of(names: Sequence[str], first_layer: int, *, tied: bool) -> list[Entry]:
@@ -98,7 +120,7 @@ def _counterpart(name: str, first_layer: int, tied: bool) -> tuple[tuple[str, ..
     if name == "output_layer.weight":
         return (EMBEDDING if tied else HEAD,), "vocabulary"
     if name == "decoder.final_layernorm.weight":
-        return ("model.norm.weight",), "whole"
+        return (NORM,), "whole"
     layer = _LAYER.fullmatch(name)
     if layer is not None:
         expert = _EXPERT.fullmatch(layer[2])
@@ -132,8 +154,9 @@ def split_dim(entry: Entry, part: Part) -> int | None:
     return 1 if entry.split == "columns" else 0
 
 
-def boxes(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part) -> list[torch.Tensor]:
-    """The rank's part of an entry, a tensor for each of its `names`, as boxes of the HF tensors `hf_names`.
+def boxes(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part) -> Iterator[torch.Tensor]:
+    """The rank's part of an entry, a tensor for each of its `names`, as boxes of the HF tensors `hf_names`, each made
+    (some are copies) when it is asked for.
 
     Of a vector of tokens without the padding. Of gate and up matrices of experts, which HF has in one,
     `[experts, 2, rows, columns]`.
@@ -141,18 +164,20 @@ def boxes(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part
     first = tensors[0]
     if entry.is_expert:
         stack = torch.stack(list(tensors))
-        return [stack.unflatten(1, (2, -1)) if entry.split == "expert_gated" else stack]
-    if entry.split == "vocabulary":
-        return [first[: _tokens(config, part)]]
-    if entry.split == "gated":
-        return list(first.chunk(2))
-    if entry.split == "heads":
+        yield stack.unflatten(1, (2, -1)) if entry.split == "expert_gated" else stack
+    elif entry.split == "vocabulary":
+        yield first[: _tokens(config, part)]
+    elif entry.split == "gated":
+        yield from first.chunk(2)
+    elif entry.split == "heads":
         groups = first.unflatten(0, (config.num_key_value_heads // part.num_tp, -1))
         queries = config.num_attention_heads // config.num_key_value_heads
         width = groups.shape[1] // (queries + 2)
-        return [piece.flatten(0, 1) for piece in groups.split([queries * width, width, width], 1)]
-    assert entry.split in ("whole", "columns"), entry
-    return [first]
+        for piece in groups.split([queries * width, width, width], 1):
+            yield piece.flatten(0, 1)
+    else:
+        assert entry.split in ("whole", "columns"), entry
+        yield first
 
 
 def unbox(entry: Entry, parts: Sequence[torch.Tensor], config: Any, part: Part) -> list[torch.Tensor]:
@@ -183,18 +208,6 @@ def cut(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part) 
         return unbox(entry, wholes, config, part)
     rank, num = (part.etp, part.num_etp) if entry.is_expert else (part.tp, part.num_tp)
     return unbox(entry, [whole.chunk(num, dim)[rank] for whole in wholes], config, part)
-
-
-def join(
-    entry: Entry, parts: Sequence[Sequence[torch.Tensor]], config: Any, members: Sequence[Part]
-) -> dict[str, torch.Tensor]:
-    """Inverse of `cut`: HF name -> whole tensor, from the parts of all ranks; `members` says which each is."""
-    dim = split_dim(entry, members[0])
-    found = [boxes(entry, part, config, member) for part, member in zip(parts, members, strict=True)]
-    wholes = [pieces[0] if dim is None else torch.cat(pieces, dim) for pieces in zip(*found, strict=True)]
-    if entry.split == "expert_gated":
-        wholes = [whole.flatten(1, 2) for whole in wholes]
-    return dict(zip(entry.hf_names, wholes, strict=True))
 
 
 def _tokens(config: Any, part: Part) -> int:

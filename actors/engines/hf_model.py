@@ -1,0 +1,45 @@
+"""Hugging Face causal LMs as the `hf` engine needs them: loaded, checked, with their end tokens."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+_FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+
+
+def model_stop_ids(model: Any) -> np.ndarray:
+    """int64: the end tokens of the model's generation config."""
+    ids = model.generation_config.eos_token_id
+    return np.array([] if ids is None else np.atleast_1d(ids), dtype=np.int64)
+
+
+def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
+    """A decoder-only causal LM on the CPU, in eval mode, from a local folder or a hub id.
+
+    Raises ValueError in one sentence when there is none, or its forward lacks what cached decoding needs.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
+        raise ValueError(f"model: got {path!r}, expected a folder that exists or a hub id (organisation/name)")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"model: {path!r} has no config.json, expected a Hugging Face model folder")
+    disable_progress_bar()  # a bar per actor would be drawn over the run's own display
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(folder) if folder.is_dir() else path, dtype=dtype)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"model: {path!r} could not be loaded as a causal LM: {reason}") from error
+    accepted = inspect.signature(model.forward).parameters
+    missing = [name for name in _FORWARD_ARGUMENTS if name not in accepted]
+    if missing:
+        raise ValueError(
+            f"model: {type(model).__name__} takes no {', '.join(missing)}; the hf engine needs a decoder-only model"
+        )
+    return model.eval()

@@ -1,0 +1,388 @@
+"""The router: one generation engine over several named ones, of which any may die, join or leave while it runs.
+
+    request -> its session's engine, else the least loaded -> answer
+                    |  died or broken: the engine is left out
+                    +--> the whole request, with the same id and seed, to another engine
+
+stage       waits for                            unblocked by
+choose      an engine that takes requests        `add`; after timeout_s NoEngineLeft says who died of what
+attempt     the engine's answer                  the answer, or the engine's own bound on its silence (EngineDied)
+remove      the engine's requests in flight      their answers; after grace_s they move to other engines
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from ..transports.protocol import WeightTransferError, WeightUpdate
+from .protocol import (
+    SESSION_SEPARATOR,
+    CommitReport,
+    Completion,
+    EngineBroken,
+    EngineDied,
+    EngineStats,
+    GenerationEngine,
+    PauseMode,
+    SamplingParams,
+    expect_pause_mode,
+)
+
+_log = logging.getLogger(__name__)
+
+MAX_SESSIONS = 1 << 16
+"""Sessions whose engine is remembered; one forgotten costs its next turn a prefill, nothing else."""
+
+
+class NoEngineLeft(RuntimeError):
+    """No engine took requests for as long as a request may wait for one; says what became of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """An engine that gets no more requests."""
+
+    name: str
+    reason: str
+
+
+class Router:
+    """Methods run in one event loop. Every request is answered exactly once, by one engine, whole."""
+
+    def __init__(self, *, timeout_s: float, on_left_out: Callable[[LeftOut], None] | None = None) -> None:
+        """timeout_s: how long a request waits for an engine when there is none.
+
+        on_left_out: called in the event loop with every engine that is left out; must not raise.
+        """
+        self._timeout_s = timeout_s
+        self._on_left_out = on_left_out
+        self._members: dict[str, _Member] = {}
+        self._left_out: dict[str, str] = {}
+        self._requests: dict[str, _Routed] = {}
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._changed = asyncio.Event()  # replaced each time it is set
+        self._paused = False
+        self._closed = False
+        self._past = EngineStats()  # of engines that are gone
+
+    # ---------------------------------------------------------------- engines
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Engines that take requests."""
+        return tuple(member.name for member in self._members.values() if member.accepting)
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Name -> reason of engines left out and not added again."""
+        return self._left_out
+
+    def engine_stats(self) -> dict[str, EngineStats]:
+        """Each engine's own."""
+        return {name: member.engine.stats for name, member in self._members.items()}
+
+    async def add(self, name: str, engine: GenerationEngine) -> None:
+        """Send requests to `engine`, too; those that wait for one at once. Raises ValueError when `name` is in use."""
+        if name in self._members:
+            raise ValueError(f"engine {name!r} is already there; names must be unique")
+        member = self._members[name] = _Member(name, engine, accepting=False)  # in time for `pause` and `resume`
+        if self._paused:
+            await engine.pause("keep")
+            if not self._paused:
+                await engine.resume()
+        member.accepting = True
+        self._left_out.pop(name, None)
+        self._wake()
+
+    async def remove(self, name: str, grace_s: float = 0.0) -> GenerationEngine:
+        """Send nothing more to an engine; returns it, not closed, when none of its requests is in flight.
+
+        Those that are not answered within `grace_s` are ended there and sent whole to other engines. Raises KeyError.
+        """
+        member = self._members[name]
+        member.accepting = False
+        try:
+            async with asyncio.timeout(grace_s):
+                await member.idle.wait()
+        except TimeoutError:
+            for request in list(member.requests):
+                request.move()
+            await member.idle.wait()  # a cancelled call ends at once
+        self._retire(member)
+        return member.engine
+
+    def _leave_out(self, member: _Member, error: Exception) -> None:
+        if self._members.get(member.name) is not member:
+            return  # another request has found out before
+        reason = f"{type(error).__name__}: {error}"
+        self._retire(member)
+        self._left_out[member.name] = reason
+        _log.warning("engine left out: %s: %s", member.name, reason)
+        if self._on_left_out is not None:
+            self._on_left_out(LeftOut(member.name, reason))
+
+    def _retire(self, member: _Member) -> None:
+        if self._members.get(member.name) is member:
+            del self._members[member.name]
+            _accumulate(self._past, member.engine.stats)
+        member.accepting = False
+
+    def _wake(self) -> None:
+        """Have requests that wait for an engine look again."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    # ---------------------------------------------------------------- requests
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        """See the protocol. Raises NoEngineLeft after `timeout_s` without an engine, and what an engine that is well
+        raises; never EngineDied or EngineBroken."""
+        if self._closed:
+            raise RuntimeError(f"request {request_id!r}: the router is closed")
+        if request_id in self._requests:
+            raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
+        request = self._requests[request_id] = _Routed(request_id, params.n)
+        try:
+            while not request.aborted:
+                member = await self._choose(request)
+                if member is None:
+                    break
+                try:
+                    return await _attempt(member, request, prompt_ids, params)
+                except _Moved:
+                    continue
+                except (EngineDied, EngineBroken) as error:
+                    # An attempt fails once per engine, as that one is gone then: no more attempts than engines.
+                    self._leave_out(member, error)
+            return [_nothing() for _ in range(params.n)]
+        finally:
+            del self._requests[request_id]
+
+    async def _choose(self, request: _Routed) -> _Member | None:
+        """The engine for a request; None when it was aborted while there was none."""
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        while not request.aborted:
+            if self._closed:
+                raise RuntimeError(f"request {request.request_id!r}: the router was closed before it was answered")
+            member = self._pick(request.request_id)
+            if member is not None:
+                return member
+            try:
+                # Not `wait_for`: in Python 3.11 it swallows a cancellation that comes together with the change.
+                async with asyncio.timeout_at(deadline):
+                    await self._changed.wait()
+            except TimeoutError:
+                reasons = "; ".join(f"{name}: {reason}" for name, reason in self._left_out.items())
+                raise NoEngineLeft(
+                    f"request {request.request_id!r}: no engine for {self._timeout_s:g} s "
+                    f"({reasons or 'none was ever added'})"
+                ) from None
+        return None
+
+    def _pick(self, request_id: str) -> _Member | None:
+        session, turned, _ = request_id.partition(SESSION_SEPARATOR)
+        candidates = [member for member in self._members.values() if member.accepting]
+        if not candidates:
+            return None
+        found = self._members.get(self._sessions.get(session, "")) if turned else None
+        if found is None or not found.accepting:
+            found = min(candidates, key=lambda member: (member.outstanding, member.assigned))
+        if turned:
+            self._sessions[session] = found.name
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return found
+
+    async def abort(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        request.aborted = True
+        self._wake()
+        await asyncio.sleep(0)  # an attempt made in this loop turn reaches its engine first
+        member = request.member
+        if member is None:
+            return
+        try:
+            await member.engine.abort(request_id)
+        except (EngineDied, EngineBroken) as error:
+            self._leave_out(member, error)
+
+    # ---------------------------------------------------------------- all engines at once
+
+    async def _each(self, method: str, *args: Any, broken_by: tuple[type[Exception], ...] = ()) -> dict[str, Any]:
+        """Call `method` of every engine. Those that die or break over it are left out; what others raise is raised."""
+        members = list(self._members.values())
+        outcomes = await asyncio.gather(
+            *(getattr(member.engine, method)(*args) for member in members), return_exceptions=True
+        )
+        results: dict[str, Any] = {}
+        errors: list[BaseException] = []
+        for member, outcome in zip(members, outcomes, strict=True):
+            if isinstance(outcome, (EngineDied, EngineBroken, *broken_by)):
+                self._leave_out(member, outcome)
+            elif isinstance(outcome, BaseException):
+                errors.append(outcome)
+            else:
+                results[member.name] = outcome
+        if errors:
+            raise errors[0]
+        return results
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        expect_pause_mode(mode)
+        self._paused = True
+        await self._each("pause", mode)
+
+    async def resume(self) -> None:
+        self._paused = False
+        await self._each("resume")
+
+    async def reset_prefix_cache(self) -> None:
+        await self._each("reset_prefix_cache")
+
+    @property
+    def num_workers(self) -> int:
+        return sum(member.engine.num_workers for member in self._members.values())
+
+    async def prepare_weights(self, update: WeightUpdate) -> None:
+        """In every engine, or in none: when one refuses, all drop the version."""
+        try:
+            await self._each("prepare_weights", update)
+        except (WeightTransferError, ValueError):
+            await self._each("drop_weights", update.version)
+            raise
+
+    async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
+        """In every engine at the same time; one that fails half way is left out. Seconds are the longest, requests the
+        sum. Raises NoEngineLeft when none serves `version`."""
+        reports = await self._each("commit_weights", version, in_flight, broken_by=(WeightTransferError,))
+        if not reports:
+            raise NoEngineLeft(f"weights: no engine is left that serves version {version}: {dict(self._left_out)}")
+        return CommitReport(
+            version,
+            pause_s=max(report.pause_s for report in reports.values()),
+            load_s=max(report.load_s for report in reports.values()),
+            kept=sum(report.kept for report in reports.values()),
+            aborted=sum(report.aborted for report in reports.values()),
+        )
+
+    async def drop_weights(self, version: int) -> None:
+        await self._each("drop_weights", version)
+
+    async def sleep(self, level: int = 1) -> None:
+        await self._each("sleep", level)
+
+    async def wake(self) -> None:
+        await self._each("wake")
+
+    @property
+    def version(self) -> int:
+        """The oldest that any engine serves; 0 without engines. Each token carries its own."""
+        return min((member.engine.version for member in self._members.values()), default=0)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Of all engines, of those that are gone, too."""
+        total = EngineStats()
+        for stats in (self._past, *self.engine_stats().values()):
+            _accumulate(total, stats)
+        return total
+
+    async def close(self) -> None:
+        """Close all engines; requests that wait for one raise RuntimeError. Idempotent."""
+        self._closed = True
+        self._wake()
+        await self._each("close")
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """An engine and what it has to do."""
+
+    name: str
+    engine: GenerationEngine
+    accepting: bool = True
+    outstanding: int = 0
+    """Samples in flight."""
+    assigned: int = 0
+    """Samples ever sent; evens out ties."""
+    requests: set[_Routed] = field(default_factory=set)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+
+class _Routed:
+    """A generate call in flight."""
+
+    __slots__ = ("request_id", "num_samples", "aborted", "member", "_task")
+
+    def __init__(self, request_id: str, num_samples: int) -> None:
+        self.request_id = request_id
+        self.num_samples = num_samples
+        self.aborted = False
+        self.member: _Member | None = None
+        """Whose turn it is; None while it waits for an engine."""
+        self._task: asyncio.Task[list[Completion]] | None = None
+
+    def begin(self, member: _Member, task: asyncio.Task[list[Completion]]) -> None:
+        self.member, self._task = member, task
+        member.outstanding += self.num_samples
+        member.assigned += self.num_samples
+        member.requests.add(self)
+        member.idle.clear()
+
+    def end(self) -> None:
+        assert self.member is not None
+        self.member.outstanding -= self.num_samples
+        self.member.requests.discard(self)
+        if not self.member.requests:
+            self.member.idle.set()
+        self.member = self._task = None
+
+    def move(self) -> None:
+        """End it where it is, so that it is sent to another engine."""
+        if self._task is not None:
+            self._task.cancel()
+
+
+class _Moved(Exception):
+    """The attempt was ended by `remove`."""
+
+
+async def _attempt(
+    member: _Member, request: _Routed, prompt_ids: Sequence[int], params: SamplingParams
+) -> list[Completion]:
+    task = asyncio.create_task(member.engine.generate(request.request_id, prompt_ids, params))
+    request.begin(member, task)
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task})
+        raise
+    finally:
+        request.end()
+    if task.cancelled():
+        raise _Moved
+    return task.result()
+
+
+def _accumulate(total: EngineStats, stats: EngineStats) -> None:
+    for counter in fields(EngineStats):
+        setattr(total, counter.name, getattr(total, counter.name) + getattr(stats, counter.name))
+
+
+def _nothing() -> Completion:
+    """Of a request that was aborted while it had no engine."""
+    return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", np.zeros(0, np.int32))

@@ -1,0 +1,227 @@
+"""What a model's loaders do to its parameters, recorded once and then repeated without them: a list of copies.
+
+    PlanRecorder    watches one in-place load: which part of which weight was copied to which part of which parameter
+    CopyPlan        the same copies again, many in one kernel; 300 weights cost 1 ms of Python instead of 17
+
+A plan is made only of a load that wrote every element of every parameter exactly once, by plain copies of parts of the
+weights as they were sent. Anything else (a cast, a transposed or computed value, a gap) leaves the model with its
+loaders, and says why.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ATEN = torch.ops.aten
+_FILLS = (_ATEN.fill_.Scalar, _ATEN.zero_.default)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Elements of a sent weight."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One copy that the loaders make."""
+
+    target: torch.Tensor
+    """A view of a live parameter."""
+    part: _Part | None
+    """Of the weight; None: all of it, in its own shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """How one model's parameters are made of weights of these names, dtypes and shapes."""
+
+    copies: Mapping[str, tuple[_Copy, ...]]
+    """By the weight's name; weights that this worker has no part of have none."""
+    specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    """Of the weights."""
+    addresses: Mapping[str, tuple[int, torch.dtype, torch.Size]]
+    """Where the parameters were when the copies were recorded."""
+
+    @property
+    def num_copies(self) -> int:
+        return sum(map(len, self.copies.values()))
+
+    def stands(self, model: torch.nn.Module) -> bool:
+        """Whether the model's parameters are still where they were; they are elsewhere once something replaced them."""
+        return _addresses(model) == self.addresses
+
+    def fits(self, weights: Sequence[tuple[str, torch.Tensor]]) -> bool:
+        """Whether these are weights that were recorded."""
+        return all(
+            self.specs.get(name) == (tensor.dtype, tuple(tensor.shape)) and tensor.is_contiguous()
+            for name, tensor in weights
+        )
+
+    def load(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Copy weights that fit into the parameters; on a GPU the copies are queued on the current stream."""
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for name, tensor in weights:
+            for copy in self.copies.get(name, ()):
+                targets.append(copy.target)
+                part = copy.part
+                if part is not None:
+                    tensor_part = tensor.as_strided(part.shape, part.strides, tensor.storage_offset() + part.offset)
+                sources.append(tensor if part is None else tensor_part)
+        if targets:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+class PlanRecorder:
+    """Watches loads; `watching` around each, then `plan`."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._addresses = _addresses(model)
+        self._parameters = _Areas((name, parameter.detach()) for name, parameter in model.named_parameters())
+        self._copies: defaultdict[str, list[_Copy]] = defaultdict(list)
+        self._specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._written: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        """By parameter: [first element, end) of every write."""
+        self._hindrance = ""
+
+    @contextmanager
+    def watching(self, weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
+        """Within: the model's loaders load these."""
+        for name, tensor in weights:
+            if name in self._specs:
+                self._hinder(f"{name} was loaded twice")
+            if not tensor.is_contiguous():
+                self._hinder(f"{name} came in strips")
+            self._specs[name] = (tensor.dtype, tuple(tensor.shape))
+        with _Watch(self, _Areas(weights)):
+            yield
+
+    def plan(self) -> CopyPlan | str:
+        """What was recorded, or why it must not be repeated."""
+        if not self._hindrance and _addresses(self._model) != self._addresses:
+            self._hinder("the loaders replaced parameters")
+        for name, parameter in self._parameters:
+            self._hinder(_gap(name, self._written[name], parameter.numel()))
+        if self._hindrance:
+            return self._hindrance
+        copies = {name: tuple(made) for name, made in self._copies.items()}
+        return CopyPlan(copies, dict(self._specs), self._addresses)
+
+    # ------------------------------------------------------------ for the watch
+
+    def _hinder(self, reason: str) -> None:
+        self._hindrance = self._hindrance or reason
+
+    def _note_copy(self, target: torch.Tensor, source: torch.Tensor, weights: _Areas) -> None:
+        if not target.numel() or (place := self._parameters.find(target)) is None:
+            return  # not a parameter: whatever becomes of it is seen when it is copied on
+        parameter, offset = place
+        origin = weights.find(source)
+        if origin is None:
+            self._hinder(f"{parameter} is computed from what was sent")
+        elif source.dtype != target.dtype or weights[origin[0]].dtype != source.dtype:
+            self._hinder(f"{parameter} is {target.dtype}, {origin[0]} was sent as {source.dtype}")
+        elif source.shape != target.shape:
+            self._hinder(f"{parameter} is spread out from {origin[0]}")
+        else:
+            self._note_write(parameter, offset, target)
+            weight = weights[origin[0]]
+            whole = origin[1] == 0 and source.shape == weight.shape and source.is_contiguous()
+            part = None if whole else _Part(origin[1], tuple(source.shape), source.stride())
+            self._copies[origin[0]].append(_Copy(target.detach(), part))
+
+    def _note_fill(self, target: torch.Tensor) -> None:
+        """A constant, whatever is sent: it need not be written again."""
+        if target.numel() and (place := self._parameters.find(target)) is not None:
+            self._note_write(*place, target)
+
+    def _note_write(self, parameter: str, offset: int, target: torch.Tensor) -> None:
+        if not target.is_contiguous():
+            self._hinder(f"{parameter} is written in strips")
+        self._written[parameter].append((offset, offset + target.numel()))
+
+    def _note_other(self, func: Any, written: torch.Tensor) -> None:
+        if written.numel() and (place := self._parameters.find(written)) is not None:
+            self._hinder(f"{place[0]} is changed by {func}")
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operation of a load."""
+
+    def __init__(self, recorder: PlanRecorder, weights: _Areas) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._weights = weights
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ATEN.copy_.default:
+            self._recorder._note_copy(args[0], args[1], self._weights)
+        elif func in _FILLS:
+            self._recorder._note_fill(args[0])
+        elif func is _ATEN._local_scalar_dense.default:
+            if (origin := self._weights.find(args[0])) is not None:
+                self._recorder._hinder(f"the loaders look at the values of {origin[0]}")
+        else:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for tensor in value if isinstance(value, list | tuple) else [value]:
+                        if isinstance(tensor, torch.Tensor):
+                            self._recorder._note_other(func, tensor)
+        return func(*args, **(kwargs or {}))
+
+
+class _Areas:
+    """Named tensors by the memory that they take."""
+
+    def __init__(self, named: Iterator[tuple[str, torch.Tensor]] | Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = dict(named)
+        self._sorted = sorted((tensor.data_ptr(), name) for name, tensor in self._tensors.items() if tensor.numel())
+        self._starts = [start for start, _ in self._sorted]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._tensors.items())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def find(self, view: torch.Tensor) -> tuple[str, int] | None:
+        """(name, first element) of the tensor that all of `view` lies in; None: none, or not at whole elements."""
+        at = bisect.bisect_right(self._starts, view.data_ptr()) - 1
+        if at < 0 or not view.numel():
+            return None
+        start, name = self._sorted[at]
+        whole = self._tensors[name]
+        offset, rest = divmod(view.data_ptr() - start, whole.element_size())
+        last = offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+        if view.device != whole.device or view.dtype != whole.dtype or rest or last >= whole.numel():
+            return None
+        return name, offset
+
+
+def _addresses(model: torch.nn.Module) -> dict[str, tuple[int, torch.dtype, torch.Size]]:
+    return {name: (one.data_ptr(), one.dtype, one.shape) for name, one in model.named_parameters()}
+
+
+def _gap(name: str, written: Sequence[tuple[int, int]], numel: int) -> str:
+    """What is wrong with a parameter's writes; "" when they are all of it, once."""
+    end = 0
+    for begin, upto in sorted(written):
+        if begin < end:
+            return f"elements {begin}..{min(end, upto) - 1} of {name} are written twice"
+        if begin > end:
+            break
+        end = upto
+    return f"element {end} of {name} and others are not written" if end < numel else ""

@@ -1,0 +1,368 @@
+"""The `vllm` engine: continuous batching, tensor parallel, weights that change under running requests.
+
+generate   one vLLM request per sample; tokens are counted by version as they come in (`versions`)
+prepare    workers receive and verify in threads of their own, asked for their state every few milliseconds
+commit     freeze, end or wait for requests -> load -> forget keys and values -> mark the version -> go on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ...transports.protocol import WeightTransferError, WeightUpdate
+from ...transports.settings import ReceiverConfig
+from ..protocol import (
+    CommitReport,
+    Completion,
+    EngineBroken,
+    EngineDied,
+    EngineStats,
+    PauseMode,
+    SamplingParams,
+    expect_pause_mode,
+)
+from . import library
+from .names import WeightNames
+from .process import ProcessSettings, VllmProcess
+from .requests import BusyClock, RequestChecks, RunningRequest, completion, nothing
+from .updates import WeightUpdates
+
+
+class VllmEngine:
+    """One vLLM engine with `tp` workers.
+
+    Randomness: as far as vLLM lets it be, a sample is a function of (weights, prompt, `params.seed`, `request_id`, its
+    index), not of what else runs; without `params.seed` the engine's own `seed` stands in.
+
+    Stop tokens are the model's own end tokens (its generation config) and `params.stop_token_ids`. `stop` texts need
+    the model's tokenizer. All calls belong to one event loop, the one of the first call.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: torch.dtype = torch.float32,
+        tp: int = 1,
+        max_num_seqs: int = 256,
+        kv_cache_bytes: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        max_model_len: int | None = None,
+        seed: int = 0,
+        receiver: ReceiverConfig | None = None,
+        version: int = 0,
+    ) -> None:
+        """Start vLLM on `model`, a local folder or a hub id; takes 5 to 20 s.
+
+        kv_cache_bytes: of keys and values, per worker; None: 256 MiB on a CPU, else what vLLM finds free.
+        receiver: how new weights come in; None: they never change.
+        version: the policy version that the loaded weights stand for.
+        Raises ValueError when there is no such model or vLLM does not run it.
+        """
+        if tp < 1 or max_num_seqs < 1:
+            raise ValueError(f"rollout: got tp {tp} and max_num_seqs {max_num_seqs}, expected at least 1")
+        try:
+            WeightNames(model)
+        except OSError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"model: {model!r} could not be loaded as a causal LM: {reason}") from error
+        cpu = library.on_cpu()
+        settings = ProcessSettings(
+            model=model,
+            dtype=dtype,
+            tp=tp,
+            max_num_seqs=max_num_seqs,
+            kv_cache_bytes=(256 << 20) if cpu and kv_cache_bytes is None else kv_cache_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
+            seed=seed,
+            enforce_eager=cpu,
+            max_model_len=max_model_len,
+        )
+        self._process = VllmProcess(settings, version)
+        self._checks = RequestChecks(model, self._process.context, self._process.vocab_size, seed)
+        self._updates = WeightUpdates(self._process, model, receiver)
+        self._tp = tp
+        self._version = version
+        self._in_flight: dict[str, RunningRequest] = {}
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self._control = asyncio.Lock()  # one at a time of: pause, resume, commit, sleep, wake
+        self._held = False  # paused from outside
+        self._asleep = 0
+        self._closed = False
+        self._broken = ""
+        self.stats = EngineStats()
+        self._busy = BusyClock(self.stats)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def num_workers(self) -> int:
+        return self._tp
+
+    @property
+    def load_way(self) -> str:
+        """How the last commit loaded: `in place`, or `layerwise: ` and why."""
+        return self._updates.way
+
+    @property
+    def pids(self) -> list[int]:
+        """vLLM's processes."""
+        return self._process.pids
+
+    # ---------------------------------------------------------------- generation
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        """`params.n` completions, in order. Cancelling the call ends the request.
+
+        Raises ValueError for a prompt that does not fit (empty, too long, unknown ids) or an id in flight,
+        EngineBroken, EngineDied, FloatingPointError when the weights give non-finite log-probs, RuntimeError when
+        asleep or closed.
+        """
+        self._expect_usable(f"request {request_id!r}")
+        if request_id in self._in_flight:
+            raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
+        prompt = self._checks.prompt(request_id, prompt_ids, params)
+        sampling = self._checks.sampling(request_id, params)
+        request = self._in_flight[request_id] = RunningRequest(request_id, params.n)
+        try:
+            if await self._admitted(request):
+                completions = await self._samples(request, prompt, sampling)
+            else:
+                completions = [nothing() for _ in range(params.n)]
+            if request.failure is not None:
+                raise request.failure
+        finally:
+            del self._in_flight[request_id]
+            request.done.set()
+        self.stats.batches += 1
+        self.stats.rows += params.n
+        self.stats.tokens += sum(len(one.token_ids) for one in completions)
+        return completions
+
+    async def _admitted(self, request: RunningRequest) -> bool:
+        """Wait until the engine is resumed; False when the request was aborted before."""
+        while not self._flowing.is_set() and not request.aborted.is_set():
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._flowing, request.aborted)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        self._expect_usable(f"request {request.id!r}")
+        request.submitted = not request.aborted.is_set()
+        return request.submitted
+
+    async def _samples(
+        self, request: RunningRequest, prompt: list[int], sampling: list[library.SamplingParams]
+    ) -> list[Completion]:
+        tasks = [
+            asyncio.ensure_future(self._sample(request, sample_id, prompt, params))
+            for sample_id, params in zip(request.sample_ids, sampling, strict=True)
+        ]
+        self._busy.change(running=1)
+        try:
+            return await asyncio.gather(*tasks)
+        except library.EngineDeadError as error:
+            raise EngineDied(f"request {request.id!r}: vLLM's engine process died") from error
+        finally:
+            self._busy.change(running=-1)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _sample(
+        self, request: RunningRequest, sample_id: str, prompt: list[int], params: library.SamplingParams
+    ) -> Completion:
+        versions = self._process.versions
+        versions.open(sample_id)
+        final = None
+        try:
+            # Started by a task: an abort may have come in between, and vLLM would not know the id.
+            if not request.aborted.is_set():
+                async for output in self._process.generate(sample_id, prompt, params):
+                    final = output.outputs[0]
+            if final is None:
+                return nothing()
+            return completion(final, versions.of(sample_id, len(final.token_ids)), request.id)
+        finally:
+            versions.close(sample_id)
+
+    async def abort(self, request_id: str) -> None:
+        if (request := self._in_flight.get(request_id)) is not None:
+            await self._end([request])
+
+    async def _end(self, requests: Sequence[RunningRequest]) -> None:
+        """Abort requests and wait until their calls have returned."""
+        for request in requests:
+            request.aborted.set()
+        while running := [request for request in requests if not request.done.is_set()]:
+            # Again and again: a request on its way to vLLM is unknown there until it has arrived.
+            await self._process.llm.abort([sample for request in running for sample in request.sample_ids])
+            try:
+                async with asyncio.timeout(0.02):
+                    for request in running:
+                        await request.done.wait()
+            except TimeoutError:
+                continue
+
+    # ---------------------------------------------------------------- pausing
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        """No token is made between return and `resume`; requests that come meanwhile wait. See PauseMode."""
+        expect_pause_mode(mode)
+        async with self._control:
+            self._held = True
+            await self._freeze(mode)
+
+    async def resume(self) -> None:
+        async with self._control:
+            self._held = False
+            await self._thaw()
+
+    async def _freeze(self, mode: PauseMode) -> tuple[int, int]:
+        """(requests that were kept, requests that were ended). `wait` is as `keep` on an engine that is frozen: there
+        nothing ends."""
+        frozen = not self._flowing.is_set()
+        self._flowing.clear()
+        running = [request for request in self._in_flight.values() if request.submitted]
+        if not frozen:
+            if mode == "wait":
+                for request in running:
+                    await request.done.wait()
+            await self._process.pause()
+            self._busy.change(paused=True)
+        running = [request for request in running if not request.done.is_set()]
+        if mode == "abort":
+            await self._end(running)
+            return 0, len(running)
+        return len(running), 0
+
+    async def _thaw(self) -> None:
+        """Go on, unless something else keeps the engine from it."""
+        if self._flowing.is_set() or self._held or self._asleep or self._broken:
+            return
+        await self._process.resume()
+        self._busy.change(paused=False)
+        self._flowing.set()
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached keys and values of earlier prompts. Requests that run compute theirs anew."""
+        async with self._control:
+            await self._freeze("keep")
+            await self._process.forget_keys_and_values()
+            await self._thaw()
+
+    # ---------------------------------------------------------------- weights
+
+    async def prepare_weights(self, update: WeightUpdate) -> None:
+        """Receive and verify `update` in the workers while the old version is served on; see the protocol.
+
+        Cancelling the call ends the reception.
+        """
+        self._expect_alive(f"weights of version {update.version}")
+        await self._updates.prepare(update, self._version)
+
+    async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
+        """Serve the prepared `version`; see the protocol. Kept requests compute their keys and values anew, so that
+        from here on every log-prob is that of the new model.
+
+        On an engine that is paused, requests in flight are kept or ended, and it stays paused; on one that sleeps, its
+        weights are woken and the rest is left to `wake`. When a load breaks off (WeightTransferError without staging,
+        else EngineBroken), requests in flight raise EngineBroken.
+        """
+        self._expect_alive(f"weights of version {version}")
+        expect_pause_mode(in_flight)
+        async with self._control:
+            if version != self._updates.prepared:
+                raise ValueError(f"weights: version {version} is not the prepared one ({self._updates.prepared})")
+            started = time.perf_counter()
+            kept, aborted = await self._freeze(in_flight)
+            stopped = time.perf_counter()
+            try:
+                if self._asleep and self._process.can_sleep:
+                    await self._process.wake(["weights"])
+                await self._updates.load(version)
+                await self._process.forget_keys_and_values()
+                await self._process.versions.mark(version)
+            except Exception as error:
+                raise await self._break(version, error) from error
+            loaded = time.perf_counter()
+            self._version, self._broken = version, ""
+            await self._thaw()
+            return CommitReport(version, stopped - started, loaded - stopped, kept, aborted)
+
+    async def _break(self, version: int, error: Exception) -> Exception:
+        """The model is in pieces: nothing is generated with it. Returns what the commit is to raise."""
+        self._broken = f"version {version} was not loaded whole: {error}"
+        broken = EngineBroken(f"weights: {self._broken}; commit a later version")
+        running = list(self._in_flight.values())
+        for request in running:
+            request.failure = broken
+        if not self._process.llm.errored:
+            await self._end(running)
+            await self._updates.drop(version)
+        return error if isinstance(error, WeightTransferError) else broken
+
+    async def drop_weights(self, version: int) -> None:
+        """Forget a prepared version, or end its reception. Idempotent; the current one is served on."""
+        self._expect_alive(f"weights of version {version}")
+        await self._updates.drop(version)
+
+    # ---------------------------------------------------------------- memory and the end
+
+    async def sleep(self, level: int = 1) -> None:
+        """Let requests in flight end (on a paused engine: end them), then give device memory back; see the protocol.
+        On a CPU nothing is given."""
+        if level not in (1, 2):
+            raise ValueError(f"sleep level: got {level}, expected 1 or 2")
+        async with self._control:
+            if self._asleep:
+                return
+            await self._freeze("wait" if self._flowing.is_set() else "abort")
+            self._asleep = level
+            if self._process.can_sleep:
+                await self._process.sleep(level)
+                if level == 2:
+                    self._broken = "sleep(2) dropped its weights"
+
+    async def wake(self) -> None:
+        """Inverse of sleep. Idempotent."""
+        async with self._control:
+            if not self._asleep:
+                return
+            if self._process.can_sleep:
+                await self._process.wake()
+                await self._process.pause()  # vLLM goes on by itself once all its memory is back
+            self._asleep = 0
+            await self._thaw()
+
+    async def close(self) -> None:
+        """End vLLM's processes; requests in flight return what they have. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._process.llm.errored:
+            try:
+                await asyncio.wait_for(self._end(list(self._in_flight.values())), 5.0)
+            except TimeoutError:
+                pass  # they raise when the process ends
+        self._flowing.set()
+        await self._process.end()
+
+    def _expect_alive(self, what: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"{what}: the engine is closed")
+
+    def _expect_usable(self, what: str) -> None:
+        self._expect_alive(what)
+        if self._asleep:
+            raise RuntimeError(f"{what}: the engine is asleep: wake it first")
+        if self._broken:
+            raise EngineBroken(f"{what}: {self._broken}; commit a later version")

@@ -1,0 +1,60 @@
+"""The environment that vLLM's processes start in. The only file of the engine that touches it."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+_FORCED = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the host has threads (Ray, torch): a forked worker would hang
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it ignores the seeds of single requests
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+_ON_CPU = {
+    # Left alone, every engine of a host binds its threads to the first cores, on top of all others.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # One process for engine and worker instead of two where tp is 1; AsyncLLM starts one in any case.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Eager as it is, vLLM compiles the counting of log-prob ranks: seconds of a C++ compiler at the first requests.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+@contextmanager
+def log_level() -> Iterator[None]:
+    """While vLLM is imported: it reads its log level then. Errors only, unless the user has set another one."""
+    chosen = "VLLM_LOGGING_LEVEL" in os.environ
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        yield
+    finally:
+        if not chosen:
+            del os.environ["VLLM_LOGGING_LEVEL"]
+
+
+@contextmanager
+def engine_environment(*, cpu: bool, tp: int) -> Iterator[None]:
+    """What vLLM's processes are to inherit. Afterwards this process's own environment is as before (vLLM writes
+    LD_PRELOAD and more into it, which every later child would get), and so are its random generators."""
+    before = dict(os.environ)
+    generators = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    os.environ.update(_FORCED)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if cpu:
+        os.environ.update(_ON_CPU)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // tp)))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        torch.random.set_rng_state(generators[2])

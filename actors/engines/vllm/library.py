@@ -1,0 +1,124 @@
+"""All that the engine takes from vLLM. No other module imports it: versions differ, and here is where it shows.
+
+Runs with 0.30 (torch 2.13; CPU and CUDA) and 0.26 (torch 2.11). What 0.26 lacks is not used: `get_weight_version`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .environment import log_level
+
+try:
+    with log_level():
+        from vllm import SamplingParams
+        from vllm.config import WeightTransferConfig, set_current_vllm_config
+        from vllm.distributed.weight_transfer.base import (
+            WeightTransferEngine,
+            WeightTransferInitInfo,
+            WeightTransferUpdateInfo,
+        )
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.model_executor.layers.attention import Attention
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.platforms import current_platform
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.exceptions import EngineDeadError
+except ImportError as error:
+    raise ImportError(
+        "rollout.engine='vllm' needs vLLM: `make vllm` on a CPU, `pip install 'headrace[vllm]'` for CUDA "
+        f"({type(error).__name__}: {error})"
+    ) from error
+
+__all__ = [
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "EngineDeadError",
+    "RequestOutputKind",
+    "SamplingParams",
+    "WeightTransferConfig",
+    "WeightTransferEngine",
+    "WeightTransferEngineFactory",
+    "WeightTransferInitInfo",
+    "WeightTransferUpdateInfo",
+    "check_attention",
+    "finalize_layerwise_reload",
+    "forget_moe_kernels",
+    "initialize_layerwise_reload",
+    "in_place_hindrance",
+    "on_cpu",
+    "set_current_vllm_config",
+]
+
+MIN_TEMPERATURE = 0.01
+"""vLLM silently samples from this temperature when asked for a lower one that is not 0."""
+
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+_PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON")
+
+
+def on_cpu() -> bool:
+    """Whether this vLLM was built for CPUs."""
+    return current_platform.is_cpu()
+
+
+def check_attention(config: Any) -> None:
+    """Raises ValueError when vLLM has no CPU attention for the model: it would die at the first request."""
+    head_size, sizes = config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if on_cpu() and not config.model_config.use_mla and head_size not in sizes:
+        raise ValueError(
+            f"its attention heads have size {head_size}, there are CPU kernels for {', '.join(map(str, sizes))}"
+        )
+
+
+def forget_moe_kernels(model: torch.nn.Module) -> None:
+    """Have the next load set the experts' kernels up as the first one did.
+
+    vLLM 0.28 to 0.32 on CPUs: UnquantizedFusedMoEMethod prepacks experts at the first load only, so that updated ones
+    are read in the wrong layout: wrong log-probs, no error. Delete when an update prepacks them again.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def in_place_hindrance(model: torch.nn.Module) -> str:
+    """Why weights may not be written straight into the live parameters; "" when they may.
+
+    They may if every parameter is still what the loader made of it: kernels that read the checkpoint's own layout,
+    nothing quantised, repacked or derived.
+    """
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method).__name__ not in _PLAIN_METHODS and not isinstance(module, Attention):
+            return f"{name or type(model).__name__} uses {type(method).__name__}"
+        backend = getattr(method, "unquantized_backend", None)
+        if backend is not None and backend.name not in _PLAIN_MOE_BACKENDS:
+            return f"{name} uses the {backend.name} MoE kernels"
+        if hasattr(module, "process_weights_after_loading") and not isinstance(module, Attention):
+            return f"{name}: {type(module).__name__} derives tensors from its weights"
+        if reason := _changed_layout(module):
+            return f"{name}.{reason}"
+    return ""
+
+
+def _changed_layout(module: torch.nn.Module) -> str:
+    """A parameter of the module itself that is not as the loader made it, and how; "" when all are."""
+    made: dict[str, Any] = get_layerwise_info(module).restore_metadata[0]
+    live = dict(module.named_parameters(recurse=False))
+    for name in live.keys() | made.keys():
+        before, now = made.get(name), live.get(name)
+        if before is None or now is None:
+            return f"{name} was added or removed after loading"
+        if (before.shape, before.stride(), before.dtype) != (now.shape, now.stride(), now.dtype):
+            return f"{name} was repacked from {tuple(before.shape)} to {tuple(now.shape)}"
+        if hasattr(before, "weight_loader") and not hasattr(now, "weight_loader"):
+            return f"{name} lost its loader"
+    return ""

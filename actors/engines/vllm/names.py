@@ -1,0 +1,141 @@
+"""A model's weights by their Hugging Face names: what an update must hold, and what vLLM's loader calls them.
+
+Transformers 5 stacks experts (`mlp.experts.gate_up_proj [E, 2I, H]`); checkpoints, and with them vLLM, name each
+expert's projections. Which names a checkpoint has is asked of transformers itself, on the meta device, and what is
+made here is compared with that: a model that is not mapped rightly is refused before it serves anything.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+_STACKED = re.compile(r"^(?P<layer>.*\.)mlp\.experts\.(?P<kind>gate_up_proj|down_proj)$")
+_ROUTER = re.compile(r"^(?P<layer>.*\.)mlp\.gate\.(?P<rest>.*)$")
+_EXPERT_STYLES = {
+    # (module in the checkpoint, gate, up, down)
+    "qwen": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+}
+
+
+class WeightNames:
+    """Names and shapes of one model's weights."""
+
+    def __init__(self, model: str) -> None:
+        """model: a folder or hub id; only its configuration is read.
+
+        Raises ValueError when the model's experts are laid out in a way that is not known here.
+        """
+        config = AutoConfig.from_pretrained(model)
+        with torch.device("meta"):
+            meta: Any = AutoModelForCausalLM.from_config(config)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """By each name that a weight answers to."""
+        self._group: dict[str, tuple[str, ...]] = {}
+        """All names of the weight: several for tied ones."""
+        by_tensor: dict[int, list[str]] = {}
+        parameters = {id(parameter) for parameter in meta.parameters()}
+        for name, tensor in meta.state_dict(keep_vars=True).items():
+            if id(tensor) in parameters:
+                by_tensor.setdefault(id(tensor), []).append(name)
+                self._shapes[name] = tuple(tensor.shape)
+        for names in by_tensor.values():
+            self._group.update(dict.fromkeys(names, tuple(names)))
+        self._style = ""
+        self._style = self._matching_style(meta, config.model_type)
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """One name of each weight, in the model's order."""
+        return tuple(dict.fromkeys(names[0] for names in self._group.values()))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole weight."""
+        return self._shapes[name]
+
+    def check(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Raises ValueError naming unknown, misshapen and missing weights, and tied ones that differ."""
+        for name, tensor in named.items():
+            self.check_one(name, tensor)
+        self.check_complete(named)
+        for names in set(self._group.values()):
+            sent = [name for name in names if name in named]
+            for other in sent[1:]:
+                if named[other] is not named[sent[0]] and not torch.equal(named[other], named[sent[0]]):
+                    raise ValueError(f"weights: {sent[0]!r} and {other!r} are tied in the model but differ as sent")
+
+    def check_one(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises ValueError when the weight is unknown, misshapen or no float."""
+        shape = self._shapes.get(name)
+        if shape is None:
+            near = difflib.get_close_matches(name, self._shapes, n=1)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            raise ValueError(f"weights: the model has no parameter {name!r}{hint}")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"weights: {name!r} has shape {tuple(tensor.shape)}, expected {shape}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"weights: {name!r} has dtype {tensor.dtype}, expected a float")
+
+    def check_complete(self, names: Iterable[str]) -> None:
+        """Raises ValueError naming a weight of which no name is among `names`."""
+        got = set(names)
+        missing = [name for name in self.required if not got.intersection(self._group[name])]
+        if missing:
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise ValueError(f"weights: parameter {missing[0]!r}{more} was not sent")
+
+    def checkpoint(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same weights under the checkpoint's names, as views. A tied one comes under all its names: layerwise
+        reload unties them on the way, and one that is not sent keeps its old value."""
+        seen: set[str] = set()
+        for name, tensor in named:
+            for alias in self._group[name]:
+                if alias not in seen:
+                    seen.add(alias)
+                    yield from _checkpoint_views(alias, tensor, self._style)
+
+    def _matching_style(self, meta: Any, model_type: str) -> str:
+        """The way of naming experts that gives what a saved checkpoint of the model has."""
+        whole = {name: torch.empty(shape, device="meta") for name, shape in self._shapes.items()}
+        saved = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(meta, dict(whole)).items()}
+        difference: set[str] = set()
+        for style in ("", *_EXPERT_STYLES):
+            made = {
+                new: tuple(view.shape)
+                for name, tensor in whole.items()
+                for new, view in _checkpoint_views(name, tensor, style)
+            }
+            if made == saved:
+                return style
+            difference = saved.keys() ^ made.keys()
+        raise ValueError(
+            f"model type {model_type!r}: its checkpoint names are not known to the vllm engine "
+            f"({sorted(difference)[:3]}); use rollout.engine=hf"
+        )
+
+
+def _checkpoint_views(name: str, tensor: torch.Tensor, style: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if not style:
+        yield name, tensor
+        return
+    block, gate, up, down = _EXPERT_STYLES[style]
+    if stacked := _STACKED.match(name):
+        prefix = f"{stacked['layer']}{block}.experts"
+        for expert, weights in enumerate(tensor.unbind(0)):
+            if stacked["kind"] == "down_proj":
+                yield f"{prefix}.{expert}.{down}.weight", weights
+            else:
+                halves = weights.chunk(2, dim=0)
+                yield f"{prefix}.{expert}.{gate}.weight", halves[0]
+                yield f"{prefix}.{expert}.{up}.weight", halves[1]
+    elif router := _ROUTER.match(name):
+        yield f"{router['layer']}{block}.gate.{router['rest']}", tensor
+    else:
+        yield name, tensor

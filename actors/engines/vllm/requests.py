@@ -1,0 +1,136 @@
+"""Requests on their way through vLLM: checked and converted, followed while they run, and turned into completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from transformers import AutoConfig, GenerationConfig
+
+from ..protocol import Completion, EngineStats, SamplingParams
+from ..sampling import row_keys
+from . import library
+
+_REASONS = ("stop", "length", "abort")
+
+
+class RunningRequest:
+    """A generate call: `params.n` requests of vLLM's, one per sample, so that each has random numbers of its own."""
+
+    def __init__(self, request_id: str, num_samples: int) -> None:
+        self.id = request_id
+        self.sample_ids = [f"{request_id}#{sample}" for sample in range(num_samples)]
+        self.submitted = False
+        """Handed to vLLM; else it waits for the engine to be resumed."""
+        self.aborted = asyncio.Event()
+        self.failure: Exception | None = None
+        """What the call is to raise instead of returning."""
+        self.done = asyncio.Event()
+
+
+class RequestChecks:
+    """What a model can be asked for."""
+
+    def __init__(self, model: str, context: int, vocab_size: int, seed: int) -> None:
+        self._context = context
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._stop_ids = _model_stop_ids(model)
+
+    def prompt(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        """The prompt's ids. Raises ValueError when it is empty, too long or has unknown ids."""
+        prompt = np.asarray(prompt_ids, dtype=np.int64)
+        if prompt.ndim != 1 or not len(prompt):
+            raise ValueError(f"request {request_id!r}: the prompt has no tokens, expected at least one")
+        if len(prompt) + params.max_new_tokens > self._context:
+            raise ValueError(
+                f"request {request_id!r}: {len(prompt)} prompt tokens + {params.max_new_tokens} new tokens exceed "
+                f"the model's context of {self._context}"
+            )
+        if prompt.min() < 0 or prompt.max() >= self._vocab_size:
+            raise ValueError(
+                f"request {request_id!r}: token ids {prompt.min()}..{prompt.max()}, "
+                f"expected 0..{self._vocab_size - 1}; does the tokenizer belong to the model?"
+            )
+        if 0.0 < params.temperature < library.MIN_TEMPERATURE:
+            raise ValueError(
+                f"sampling temperature: got {params.temperature}, but vLLM takes 0 (greedy) or "
+                f"{library.MIN_TEMPERATURE} and more"
+            )
+        return prompt.tolist()
+
+    def sampling(self, request_id: str, params: SamplingParams) -> list[library.SamplingParams]:
+        """vLLM's parameters of each sample. Seeds are of `row_keys`, as in the hf engine: a sample does not depend on
+        what else runs, beyond the last bits of floating point."""
+        keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)
+        return [
+            library.SamplingParams(
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                seed=int(key) & (2**63 - 1),  # torch's generators take 64 bits, but signed
+                stop=list(params.stop) or None,
+                stop_token_ids=sorted({*self._stop_ids, *params.stop_token_ids}),
+                ignore_eos=True,  # vLLM knows only the tokenizer's; the model's own are in stop_token_ids
+                max_tokens=params.max_new_tokens,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=bool(params.stop),
+                output_kind=library.RequestOutputKind.FINAL_ONLY,
+            )
+            for key in keys
+        ]
+
+
+def completion(output: Any, versions: np.ndarray, request_id: str) -> Completion:
+    """vLLM's final output of one sample; versions int32 `[T]`.
+
+    Raises RuntimeError when vLLM ended it with an error, FloatingPointError when the log-probs are not finite.
+    """
+    if output.finish_reason not in _REASONS:
+        raise RuntimeError(f"request {request_id!r}: vLLM ended it with {output.finish_reason!r}")
+    tokens = np.array(output.token_ids, dtype=np.int32)
+    logprobs = np.array(output.logprobs.logprobs if len(tokens) else [], dtype=np.float32)
+    assert len(logprobs) == len(tokens) == len(versions), (len(logprobs), len(tokens), len(versions))
+    if not np.isfinite(logprobs).all():
+        raise FloatingPointError(
+            f"request {request_id!r}: log-probs are not finite under policy version {versions.max(initial=-1)}"
+        )
+    return Completion(tokens, logprobs, output.finish_reason, versions)
+
+
+def nothing() -> Completion:
+    """The completion of a sample that was ended before its first token."""
+    return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", np.zeros(0, np.int32))
+
+
+class BusyClock:
+    """Adds to `stats.busy_s` the time in which at least one request runs and the engine is not paused."""
+
+    def __init__(self, stats: EngineStats) -> None:
+        self._stats = stats
+        self._running = 0
+        self._paused = False
+        self._since = 0.0
+
+    def change(self, running: int = 0, *, paused: bool | None = None) -> None:
+        """So many requests more (or fewer) run; the engine is paused or resumed."""
+        now = time.perf_counter()
+        if self._running and not self._paused:
+            self._stats.busy_s += now - self._since
+        self._running += running
+        self._paused = self._paused if paused is None else paused
+        self._since = now
+
+
+def _model_stop_ids(model: str) -> list[int]:
+    """As `from_pretrained` finds them: of the generation config, else of the model's."""
+    try:
+        config = GenerationConfig.from_pretrained(model)
+    except OSError:
+        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model))
+    ids = config.eos_token_id
+    return [] if ids is None else np.atleast_1d(ids).tolist()

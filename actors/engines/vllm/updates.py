@@ -1,0 +1,104 @@
+"""Weight updates as the engine drives them: announced to the workers, awaited, loaded, dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+
+from ....codecs import messages
+from ...transports.protocol import WeightTransferError, WeightUpdate
+from ...transports.settings import ReceiverConfig
+from .process import VllmProcess
+from .wire import LoadReport, PrepareState
+
+_PREPARE_BOUNDS = 20
+"""A version must have come within so many times the bound of a single wait: a thread that hangs is noticed."""
+_ASK_AGAIN_S = (0.001, 0.05)
+"""Between two questions how far the workers are: at first, and at most. Each interrupts the engine for a moment."""
+
+
+class WeightUpdates:
+    """At most one version is prepared or on its way."""
+
+    def __init__(self, process: VllmProcess, model: str, receiver: ReceiverConfig | None) -> None:
+        self._process = process
+        self._receiver_info = None if receiver is None else {"receiver": pickle.dumps(receiver), "model": model}
+        self._opened = False
+        self._one = asyncio.Lock()
+        self.prepared: int | None = None
+        """The version that can be loaded."""
+        self.way = ""
+        """How the last one was loaded: `in place`, or `layerwise: ` and why."""
+
+    async def prepare(self, update: WeightUpdate, current: int) -> None:
+        """Have the workers receive and verify `update`. When this fails or is cancelled, what came is dropped.
+
+        current: the version that is served. Raises WeightTransferError, or ValueError naming what does not fit.
+        """
+        async with self._one:
+            if update.version <= current:
+                raise ValueError(f"weights: got version {update.version}, expected one above the current {current}")
+            if self._receiver_info is None:
+                raise ValueError("weights: the engine was built without a receiver")
+            if not self._opened:
+                await self._process.call("init_weight_transfer_engine", init_info=self._receiver_info)
+                self._opened = True
+            if self.prepared is not None:
+                await self.drop(self.prepared)
+            try:
+                await self._process.call("headrace_prepare", messages.encode(update))
+                await self._arrival(update)
+            except BaseException:
+                await asyncio.shield(self.drop(update.version))
+                raise
+            self.prepared = update.version
+
+    async def drop(self, version: int) -> None:
+        """Forget a prepared version, or end its reception. Idempotent."""
+        if self.prepared == version:
+            self.prepared = None
+        if self._opened:
+            await self._process.call("headrace_drop", version)
+
+    async def load(self, version: int) -> None:
+        """Replace all weights while nothing runs. Raises WeightTransferError, when the version did not arrive whole,
+        or RuntimeError: either way the model is in pieces then."""
+        self.prepared = None
+        reports = await self._process.call("headrace_load", version, returns=LoadReport)
+        failed = [report for report in reports if report.error]
+        if failed:
+            told = "; ".join(
+                f"worker {worker}: {report.error}" for worker, report in enumerate(reports) if report.error
+            )
+            failure = WeightTransferError if all(report.in_transfer for report in failed) else RuntimeError
+            raise failure(f"weights of version {version}: {told}")
+        self.way = reports[0].way
+
+    async def _arrival(self, update: WeightUpdate) -> None:
+        """Ask the workers until all are done."""
+        started, pause_s = time.perf_counter(), _ASK_AGAIN_S[0]
+        while True:
+            states = await self._process.call("headrace_state", returns=PrepareState)
+            waited_s = time.perf_counter() - started
+            if any(state.phase == "failed" for state in states):
+                raise _failure(states, update, waited_s)
+            if all(state.phase == "ready" for state in states):
+                return
+            if waited_s > _PREPARE_BOUNDS * update.timeout_s:
+                late = [worker for worker, state in enumerate(states) if state.phase != "ready"]
+                raise WeightTransferError(
+                    f"weights of version {update.version}: workers {late} have not finished after {waited_s:.1f} s"
+                )
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _ASK_AGAIN_S[1])
+
+
+def _failure(states: list[PrepareState], update: WeightUpdate, waited_s: float) -> Exception:
+    """What to raise when workers did not get a version: ValueError when it is no version of this model."""
+    failed = [(worker, state) for worker, state in enumerate(states) if state.phase == "failed"]
+    for _, state in failed:
+        if state.kind == "value":
+            return ValueError(state.error)
+    told = "; ".join(f"worker {worker}: {state.error}" for worker, state in failed)
+    return WeightTransferError(f"weights of version {update.version}, after {waited_s:.1f} s: {told}")

@@ -1,0 +1,146 @@
+"""The `tool_use` environment: the policy calls tools in its answer, and goes on with their results.
+
+prompt -> "... <tool>calculator: 12*3</tool>" -> "<result>36</result>" -> "... 36"
+          turn 0, chosen by the policy           masked                  turn 1, chosen by the policy
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..engines.protocol import SESSION_SEPARATOR, Completion, GenerationEngine, SamplingParams
+from ..protocols import Prompt, Sample
+from ..tokenizer import encode_prompts
+from .single_turn import response_texts
+from .tools import Tool
+
+CALL_END = "</tool>"
+_CALL = re.compile(r"<tool>\s*(\w+)\s*:((?:(?!<tool>).)*)" + re.escape(CALL_END), re.DOTALL)
+
+TOOL_TIMEOUT_S = 30.0
+"""A tool that takes longer has no result; the policy is told."""
+
+
+class ToolUse:
+    """Every sample is an episode of up to `max_turns` turns; a turn ends with a call, or the answer."""
+
+    def __init__(self, tools: Mapping[str, Tool], max_turns: int) -> None:
+        if max_turns < 1:
+            raise ValueError(f"environment.max_turns: got {max_turns}, expected at least 1")
+        self._tools = tools
+        self._max_turns = max_turns
+
+    async def run(
+        self, prompt: Prompt, engine: GenerationEngine, tokenizer: Any, params: SamplingParams
+    ) -> list[Sample]:
+        """`params.n` samples in order; raises what the engine raises.
+
+        `params.max_new_tokens` bounds an episode's tokens behind the prompt, results of tools included. A sample's
+        text is that of its last turn: the answer. An episode that ends with a call has finish_reason `length`.
+        """
+        (prompt_ids,) = encode_prompts(tokenizer, [prompt.text])
+        episodes = [
+            asyncio.create_task(self._play(_Episode(prompt, index, prompt_ids), engine, tokenizer, params))
+            for index in range(params.n)
+        ]
+        try:
+            return list(await asyncio.gather(*episodes))
+        finally:
+            for episode in episodes:
+                episode.cancel()
+            await asyncio.gather(*episodes, return_exceptions=True)
+
+    async def _play(
+        self, episode: _Episode, engine: GenerationEngine, tokenizer: Any, params: SamplingParams
+    ) -> Sample:
+        for turn in range(self._max_turns):
+            left = params.max_new_tokens - episode.num_response
+            of_turn = replace(params, n=1, max_new_tokens=left, stop=(*params.stop, CALL_END))
+            request_id = f"{episode.prompt.uid}.{episode.index}{SESSION_SEPARATOR}{turn}"
+            (completion,) = await engine.generate(request_id, episode.ids.tolist(), of_turn)
+            (text,) = response_texts(tokenizer, [completion], of_turn)
+            episode.add_turn(completion, text)
+            call = find_call(text) if completion.finish_reason == "stop" else None
+            if call is None:
+                return episode.sample(completion.finish_reason)
+            if turn + 1 == self._max_turns:
+                break
+            result = f"<result>{await self._answer(*call)}</result>"
+            result_ids = np.asarray(tokenizer(result, add_special_tokens=False)["input_ids"], dtype=np.int32)
+            if episode.num_response + len(result_ids) >= params.max_new_tokens:
+                break  # no room to go on with it
+            episode.add_result(result_ids)
+        return episode.sample("length")
+
+    async def _answer(self, name: str, arguments: str) -> str:
+        """The tool's result, or what is wrong with the call: the policy is to learn from it, the run goes on."""
+        tool = self._tools.get(name)
+        if tool is None:
+            return f"error: no tool {name}, there is {', '.join(self._tools)}"
+        try:
+            async with asyncio.timeout(TOOL_TIMEOUT_S):
+                return str(await asyncio.to_thread(tool, arguments))
+        except Exception as error:
+            return f"error: {str(error) or type(error).__name__}"
+
+
+def find_call(text: str) -> tuple[str, str] | None:
+    """(tool, arguments) of the call that `text` ends with; None when it ends otherwise."""
+    if not text.rstrip().endswith(CALL_END):
+        return None
+    calls = _CALL.findall(text)
+    return (calls[-1][0], calls[-1][1].strip()) if calls else None
+
+
+class _Episode:
+    """One sample in the making: columns that grow turn by turn."""
+
+    def __init__(self, prompt: Prompt, index: int, prompt_ids: np.ndarray) -> None:
+        self.prompt = prompt
+        self.index = index
+        self.ids = prompt_ids.astype(np.int32)
+        self._mask = np.zeros(len(prompt_ids), dtype=np.uint8)
+        self._logprobs = np.zeros(len(prompt_ids), dtype=np.float32)
+        self._versions = np.full(len(prompt_ids), -1, dtype=np.int32)
+        self._num_prompt = len(prompt_ids)
+        self._text = ""
+
+    @property
+    def num_response(self) -> int:
+        """Tokens behind the prompt."""
+        return len(self.ids) - self._num_prompt
+
+    def add_turn(self, completion: Completion, text: str) -> None:
+        """What the policy chose."""
+        count = len(completion.token_ids)
+        self._append(completion.token_ids, np.ones(count, np.uint8), completion.logprobs, completion.versions)
+        self._text = text
+
+    def add_result(self, ids: np.ndarray) -> None:
+        """What a tool answered: not trained on."""
+        count = len(ids)
+        self._append(ids, np.zeros(count, np.uint8), np.zeros(count, np.float32), np.full(count, -1, np.int32))
+
+    def _append(self, ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
+        self.ids = np.concatenate([self.ids, ids])
+        self._mask = np.concatenate([self._mask, mask])
+        self._logprobs = np.concatenate([self._logprobs, logprobs])
+        self._versions = np.concatenate([self._versions, versions])
+
+    def sample(self, finish_reason: str) -> Sample:
+        return Sample(
+            prompt=self.prompt,
+            index=self.index,
+            input_ids=self.ids,
+            response_mask=self._mask,
+            logprobs=self._logprobs,
+            text=self._text,
+            finish_reason=finish_reason,
+            versions=self._versions,
+        )

@@ -1,0 +1,89 @@
+"""Tools that a policy may call in the middle of an episode: text in, text out."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping, Sequence
+
+from ..imports import import_object
+
+Tool = Callable[[str], str]
+"""From the text of a call's arguments to the text of its result. What it raises is told to the policy."""
+
+_MAX_LENGTH = 200
+_MAX_BITS = 4096
+
+_BINARY: Mapping[type[ast.operator], Callable] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_UNARY: Mapping[type[ast.unaryop], Callable] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+
+
+def calculator(expression: str) -> str:
+    """The value of an arithmetic expression: + - * / // % ** and brackets over numbers.
+
+    Raises ValueError for anything else, ZeroDivisionError, OverflowError for numbers above 4096 bits.
+    """
+    if len(expression) > _MAX_LENGTH:
+        raise ValueError(f"the expression has {len(expression)} characters, expected at most {_MAX_LENGTH}")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except SyntaxError:
+        raise ValueError(f"{expression.strip()!r} is no arithmetic expression") from None
+    value = _value(tree.body)
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def _value(node: ast.expr) -> int | float:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return _bounded(node.value)
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+        return _UNARY[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
+            # Before it is computed: 9**9**9 would keep the machine busy for good.
+            if abs(right) * max(left.bit_length(), 1) > _MAX_BITS:
+                raise OverflowError("the number is too large")
+        return _bounded(_BINARY[type(node.op)](left, right))
+    raise ValueError(f"{ast.unparse(node)!r} is not made of numbers and + - * / // % **")
+
+
+def _bounded(value: int | float) -> int | float:
+    if isinstance(value, complex):
+        raise ValueError("the result is no real number")
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        raise OverflowError("the number is too large")
+    return value
+
+
+TOOLS: Mapping[str, Tool] = {"calculator": calculator}
+
+
+def build_tools(names: Sequence[str]) -> dict[str, Tool]:
+    """Name -> tool. names: of TOOLS, or import paths `package.module:function`, whose name is the function's.
+
+    Raises ValueError in one sentence for an unknown name, a path that leads nowhere, or a name that stands twice.
+    """
+    tools: dict[str, Tool] = {}
+    for entry in names:
+        name = entry.rpartition(":")[2]
+        if name in tools:
+            raise ValueError(f"environment.tools: {name!r} stands twice")
+        if ":" in entry:
+            tools[name] = import_object(entry, "environment.tools")
+        elif entry in TOOLS:
+            tools[name] = TOOLS[entry]
+        else:
+            raise ValueError(
+                f"environment.tools: got {entry!r}, expected one of {', '.join(TOOLS)} or an import path "
+                f"'package.module:function'"
+            )
+    return tools

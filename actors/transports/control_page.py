@@ -1,0 +1,170 @@
+"""A file in shared memory by which a sender and its receivers on one host follow an update: states, frames, counts.
+
+    words 0-7          state, version, buckets, receivers, bytes of the reason, of the contents; 2 unused
+    512 bytes          why the update was aborted
+    4 words a bucket   state, encoding, bytes, checksum
+    1 word a receiver  how many buckets it is through with
+    the rest           what the transport says about the update, a message
+
+Words are written whole, in the order in which they are to be seen. A reader that sees one too early on a machine that
+reorders stores finds a checksum that does not fit: an error, never a wrong weight.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import mmap
+import os
+import urllib.parse
+from pathlib import Path
+
+import numpy as np
+
+from .protocol import BucketFrame, Encoding
+
+OPEN, WHOLE, WITHDRAWN = 1, 2, 3
+_ENCODINGS: tuple[Encoding, ...] = ("whole", "same", "sparse")
+_STATE, _VERSION, _NUM_BUCKETS, _NUM_RECEIVERS, _REASON_BYTES, _CONTENTS_BYTES = range(6)
+_WORD = 8
+_REASON_AT = 8 * _WORD
+_REASON_ROOM = 512
+_BUCKETS_AT = _REASON_AT + _REASON_ROOM
+_BUCKET_WORDS = 4
+_NUMBER = itertools.count()
+
+
+class ControlPage:
+    """One process's mapping of the file. The sender writes all but the receivers' counts."""
+
+    def __init__(self, path: Path, memory: mmap.mmap) -> None:
+        self.path = path
+        self._bytes = np.frombuffer(memory, np.uint8)
+        self._words = self._bytes[: len(memory) // _WORD * _WORD].view(np.uint64)
+        buckets = _BUCKETS_AT // _WORD
+        self.num_buckets = int(self._words[_NUM_BUCKETS])
+        counts = buckets + self.num_buckets * _BUCKET_WORDS
+        end = counts + int(self._words[_NUM_RECEIVERS])
+        self._buckets = self._words[buckets:counts].reshape(self.num_buckets, _BUCKET_WORDS)
+        self.counts = self._words[counts:end]
+        """uint64 `[receivers]`: buckets that each is through with."""
+        self._contents_at = end * _WORD
+
+    @staticmethod
+    def create(path: Path, version: int, num_buckets: int, num_receivers: int, contents: bytes) -> ControlPage:
+        """Make the file, whole when it has its name. Raises OSError when there is no room for it."""
+        words = _BUCKETS_AT // _WORD + num_buckets * _BUCKET_WORDS + num_receivers
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, words * _WORD + len(contents))
+            memory = mmap.mmap(descriptor, words * _WORD + len(contents))
+        finally:
+            os.close(descriptor)
+        head = np.frombuffer(memory, np.uint64, count=8)
+        head[:6] = (OPEN, version, num_buckets, num_receivers, 0, len(contents))
+        memory[words * _WORD :] = contents
+        os.rename(draft, path)
+        return ControlPage(path, memory)
+
+    @staticmethod
+    def open(path: Path) -> ControlPage:
+        """Raises FileNotFoundError, and ValueError when this is no such file."""
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < _BUCKETS_AT:
+                raise ValueError(f"{path}: {size} bytes are no control page")
+            memory = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        head = [int(word) for word in np.frombuffer(memory, np.uint64, count=8)]
+        planned = head[_NUM_BUCKETS] * _BUCKET_WORDS * _WORD + head[_NUM_RECEIVERS] * _WORD + head[_CONTENTS_BYTES]
+        if size != _BUCKETS_AT + planned or head[_STATE] not in (OPEN, WHOLE, WITHDRAWN):
+            raise ValueError(f"{path}: {size} bytes are no control page")
+        return ControlPage(path, memory)
+
+    @property
+    def state(self) -> int:
+        """OPEN, WHOLE or WITHDRAWN."""
+        return int(self._words[_STATE])
+
+    @property
+    def version(self) -> int:
+        return int(self._words[_VERSION])
+
+    @property
+    def contents(self) -> bytes:
+        return self._bytes[self._contents_at :].tobytes()
+
+    @property
+    def reason(self) -> str:
+        """Why it was withdrawn."""
+        told = self._bytes[_REASON_AT : _REASON_AT + int(self._words[_REASON_BYTES])].tobytes()
+        return told.decode(errors="replace")
+
+    def mark_whole(self) -> None:
+        if self.state == OPEN:
+            self._words[_STATE] = WHOLE
+
+    def withdraw(self, reason: str) -> None:
+        """End it for all who read, and for who comes later. Idempotent."""
+        if self.state != WITHDRAWN:
+            told = np.frombuffer(reason.encode()[:_REASON_ROOM], np.uint8)
+            self._bytes[_REASON_AT : _REASON_AT + len(told)] = told
+            self._words[_REASON_BYTES] = len(told)
+            self._words[_STATE] = WITHDRAWN
+
+    def remove(self, reason: str) -> None:
+        """`withdraw`, and the file goes. Idempotent."""
+        self.withdraw(reason)
+        self.path.unlink(missing_ok=True)
+
+    def publish(self, frame: BucketFrame) -> None:
+        """Let the bucket be seen: its bytes are in place."""
+        row = self._buckets[frame.bucket]
+        row[1:] = (_ENCODINGS.index(frame.encoding), frame.nbytes, frame.checksum)
+        row[0] = 1
+
+    def frame(self, bucket: int) -> BucketFrame | None:
+        """None: not yet."""
+        sent, encoding, nbytes, checksum = (int(word) for word in self._buckets[bucket])
+        return BucketFrame(bucket, _ENCODINGS[encoding], nbytes, checksum) if sent else None
+
+
+class Lease:
+    """A receiver's hold on an update's bytes: a file beside the control page, locked while the hold lasts."""
+
+    def __init__(self, page: Path, name: str) -> None:
+        """name: of the receiver, for the sender's errors. Look afterwards that the page was not withdrawn before."""
+        self._path = page.with_name(
+            f"lease-{page.name}.{os.getpid()}.{next(_NUMBER)}.{urllib.parse.quote(name, safe='')}"
+        )
+        self._descriptor: int | None = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+
+    def release(self) -> None:
+        """Idempotent."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def lease_holders(page: Path) -> list[str]:
+    """Names of the receivers that hold the update of `page`; leases of the dead are removed."""
+    names = []
+    for path in sorted(page.parent.glob(f"lease-{page.name}.*")):
+        try:
+            descriptor = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except BlockingIOError:
+            pid, _, name = path.name.removeprefix(f"lease-{page.name}.").split(".", 2)
+            names.append(f"{urllib.parse.unquote(name)} (pid {pid})")
+        finally:
+            os.close(descriptor)
+    return names

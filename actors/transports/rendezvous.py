@@ -1,0 +1,158 @@
+"""Process groups made and left at will, outside of torch's default group: gloo between CPUs, NCCL between GPUs.
+
+Members meet at a TCP store of the sender's, on a port of the system's choice.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import BroadcastOptions, ProcessGroupGloo
+
+from .bounds import Bound
+
+T = TypeVar("T")
+_GPU_TICK_S = 5e-5
+_MOMENT_S = 0.05
+_GRACE_S = 30.0
+"""A group's own bounds lie behind those of whoever uses it."""
+
+
+class MeetingPoint:
+    """A sender's TCP store; members of its groups are its clients."""
+
+    def __init__(self, listener: socket.socket, timeout_s: float) -> None:
+        """Takes `listener` over."""
+        host, self.port = listener.getsockname()[:2]
+        self.store = TCPStore(
+            host,
+            self.port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def meet(host: str, port: int, timeout_s: float) -> TCPStore:
+    """A member's access to the meeting point. May block; call within `bounded`."""
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+class Group:
+    """Membership in a process group in which rank 0 broadcasts. One operation at a time may be begun; two may run."""
+
+    def __init__(
+        self, store: TCPStore, name: str, rank: int, world: int, *, host: str, device: torch.device, timeout_s: float
+    ) -> None:
+        """Blocks until all members are here; call within `bounded`. host: this member's own address."""
+        self.name = name
+        self._store = store  # must outlive the group
+        self.device = device
+        bound = timedelta(seconds=timeout_s + _GRACE_S)
+        prefixed = PrefixStore(name, store)
+        self._backend: Any
+        if device.type == "cuda":
+            from torch.distributed import ProcessGroupNCCL
+
+            options = ProcessGroupNCCL.Options()
+            options._timeout = bound
+            self._backend = ProcessGroupNCCL(prefixed, rank, world, options)
+            self._backend._set_sequence_number_for_group()
+            self._stream = torch.cuda.Stream(device)
+        else:
+            gloo: Any = cast(Any, ProcessGroupGloo)._Options()
+            gloo._devices = [ProcessGroupGloo.create_device(hostname=host)]
+            gloo._timeout = bound
+            gloo._threads = 2
+            self._backend = ProcessGroupGloo(prefixed, rank, world, gloo)
+
+    def broadcast(self, buffer: torch.Tensor) -> Broadcast:
+        """Begin to send, or receive, `buffer` (uint8 `[n]`). On a GPU it follows what the current stream has queued."""
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.asyncOp = True
+        if self.device.type != "cuda":
+            return Broadcast(self._backend.broadcast([buffer], options), None, buffer)
+        event = torch.cuda.Event()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            work = self._backend.broadcast([buffer], options)
+            work.wait()  # of this stream for NCCL's, not of this thread
+            event.record(self._stream)
+        return Broadcast(work, event, buffer)
+
+    def leave(self) -> None:
+        """Leave in a thread of its own: what hangs in the group ends only with the group's own bound."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            held = [backend, self._store]
+            del backend
+            threading.Thread(target=_end, args=(held, self.device), daemon=True, name="headrace-leave").start()
+
+
+class Broadcast:
+    """One operation under way."""
+
+    def __init__(self, work: Any, event: torch.cuda.Event | None, buffer: torch.Tensor) -> None:
+        self._work = work
+        self._event = event
+        self._buffer = buffer  # must outlive the operation
+
+    def ended(self, wait_s: float) -> bool:
+        """Whether it is over, waiting at most so long. Raises RuntimeError when it failed."""
+        if self._event is not None:
+            until = time.monotonic() + wait_s
+            while not (ended := self._event.query()) and time.monotonic() < until:
+                time.sleep(_GPU_TICK_S)
+            return ended
+        try:
+            self._work.wait(timedelta(seconds=max(wait_s, 1e-3)))
+            return True
+        except RuntimeError:
+            if not self._work.is_completed():
+                return False
+            self._work.wait()  # it may have ended well just after the wait for it ran out
+            return True
+
+
+def bounded(call: Callable[[], T], bound: Bound, what: str, look: Callable[[], None]) -> T:
+    """`call()` in a thread, which is left to itself when the bound runs out or `look` raises.
+
+    Raises WeightTransferError, also for what `call` raises.
+    """
+    found: list[T] = []
+    failed: list[Exception] = []
+    over = threading.Event()
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except Exception as error:  # given to the caller below
+            failed.append(error)
+        over.set()
+
+    threading.Thread(target=run, daemon=True, name=f"headrace-{what.replace(' ', '-')}").start()
+    while not over.wait(0.01):
+        look()
+        if not bound.left_s:
+            raise bound.error(f"{what}: not all members came")
+    if failed:
+        time.sleep(_MOMENT_S)
+        look()  # which knows better who is lost
+        reason = str(failed[0]).strip().splitlines() or [type(failed[0]).__name__]
+        raise bound.error(f"{what}: {reason[0]}") from failed[0]
+    return found[0]
+
+
+def _end(held: list[Any], device: torch.device) -> None:
+    if device.type == "cuda":
+        held[0].abort()  # kernels that wait for a lost peer would block the device
+    held.clear()

@@ -1,0 +1,147 @@
+"""A sender's view of its receivers in one update: who has joined, how far each is, who failed or is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Sequence
+
+from .bounds import worker_name
+from .control_link import Hello, Link, Note, readable
+from .protocol import ReceiverGroup
+
+
+class RollCall:
+    """Receivers have ranks from 1 on. Used by one thread, but for `end`."""
+
+    def __init__(self, number: int, receivers: Sequence[ReceiverGroup], listener: socket.socket, send_s: float) -> None:
+        """number: of the update; who says hello for another is turned away. send_s: bound of a message."""
+        members = [(group.engine, worker) for group in receivers for worker in range(group.num_workers)]
+        self._number = number
+        self._listener = listener
+        self._send_s = send_s
+        self._engines = {rank: engine for rank, (engine, _) in enumerate(members, 1)}
+        self._names = {rank: worker_name(*member) for rank, member in enumerate(members, 1)}
+        self._links: dict[int, Link] = {}
+        self._strangers: list[Link] = []
+        self._lock = threading.RLock()
+        self.groups: dict[int, str] = {}
+        """Of those that have joined: the process group that each is in."""
+        self.through: dict[int, int] = dict.fromkeys(self._names, -1)
+        """The last bucket that each is through with."""
+        self.done: set[int] = set()
+        self.failed: dict[int, str] = {}
+        """Who has told why it failed, or was lost on the way."""
+        self.gave_up: set[int] = set()
+        """Who has left because something else did not come in time."""
+
+    @property
+    def world(self) -> int:
+        """Processes of the group: the sender and all receivers."""
+        return len(self._names) + 1
+
+    @property
+    def lost(self) -> bool:
+        """Whether one is gone, so that no collective will end any more."""
+        return any(rank not in self._links for rank in self.failed) or bool(self.gave_up)
+
+    @property
+    def over(self) -> bool:
+        """Whether all are done, or have failed."""
+        return len(self.done | self.gave_up | set(self.failed)) == len(self._names)
+
+    def poll(self) -> None:
+        """Take in all that has come."""
+        with self._lock:
+            self._poll()
+
+    def _poll(self) -> None:
+        while readable(self._listener, 0):
+            connection, _ = self._listener.accept()
+            self._strangers.append(Link(connection, self._send_s))
+        for link in list(self._strangers):
+            self._greet(link)
+        for rank, link in list(self._links.items()):
+            try:
+                while (note := link.receive(Note, 0)) is not None:
+                    assert isinstance(note, Note)
+                    self._hear(rank, note)
+            except OSError as error:
+                self._lose(rank, f"is lost: {error}")
+
+    def _greet(self, link: Link) -> None:
+        try:
+            hello = link.receive(Hello, 0)
+            if hello is None:
+                return
+            assert isinstance(hello, Hello)
+            if hello.update != self._number or hello.rank not in self._names or hello.rank in self._links:
+                link.send(Note("abort", f"update {hello.update} is over, {self._number} is under way"))
+                link.close()
+            else:
+                self._links[hello.rank] = link
+                self.groups[hello.rank] = hello.group
+        except OSError:  # whoever it was, it did not come to stay
+            link.close()
+        self._strangers.remove(link)
+
+    def _hear(self, rank: int, note: Note) -> None:
+        if note.kind == "through":
+            self.through[rank] = note.number
+        elif note.kind == "done":
+            self.done.add(rank)
+        elif note.kind == "failed":
+            self.failed.setdefault(rank, note.text)
+        elif note.kind == "gave up":
+            self.gave_up.add(rank)
+
+    def _lose(self, rank: int, reason: str) -> None:
+        link = self._links.pop(rank, None)
+        if link is not None:
+            link.close()
+        if rank not in self.done | self.gave_up:
+            self.failed.setdefault(rank, f"{reason}, {self._place(rank)}")
+
+    def tell(self, note: Note) -> None:
+        """Send to all that have joined; who cannot be reached is lost at the next `poll`."""
+        for link in list(self._links.values()):
+            with contextlib.suppress(OSError):
+                link.send(note)
+
+    def end(self, reason: str) -> None:
+        """Tell all who are here, joined or not yet, that the update has ended. Legal from another thread."""
+        with self._lock:
+            with contextlib.suppress(OSError):
+                self._poll()
+            self.tell(Note("abort", reason))
+
+    def close(self) -> None:
+        """End all connections. Idempotent."""
+        for link in [*self._links.values(), *self._strangers]:
+            link.close()
+
+    # ------------------------------------------------------------ for errors
+
+    def _place(self, rank: int) -> str:
+        if rank not in self.groups:
+            return "did not join"
+        return f"after bucket {self.through[rank]}" if self.through[rank] >= 0 else "before its first bucket"
+
+    def blame(self, what: str) -> tuple[str, list[str]]:
+        """Who is at fault, for an error, and their engines: those that failed or were lost, else those behind."""
+        at_fault = sorted(self.failed)
+        told = [f"{self._names[rank]} {self.failed[rank]}" for rank in at_fault]
+        if not at_fault:
+            at_fault = self._behind()
+            told = [f"{self._names[rank]} {self._place(rank)}" for rank in at_fault]
+        told += [f"{self._names[rank]} gave up waiting" for rank in sorted(self.gave_up - set(at_fault))]
+        return f"{what}: {'; '.join(told)}", [self._engines[rank] for rank in at_fault]
+
+    def _behind(self) -> list[int]:
+        """Receivers that have not joined, or are the furthest back of those that are not done."""
+        behind = [rank for rank in self._names if rank not in self.done | self.gave_up]
+        if any(rank not in self.groups for rank in behind):
+            return [rank for rank in behind if rank not in self.groups]
+        least = min((self.through[rank] for rank in behind), default=0)
+        return [rank for rank in behind if self.through[rank] == least]

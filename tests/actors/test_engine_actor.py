@@ -1,0 +1,207 @@
+"""Engine actors as Ray runs them, and the engine that stands for one in another process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from headrace.actors.engine_actor import CONCURRENCY, EngineActor, EngineSetup
+from headrace.actors.engines.calls import GenerateReply
+from headrace.actors.engines.factory import EngineConfig, build_engine
+from headrace.actors.engines.protocol import Completion, EngineDied, EngineStats, SamplingParams
+from headrace.actors.engines.remote import RemoteEngine
+from headrace.codecs import messages
+from headrace.tests.actors.weight_updates import Publisher, receiver, scaled
+
+PROMPT = [5, 6, 7, 13]
+
+
+def slow_script(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
+    return [3 + sample % 30] * 20
+
+
+SLOW = {"script": "headrace.tests.actors.test_engine_actor:slow_script", "latency_s": 60.0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    started = not ray.is_initialized()
+    if started:
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns about its coming default otherwise
+        ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+    yield
+    if started:
+        ray.shutdown()
+
+
+def start(config: EngineConfig, name: str = "engine 0") -> Any:
+    kind: Any = ray.remote(EngineActor)
+    actor = kind.options(num_cpus=0, max_concurrency=CONCURRENCY)
+    handle = actor.remote(EngineSetup(name, 1, config))
+    ray.get(handle.build.remote(), timeout=120)
+    return handle
+
+
+@pytest.fixture(scope="module")
+def slow(model_folder: str) -> Iterator[Any]:
+    """An actor whose requests take a minute; one for the module, as a process takes seconds to start."""
+    handle = start(EngineConfig("scripted", model_folder, **SLOW), "engine 7")
+    yield handle
+    ray.kill(handle)
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await main()
+
+    asyncio.run(bounded())
+
+
+async def in_flight(handle: Any, count: int) -> None:
+    """Until the actor has so many requests."""
+    while len(await handle.running.remote()) != count:
+        pass
+
+
+def plain(completions: list[Completion]) -> list[tuple]:
+    return [
+        (one.token_ids.tolist(), one.logprobs.tolist(), one.versions.tolist(), one.finish_reason) for one in completions
+    ]
+
+
+def test_completions_as_a_message() -> None:
+    completions = [
+        Completion(
+            np.arange(length, dtype=np.int32), -np.ones(length, np.float32), reason, np.full(length, 3, dtype=np.int32)
+        )
+        for length, reason in [(4, "stop"), (0, "abort"), (7, "length")]
+    ]
+    encoded = messages.encode(GenerateReply.of(completions, 3, EngineStats(rows=3)))
+    reply = messages.decode(encoded, GenerateReply)
+    assert plain(reply.completions()) == plain(completions)
+    assert (reply.version, reply.stats.rows) == (3, 3) and reply.completions()[1].token_ids.dtype == np.int32
+
+
+def test_a_remote_engine_is_as_the_engine_itself(model_folder: str, tmp_path: Path) -> None:
+    config = EngineConfig("hf", model_folder, seed=4, receiver=receiver())
+    handle = start(config)
+
+    async def main() -> None:
+        here, publisher = build_engine(config), Publisher(tmp_path)
+        remote = await RemoteEngine("engine 0", handle).connect()
+        assert (remote.version, remote.num_workers) == (0, 1)
+        params = SamplingParams(n=4, max_new_tokens=12)
+        assert plain(await remote.generate("a", PROMPT, params)) == plain(await here.generate("a", PROMPT, params))
+        assert (remote.stats.rows, remote.stats.tokens) == (here.stats.rows, here.stats.tokens)
+        update = publisher.publish(1, scaled(model_folder, 1.3))
+        for engine in (here, remote):
+            await engine.prepare_weights(update)
+            report = await engine.commit_weights(1, "keep")
+            assert (report.version, engine.version) == (1, 1)
+        assert plain(await remote.generate("a", PROMPT, params)) == plain(await here.generate("a", PROMPT, params))
+        with pytest.raises(ValueError, match="the prompt has no tokens"):
+            await remote.generate("b", [], params)
+        with pytest.raises(ValueError, match="got version 1, expected one above the current 1"):
+            await remote.prepare_weights(update)
+        await remote.pause("wait")
+        held = asyncio.create_task(remote.generate("held", PROMPT, params))
+        await in_flight(handle, 1)
+        assert not held.done()
+        await remote.resume()
+        assert len(await held) == 4
+        await remote.reset_prefix_cache()
+        await remote.sleep()
+        with pytest.raises(RuntimeError, match="asleep"):
+            await remote.generate("b", PROMPT, params)
+        await remote.wake()
+        await remote.close()
+        await here.close()
+        publisher.close()
+
+    run(main)
+    ray.get(handle.close.remote(), timeout=30)
+
+    async def late() -> None:
+        remote = await RemoteEngine("engine 0", handle).connect()
+        with pytest.raises(RuntimeError, match="closed"):
+            await remote.generate("late", PROMPT, SamplingParams())
+
+    run(late)
+    ray.kill(handle)
+
+
+def test_aborted_and_cancelled_calls_end_over_there(slow: Any) -> None:
+    async def main() -> None:
+        remote = await RemoteEngine("engine 7", slow).connect()
+        params = SamplingParams(n=2, max_new_tokens=20)
+        # More requests than Ray's default concurrency: pause and abort must not queue behind them.
+        calls = {f"r{i}": asyncio.create_task(remote.generate(f"r{i}", PROMPT, params)) for i in range(1200)}
+        await in_flight(slow, 1200)
+        await remote.abort("r7")
+        assert [one.finish_reason for one in await calls.pop("r7")] == ["abort"] * 2
+        cancelled = calls.pop("r8")
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        again = asyncio.create_task(remote.generate("r8", PROMPT, params))  # its id is free at once
+        await in_flight(slow, 1199)
+        assert not again.done()
+        with pytest.raises(ValueError, match="'r9' is already in flight"):
+            await remote.generate("r9", PROMPT, params)
+        await remote.pause("abort")
+        for completions in await asyncio.gather(again, *calls.values()):
+            assert [one.finish_reason for one in completions] == ["abort"] * 2
+        await remote.resume()
+        await remote.close()
+
+    run(main)
+
+
+def test_a_silent_actor_counts_as_dead_within_the_bound(slow: Any) -> None:
+    async def main() -> None:
+        remote = RemoteEngine("engine 7", slow, health_every_s=0.1, health_timeout_s=3.0)
+        await remote.connect()
+        call = asyncio.create_task(remote.generate("r", PROMPT, SamplingParams()))
+        await in_flight(slow, 1)
+        pid = (await slow.info.remote()).pid
+        os.kill(pid, signal.SIGSTOP)
+        started = time.monotonic()
+        try:
+            with pytest.raises(EngineDied, match="engine 'engine 7' is dead: no sign of life for 3 s"):
+                await call
+            assert time.monotonic() - started < 15
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        remote = await RemoteEngine("engine 7", slow).connect()
+        await remote.pause("abort")
+        await remote.resume()
+
+    run(main)
+
+
+def test_calls_of_a_dead_actor_raise(slow: Any) -> None:
+    """The last one: it kills the actor."""
+
+    async def main() -> None:
+        remote = await RemoteEngine("engine 7", slow).connect()
+        calls = [asyncio.create_task(remote.generate(f"r{i}", PROMPT, SamplingParams())) for i in range(3)]
+        await in_flight(slow, 3)
+        os.kill((await slow.info.remote()).pid, signal.SIGKILL)
+        for call in calls:
+            with pytest.raises(EngineDied, match="engine 'engine 7' is dead: "):
+                await call
+        with pytest.raises(EngineDied, match="engine 'engine 7' is dead: "):
+            await remote.pause()
+
+    run(main)

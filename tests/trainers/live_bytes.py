@@ -1,0 +1,46 @@
+"""How much tensor memory a piece of code holds at most, counted exactly: what the allocator sees, in any process."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from headrace.actors.protocols import TrainBackend
+
+
+class LiveBytes(TorchDispatchMode):
+    """In its context, `peak` is the most bytes of storage alive at once that operations in it have made; storage of
+    `known` tensors does not count."""
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.peak = 0
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._made += [weakref.ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        alive = [tensor for tensor in (made() for made in self._made) if tensor is not None]
+        self._made = [weakref.ref(tensor) for tensor in alive]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in alive}
+        self.peak = max(self.peak, sum(size for start, size in storages.items() if start not in self._known))
+        return result
+
+
+def gathering_share(backend: TrainBackend, model: nn.Module) -> float:
+    """The most that a pass over the backend's weights holds on this rank, over the bytes of the largest weight.
+    `model`: whose parameters they are. Collective."""
+    params = [param.to_local() if isinstance(param, DTensor) else param for param in model.parameters()]
+    sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in backend.weight_specs().values()]
+    with LiveBytes(params) as live:
+        for _ in backend.weights():
+            pass
+    return live.peak / max(sizes)

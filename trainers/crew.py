@@ -1,0 +1,159 @@
+"""The actors of a run: started, built at the same time, told of one another, ended by the stack that started them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ray
+from ray.actor import ActorHandle
+
+from ..actors.engine_actor import CONCURRENCY, EngineActor
+from ..actors.protocols import ActorInfo
+from ..actors.rollout_actor import RolloutActor
+from ..actors.train_worker import CONCURRENCY_GROUPS, TrainWorker
+from ..dataplane.errors import DataPlaneError
+from ..dataplane.factory import DataPlane
+from . import setups
+from .cluster import Cluster, Demand
+from .config import Config
+from .engine_set import Engine, EngineSet
+from .errors import UserError
+from .peers import DriverMeter, Peer, PeerFailed, gather
+
+START_TIMEOUT_S = 300.0
+"""Bound of starting all actors: imports and model loading on a cold disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """All actors of a run."""
+
+    engines: EngineSet
+    rollouts: list[Peer]
+    """Those of `engines` when they are embedded."""
+    workers: list[Peer]
+    """By rank."""
+
+    @property
+    def peers(self) -> list[Peer]:
+        """Every actor once."""
+        hosts = [] if self.engines.embedded else [engine.peer for engine in self.engines.engines]
+        return [*hosts, *self.rollouts, *self.workers]
+
+
+def demand(config: Config) -> Demand:
+    """What the actors ask of Ray."""
+    rollout = config.rollout
+    return Demand(rollout.num_actors or 0, rollout.num_engines * rollout.tp, config.trainer.topology.world)
+
+
+def start_crew(
+    config: Config, model: str, plane: DataPlane, cluster: Cluster, meter: DriverMeter, stack: ExitStack
+) -> Crew:
+    """Start and build all of them. `model`: a local folder or hub id.
+
+    Raises UserError for what shows only where it is opened (a path, a dataset, a reward), PeerFailed.
+    """
+    starter = _Starter(config, model, plane, cluster, meter, stack)
+    embedded = config.rollout.num_actors is None
+    hosts = [starter.engine(index) for index in range(config.rollout.num_engines)]
+    rollouts = hosts if embedded else [starter.rollout(index) for index in range(config.rollout.num_actors or 0)]
+    workers = [starter.worker(rank) for rank in range(config.trainer.topology.world)]
+    peers = [*hosts, *([] if embedded else rollouts), *workers]
+    for peer, info in zip(peers, _all(peers, "info"), strict=True):
+        peer.info = info
+    _build(cluster, [peer for peer in peers if peer not in workers], workers)
+    engines = EngineSet(
+        [Engine(peer, num) for peer, num in zip(hosts, _all(hosts, "num_workers"), strict=True)], embedded
+    )
+    if not embedded:
+        _introduce(engines, rollouts)
+    return Crew(engines, rollouts, workers)
+
+
+class _Starter:
+    """Starts actors, one at a call."""
+
+    def __init__(
+        self, config: Config, model: str, plane: DataPlane, cluster: Cluster, meter: DriverMeter, stack: ExitStack
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._plane = plane
+        self._meter = meter
+        self._stack = stack
+        needed = config.rollout.num_engines * config.rollout.tp + config.trainer.topology.world
+        self._gpus = min(1.0, cluster.num_gpus / needed)
+        self._one_host = cluster.num_nodes == 1
+        self._host = host_address(cluster)
+
+    def engine(self, index: int) -> Peer:
+        """The host of engine `index`: an actor of its own, or a rollout actor that embeds it."""
+        config, tp = self._config, self._config.rollout.tp
+        device = "cuda:0" if self._gpus else "cpu"
+        if config.rollout.num_actors is None:
+            setup = setups.rollout_setup(config, index, self._model, self._plane.handle, device)
+            return self._start(RolloutActor, setup, tp, self._gpus * tp)
+        setup = setups.engine_setup(config, index, self._model, self._plane.handle, device)
+        return self._start(EngineActor, setup, tp, self._gpus * tp, max_concurrency=CONCURRENCY)
+
+    def rollout(self, index: int) -> Peer:
+        """Rollout actor `index`, without an engine."""
+        setup = setups.rollout_setup(self._config, index, self._model, self._plane.handle, None)
+        return self._start(RolloutActor, setup, 1, 0.0)
+
+    def worker(self, rank: int) -> Peer:
+        setup = setups.worker_setup(
+            self._config,
+            rank,
+            self._model,
+            self._plane.handle,
+            host=self._host,
+            one_host=self._one_host,
+            device="cuda:0" if self._gpus else "cpu",
+        )
+        return self._start(TrainWorker, setup, 1, self._gpus, concurrency_groups=CONCURRENCY_GROUPS)
+
+    def _start(self, kind: type, setup: Any, cpus: int, gpus: float, **options: Any) -> Peer:
+        handle = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, **options)(kind).remote(setup)
+        self._stack.callback(ray.kill, cast(ActorHandle, handle), no_restart=True)
+        return Peer(handle, ActorInfo(setup.name, 0, "not up yet"), self._meter)
+
+
+def host_address(cluster: Cluster) -> str:
+    """The address at which the run's processes reach this host's."""
+    return ray.util.get_node_ip_address() if cluster.num_nodes > 1 else "127.0.0.1"
+
+
+def _build(cluster: Cluster, others: list[Peer], workers: list[Peer]) -> None:
+    host, port = host_address(cluster), 0
+    if len(workers) > 1:
+        [port] = gather([workers[0].call("open_rendezvous", host)], "start", START_TIMEOUT_S)
+    builds = [peer.call("build") for peer in others] + [peer.call("build", host, port) for peer in workers]
+    try:
+        gather(builds, "start", START_TIMEOUT_S)
+    except PeerFailed as error:
+        if isinstance(error.cause, ValueError) and not isinstance(error.cause, DataPlaneError):
+            raise UserError(str(error.cause)) from error
+        raise
+
+
+def _introduce(engines: EngineSet, rollouts: list[Peer]) -> None:
+    """Give every rollout actor's router the engines, and tell it of those that are left out or taken back."""
+    handles = [(engine.name, engine.peer.handle) for engine in engines.engines]
+    ray.get([peer.handle.set_engines.remote(handles) for peer in rollouts], timeout=START_TIMEOUT_S)
+
+    def tell(engine: Engine) -> None:
+        if engine.left_out:
+            calls = [peer.handle.remove_engine.remote(engine.name) for peer in rollouts]
+        else:
+            calls = [peer.handle.add_engine.remote(engine.name, engine.peer.handle) for peer in rollouts]
+        ray.get(calls, timeout=START_TIMEOUT_S)
+
+    engines.on_change.append(tell)
+
+
+def _all(peers: list[Peer], method: str) -> list[Any]:
+    return gather([peer.call(method) for peer in peers], "start", START_TIMEOUT_S)
