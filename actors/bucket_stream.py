@@ -19,7 +19,8 @@ import torch
 import xxhash
 
 from ..codecs.bucket_delta import encode_sparse
-from ..codecs.buckets import BucketEntry, BucketPlan, check_planned, checksum, copy_bytes, write_piece
+from ..codecs.buckets import BucketEntry, BucketPlan, check_planned, copy_bytes, queue_piece, write_piece
+from ..codecs.gpu_digest import device_digest
 from ..codecs.schema import DTYPES
 from .bucket_cache import CachedVersion
 from .transports.protocol import BucketFrame, Encoding, WeightSender, WeightTransferError, WeightUpdate
@@ -111,7 +112,10 @@ class BucketStream:
         for entry in entries:
             if self._out is None:
                 self._out = self._begin(entry.bucket)
-            write_piece(entry, whole, self._out, self._digest)
+            if self._out.is_cuda:
+                queue_piece(entry, whole, self._out)
+            else:
+                write_piece(entry, whole, self._out, self._digest)
             self._pieces_left[entry.bucket] -= 1
             if not self._pieces_left[entry.bucket]:
                 self._end(entry.bucket, self._out)
@@ -166,10 +170,9 @@ class BucketStream:
         """The bucket is full."""
         if self._base is None:
             if self._failure is None:
-                digest = checksum(out) if self._digest is None else self._digest.intdigest()
                 if self._draft is not None:
                     self._draft.bucket(bucket).copy_(out)  # before `send`: then the buffer is the sender's again
-                self._hand_over(BucketFrame(bucket, "whole", len(out), digest))
+                self._hand_over(bucket, "whole", out, self._digest)
         elif self._failure is None:
             self._send(bucket, *_shortest(self._opened.plan.in_bucket(bucket), out, self._base.bucket(bucket)))
 
@@ -179,9 +182,7 @@ class BucketStream:
             return
         digest = xxhash.xxh3_64() if out.device.type == "cpu" else None
         copy_bytes(payload, out, digest)
-        self._hand_over(
-            BucketFrame(bucket, encoding, len(payload), checksum(out) if digest is None else digest.intdigest())
-        )
+        self._hand_over(bucket, encoding, out, digest)
 
     def _buffer(self, bucket: int, nbytes: int) -> torch.Tensor | None:
         """The sender's; None once it has failed."""
@@ -189,8 +190,15 @@ class BucketStream:
             return torch.empty(0, dtype=torch.uint8)  # nothing travels but the frame
         return self._attempt(f"bucket {bucket}", lambda: self._sender.buffer(bucket, nbytes))
 
-    def _hand_over(self, frame: BucketFrame) -> None:
-        self._attempt(f"bucket {frame.bucket}", lambda: self._sender.send(frame))
+    def _hand_over(self, bucket: int, encoding: Encoding, out: torch.Tensor, digest: xxhash.xxh3_64 | None) -> None:
+        """digest: of a payload on the CPU; the GPU finds its own, and nobody waits for that."""
+        if out.is_cuda:
+            frame, found = BucketFrame(bucket, encoding, len(out), 0), device_digest(out)
+            self._attempt(f"bucket {bucket}", lambda: self._sender.send(frame, found))
+        else:
+            assert digest is not None
+            frame = BucketFrame(bucket, encoding, len(out), digest.intdigest())
+            self._attempt(f"bucket {bucket}", lambda: self._sender.send(frame))
         self._bytes_sent += frame.nbytes
         self._num_sent[frame.encoding] += 1
 

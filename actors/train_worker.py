@@ -132,6 +132,8 @@ class TrainWorker:
         self._written: list[str] = []
         """Columns that the replicas' writers have added to the step's rows."""
         self._spans: list[Span] = []
+        self._open = False
+        """A train step has begun and is not finished."""
 
     def info(self) -> ActorInfo:
         return ActorInfo.here(self._name)
@@ -192,22 +194,49 @@ class TrainWorker:
         self._written.append(field)
         return self._report({})
 
-    def train(self) -> bytes:
-        """One optimizer step over the shard, microbatch by microbatch. Collective. Returns an encoded WorkerReport."""
+    def accumulate(self) -> bytes:
+        """Gradients of the shard's rows, microbatch by microbatch, into the step that is open; opens one if none is.
+
+        Collective. A step may have any number of shards, each begun, accumulated and let go of in turn; the gradient
+        is the same however its rows are dealt to them. On an error the step is aborted. Returns a WorkerReport.
+        """
         backend, reader, shard = self._ready()
-        backend.begin_step(self._setup.temperature)
         try:
+            if not self._open:
+                backend.begin_step(self._setup.temperature)
+                self._open = True
             with self._span("forward backward"), closing(reader.stream((*TRAIN_FIELDS, *self._written))) as micros:
                 backend.accumulate(micros, len(shard.sizes))
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            reader.end()
+            self._meta = None
+        return self._report({})
+
+    def finish(self) -> bytes:
+        """The optimizer step over all that was accumulated. Collective. Returns an encoded WorkerReport with metrics.
+
+        Raises RuntimeError when no step is open.
+        """
+        backend, _, _ = self._ready()
+        if not self._open:
+            raise RuntimeError(f"{self._name}: no step is open (accumulate comes before finish)")
+        self._open = False
+        try:
             with self._span("optimizer"):
                 metrics = backend.finish_step()
         except BaseException:
             backend.abort_step()
             raise
-        finally:
-            reader.end()
-            self._meta = None
         return self._report(metrics)
+
+    def abort(self) -> None:
+        """Drop the gradients of an open step. Idempotent; not collective."""
+        self._open = False
+        if self._backend is not None:
+            self._backend.abort_step()
 
     # ------------------------------------------------------------ weights and state
 

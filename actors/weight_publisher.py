@@ -56,6 +56,8 @@ class WeightPublisher:
         self._task = ""
         """What the lock is held for, for errors."""
         self._opened: OpenUpdate | None = None
+        self._planned: tuple[list[tuple[str, tuple[torch.dtype, tuple[int, ...]]]], BucketPlan] | None = None
+        """The last plan, which most updates use again, and what it is of."""
         self._finished: WeightUpdate | None = None
         """The newest version that the sender has finished."""
 
@@ -155,7 +157,9 @@ class WeightPublisher:
     # ------------------------------------------------------------ inside
 
     def _plan(self, specs: WeightSpecs) -> BucketPlan:
-        return plan_buckets(specs, self._config.bucket_bytes)
+        if self._planned is None or self._planned[0] != list(specs.items()):
+            self._planned = list(specs.items()), plan_buckets(specs, self._config.bucket_bytes)
+        return self._planned[1]
 
     def _has_whole(self, version: int) -> bool:
         """Whether `version` can be read from the sender now by who has nothing."""

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -59,10 +59,11 @@ class PeerTask:
 class Peer:
     """The driver's end of one process."""
 
-    def __init__(self, task: PeerTask) -> None:
+    def __init__(self, make: Callable[[], Any]) -> None:
+        """make: in the process, what it serves; picklable."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(task, theirs), daemon=True)
+        self._process = context.Process(target=_serve, args=(make, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -94,9 +95,14 @@ class Peer:
             self._process.join(5)
 
 
-def _serve(task: PeerTask, pipe: Connection) -> None:
+def make_host(task: PeerTask) -> Any:
+    """The trainer or an engine."""
+    return _Trainer(task) if task.rank == 0 else _Engine(task)
+
+
+def _serve(make: Callable[[], Any], pipe: Connection) -> None:
     torch.set_num_threads(1)
-    host = _Trainer(task) if task.rank == 0 else _Engine(task)
+    host = make()
     while True:
         method, args = pipe.recv()
         if method == "close":

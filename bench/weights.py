@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from ..trainers.cluster import MIN_OBJECT_STORE_MIB, Cluster, Demand
 from .conditions import conditions
 from .results import write_records, write_summary
 from .weight_models import SHAPES, num_bytes
-from .weight_peers import Peer, PeerTask
+from .weight_peers import Peer, PeerTask, make_host
 
 LIMITS = {"collective": "broadcast", "ipc": "memcpy", "store": "memcpy", "disk": "write"}
 """What each transport is held against."""
@@ -316,7 +317,7 @@ def _peers(case: WeightCase, nbytes: int, options: WeightOptions, folder: Path) 
         for rank in range(world):
             receiver = ReceiverConfig(f"engine {rank}", "full", options.device, plane, keep_base=False)
             task = PeerTask(rank, world, case.size, options.dtype, options.device, case.kind, sender, receiver)
-            peers.append(Peer(task))
+            peers.append(Peer(partial(make_host, task)))
             stack.callback(peers[-1].close)
         for peer in peers:
             peer.start("ready")

@@ -67,13 +67,16 @@ def run(folder: Path, model: Path, *overrides: str) -> Iterator[grpo.Run]:
 def step(started: grpo.Run, state: grpo.State) -> Any:
     """One whole step up to the sync; returns its report."""
     started.begin_step(state.step + 1)
-    grpo.generate(started, state)
-    meta = grpo.with_advantages(started, grpo.claim_batch(started))
+    prompts = started.config.algorithm.prompts_per_step
+    grpo.finish_rollouts(started, grpo.start_rollouts(started, state.position, prompts, state.version))
+    meta = grpo.claim_groups(started, prompts, ())
     # Advantages of random answers are mostly 0: give each row one, so that every step moves the weights.
     moving = np.random.default_rng(state.step).normal(size=len(meta)).astype(np.float32)
     grpo.ship_plan(started, meta.with_tags(advantage=moving), state.step + 1)
     grpo.write_logprobs(started)
-    grpo.train(started)
+    grpo.accumulate(started)
+    grpo.finish(started)
+    state.position += prompts
     state.step, state.version = state.step + 1, state.version + 1
     report = grpo.sync_weights(started, state)
     grpo.retire(started, meta)

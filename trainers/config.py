@@ -110,7 +110,15 @@ class RolloutConfig(Section):
     left out and its requests go to others. None: as many as engines, each with its engine embedded."""
     kv_cache_mib: Count = 256
     """`vllm`: memory of an engine's key-value cache."""
+    environment: Literal["single_turn", "tool_use"] = "single_turn"
+    """`single_turn`: a prompt, an answer; `tool_use`: the policy may call tools (`<tool>name: arguments</tool>`) and goes
+    on with their results, whose tokens are not trained on."""
+    tools: tuple[str, ...] = ("calculator",)
+    """`tool_use`: `calculator`, or functions from text to text of your own as `package.module:function`."""
+    max_turns: Count = 4
+    """`tool_use`: times that the policy speaks in an episode."""
     max_new_tokens: Count = 256
+    """Of a sample; `tool_use`: of an episode behind its prompt, tools' results included."""
     temperature: Positive = 1.0
     """Of training rollouts; validation is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -166,8 +174,13 @@ class RewardConfig(Section):
 class AlgorithmConfig(Section):
     """The size and number of steps."""
 
-    mode: Literal["sync"] = "sync"
-    """`sync`: rollout, train and weight sync in lock-step."""
+    mode: Literal["sync", "async", "streaming"] = "sync"
+    """`sync`: rollout, train and weight sync in lock-step; `async`: rollouts run ahead of the training, up to
+    `max_staleness` versions; `streaming`: lock-step, but groups are trained on as they become ready."""
+    max_staleness: CountOrZero = 1
+    """`async`: versions that a row's oldest token may be behind the policy that is trained on it."""
+    chunk_groups: Count | None = None
+    """`streaming`: groups that are trained on together. None: a quarter of `prompts_per_step`."""
     steps: Count = 100
     """Optimizer steps of the run."""
     prompts_per_step: Count = 32

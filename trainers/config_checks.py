@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 ROLLOUT_TOKEN_BYTES = 9
 """input_ids int32, response_mask uint8, rollout_logprobs float32."""
+WHOLE_STEP_ADVANTAGES = ("gdpo", "reinforce_pp")
+"""Estimators with `whole_step`."""
 ROLLOUT_ROW_BYTES = 64
 """version_spans: a few (first token, version), int32."""
 LOGPROB_BYTES = 4
@@ -138,6 +140,16 @@ def meaning_problems(config: Config) -> list[str]:
     if sync.delta and sync.staging == "none":
         problems.append(
             "sync.delta: got true with sync.staging='none', expected false, as a delta needs the last version's bytes"
+        )
+    if config.algorithm.chunk_groups is not None and config.algorithm.mode != "streaming":
+        problems.append(
+            f"algorithm.chunk_groups: got {config.algorithm.chunk_groups} with algorithm.mode="
+            f"{config.algorithm.mode!r}, expected it unset, as only streaming trains on chunks of a step"
+        )
+    if config.algorithm.mode == "streaming" and config.advantage.kind in WHOLE_STEP_ADVANTAGES:
+        problems.append(
+            f"algorithm.mode: got 'streaming' with advantage.kind={config.advantage.kind!r}, expected 'sync' or "
+            "'async', as that estimator normalises over all rows of a step"
         )
     labels = [function.label for function in config.reward.functions]
     for label in sorted({label for label in labels if labels.count(label) > 1 or label == "mean"}):

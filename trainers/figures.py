@@ -30,6 +30,8 @@ def step_metrics(
         run.watch.add(report.traffic)
     data_plane, client_bytes = run.watch.end_step()
     wait_s = max((report.data_wait_s for report in passes), default=0.0)
+    staleness = state.version - 1 - meta.versions
+    idle = idle_shares([report.generate_s for report in rollouts], seconds, wait_s, step_s)
     return {
         "reward/mean": rollout.reward_mean,
         **{f"reward/{name}": value for name, value in rollout.component_means().items()},
@@ -37,8 +39,9 @@ def step_metrics(
         "rollout/response_length_max": float(rollout.response_length_max),
         "rollout/truncated_rows": float(rollout.truncated),
         "rollout/failed_rows": float(rollout.failed),
-        "rollout/tokens_per_s": rollout.response_tokens / max(seconds["rollout"], 1e-9),
-        "rollout/version_lag": float(state.version - 1 - np.min(meta.versions)),
+        "rollout/tokens_per_s": rollout.response_tokens / max(rollout.generate_s, 1e-9),
+        "staleness/mean": float(np.mean(staleness)),
+        "staleness/max": float(np.max(staleness)),
         **trained,
         "policy/version": float(state.version),
         "time/step_s": step_s,
@@ -47,7 +50,8 @@ def step_metrics(
         "time/train_s": seconds["train"],
         "time/sync_s": seconds["sync"],
         "time/data_wait_s": wait_s,
-        **idle_shares([report.generate_s for report in rollouts], seconds, wait_s, step_s),
+        **idle,
+        "time/trainer_idle_s": idle["idle/train"] * step_s,
         "sync/seconds": seconds["sync"],
         "sync/bytes": float(sync.bytes_sent),
         "sync/version": float(sync.version),

@@ -7,7 +7,8 @@ plans, per-row scalars and figures.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,18 +24,23 @@ from ..actors.step_rows import TrainShard
 from ..actors.train_worker import PREV, REF, WorkerReport
 from ..codecs import messages
 from ..dataplane.client import DataPlaneClient
+from ..dataplane.errors import ClaimTimeout
 from ..dataplane.meta import KVBatchMeta
 from ..dataplane.plans import Budget, ShardPlan, plan_shards
 from .advantages.estimator import AdvantageEstimator, RewardRows
 from .config import Config
 from .data_plane_watch import DataPlaneWatch
 from .engine_set import EngineSet
-from .peers import Call, DriverMeter, Peer, gather
+from .peers import Call, DriverMeter, Peer, expect_none_failed, gather
 from .trace import Tracer
 from .weight_sync import SyncReport, WeightSync
 
 PARTITION = "train"
 TASK = "train"
+
+
+LOOK_AFTER_S = 1.0
+"""While groups are waited for, how often the rollouts that bring them are looked after."""
 
 
 class TooManyFailedRows(RuntimeError):
@@ -92,32 +98,45 @@ class State:
     version: int = 0
     """Policy version that the engines serve."""
     position: int = 0
-    """Next prompt of the prompt stream."""
+    """Prompts of the stream whose groups have been trained on."""
 
 
-def generate(run: Run, state: State) -> list[RolloutReport]:
-    """Have the step's prompts rolled out, dealt evenly to the rollout actors; moves the prompt cursor.
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """Prompts on their way: the calls that roll them out, group by group into the data plane."""
 
-    Raises TooManyFailedRows.
-    """
-    prompts, rollouts = run.config.algorithm.prompts_per_step, run.active_rollouts
+    peers: list[Peer]
+    calls: list[Call]
+    count: int
+    """Groups."""
+    version: int
+    """Policy version that the engines served when they were started: no token of them is older."""
+
+
+def start_rollouts(run: Run, position: int, count: int, version: int) -> Rollouts:
+    """Have `count` prompts from `position` on rolled out, dealt evenly to the rollout actors; `version` is served."""
+    peers = run.active_rollouts[:count]
+    calls = [
+        peer.call("rollout", position + start, stop - start, PARTITION, run.sampling)
+        for peer, (start, stop) in zip(peers, _dealt(count, len(peers)), strict=True)
+    ]
+    return Rollouts(peers, calls, count, version)
+
+
+def finish_rollouts(run: Run, rollouts: Rollouts) -> list[RolloutReport]:
+    """Wait until all groups are put. Raises TooManyFailedRows."""
     with run.stage("rollout"):
-        calls = [
-            peer.call("rollout", state.position + start, stop - start, PARTITION, run.sampling)
-            for peer, (start, stop) in zip(rollouts, _dealt(prompts, len(rollouts)), strict=True)
-        ]
-        reports = run.gather(calls, "rollout")
-    for peer, report in zip(rollouts, reports, strict=True):
+        reports = run.gather(rollouts.calls, "rollout")
+    for peer, report in zip(rollouts.peers, reports, strict=True):
         run.tracer.add(peer.info.name, report.spans)
         for left in report.left_out:
             run.engines.leave_out(run.engines.named(left.name), left.reason)
-    state.position += prompts
     failed, rows = sum(report.failed for report in reports), sum(report.rows for report in reports)
     if failed > run.config.reward.max_error_share * rows:
         error = next(report.first_error for report in reports if report.first_error)
         raise TooManyFailedRows(
-            f"rewards failed for {failed} of {rows} rows in step {state.step + 1}, more than reward.max_error_share="
-            f"{run.config.reward.max_error_share:g} allows; the first error was: {error}"
+            f"rewards failed for {failed} of {rows} rows of {rollouts.count} groups, more than "
+            f"reward.max_error_share={run.config.reward.max_error_share:g} allows; the first error was: {error}"
         )
     return reports
 
@@ -128,14 +147,27 @@ def _dealt(count: int, hands: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-def claim_batch(run: Run) -> KVBatchMeta:
-    """Lease the step's rows, whole groups, in the order of their prompts (so that a step does not depend on which actor
-    put first)."""
-    algorithm = run.config.algorithm
+def claim_groups(run: Run, count: int, under_way: Sequence[Rollouts]) -> KVBatchMeta:
+    """Lease `count` whole groups, their rows in the order of their prompts (so that a step does not depend on which
+    actor put first). Waits for them up to resources.stage_timeout_s.
+
+    Raises PeerFailed when one of the rollouts that are to bring them failed, ClaimTimeout.
+    """
+    deadline = time.monotonic() + run.config.resources.stage_timeout_s
+    rows = count * run.config.algorithm.group_size
     with run.stage("claim"):
-        meta = run.client.claim(
-            PARTITION, TASK, ROLLOUT_FIELDS, algorithm.prompts_per_step * algorithm.group_size, whole_groups=True
-        )
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                meta = run.client.claim(
+                    PARTITION, TASK, ROLLOUT_FIELDS, rows, whole_groups=True, timeout_s=min(left, LOOK_AFTER_S)
+                )
+                break
+            except ClaimTimeout:
+                for rollouts in under_way:
+                    expect_none_failed(rollouts.calls, "rollout")
+                if left <= LOOK_AFTER_S:
+                    raise
     return meta.select(np.array(sorted(range(len(meta)), key=lambda row: prompt_order(meta.keys[row]))))
 
 
@@ -154,7 +186,7 @@ def with_advantages(run: Run, meta: KVBatchMeta) -> KVBatchMeta:
 
 
 def ship_plan(run: Run, meta: KVBatchMeta, step: int) -> ShardPlan:
-    """Deal the rows to replicas and microbatches and send each rank its part; the one time that a step ships receipts.
+    """Deal rows to replicas and microbatches and send each rank its part; the one time that their receipt is shipped.
 
     Only ranks that read or write get one: the others learn of their rows from their leader.
     """
@@ -197,11 +229,24 @@ def write_logprobs(run: Run) -> list[WorkerReport]:
     return reports
 
 
-def train(run: Run) -> list[WorkerReport]:
-    """One optimizer step over the shards that the workers hold."""
+def accumulate(run: Run) -> list[WorkerReport]:
+    """Gradients of the shards that the workers hold, into the step that is open; opens one if none is."""
     with run.stage("train"):
-        replies = run.gather([peer.call("train") for peer in run.workers], "train")
+        replies = run.gather([peer.call("accumulate") for peer in run.workers], "train")
     return collect(run, replies)
+
+
+def finish(run: Run) -> list[WorkerReport]:
+    """The optimizer step over all that was accumulated."""
+    with run.stage("train"):
+        replies = run.gather([peer.call("finish") for peer in run.workers], "train")
+    return collect(run, replies)
+
+
+def train_on(run: Run, meta: KVBatchMeta, step: int) -> list[WorkerReport]:
+    """Rows of `step`, all of them or a chunk: advantages, plan, log-probs, gradients."""
+    ship_plan(run, with_advantages(run, meta), step)
+    return write_logprobs(run) + accumulate(run)
 
 
 def collect(run: Run, replies: list[bytes]) -> list[WorkerReport]:

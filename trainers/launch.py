@@ -110,7 +110,11 @@ def launched(config: Config, model: str, tracer: Tracer, folder: Path) -> Iterat
             workers=crew.workers,
             engines=crew.engines,
             weights=WeightSync(
-                config.sync, crew.workers, crew.engines, setups.is_lasting(config, one_host=cluster.num_nodes == 1)
+                config.sync,
+                crew.workers,
+                crew.engines,
+                lasting=setups.is_lasting(config, one_host=cluster.num_nodes == 1, gpus=cluster.num_gpus > 0),
+                direct=config.sync.staging == "none" or (config.sync.staging == "auto" and cluster.num_gpus > 0),
             ),
             meter=meter,
             tracer=tracer,

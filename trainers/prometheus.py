@@ -37,7 +37,7 @@ STEP_GAUGES = (
     ("headrace_reference_kl", "train/reference_kl", "KL to the reference model."),
     ("headrace_response_tokens_mean", "rollout/response_length_mean", "Mean tokens of the step's responses."),
     ("headrace_failed_rows", "rollout/failed_rows", "Rows of the step that were masked."),
-    ("headrace_version_lag", "rollout/version_lag", "Policy versions between the oldest row and the trainer."),
+    ("headrace_staleness_max", "staleness/max", "Policy versions between the oldest token trained on and the policy."),
     ("headrace_policy_version", "policy/version", "Policy version that the engines serve."),
     ("headrace_step_seconds", "time/step_s", "Seconds of the step, without its validation."),
     ("headrace_rollout_tokens_per_second", "rollout/tokens_per_s", "Response tokens a second of the rollout stage."),

@@ -32,9 +32,11 @@ def transport(config: Config, *, one_host: bool) -> str:
     return resolve_kind(config.sync.transport, one_host=one_host)
 
 
-def is_lasting(config: Config, *, one_host: bool) -> bool:
-    """Whether engines may read a version of the weights long after it was sent, without the trainer."""
-    return transport(config, one_host=one_host) in LASTING_KINDS
+def is_lasting(config: Config, *, one_host: bool, gpus: bool) -> bool:
+    """Whether engines may read a version of the weights long after it was sent, without the trainer. What lies in GPU
+    memory (`ipc` there) is written over."""
+    kind = transport(config, one_host=one_host)
+    return kind in LASTING_KINDS and not (gpus and kind == "ipc")
 
 
 def threads(config: Config) -> int:
@@ -122,7 +124,9 @@ def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandl
         threads=threads(config),
         seed=config.run.seed,
         engine=None if device is None else engine_config(config, name, model, handle, device),
-        environment=EnvironmentConfig(),
+        environment=EnvironmentConfig(
+            config.rollout.environment, tools=config.rollout.tools, max_turns=config.rollout.max_turns
+        ),
         tokenizer=model,
         rewards=rewards(config),
         data=training_data(config),

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..actors.engines.protocol import CommitReport
 from ..actors.transports.protocol import WeightTransferError, WeightUpdate
@@ -65,12 +64,17 @@ class SyncReport:
 class WeightSync:
     """Driver's side. One sync at a time."""
 
-    def __init__(self, config: SyncConfig, workers: Sequence[Peer], engines: EngineSet, lasting: bool) -> None:
-        """lasting: whether the transport's last versions stay readable, so that another attempt needs no trainer."""
+    def __init__(
+        self, config: SyncConfig, workers: Sequence[Peer], engines: EngineSet, *, lasting: bool, direct: bool
+    ) -> None:
+        """lasting: whether the transport's last versions stay readable, so that another attempt needs no trainer.
+        direct: whether engines may receive straight into their parameters: then all of them start, or none.
+        """
         self._config = config
         self._workers = workers
         self._engines = engines
         self._lasting = lasting
+        self._direct = direct
         self._cached = config.cache or config.delta
         """Whether train rank 0 keeps versions in host memory."""
         self._bound_s = config.timeout_s + MARGIN_S
@@ -82,17 +86,24 @@ class WeightSync:
         Engines left out earlier are tried again if they answer. Raises NoEngineLeft when no engine of the run serves
         the version afterwards, PeerFailed when a train worker died or failed on its own.
         """
-        targets = self._answering(self._engines.engines if engines is None else engines)
+        waiting = self._answering(self._engines.engines if engines is None else engines)
         tally = _Tally()
-        update = self._transfer(version, targets, tally)
-        ready = [engine for engine in targets if engine.name in tally.prepared]
-        self._commit(version, ready, tally)
-        self._last = update
+        for attempt in range(1, ATTEMPTS + 1):
+            failures = self._attempt(version, waiting, tally, again=attempt > 1)
+            failed = [engine for engine in waiting if engine.name in failures]
+            alive = self._alive(failed)
+            for engine in failed:
+                if attempt == ATTEMPTS or self._direct or engine not in alive:
+                    self._engines.leave_out(engine, str(failures[engine.name]))
+            waiting = [engine for engine in waiting if engine.version != version and not engine.left_out]
+            if not waiting:
+                break
+        assert self._last is not None
         serving = [engine for engine in self._engines.active if engine.version == version]
         return SyncReport(
             version=version,
             bytes_sent=sum(report.bytes_sent for report in tally.sends),
-            num_bytes=update.num_bytes,
+            num_bytes=self._last.num_bytes,
             gathers=tally.gathers,
             gather_s=sum(report.gather_s for report in tally.sends),
             pause_s=max((report.pause_s for report in tally.commits), default=0.0),
@@ -106,113 +117,64 @@ class WeightSync:
     def catch_up(self, engine: Engine) -> None:
         """Bring one engine (new, woken, or left out) to the newest version without the train workers' doing.
 
-        From what a lasting transport still holds, or from the trainer's bucket cache (`sync.cache`), beside whatever
-        the train workers do. Raises PeerFailed when it did not work; the engine stays left out then.
+        From what a lasting transport still holds, or from train rank 0's host memory (`sync.cache`), beside whatever
+        the train workers do. Raises PeerFailed when it did not work, and the engine stays as it was; ValueError when
+        there is nothing to catch up from.
         """
         if self._last is None:
             raise ValueError("weights: no version was ever sent, nothing to catch up with")
-        calls = []
-        if self._lasting and self._last.base is None:
-            update = replace(self._last, receivers=(engine.group,))
-        else:
-            update, calls = self._open_cached(self._last.version, [engine])
-        gather([*calls, engine.peer.call("prepare_weights", messages.encode(update))], "catch up", self._bound_s)
-        tally = _Tally()
-        self._commit(update.version, [engine], tally)
-        if not tally.commits:
-            raise PeerFailed(f"catch up: {engine.peer.info}: {engine.left_out}")
+        if not (self._lasting or self._cached):
+            raise ValueError("sync.cache: got false, expected true for engines that catch up by this transport")
+        failures = self._attempt(self._last.version, [engine], _Tally(), again=True)
+        if failures:
+            raise failures[engine.name]
 
     # ------------------------------------------------------------ inside
 
-    def _answering(self, engines: Sequence[Engine]) -> list[Engine]:
-        """Those in use, and of those left out the ones that answer."""
-        asked = [engine for engine in engines if engine.left_out]
-        answers = gather_each([engine.peer.call("info") for engine in asked], "health", HEALTH_S)
-        deaf = {e.name for e, answer in zip(asked, answers, strict=True) if isinstance(answer, PeerFailed)}
-        return [engine for engine in engines if engine.name not in deaf]
-
-    def _transfer(self, version: int, targets: list[Engine], tally: _Tally) -> WeightUpdate:
-        """Send `version` to `targets`; who has it stands in `tally.prepared`, who does not is left out."""
-        waiting = list(targets)
-        update = None
-        for attempt in range(1, ATTEMPTS + 1):
-            if update is None or not (self._lasting or self._cached):
-                update, failures = self._send(version, waiting, tally)
-            elif self._lasting and update.base is None:
-                failures = self._prepare(update, waiting)  # it is still where it was published
-            else:
-                failures = self._send_again(version, waiting, tally)
-            tally.prepared |= {engine.name for engine in waiting if engine.name not in failures}
-            waiting = [engine for engine in waiting if engine.name in failures]
-            alive = self._alive(waiting)
-            for engine in waiting:
-                if attempt == ATTEMPTS or engine not in alive:
-                    self._engines.leave_out(engine, str(failures[engine.name]))
-            waiting = alive
-            if not waiting:
-                break
-        assert update is not None
-        return update
-
-    def _alive(self, engines: list[Engine]) -> list[Engine]:
-        answers = gather_each([engine.peer.call("info") for engine in engines], "health", HEALTH_S)
-        return [engine for engine, answer in zip(engines, answers, strict=True) if not isinstance(answer, PeerFailed)]
-
-    def _send(
-        self, version: int, engines: list[Engine], tally: _Tally
-    ) -> tuple[WeightUpdate, dict[str, PeerFailed | str]]:
-        """One gather and transfer. Returns the update and, by engine, why it does not have the version."""
-        receivers = [(engine.name, engine.num_workers) for engine in engines]
-        [opened] = gather(
-            [self._workers[0].call("open_update", version, receivers, self._base(engines))],
-            "open update",
-            self._bound_s,
-        )
-        update = messages.decode(opened, WeightUpdate)
-        sends = [worker.call("send_weights", opened) for worker in self._workers]
-        prepares = [engine.peer.call("prepare_weights", opened) for engine in engines]
-        outcomes = gather_each([*sends, *prepares], "weight sync", self._bound_s)
-        sent, prepared = outcomes[: len(sends)], outcomes[len(sends) :]
-        failures: dict[str, PeerFailed | str] = {
+    def _attempt(self, version: int, engines: Sequence[Engine], tally: _Tally, *, again: bool) -> dict[str, PeerFailed]:
+        """Announce, transfer and commit. Returns, by engine, why it does not serve the version."""
+        update, sends = self._announce(version, engines, tally, again)
+        payload = messages.encode(update)
+        prepares = [engine.peer.call("prepare_weights", payload) for engine in engines]
+        outcomes = gather_each(prepares, "weight sync", self._bound_s)
+        failures = {
             engine.name: outcome
-            for engine, outcome in zip(engines, prepared, strict=True)
+            for engine, outcome in zip(engines, outcomes, strict=True)
             if isinstance(outcome, PeerFailed)
         }
+        # What an engine has prepared is whole and verified, whatever became of the others.
+        ready = [engine for engine in engines if engine.name not in failures]
+        if failures and self._direct and ready:
+            # They have only joined: nobody may start to load what will not come whole.
+            gather_each([self._workers[0].call("abort_update", "an engine failed")], "abort", HEALTH_S)
+            self._drop(version, ready)
+            ready = []
+        failures |= self._commit(version, ready, tally)
+        sent = gather_each(sends, "weight sync", self._bound_s)
         for outcome in sent:
             if isinstance(outcome, PeerFailed) and not isinstance(outcome.cause, WeightTransferError):
-                self._drop(version, engines)
                 raise outcome
-        tally.gathers += 1
-        if isinstance(sent[0], PeerFailed):
-            # Not sent whole: what the engines that had no failure of their own received is not to be trusted either.
-            failures = {engine.name: failures.get(engine.name, sent[0]) for engine in engines}
-        else:
+        if sent and not isinstance(sent[0], PeerFailed):
             tally.sends.append(messages.decode(sent[0], SendReport))
         self._drop(version, [engine for engine in engines if engine.name in failures])
-        return update, failures
-
-    def _open_cached(self, version: int, engines: Sequence[Engine]) -> tuple[WeightUpdate, list[Call]]:
-        """A version that was sent before, from train rank 0's host memory: its announcement, and the call that sends
-        it, beside whatever the train workers do."""
-        receivers = [(engine.name, engine.num_workers) for engine in engines]
-        [opened] = gather([self._workers[0].call("open_cached", version, receivers)], "open update", self._bound_s)
-        return messages.decode(opened, WeightUpdate), [self._workers[0].call("send_cached", opened)]
-
-    def _send_again(self, version: int, engines: list[Engine], tally: _Tally) -> dict[str, PeerFailed | str]:
-        """Without another gather."""
-        update, [send] = self._open_cached(version, engines)
-        failures = self._prepare(update, engines)
-        [sent] = gather_each([send], "weight sync", self._bound_s)
-        if isinstance(sent, PeerFailed):
-            return {engine.name: failures.get(engine.name, sent) for engine in engines}
-        tally.sends.append(messages.decode(sent, SendReport))
         return failures
 
-    def _prepare(self, update: WeightUpdate, engines: list[Engine]) -> dict[str, PeerFailed | str]:
-        payload = messages.encode(replace(update, receivers=tuple(engine.group for engine in engines)))
-        calls = [engine.peer.call("prepare_weights", payload) for engine in engines]
-        outcomes = gather_each(calls, "weight sync", self._bound_s)
-        return {e.name: found for e, found in zip(engines, outcomes, strict=True) if isinstance(found, PeerFailed)}
+    def _announce(
+        self, version: int, engines: Sequence[Engine], tally: _Tally, again: bool
+    ) -> tuple[WeightUpdate, list[Call]]:
+        """The announcement of `version`, and the calls that send it. `again`: without another gather where possible."""
+        receivers = [(engine.name, engine.num_workers) for engine in engines]
+        if again and self._lasting and self._last is not None and self._last.base is None:
+            return replace(self._last, receivers=tuple(engine.group for engine in engines)), []  # it is still there
+        first = self._workers[0]
+        if again and self._cached:
+            [opened] = gather([first.call("open_cached", version, receivers)], "open update", self._bound_s)
+            return messages.decode(opened, WeightUpdate), [first.call("send_cached", opened)]
+        base = None if again else self._base(engines)
+        [opened] = gather([first.call("open_update", version, receivers, base)], "open update", self._bound_s)
+        self._last = messages.decode(opened, WeightUpdate)
+        tally.gathers += 1
+        return self._last, [worker.call("send_weights", opened) for worker in self._workers]
 
     def _base(self, engines: Sequence[Engine]) -> int | None:
         """The version that a delta may refer to: the one that all of `engines` serve and the trainer sent last."""
@@ -220,20 +182,30 @@ class WeightSync:
             return None
         return self._last.version if {engine.version for engine in engines} == {self._last.version} else None
 
-    def _commit(self, version: int, engines: Sequence[Engine], tally: _Tally) -> None:
+    def _commit(self, version: int, engines: Sequence[Engine], tally: _Tally) -> dict[str, PeerFailed]:
         calls = [engine.peer.call("commit_weights", version, self._config.in_flight) for engine in engines]
+        failures = {}
         for engine, outcome in zip(engines, gather_each(calls, "commit", self._bound_s), strict=True):
             if isinstance(outcome, PeerFailed):
-                self._engines.leave_out(engine, str(outcome))
+                failures[engine.name] = outcome
                 continue
             tally.commits.append(messages.decode(outcome, CommitReport))
             engine.version = version
             self._engines.take_back(engine)
+        return failures
+
+    def _answering(self, engines: Sequence[Engine]) -> list[Engine]:
+        """Those in use, and of those left out the ones that answer."""
+        alive = self._alive([engine for engine in engines if engine.left_out])
+        return [engine for engine in engines if not engine.left_out or engine in alive]
+
+    def _alive(self, engines: Sequence[Engine]) -> list[Engine]:
+        answers = gather_each([engine.peer.call("info") for engine in engines], "health", HEALTH_S)
+        return [engine for engine, answer in zip(engines, answers, strict=True) if not isinstance(answer, PeerFailed)]
 
     def _drop(self, version: int, engines: Sequence[Engine]) -> None:
         """Have engines forget what they have of `version`; those that do not answer have nothing to forget."""
-        calls: list[Any] = [engine.peer.call("drop_weights", version) for engine in engines]
-        gather_each(calls, "drop weights", HEALTH_S)
+        gather_each([engine.peer.call("drop_weights", version) for engine in engines], "drop weights", HEALTH_S)
 
 
 class _Tally:
@@ -242,5 +214,4 @@ class _Tally:
     def __init__(self) -> None:
         self.sends: list[SendReport] = []
         self.commits: list[CommitReport] = []
-        self.prepared: set[str] = set()
         self.gathers = 0

@@ -135,13 +135,18 @@ class _Rows:
         self.lengths = np.zeros(len(self.keys), dtype=np.int64)
         self.reasons = np.full(len(self.keys), "length", dtype="U6")
         self.running = np.ones(len(self.keys), dtype=bool)
+        self.lost_at: dict[int, int] = {}
+        """Row -> version of its first token whose log-prob is not finite."""
 
     def record(self, rows: np.ndarray, step: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         """Take one step's tokens of `rows`."""
         active = self.running[rows]
         written = rows[active]
         self.tokens[written, step] = tokens[active]
-        self.logprobs[written, step] = logprobs[active]
+        self.logprobs[written, step] = kept = logprobs[active]
+        if not np.isfinite(kept).all():
+            for row in written[~np.isfinite(kept)].tolist():
+                self.lost_at.setdefault(row, version)
         self.versions[step] = version
         self.lengths[written] = step + 1
         stops = (tokens[active, None] == self.stop_ids).any(axis=1)
@@ -158,9 +163,9 @@ class _Rows:
 
     def completions(self, request: int) -> list[Completion]:
         own = range(self.bounds[request], self.bounds[request + 1])
-        if not np.isfinite(self.logprobs[own.start : own.stop]).all():
-            version = self.versions[max(self.lengths[own.start : own.stop]) - 1]
-            raise FloatingPointError(f"the model's logits are not finite under policy version {version}")
+        lost = [self.lost_at[row] for row in own if row in self.lost_at] if self.lost_at else []
+        if lost:
+            raise FloatingPointError(f"the model's logits are not finite under policy version {min(lost)}")
         return [
             Completion(
                 token_ids=self.tokens[row, : self.lengths[row]].copy(),

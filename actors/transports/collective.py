@@ -2,6 +2,7 @@
 
     sender    begin, listen ----> all here -> start, group | frame, broadcast, frame, broadcast ... end -> all done
     receiver  connect, hello ---> |           start, group | frame, broadcast, through ...          end -> done
+                                                             (on GPUs the digests are broadcast before the end)
 
 What is said goes over a connection per receiver (`control_link`); only payloads are collective. A receiver whose bucket
 is damaged says so and takes the rest, so that the others get theirs. The group is kept while its members stay the same.
@@ -15,10 +16,11 @@ import functools
 import torch
 
 from ...codecs import messages
+from ...codecs.gpu_digest import as_signed
 from .bounds import Bound
 from .control_link import Note, listen
 from .protocol import BucketFrame, WeightTransferError
-from .rendezvous import Broadcast, Group, MeetingPoint, bounded
+from .rendezvous import Broadcast, Group, MeetingPoint, bounded, meet
 from .roll_call import RollCall
 from .sending import OpenUpdate, Sender
 
@@ -48,6 +50,8 @@ class CollectiveSender(Sender):
         self._ring: list[torch.Tensor] = []
         self._running: list[Broadcast | None] = [None] * _RING
         self._num_payloads = 0
+        self._digests = torch.empty(0, dtype=torch.int64, device=device)
+        """Of the payloads of the open update; on GPUs only."""
 
     def _begin(self, update: OpenUpdate) -> str:
         if self._roll is not None:
@@ -60,6 +64,8 @@ class CollectiveSender(Sender):
         nbytes = max((1, *update.plan.sizes))
         if not self._ring or len(self._ring[0]) < nbytes:
             self._ring = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(_RING)]
+        if self._device.type == "cuda":
+            self._digests = torch.zeros(len(update.plan.sizes), dtype=torch.int64, device=self._device)
         port = self._listener.getsockname()[1]
         return f"{self._host}|{port}|{update.number}"
 
@@ -71,8 +77,10 @@ class CollectiveSender(Sender):
         self._await(update, number, f"no room for bucket {bucket}, not taken")
         return self._ring[number][:nbytes]
 
-    def _send(self, update: OpenUpdate, frame: BucketFrame) -> None:
+    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: torch.Tensor | None) -> None:
         self._start(update)
+        if frame.nbytes and self._device.type == "cuda":
+            self._digests[frame.bucket] = as_signed(frame.checksum) if digest is None else digest
         roll = self._expect_roll()
         roll.tell(Note("frame", frame=frame))
         if frame.nbytes and roll.world > 1:
@@ -87,6 +95,10 @@ class CollectiveSender(Sender):
     def _finish(self, update: OpenUpdate) -> None:
         self._start(update)
         roll, bound = self._expect_roll(), self._bound(update)
+        if self._num_payloads and self._group is not None and self._device.type == "cuda":
+            last = self._num_payloads % _RING
+            self._await(update, last, "the last buckets were not taken")
+            self._running[last] = self._group.broadcast(self._digests.view(torch.uint8))
         roll.tell(Note("end"))
         for number in range(_RING):
             self._await(update, number, "the last buckets were not taken")
@@ -142,23 +154,19 @@ class CollectiveSender(Sender):
                 self._meeting = MeetingPoint(listen(self._host), self.timeout_s)
             self._num_groups += 1
         assert self._meeting is not None
-        name = f"group-{self._num_groups}"
+        name = f"group-{self._meeting.port}-{self._num_groups}"
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         roll.tell(Note("start", f"{name}|{backend}", self._meeting.port, messages.encode(update.plan)))
         if not kept and roll.world > 1:
-            join = functools.partial(
-                Group,
-                self._meeting.store,
-                name,
-                0,
-                roll.world,
-                host=self._host,
-                device=self._device,
-                timeout_s=self.timeout_s,
-            )
+            join = functools.partial(self._join, self._meeting.port, name, roll.world, bound)
             self._group = bounded(join, bound, "making the group", lambda: self._look(update, "making the group"))
             self._members = update.receivers
         self._started = True
+
+    def _join(self, port: int, name: str, world: int, bound: Bound) -> Group:
+        # A client of its own: one that hangs in an earlier group that never came about would hold this one up.
+        store = meet(self._host, port, max(bound.left_s, 1.0))
+        return Group(store, name, 0, world, host=self._host, device=self._device, timeout_s=self.timeout_s)
 
     def _leave_group(self) -> None:
         if self._group is not None:

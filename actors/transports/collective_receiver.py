@@ -113,6 +113,8 @@ class CollectiveStream(Stream):
         self._wanted: torch.Tensor | None = None
         self._ring: list[torch.Tensor] = []
         self._num_in_ring = 0
+        self._digests_due = False
+        """Whether the sender broadcasts digests before the end, which all have to take part in."""
         self._under_way: deque[tuple[BucketFrame, torch.Tensor, Broadcast | None]] = deque()
         self._notes = notes
         self._ended = False
@@ -124,20 +126,34 @@ class CollectiveStream(Stream):
 
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
         while True:
-            self._begin_next(wait=not self._under_way)
+            self._begin_next(_RING, wait=not self._under_way)
             if not self._under_way:
                 break
             frame, payload, running = self._under_way.popleft()
-            self._await(frame, running)
-            self._begin_next(wait=False)  # it arrives while this one is verified and used
+            self._await(f"bucket {frame.bucket} of {len(self.plan.sizes)}", running)
+            self._begin_next(_RING - 1, wait=False)  # it arrives while this one, whose place it cannot have, is used
             yield frame, payload
             self._tell(Note("through", number=frame.bucket))
+
+    def _digests(self) -> torch.Tensor:
+        self._digests_due = False
+        digests = torch.empty(len(self.plan.sizes), dtype=torch.int64, device=self.device)
+        what = "the buckets' digests"
+        try:
+            self._await(what, self._group.broadcast(digests.view(torch.uint8)))
+        except RuntimeError as error:
+            if isinstance(error, WeightTransferError):
+                raise
+            raise self._broken(what, error) from error
+        return digests
+
+    def _confirm(self) -> None:
         self._tell(Note("done"))
         self._done = True
 
-    def _begin_next(self, *, wait: bool) -> None:
-        """Begin to receive what the sender has announced, two payloads at most; wait: for one at least, or the end."""
-        while not self._ended and len(self._under_way) < _RING - 1:
+    def _begin_next(self, num_places: int, *, wait: bool) -> None:
+        """Begin to receive what the sender has announced, into so many places; wait: for one at least, or the end."""
+        while not self._ended and len(self._under_way) < num_places:
             self._hear(self.bound.left_s if wait and not self._notes else 0.0, "waiting for the next bucket")
             if not self._notes:
                 if wait:
@@ -163,6 +179,7 @@ class CollectiveStream(Stream):
     def _receive(self, frame: BucketFrame) -> tuple[BucketFrame, torch.Tensor, Broadcast | None]:
         if not frame.nbytes:
             return frame, torch.empty(0, dtype=torch.uint8, device=self.device), None
+        self._digests_due = self.device.type == "cuda"
         if self._wanted is not None and frame.encoding == "whole":
             begin = self._offsets[frame.bucket]
             payload = self._wanted[begin : begin + frame.nbytes]
@@ -175,10 +192,9 @@ class CollectiveStream(Stream):
         try:
             return frame, payload, self._group.broadcast(payload)
         except RuntimeError as error:
-            raise self._broken(frame, error) from error
+            raise self._broken(f"bucket {frame.bucket} of {len(self.plan.sizes)}", error) from error
 
-    def _await(self, frame: BucketFrame, running: Broadcast | None) -> None:
-        of = f"bucket {frame.bucket} of {len(self.plan.sizes)}"
+    def _await(self, of: str, running: Broadcast | None) -> None:
         try:
             while running is not None and not running.ended(_SLICE_S):
                 self._hear(0.0, of)
@@ -187,10 +203,9 @@ class CollectiveStream(Stream):
         except RuntimeError as error:
             if isinstance(error, WeightTransferError):
                 raise
-            raise self._broken(frame, error) from error
+            raise self._broken(of, error) from error
 
-    def _broken(self, frame: BucketFrame, error: RuntimeError) -> WeightTransferError:
-        of = f"bucket {frame.bucket} of {len(self.plan.sizes)}"
+    def _broken(self, of: str, error: RuntimeError) -> WeightTransferError:
         reason = str(error).strip().splitlines()[0]
         try:  # the sender may know better what happened
             self._hear(min(1.0, self.bound.left_s), f"{of}: {reason}")
@@ -210,11 +225,13 @@ class CollectiveStream(Stream):
         with contextlib.suppress(WeightTransferError):
             self._tell(Note("failed", str(error)))
             while True:
-                self._begin_next(wait=not self._under_way)
+                self._begin_next(_RING - 1, wait=not self._under_way)
                 if not self._under_way:
                     break
                 frame, _, running = self._under_way.popleft()
-                self._await(frame, running)
+                self._await(f"bucket {frame.bucket} of {len(self.plan.sizes)}", running)
+            if self._digests_due:
+                self._digests()
             self._done = True
 
     def _close(self) -> None:

@@ -2,26 +2,42 @@
 
 Bytes go from GPU to GPU (or stay on the one); only frames and counts go through the control page. The same GPU may
 serve both ends, which NCCL refuses.
+
+    sender     fill b, digest b (queued) ---- done on the GPU -> frame b on the page
+    receiver   frame b -> copy or read b (queued) ------------ done on the GPU -> count b on the page
+
+No stream ever waits for another process: that is done by threads, whose waits are bounded, while the GPUs have the
+next bucket's work.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ...codecs import messages
+from ...codecs.gpu_digest import as_signed
 from ...dataplane.stores.shm_folder import ROOT
 from .bounds import Bound, worker_name
 from .control_page import ControlPage, Lease, lease_holders
 from .paged import Contents, PagedSender, PagedStream
 from .protocol import BucketFrame, WeightUpdate
+from .receiving import bucket_offsets
 from .sending import OpenUpdate
 
 RING = 2
+_TICK_S = 2e-5
+"""Between two looks at the page: a bucket takes a few hundred microseconds."""
 _JOINED = 1
 """Added to a receiver's count: 0 stands for one that has not joined."""
+_DIGESTS = 4096
+"""Buckets that there is room for at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +61,28 @@ class CudaIpcSender(PagedSender):
         super().__init__(run_id, timeout_s, root)
         self._device = device
         self._ring: list[torch.Tensor] = []
+        self._digests = torch.empty(0, dtype=torch.int64, device=device)
         self._handles: tuple[bytes, ...] = ()
         self._page: ControlPage | None = None
         self._last: list[int | None] = [None] * RING
         """The bucket that each buffer had last, of the open update."""
         self._num_payloads = 0
+        self._outbox = _Outbox(device)
 
     def _begin(self, update: OpenUpdate) -> str:
-        nbytes = max(1, *update.plan.sizes) if update.plan.sizes else 1
-        if not self._ring or len(self._ring[0]) < nbytes:
+        nbytes = max((1, *update.plan.sizes))
+        if not self._ring or len(self._ring[0]) < nbytes or len(self._digests) < len(update.plan.sizes):
             self._ring = []
             self._ring = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(RING)]
-            self._handles = tuple(_export(buffer) for buffer in self._ring)
+            room = max(_DIGESTS, len(update.plan.sizes))
+            self._digests = torch.zeros(room, dtype=torch.int64, device=self._device)
+            self._handles = tuple(_export(one) for one in (*self._ring, self._digests.view(torch.uint8)))
         self._last = [None for _ in range(RING)]
         self._num_payloads = 0
         if self._page is not None:
             self._page.remove("another update was begun")
-        self._page = self._announce(update, Contents(update.plan, ring=self._handles))
+        place = str(torch.cuda.get_device_properties(self._device).uuid)
+        self._page = self._announce(update, Contents(update.plan, ring=self._handles, place=place))
         return str(self._page.path)
 
     def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
@@ -73,13 +94,13 @@ class CudaIpcSender(PagedSender):
             self._wait(update, before + 1)
         return self._ring[number][:nbytes]
 
-    def _send(self, update: OpenUpdate, frame: BucketFrame) -> None:
+    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: torch.Tensor | None) -> None:
         assert self._page is not None
         if frame.nbytes:
-            torch.cuda.current_stream(self._device).synchronize()  # the checksum has waited for it already
+            self._digests[frame.bucket] = as_signed(frame.checksum) if digest is None else digest
             self._last[self._num_payloads % RING] = frame.bucket
             self._num_payloads += 1
-        self._page.publish(frame)
+        self._outbox.put(self._page, frame)
 
     def _finish(self, update: OpenUpdate) -> None:
         assert self._page is not None
@@ -93,6 +114,7 @@ class CudaIpcSender(PagedSender):
     def _close(self) -> None:
         if self._page is not None:
             self._page.remove("the sender has closed")
+        self._outbox.close()
         self._ring = []
         super()._close()
 
@@ -108,9 +130,10 @@ class CudaIpcSender(PagedSender):
         def through() -> bool:
             nonlocal late, looks
             self._check_ended(update)
+            self._outbox.check()
             late = [rank for rank, count in enumerate(page.counts.tolist()) if count < num_buckets + _JOINED]
             looks += 1
-            if late and looks % 100 == 0:
+            if late and looks % 500 == 0:
                 held = [holder.rpartition(" (pid")[0] for holder in lease_holders(page.path)]
                 gone = [rank for rank in late if page.counts[rank] and names[rank] not in held]
                 if gone:
@@ -124,11 +147,47 @@ class CudaIpcSender(PagedSender):
             ]
             return "; ".join(at), [engines[rank] for rank in ranks]
 
-        bound.wait(through, lambda: told(late, "is late"))
+        bound.wait(through, lambda: told(late, "is late"), _TICK_S)
+
+
+class _Outbox:
+    """Publishes frames in order, each when the GPU has done what was queued before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._frames: queue.SimpleQueue[tuple[ControlPage, BucketFrame, torch.cuda.Event] | None] = queue.SimpleQueue()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="headrace-ipc-frames", daemon=True)
+        self._thread.start()
+
+    def put(self, page: ControlPage, frame: BucketFrame) -> None:
+        """Publish `frame` when the current stream has come to here."""
+        self._frames.put((page, frame, _mark(torch.cuda.current_stream(self._device))))
+
+    def check(self) -> None:
+        """Raises what the GPU failed with."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Return when all is published."""
+        self._frames.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._frames.get()) is not None:
+            page, frame, event = item
+            try:
+                event.synchronize()
+                page.publish(frame)
+            except RuntimeError as error:  # raised by whoever waits for receivers
+                self._failure = error
 
 
 class CudaIpcStream(PagedStream):
-    """Payloads are views of the sender's ring."""
+    """Payloads are views of the sender's ring; copies, when they are wanted elsewhere or the ring is on another GPU."""
+
+    tick_s = _TICK_S
 
     def __init__(
         self,
@@ -141,20 +200,83 @@ class CudaIpcStream(PagedStream):
         rank: int,
     ) -> None:
         super().__init__(update, page, lease, contents, bound)
-        self._ring = ring
+        self._ring, self._sent_digests = ring[:RING], ring[RING].view(torch.int64)
         self._rank = rank
-        self._num_payloads = 0
         self.device = ring[0].device
+        self._offsets = bucket_offsets(contents.plan)
+        self._far = contents.place != str(torch.cuda.get_device_properties(self.device).uuid)
+        self._wanted: torch.Tensor | None = None
+        self._near: list[torch.Tensor] = []
+        """Where payloads from another GPU are copied to."""
+        self._used: list[torch.cuda.Event | None] = [None] * RING
+        """Until when each of them is used."""
+        self._num_payloads = 0
+        self._copies = torch.cuda.Stream(self.device)
+        self._reading: deque[tuple[int, torch.cuda.Event]] = deque()
+        """Buckets, and until when the sender's bytes of them are read."""
         page.counts[rank] = _JOINED
 
-    def _payload(self, frame: BucketFrame) -> torch.Tensor:
-        buffer = self._ring[self._num_payloads % RING]
-        self._num_payloads += bool(frame.nbytes)
-        return buffer[: frame.nbytes]
+    def receive_into(self, memory: torch.Tensor) -> None:
+        if memory.device == self.device:
+            self._wanted = memory
 
-    def _through(self, bucket: int) -> None:
-        torch.cuda.current_stream(self.device).synchronize()  # what was read from the buffer has been read
-        self._page.counts[self._rank] = bucket + 1 + _JOINED
+    def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
+        current = torch.cuda.current_stream(self.device)
+        for bucket in range(len(self.plan.sizes)):
+            self._wait(bucket)
+            frame = self._page.frame(bucket)
+            assert frame is not None
+            number = self._num_payloads % RING
+            self._num_payloads += bool(frame.nbytes)
+            payload = self._ring[number][: frame.nbytes]
+            target = self._target(frame, number)
+            if target is None:
+                yield frame, payload
+                self._reading.append((bucket, _mark(current)))
+                continue
+            with torch.cuda.stream(self._copies):
+                if (used := self._used[number]) is not None:
+                    self._copies.wait_event(used)
+                target.copy_(payload)
+                copied = _mark(self._copies)
+            self._reading.append((bucket, copied))
+            current.wait_event(copied)
+            yield frame, target
+            self._used[number] = _mark(current)
+
+    def _target(self, frame: BucketFrame, number: int) -> torch.Tensor | None:
+        """Where the payload is to be copied; None: it is read where it is."""
+        if not frame.nbytes:
+            return None
+        if self._wanted is not None and frame.encoding == "whole":
+            begin = self._offsets[frame.bucket]
+            return self._wanted[begin : begin + frame.nbytes]
+        if not self._far:
+            return None
+        if not self._near:
+            nbytes = max(self.plan.sizes)
+            with torch.cuda.stream(self._copies):
+                self._near = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(RING)]
+        return self._near[number][: frame.nbytes]
+
+    def _check_page(self, when: str) -> None:
+        super()._check_page(when)
+        # The last one counts when the digests were found right: `_confirm`.
+        while self._reading and self._reading[0][0] < len(self.plan.sizes) - 1 and self._reading[0][1].query():
+            bucket, _ = self._reading.popleft()
+            self._page.counts[self._rank] = bucket + 1 + _JOINED
+
+    def _digests(self) -> torch.Tensor:
+        # All are there: the sender publishes a frame after its digest.
+        return self._sent_digests[: len(self.plan.sizes)]
+
+    def _confirm(self) -> None:
+        self._page.counts[self._rank] = len(self.plan.sizes) + _JOINED
+        super()._confirm()
+
+    def _close(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self._copies)  # before its memory is used for other things
+        super()._close()
 
 
 class RingCache:
@@ -183,6 +305,13 @@ class RingCache:
 
     def close(self) -> None:
         self._ring, self._handles = [], ()
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """What is over when the stream has done what is queued on it now."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
 
 
 def _export(buffer: torch.Tensor) -> bytes:

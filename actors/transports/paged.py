@@ -21,7 +21,7 @@ import torch
 from ...codecs import messages
 from ...codecs.buckets import BucketPlan
 from ...dataplane.stores.shm_folder import PREFIX, ROOT, remove_stale_folders
-from .bounds import Bound
+from .bounds import TICK_S, Bound
 from .control_page import OPEN, WHOLE, WITHDRAWN, ControlPage, Lease
 from .owned_folder import create_owned_folder, owner_lives
 from .protocol import BucketFrame, WeightUpdate
@@ -41,7 +41,10 @@ class Contents:
     slot: str = ""
     """CPU: file name of the bytes, bucket b at `bucket_offsets(plan)[b]`."""
     ring: tuple[bytes, ...] = ()
-    """GPU: buffers, as `cuda_handles` wrote them; payload n is in buffer n modulo their number."""
+    """GPU: the sender's two buffers (payload n is in buffer n modulo 2) and the buckets' digests, as `cuda_ipc` wrote
+    them."""
+    place: str = ""
+    """GPU: which one they are on."""
 
 
 class PagedSender(Sender):
@@ -76,6 +79,8 @@ class PagedSender(Sender):
 class PagedStream(Stream):
     """One update; holds a lease until it is closed."""
 
+    tick_s = TICK_S
+
     def __init__(self, update: WeightUpdate, page: ControlPage, lease: Lease, contents: Contents, bound: Bound) -> None:
         super().__init__(update, contents.plan, bound)
         self._page = page
@@ -88,8 +93,9 @@ class PagedStream(Stream):
             frame = self._page.frame(bucket)
             assert frame is not None
             yield frame, self._payload(frame)
-            self._through(bucket)
-        self.bound.wait(self._is_whole, lambda: ("all buckets came, the sender did not finish", ()))
+
+    def _confirm(self) -> None:
+        self.bound.wait(self._is_whole, lambda: ("all buckets came, the sender did not finish", ()), self.tick_s)
 
     def _wait(self, bucket: int) -> None:
         of = f"bucket {bucket} of {len(self.plan.sizes)}"
@@ -104,7 +110,7 @@ class PagedStream(Stream):
                 raise self.bound.error(f"{of} never came, though the sender finished")
             return False
 
-        self.bound.wait(has_come, lambda: (f"{of} did not come from the sender, {self._page.path}", ()))
+        self.bound.wait(has_come, lambda: (f"{of} did not come from the sender, {self._page.path}", ()), self.tick_s)
 
     def _is_whole(self) -> bool:
         self._check_page("at the end")
@@ -129,9 +135,6 @@ class PagedStream(Stream):
 
     def _payload(self, frame: BucketFrame) -> torch.Tensor:
         raise NotImplementedError
-
-    def _through(self, bucket: int) -> None:
-        """The consumer has asked for what comes after `bucket`."""
 
 
 def join(update: WeightUpdate, bound: Bound) -> tuple[ControlPage, Lease, Contents]:

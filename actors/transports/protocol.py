@@ -60,7 +60,7 @@ class BucketFrame:
     nbytes: int
     """Of the payload; 0 for `same`."""
     checksum: int
-    """`codecs.buckets.checksum` of the payload."""
+    """`codecs.buckets.checksum` of the payload; 0 where a digest was given to `send` instead."""
 
 
 class WeightTransferError(RuntimeError):
@@ -93,8 +93,12 @@ class WeightSender(Protocol):
         """
         ...
 
-    def send(self, frame: BucketFrame) -> None:
-        """Let receivers have what was written into the buffer of `frame.bucket`. Returns at once."""
+    def send(self, frame: BucketFrame, digest: torch.Tensor | None = None) -> None:
+        """Let receivers have what was written into the buffer of `frame.bucket`. Returns at once.
+
+        digest: of a payload on a GPU, its `gpu_digest.device_digest`, queued on the current stream like the payload
+        itself: it then stands for `frame.checksum`, and nobody need wait for it before the update's end.
+        """
         ...
 
     def finish(self) -> None:
@@ -131,7 +135,9 @@ class WeightStream(Protocol):
         ...
 
     def __iter__(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
-        """(frame, payload uint8 `[nbytes]`) of every bucket in order; checksums verified.
+        """(frame, payload uint8 `[nbytes]`) of every bucket in order; checksums verified: on the CPU before the payload
+        is given out, on a GPU all of them when the iteration ends, as nothing is to wait for the GPU in between. There
+        payloads are ready, and valid, in the order of the current stream. Nothing counts before the iteration ended.
 
         Raises WeightTransferError naming what is missing, damaged or late. With a lasting sender the last check after
         the last bucket is that the version was not withdrawn meanwhile.

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ...codecs.buckets import ALIGN, BucketPlan, checksum
+from ...codecs.gpu_digest import device_digest
 from .bounds import Bound, worker_name
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
 
@@ -30,16 +31,22 @@ class Stream:
     def __iter__(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
         """See the protocol."""
         expected = 0
+        found: dict[int, torch.Tensor] = {}
         for frame, payload in self._arrivals():
             try:
                 self._check(frame, payload, expected)
             except WeightTransferError as error:
                 self.give_up(error)
                 raise
+            if payload.is_cuda and frame.nbytes:
+                found[frame.bucket] = device_digest(payload)
             expected += 1
             yield frame, payload
         if expected != len(self.plan.sizes):
             raise self.bound.error(f"bucket {expected} of {len(self.plan.sizes)} never came")
+        if found:
+            self._verify(found)
+        self._confirm()
 
     def receive_into(self, memory: torch.Tensor) -> None:
         """Offer the place where whole buckets are wanted, as for `memory`; call before iterating. May be ignored."""
@@ -56,6 +63,13 @@ class Stream:
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
         """Frames and payloads as they come, not verified; ends after the last one when the update is whole."""
         raise NotImplementedError
+
+    def _digests(self) -> torch.Tensor:
+        """int64 `[buckets]`: the sender's digests of payloads on a GPU, there when all buckets have come."""
+        raise NotImplementedError
+
+    def _confirm(self) -> None:
+        """All of it came, and is right: let the sender know."""
 
     def give_up(self, error: WeightTransferError) -> None:
         """What comes cannot be used here: let the sender know; other receivers must not suffer from it."""
@@ -80,13 +94,26 @@ class Stream:
             raise self.bound.error(f"{name} is a delta, but the update has no base")
         if len(payload) != frame.nbytes:
             raise self.bound.error(f"{name} has {len(payload)} bytes, announced were {frame.nbytes}")
-        if frame.nbytes:
+        if frame.nbytes and not payload.is_cuda:
             found = checksum(payload)
             if found != frame.checksum:
                 raise self.bound.error(
                     f"{name} is damaged: the checksum of its {frame.nbytes} bytes is {found:016x}, "
                     f"{frame.checksum:016x} was sent"
                 )
+
+    def _verify(self, found: dict[int, torch.Tensor]) -> None:
+        """found: digests of payloads on a GPU. Waits for it. Raises when they are not the sender's."""
+        same = torch.stack([*found.values()]) == self._digests()[list(found)]
+        damaged = [bucket for bucket, right in zip(found, same.tolist(), strict=True) if not right]
+        if damaged:
+            error = self.bound.error(
+                f"bucket {damaged[0]} of {len(self.plan.sizes)} is damaged"
+                + (f", and so are {len(damaged) - 1} more" if damaged[1:] else "")
+                + ": digests are not those that were sent"
+            )
+            self.give_up(error)
+            raise error
 
 
 def bucket_offsets(plan: BucketPlan) -> list[int]:

@@ -86,12 +86,12 @@ class Sender:
         update.buffered = bucket
         return buffer
 
-    def send(self, frame: BucketFrame) -> None:
+    def send(self, frame: BucketFrame, digest: torch.Tensor | None = None) -> None:
         """See the protocol. `same` buckets need no buffer."""
         update = self._expect_open()
         if frame.bucket != update.num_sent or (frame.nbytes and frame.bucket != update.buffered):
             raise self._out_of_order(update, frame.bucket)
-        self._send(update, frame)
+        self._send(update, frame, digest)
         update.num_sent, update.buffered = frame.bucket + 1, None
 
     def finish(self) -> None:
@@ -135,7 +135,7 @@ class Sender:
     def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         raise NotImplementedError
 
-    def _send(self, update: OpenUpdate, frame: BucketFrame) -> None:
+    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: torch.Tensor | None) -> None:
         raise NotImplementedError
 
     def _finish(self, update: OpenUpdate) -> None:

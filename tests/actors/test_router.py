@@ -6,14 +6,27 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from headrace.actors.engines.protocol import Completion, EngineBroken, EngineDied, SamplingParams
+from headrace.actors.engines.hf import HfEngine
+from headrace.actors.engines.protocol import (
+    CommitReport,
+    Completion,
+    EngineBroken,
+    EngineDied,
+    GenerationEngine,
+    PauseMode,
+    SamplingParams,
+)
 from headrace.actors.engines.router import LeftOut, NoEngineLeft, Router
 from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.actors.transports.protocol import WeightTransferError
+from headrace.tests.actors.weight_updates import Publisher, receiver, scaled
 
 BOUND_S = 30.0
 
@@ -75,7 +88,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def routed(*engines: ScriptedEngine, timeout_s: float = 10.0, **options: Any) -> Router:
+async def routed(*engines: GenerationEngine, timeout_s: float = 10.0, **options: Any) -> Router:
     router = Router(timeout_s=timeout_s, **options)
     for index, engine in enumerate(engines):
         await router.add(f"e{index}", engine)
@@ -298,5 +311,49 @@ def test_pause_reaches_all_engines_and_those_that_join_meanwhile() -> None:
         await asyncio.gather(*running)
         assert router.names == ("e0", "late")
         np.testing.assert_equal(router.engine_stats()["late"].rows, len(late.calls))
+
+    run(main)
+
+
+def test_weights_reach_all_engines_or_none(model_folder: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        publisher = Publisher(tmp_path)
+        anything = ScriptedEngine(script, latency_s=0.2, receiver=receiver())
+        model = HfEngine(model_folder, receiver=receiver())
+        router = await routed(anything, model)
+        assert router.num_workers == 2
+        with pytest.raises(ValueError, match="the model has no parameter 'w'"):
+            await router.prepare_weights(publisher.publish(1, {"w": torch.ones(2)}))
+        with pytest.raises(ValueError, match="expected the prepared one, none"):
+            await anything.commit_weights(1)
+        await router.prepare_weights(publisher.publish(2, scaled(model_folder, 1.1)))
+        running = asyncio.create_task(router.generate("a", [5], SamplingParams(max_new_tokens=20)))
+        await until(lambda: bool(anything._requests))
+        report = await router.commit_weights(2, "keep")
+        assert (report.version, report.kept, router.version) == (2, 1, 2)
+        assert set((await running)[0].versions.tolist()) <= {0, 2}
+        await router.close()
+        publisher.close()
+
+    run(main)
+
+
+def test_an_engine_that_breaks_over_a_commit_is_left_out(tmp_path: Path) -> None:
+    class Fragile(ScriptedEngine):
+        async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
+            raise WeightTransferError(f"version {version}: bucket 3 of 7 is missing")
+
+    async def main() -> None:
+        publisher = Publisher(tmp_path)
+        sound, fragile = (kind(script, receiver=receiver()) for kind in (ScriptedEngine, Fragile))
+        router = await routed(sound, fragile)
+        await router.prepare_weights(publisher.publish(1, {"w": torch.ones(2)}))
+        await router.commit_weights(1)
+        assert router.names == ("e0",) and "bucket 3 of 7" in router.left_out["e1"]
+        alone = await routed(fragile)
+        with pytest.raises(NoEngineLeft, match="serves version 1.*bucket 3 of 7"):
+            await alone.commit_weights(1)
+        await router.close()
+        publisher.close()
 
     run(main)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from headrace.actors.transports.factory import build_sender
 from headrace.actors.transports.protocol import BucketFrame, ReceiverGroup, WeightUpdate
 from headrace.actors.transports.settings import ReceiverConfig, SenderConfig
-from headrace.codecs.buckets import checksum, plan_buckets, write_piece
+from headrace.codecs.buckets import BucketPlan, checksum, plan_buckets, write_piece
 
 ENGINE = "engine"
 BUCKET_BYTES = 16 << 10
@@ -33,7 +33,7 @@ class Publisher:
 
     def publish(self, version: int, named: Mapping[str, torch.Tensor]) -> WeightUpdate:
         """The announcement of `version`, whole and readable."""
-        plan = plan_buckets({name: (t.dtype, tuple(t.shape)) for name, t in named.items()}, BUCKET_BYTES)
+        plan = _plan(named)
         update = self._sender.begin(version, plan, self._receivers)
         for bucket, size in enumerate(plan.sizes):
             payload = self._sender.buffer(bucket, size)
@@ -43,8 +43,16 @@ class Publisher:
         self._sender.finish()
         return update
 
+    def announce(self, version: int, named: Mapping[str, torch.Tensor]) -> WeightUpdate:
+        """The announcement of `version`, of which no bucket ever comes."""
+        return self._sender.begin(version, _plan(named), self._receivers)
+
     def close(self) -> None:
         self._sender.close()
+
+
+def _plan(named: Mapping[str, torch.Tensor]) -> BucketPlan:
+    return plan_buckets({name: (t.dtype, tuple(t.shape)) for name, t in named.items()}, BUCKET_BYTES)
 
 
 def scaled(folder: str, factor: float) -> dict[str, torch.Tensor]:

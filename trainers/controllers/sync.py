@@ -1,11 +1,11 @@
 """The lock-step controller: roll out, train, sync, and again. Strictly on-policy.
 
-    generate -> claim -> advantages -> plan -> log-probs (prev, ref) -> train -> sync weights -> clear
+    rollouts -> claim -> advantages -> plan -> log-probs (prev, ref) -> train -> sync weights -> clear
         ^                                                                              |
         +------------------------------ next version ---------------------------------+
 
 stage       waits for                                unblocked by
-generate    all rollout actors                       the last group being put
+rollout     all rollout actors                       the last group being put
 claim       prompts_per_step whole groups            the commit of the last group (already there)
 plan        all workers have their shard             -
 log-probs   all workers                              columns written back
@@ -17,35 +17,18 @@ Every wait is bounded by resources.stage_timeout_s or dataplane.timeout_s; a dea
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from .. import grpo
-from ..figures import step_metrics
 from ..grpo import Run, State
-
-AfterStep = Callable[[State, dict[str, float]], None]
-"""Called with the state and the step's metrics when a step is done: log, checkpoint, show."""
+from .step_end import AfterStep, begin_step, end_step, first_validation
 
 
 def run_sync(run: Run, state: State, after_step: AfterStep) -> None:
     """Train from `state` to `algorithm.steps`."""
-    every = run.config.validation.every
-    if every and state.step == 0:
-        after_step(state, {**grpo.validate(run), "policy/version": float(state.version)})
+    first_validation(run, state, after_step)
+    prompts = run.config.algorithm.prompts_per_step
     while state.step < run.config.algorithm.steps:
-        start = time.perf_counter()
-        run.begin_step(state.step + 1)
-        rollouts = grpo.generate(run, state)
-        meta = grpo.with_advantages(run, grpo.claim_batch(run))
-        grpo.ship_plan(run, meta, state.step + 1)
-        passes = grpo.write_logprobs(run) + grpo.train(run)
-        state.step, state.version = state.step + 1, state.version + 1
-        sync = grpo.sync_weights(run, state)
-        grpo.retire(run, meta)
-        seconds = time.perf_counter() - start
-        metrics = step_metrics(run, state, rollouts, passes, meta, seconds, sync)
-        last = state.step == run.config.algorithm.steps
-        if every and (state.step % every == 0 or last):
-            metrics |= grpo.validate(run)
-        after_step(state, metrics)
+        tally = begin_step(run, state)
+        tally.reports += grpo.finish_rollouts(run, grpo.start_rollouts(run, state.position, prompts, state.version))
+        tally.rows.append(grpo.claim_groups(run, prompts, ()))
+        tally.passes += grpo.train_on(run, tally.rows[0], state.step + 1)
+        end_step(run, state, tally, (), after_step)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,6 +31,8 @@ from .names import WeightNames
 from .process import ProcessSettings, VllmProcess
 from .requests import BusyClock, RequestChecks, RunningRequest, completion, nothing
 from .updates import WeightUpdates
+
+T = TypeVar("T")
 
 
 class VllmEngine:
@@ -91,6 +94,7 @@ class VllmEngine:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._control = asyncio.Lock()  # one at a time of: pause, resume, commit, sleep, wake
+        self._frozen = False  # vLLM runs no step
         self._held = False  # paused from outside
         self._asleep = 0
         self._closed = False
@@ -132,7 +136,9 @@ class VllmEngine:
         sampling = self._checks.sampling(request_id, params)
         request = self._in_flight[request_id] = RunningRequest(request_id, params.n)
         try:
-            if await self._admitted(request):
+            await request.admitted(self._flowing)
+            self._expect_usable(f"request {request_id!r}")
+            if request.submitted:
                 completions = await self._samples(request, prompt, sampling)
             else:
                 completions = [nothing() for _ in range(params.n)]
@@ -145,19 +151,6 @@ class VllmEngine:
         self.stats.rows += params.n
         self.stats.tokens += sum(len(one.token_ids) for one in completions)
         return completions
-
-    async def _admitted(self, request: RunningRequest) -> bool:
-        """Wait until the engine is resumed; False when the request was aborted before."""
-        while not self._flowing.is_set() and not request.aborted.is_set():
-            waits = [asyncio.ensure_future(event.wait()) for event in (self._flowing, request.aborted)]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
-        self._expect_usable(f"request {request.id!r}")
-        request.submitted = not request.aborted.is_set()
-        return request.submitted
 
     async def _samples(
         self, request: RunningRequest, prompt: list[int], sampling: list[library.SamplingParams]
@@ -217,26 +210,41 @@ class VllmEngine:
     async def pause(self, mode: PauseMode = "wait") -> None:
         """No token is made between return and `resume`; requests that come meanwhile wait. See PauseMode."""
         expect_pause_mode(mode)
-        async with self._control:
+
+        async def pause() -> None:
             self._held = True
             await self._freeze(mode)
 
+        await self._alone(pause())
+
     async def resume(self) -> None:
-        async with self._control:
+        async def resume() -> None:
             self._held = False
             await self._thaw()
+
+        await self._alone(resume())
+
+    async def _alone(self, change: Coroutine[Any, Any, T]) -> T:
+        """One change of the engine's state at a time, and whole: when the caller is cancelled, it still goes on to its
+        end. Else weights could be new and their version old."""
+
+        async def locked() -> T:
+            async with self._control:
+                return await change
+
+        return await asyncio.shield(asyncio.ensure_future(locked()))
 
     async def _freeze(self, mode: PauseMode) -> tuple[int, int]:
         """(requests that were kept, requests that were ended). `wait` is as `keep` on an engine that is frozen: there
         nothing ends."""
-        frozen = not self._flowing.is_set()
         self._flowing.clear()
         running = [request for request in self._in_flight.values() if request.submitted]
-        if not frozen:
+        if not self._frozen:
             if mode == "wait":
                 for request in running:
                     await request.done.wait()
             await self._process.pause()
+            self._frozen = True
             self._busy.change(paused=True)
         running = [request for request in running if not request.done.is_set()]
         if mode == "abort":
@@ -249,15 +257,19 @@ class VllmEngine:
         if self._flowing.is_set() or self._held or self._asleep or self._broken:
             return
         await self._process.resume()
+        self._frozen = False
         self._busy.change(paused=False)
         self._flowing.set()
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached keys and values of earlier prompts. Requests that run compute theirs anew."""
-        async with self._control:
+
+        async def reset() -> None:
             await self._freeze("keep")
             await self._process.forget_keys_and_values()
             await self._thaw()
+
+        await self._alone(reset())
 
     # ---------------------------------------------------------------- weights
 
@@ -267,7 +279,7 @@ class VllmEngine:
         Cancelling the call ends the reception.
         """
         self._expect_alive(f"weights of version {update.version}")
-        await self._updates.prepare(update, self._version)
+        await self._updates.prepare(update, lambda: self._version)
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
         """Serve the prepared `version`; see the protocol. Kept requests compute their keys and values anew, so that
@@ -279,12 +291,18 @@ class VllmEngine:
         """
         self._expect_alive(f"weights of version {version}")
         expect_pause_mode(in_flight)
-        async with self._control:
-            if version != self._updates.prepared:
-                raise ValueError(f"weights: version {version} is not the prepared one ({self._updates.prepared})")
+        self._updates.expect(version)
+        return await self._alone(self._commit(version, in_flight))
+
+    async def _commit(self, version: int, in_flight: PauseMode) -> CommitReport:
+        async with self._updates.turn:
             started = time.perf_counter()
+            self._updates.expect(version)
             kept, aborted = await self._freeze(in_flight)
             stopped = time.perf_counter()
+            if self._updates.prepared != version:  # it was dropped meanwhile
+                await self._thaw()
+                self._updates.expect(version)
             try:
                 if self._asleep and self._process.can_sleep:
                     await self._process.wake(["weights"])
@@ -322,19 +340,23 @@ class VllmEngine:
         On a CPU nothing is given."""
         if level not in (1, 2):
             raise ValueError(f"sleep level: got {level}, expected 1 or 2")
-        async with self._control:
+
+        async def sleep() -> None:
             if self._asleep:
                 return
-            await self._freeze("wait" if self._flowing.is_set() else "abort")
+            await self._freeze("abort" if self._frozen else "wait")
             self._asleep = level
             if self._process.can_sleep:
                 await self._process.sleep(level)
                 if level == 2:
                     self._broken = "sleep(2) dropped its weights"
 
+        await self._alone(sleep())
+
     async def wake(self) -> None:
         """Inverse of sleep. Idempotent."""
-        async with self._control:
+
+        async def wake() -> None:
             if not self._asleep:
                 return
             if self._process.can_sleep:
@@ -342,6 +364,8 @@ class VllmEngine:
                 await self._process.pause()  # vLLM goes on by itself once all its memory is back
             self._asleep = 0
             await self._thaw()
+
+        await self._alone(wake())
 
     async def close(self) -> None:
         """End vLLM's processes; requests in flight return what they have. Idempotent."""

@@ -2,57 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 
 from . import library
+from .copy_plan import CopyPlan, ParameterPlaces, PlanRecorder
+from .names import WeightNames
 
 
 class ModelLoader:
     """Replaces all weights of one model; `start -> load* -> finish`.
 
-    In place, `load_weights` writes into the live parameters: three to four times as fast, and legal only while those
-    are still as the loader made them. Layer by layer, vLLM lays the checkpoint's parameters out anew, loads, has its
-    kernels repack them, and copies the result to where the kernels read. Which of the two is decided by looking at
-    the model that is really there, at every start.
+    In place, weights are written into the live parameters: legal only while those are still as the model's loaders made
+    them. The first time by the loaders, which are watched; from then on by the copies that they made (`copy_plan`), as
+    long as the parameters stay where they are. Layer by layer, vLLM lays the checkpoint's parameters out anew, loads,
+    has its kernels repack them, and copies the result to where the kernels read. Which of the two is decided by looking
+    at the model that is really there.
     """
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
         self._model: Any = model
         self._config = vllm_config
+        self._names: WeightNames | None = None
+        self._plan: CopyPlan | None = None
+        self._refused: tuple[ParameterPlaces, str] | None = None
+        """For which parameters there can be no plan, and why."""
+        self._recorder: PlanRecorder | None = None
         self.in_place = False
         """Whether the session that is open writes into live parameters."""
         self.way = ""
-        """How the last session loaded, and why not in place."""
+        """How the last session loaded: `in place`, by copies; `in place by the loaders: `, `layerwise: ` and why."""
 
-    def start(self) -> None:
-        """Open a session."""
+    def start(self, names: WeightNames | None, sent: Collection[str]) -> None:
+        """Open a session, in which the weights `sent` (HF names) will come; names: of the model."""
+        self._names, self._recorder = names, None
+        if self._plan is not None and self._plan.loads(sent):
+            self.in_place, self.way = True, "in place"
+            return
+        self._plan = None
         hindrance = library.in_place_hindrance(self._model)
         self.in_place = not hindrance
-        self.way = "in place" if self.in_place else f"layerwise: {hindrance}"
         if not self.in_place:
+            self.way = f"layerwise: {hindrance}"
             with library.set_current_vllm_config(self._config):
                 library.forget_moe_kernels(self._model)
                 library.initialize_layerwise_reload(self._model)
+        elif self._refused is not None and self._refused[0].stand():
+            self.way = f"in place by the loaders: {self._refused[1]}"
+        else:
+            self._recorder = PlanRecorder(self._model)
+            self.way = "in place by the loaders: the first time"
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load some weights under their checkpoint names; any split, but each once a session."""
-        with library.set_current_vllm_config(self._config), torch.no_grad():
-            self._model.load_weights(iter(weights))
+        """Load some weights under their HF names; any split, but each once a session. On a GPU the copies are queued
+        on the current stream."""
+        weights = list(weights)
+        if self._plan is not None and self._plan.fits(weights):
+            with torch.no_grad():
+                self._plan.load(weights)
+        elif self._recorder is not None:
+            with self._recorder.watching(weights):
+                self._load(weights)
+        else:
+            self._load(weights)
 
     def finish(self) -> None:
         """Close the session: repacked, in place for the kernels, done on the device."""
         if not self.in_place:
             with library.set_current_vllm_config(self._config):
                 library.finalize_layerwise_reload(self._model, self._config.model_config)
+        if self._recorder is not None:
+            found = self._recorder.plan()
+            if isinstance(found, CopyPlan):
+                self._plan = found
+            else:
+                self._refused = ParameterPlaces(self._model), found
+            self._recorder = None
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
     def abandon(self) -> None:
         """End a session that broke off. The weights are in pieces, but the next session starts as if there had been
         none: layerwise reload would go on counting from where this one stopped."""
+        self._recorder = None
         if not self.in_place:
             with library.set_current_vllm_config(self._config):
                 library.finalize_layerwise_reload(self._model, self._config.model_config)
+
+    def _load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        named = weights if self._names is None else self._names.checkpoint(weights)
+        with library.set_current_vllm_config(self._config), torch.no_grad():
+            self._model.load_weights(iter(named))

@@ -98,6 +98,7 @@ class VllmProcess:
         Not `AsyncLLM.pause_generation`: that sleeps 20 ms for outputs to come through, which `drain` knows exactly.
         """
         await self._bounded("pause", self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+        self.llm._run_output_handler()  # it runs from the first request on, and there may have been none
         await self.versions.drain()
 
     async def resume(self) -> None:

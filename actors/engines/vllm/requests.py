@@ -30,6 +30,17 @@ class RunningRequest:
         """What the call is to raise instead of returning."""
         self.done = asyncio.Event()
 
+    async def admitted(self, flowing: asyncio.Event) -> None:
+        """Wait until requests flow, or this one is aborted: it is not `submitted` then."""
+        while not flowing.is_set() and not self.aborted.is_set():
+            waits = [asyncio.ensure_future(event.wait()) for event in (flowing, self.aborted)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        self.submitted = not self.aborted.is_set()
+
 
 class RequestChecks:
     """What a model can be asked for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
+from collections.abc import Callable
 
 from ....codecs import messages
 from ...transports.protocol import WeightTransferError, WeightUpdate
@@ -25,20 +26,25 @@ class WeightUpdates:
         self._process = process
         self._receiver_info = None if receiver is None else {"receiver": pickle.dumps(receiver), "model": model}
         self._opened = False
-        self._one = asyncio.Lock()
+        self.turn = asyncio.Lock()
+        """Held while a version is prepared, and by the engine while it commits one."""
+        self._arriving: int | None = None
         self.prepared: int | None = None
         """The version that can be loaded."""
         self.way = ""
         """How the last one was loaded: `in place`, or `layerwise: ` and why."""
 
-    async def prepare(self, update: WeightUpdate, current: int) -> None:
-        """Have the workers receive and verify `update`. When this fails or is cancelled, what came is dropped.
+    async def prepare(self, update: WeightUpdate, current: Callable[[], int]) -> None:
+        """Have the workers receive and verify `update`. When this fails or is cancelled, what came is dropped; what is
+        still arriving is given up for a newer announcement.
 
         current: the version that is served. Raises WeightTransferError, or ValueError naming what does not fit.
         """
-        async with self._one:
-            if update.version <= current:
-                raise ValueError(f"weights: got version {update.version}, expected one above the current {current}")
+        if self._arriving is not None:
+            await self.drop(self._arriving)
+        async with self.turn:
+            if update.version <= current():
+                raise ValueError(f"weights: got version {update.version}, expected one above the current {current()}")
             if self._receiver_info is None:
                 raise ValueError("weights: the engine was built without a receiver")
             if not self._opened:
@@ -46,13 +52,21 @@ class WeightUpdates:
                 self._opened = True
             if self.prepared is not None:
                 await self.drop(self.prepared)
+            self._arriving = update.version
             try:
                 await self._process.call("headrace_prepare", messages.encode(update))
                 await self._arrival(update)
             except BaseException:
                 await asyncio.shield(self.drop(update.version))
                 raise
+            finally:
+                self._arriving = None
             self.prepared = update.version
+
+    def expect(self, version: int) -> None:
+        """Raises ValueError unless `version` is prepared."""
+        if version != self.prepared:
+            raise ValueError(f"weights: version {version} is not the prepared one ({self.prepared})")
 
     async def drop(self, version: int) -> None:
         """Forget a prepared version, or end its reception. Idempotent."""

@@ -33,7 +33,7 @@ class LoadReport:
 
     seconds: float
     way: str
-    """`in place`, or `layerwise: ` and why."""
+    """`in place`; `in place by the loaders: ` or `layerwise: `, and why."""
     error: str = ""
     """Of a load that broke off; the model is then in pieces."""
     in_transfer: bool = False

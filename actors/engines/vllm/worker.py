@@ -73,7 +73,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         self._inbox = WeightInbox(replace(config, device=str(self.device)), self.parallel_config.rank)
 
     def start_weight_update(self) -> None:
-        self.loader.start()
+        self.loader.start(self._names, () if self._inbox is None else self._inbox.names)
 
     def receive_weights(self, update_info: StagedVersion) -> None:
         inbox, names = self._opened()
@@ -82,7 +82,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         staged = inbox.staged
         if staged is not None:
             assert staged.version == update_info.version
-            self.loader.load(names.checkpoint(staged.named.items()))
+            self.loader.load(staged.named.items())
         else:
             self._load_arriving(inbox, names, self._update)
 
@@ -92,6 +92,11 @@ class StagedWeightEngine(library.WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         self.loader.finish()
+
+    @staticmethod
+    def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
+        """The trainer's end is a WeightPublisher; 0.26 wants this method to be there."""
+        raise NotImplementedError("weights are published by a WeightPublisher")
 
     def shutdown(self) -> None:
         if self._inbox is not None:
@@ -158,7 +163,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
             if not self.loader.in_place:
                 # Layerwise reload keeps tensors until their layer is whole; these are gone with the next bucket.
                 whole = [(name, tensor.clone()) for name, tensor in whole]
-            self.loader.load(names.checkpoint(whole))
+            self.loader.load(whole)
         names.check_complete(got)
 
     def _opened(self) -> tuple[WeightInbox, WeightNames]:

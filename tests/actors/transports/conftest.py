@@ -14,7 +14,7 @@ from headrace.actors.transports.factory import TRANSPORT_KINDS
 from headrace.actors.transports.settings import ReceiverConfig, SenderConfig
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.tests.actors.replica_ranks import data_plane
-from headrace.tests.actors.transports.transport_peers import Crew
+from headrace.tests.actors.transports.transport_peers import Crew, end_resting
 
 _NUMBER = itertools.count()
 BUCKET_BYTES = 1 << 20
@@ -24,6 +24,12 @@ BUCKET_BYTES = 1 << 20
 def kind(request: pytest.FixtureRequest) -> str:
     """Each transport in turn."""
     return request.param
+
+
+@pytest.fixture(scope="session", autouse=True)
+def resting_workers() -> Iterator[None]:
+    yield
+    end_resting()
 
 
 @pytest.fixture(scope="session")

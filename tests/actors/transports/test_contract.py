@@ -10,7 +10,8 @@ import torch
 from headrace.actors.transports.factory import build_receiver, build_sender
 from headrace.actors.transports.protocol import BucketFrame, ReceiverGroup, WeightTransferError
 from headrace.actors.transports.settings import ReceiverConfig, SenderConfig
-from headrace.tests.actors.transports.transport_peers import Crew, outcome, plan_of, publish, weights
+from headrace.tests.actors.transports.sample_weights import plan_of, publish, weights
+from headrace.tests.actors.transports.transport_peers import Crew, outcome
 
 LASTING = ("ipc", "store", "disk")
 

@@ -1,4 +1,4 @@
-"""Shared by the transports' tests: weights, a plain publisher, and processes that receive or send."""
+"""Shared by the transports' tests: processes that receive or send, and crews of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,99 +18,19 @@ import torch
 
 from headrace.actors.transports.factory import build_sender
 from headrace.actors.transports.protocol import (
-    BucketFrame,
     ReceiverGroup,
-    WeightSender,
     WeightTransferError,
     WeightUpdate,
 )
 from headrace.actors.transports.settings import ReceiverConfig, SenderConfig, Staging
 from headrace.actors.transports.staging import WeightInbox
-from headrace.codecs.bucket_delta import encode_sparse
-from headrace.codecs.buckets import BucketPlan, checksum, plan_buckets, write_piece
+from headrace.tests.actors.transports.sample_weights import equal, plan_of, publish, weights
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["headrace.actors.transports.staging", "headrace.codecs.bucket_delta"])
 GRACE_S = 2.5
 """Beyond its bound that a call may take on a machine with other things to do."""
 START_S = 60.0
-
-Named = dict[str, torch.Tensor]
-
-
-def weights(seed: int, rows: int = 50) -> Named:
-    """Odd tensors: strided, empty, a scalar, dtypes of 1, 2, 4 and 8 bytes. rows: 50 makes 3 KiB."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "embed": torch.randn(rows, 8, generator=generator),
-        "half": torch.randn(33, generator=generator).bfloat16(),
-        "strided": torch.randn(6, 10, generator=generator, requires_grad=True).t(),
-        "empty": torch.zeros(0, 4),
-        "count": torch.arange(7) + seed,
-        "scalar": torch.tensor(float(seed)),
-        "byte": torch.full((1,), seed % 256, dtype=torch.uint8),
-        "head": torch.randn(rows, 8, generator=generator),
-    }
-
-
-def plan_of(named: Mapping[str, torch.Tensor], bucket_bytes: int) -> BucketPlan:
-    return plan_buckets({name: (t.dtype, tuple(t.shape)) for name, t in named.items()}, bucket_bytes)
-
-
-def bucket_bytes_of(plan: BucketPlan, bucket: int, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    out = torch.zeros(plan.sizes[bucket], dtype=torch.uint8)
-    for entry in plan.in_bucket(bucket):
-        write_piece(entry, named[entry.name], out)
-    return out
-
-
-def payloads(
-    plan: BucketPlan, named: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None
-) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
-    """Frame and payload of each bucket, against `base` when there is one."""
-    for bucket in range(len(plan.sizes)):
-        payload, encoding = bucket_bytes_of(plan, bucket, named), "whole"
-        if base is not None:
-            old = bucket_bytes_of(plan, bucket, base)
-            if torch.equal(payload, old):
-                payload, encoding = payload[:0], "same"
-            else:
-                sparse = encode_sparse(payload.numpy(), old.numpy(), 1)
-                if sparse is not None:
-                    payload, encoding = torch.from_numpy(sparse), "sparse"
-        yield BucketFrame(bucket, encoding, len(payload), checksum(payload) if len(payload) else 0), payload
-
-
-def publish(
-    sender: WeightSender,
-    plan: BucketPlan,
-    named: Mapping[str, torch.Tensor],
-    base: Mapping[str, torch.Tensor] | None = None,
-    *,
-    tamper: Callable[[int, torch.Tensor], None] | None = None,
-    pause_s: float = 0.0,
-) -> list[str]:
-    """Send the open update. tamper(bucket, buffer): after the checksum was taken. Returns the encodings used."""
-    used = []
-    for frame, payload in payloads(plan, named, base):
-        if frame.nbytes:
-            buffer = sender.buffer(frame.bucket, frame.nbytes)
-            buffer.copy_(payload)
-            if tamper is not None:
-                tamper(frame.bucket, buffer)
-        sender.send(frame)
-        used.append(frame.encoding)
-        if pause_s:
-            time.sleep(pause_s)  # the gather of the next bucket
-    sender.finish()
-    return used
-
-
-def equal(got: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor]) -> bool:
-    return list(got) == list(sent) and all(
-        got[name].dtype == t.dtype and got[name].shape == t.shape and torch.equal(got[name], t.detach())
-        for name, t in sent.items()
-    )
 
 
 # ---------------------------------------------------------------- processes
@@ -138,6 +58,12 @@ class PeerProcess:
         self.process = _CONTEXT.Process(target=_serve, args=(theirs, host, args), daemon=True)
         self.process.start()
         theirs.close()
+        self._calls = 0
+
+    @property
+    def is_free(self) -> bool:
+        """Alive, and all its answers were taken."""
+        return not self._pipe.closed and self.process.is_alive() and not self._calls
 
     @property
     def pid(self) -> int:
@@ -145,12 +71,14 @@ class PeerProcess:
         return self.process.pid
 
     def start(self, method: str, *args: Any) -> None:
+        self._calls += 1
         self._pipe.send((method, args))
 
     def answer(self, timeout_s: float = START_S) -> Answer:
         """Raises EOFError when the process is dead, and fails when it does not answer."""
         if not self._pipe.poll(timeout_s):
             pytest.fail(f"process {self.pid}: no answer within {timeout_s} s")
+        self._calls -= 1
         return self._pipe.recv()
 
     def call(self, method: str, *args: Any) -> Answer:
@@ -244,9 +172,14 @@ class ReceiverHost:
         staged = self._inbox.staged
         return staged is not None and equal(staged.named, expected)
 
-    def choose(self, staging: Staging) -> None:
+    def become(self, config: ReceiverConfig, worker: int) -> None:
+        """Another worker, without the pains of birth."""
         self._inbox.close()
-        self._inbox = WeightInbox(replace(self._config, staging=staging), self._worker)
+        self._config, self._worker = config, worker
+        self._inbox = WeightInbox(config, worker)
+
+    def choose(self, staging: Staging) -> None:
+        self.become(replace(self._config, staging=staging), self._worker)
 
     def prepare_and_drop(self, update: WeightUpdate, after_s: float) -> None:
         """drop: by another thread, while it is received."""
@@ -287,21 +220,41 @@ class SenderHost:
 class Crew:
     """A sender in this process and two engines of two workers each in others."""
 
-    def __init__(self, kind: str, sender: SenderConfig, receiver: ReceiverConfig) -> None:
+    def __init__(
+        self,
+        kind: str,
+        sender: SenderConfig,
+        receiver: ReceiverConfig,
+        devices: Mapping[tuple[str, int], str] | None = None,
+    ) -> None:
+        """devices: of workers that have one of their own."""
+        self._devices = devices or {}
         self.kind = kind
         self.config = sender
         self._receiver = receiver
         self.sender = build_sender(kind, sender)
-        self.groups = (ReceiverGroup("engine-0", 2), ReceiverGroup("engine-1", 2))
+        sizes = {engine: 2 for engine in ("engine-0", "engine-1")} if devices is None else {}
+        for engine, worker in self._devices:
+            sizes[engine] = max(sizes.get(engine, 0), worker + 1)
+        self.groups = tuple(ReceiverGroup(engine, size) for engine, size in sizes.items())
         self.workers: dict[tuple[str, int], PeerProcess] = {}
         for group in self.groups:
             for worker in range(group.num_workers):
                 self.start_worker(group.engine, worker)
 
     def start_worker(self, engine: str, worker: int) -> PeerProcess:
-        config = ReceiverConfig(engine, self._receiver.staging, "cpu", self._receiver.data_plane)
-        self.workers[engine, worker] = PeerProcess(ReceiverHost, config, worker)
-        return self.workers[engine, worker]
+        device = self._devices.get((engine, worker), self._receiver.device)
+        config = replace(self._receiver, engine=engine, device=device)
+        old = self.workers.get((engine, worker))
+        if old is not None:
+            _rest(old)
+        if _RESTING:
+            peer = _RESTING.pop()
+            peer.call("become", config, worker).expect()
+        else:
+            peer = PeerProcess(ReceiverHost, config, worker)
+        self.workers[engine, worker] = peer
+        return peer
 
     def of(self, groups: Sequence[ReceiverGroup]) -> list[PeerProcess]:
         return [self.workers[group.engine, worker] for group in groups for worker in range(group.num_workers)]
@@ -339,9 +292,26 @@ class Crew:
             self.sender.close()
         finally:
             for peer in self.workers.values():
-                peer.ask_to_end()
-            for peer in self.workers.values():
-                peer.end()
+                _rest(peer)
+
+
+_RESTING: list[PeerProcess] = []
+"""Workers of crews that are closed: a process takes a second to start."""
+
+
+def _rest(peer: PeerProcess) -> None:
+    if peer.is_free and not peer.call("become", ReceiverConfig("nobody"), 0).error:
+        _RESTING.append(peer)
+    else:
+        peer.end()
+
+
+def end_resting() -> None:
+    """At the end of all tests."""
+    for peer in _RESTING:
+        peer.ask_to_end()
+    while _RESTING:
+        _RESTING.pop().end()
 
 
 def outcome(call: Callable[[], Any]) -> Answer:

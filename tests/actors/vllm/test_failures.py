@@ -21,7 +21,8 @@ from headrace.tests.actors.weight_updates import ENGINE, Publisher
 pytestmark = pytest.mark.vllm
 PROMPT = [5, 6, 7, 13]
 SHORT = SamplingParams(n=2, max_new_tokens=8)
-LONG = SamplingParams(n=2, max_new_tokens=400, temperature=0.0)
+LONG = SamplingParams(n=16, max_new_tokens=400)
+"""Some of its samples run on for a hundred tokens and more, whatever the weights."""
 
 
 class UnstagedSubject(Subject):
@@ -81,6 +82,33 @@ def test_an_engine_whose_load_broke_off_serves_nothing_until_a_whole_version_com
         completions = await engine.generate("healed", PROMPT, SHORT)
         unstaged.expect_logprobs(PROMPT, completions)
         assert all((one.versions == old + 2).all() for one in completions)
+
+    unstaged.run(main())
+
+
+def test_a_cancelled_commit_goes_on_to_its_end_and_a_dropped_one_does_not_begin(unstaged: Subject) -> None:
+    async def main() -> None:
+        engine, old = unstaged.engine, unstaged.engine.version
+        await engine.prepare_weights(unstaged.update())
+        running = asyncio.create_task(engine.generate("running", PROMPT, LONG))
+        await asyncio.sleep(0.02)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.commit_weights(old + 1, "wait"), 0.01)
+        assert all((one.versions == old).all() for one in await running)
+        completions = await engine.generate("after", PROMPT, SHORT)
+        unstaged.expect_logprobs(PROMPT, completions)
+        assert engine.version == old + 1 and all((one.versions == old + 1).all() for one in completions)
+
+        await engine.prepare_weights(unstaged.publisher.publish(old + 2, unstaged.weights()))
+        running = asyncio.create_task(engine.generate("running", PROMPT, LONG))
+        await asyncio.sleep(0.02)
+        commit = asyncio.create_task(engine.commit_weights(old + 2, "wait"))
+        await asyncio.sleep(0.01)
+        await engine.drop_weights(old + 2)
+        with pytest.raises(ValueError, match=f"version {old + 2} is not the prepared one"):
+            await commit
+        await running
+        assert all((one.versions == old + 1).all() for one in await engine.generate("on", PROMPT, SHORT))
 
     unstaged.run(main())
 
