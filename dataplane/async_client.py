@@ -20,6 +20,7 @@ from .links import Link
 from .meta import KVBatchMeta
 from .operations import Ask, Fields, Operations, Steps, Work
 from .requests import body_of
+from .samplers import TaskConfig
 from .status import DataPlaneStatus
 
 T = TypeVar("T")
@@ -42,7 +43,9 @@ class AsyncDataPlaneClient:
         """What this client has moved so far."""
         return self._operations.stats
 
-    async def register(self, partition: str, schema: Schema, tasks: Sequence[str] = (), *, group_size: int = 1) -> None:
+    async def register(
+        self, partition: str, schema: Schema, tasks: Sequence[str | TaskConfig] = (), *, group_size: int = 1
+    ) -> None:
         """See `DataPlaneClient.register`."""
         await self._run("register", self._operations.register(partition, schema, tasks, group_size))
 
@@ -94,10 +97,13 @@ class AsyncDataPlaneClient:
         n: int,
         *,
         whole_groups: bool = False,
+        min_version: int | None = None,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
         """See `DataPlaneClient.claim`."""
-        return await self._run("claim", self._operations.claim(partition, task, fields, n, whole_groups, timeout_s))
+        return await self._run(
+            "claim", self._operations.claim(partition, task, fields, n, whole_groups, min_version, timeout_s)
+        )
 
     async def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:
         """See `DataPlaneClient.release`."""
@@ -106,6 +112,22 @@ class AsyncDataPlaneClient:
     async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None) -> int:
         """See `DataPlaneClient.clear`."""
         return await self._run("clear", self._operations.clear(partition, keys, timeout_s))
+
+    async def clear_stale(
+        self,
+        partition: str,
+        task: str,
+        fields: Sequence[str],
+        min_version: int,
+        *,
+        whole_groups: bool = False,
+        timeout_s: float | None = None,
+    ) -> tuple[str, ...]:
+        """See `DataPlaneClient.clear_stale`."""
+        return await self._run(
+            "clear_stale",
+            self._operations.clear_stale(partition, task, fields, min_version, whole_groups, timeout_s),
+        )
 
     async def status(self, partition: str | None = None, *, timeout_s: float | None = None) -> DataPlaneStatus:
         """See `DataPlaneClient.status`."""

@@ -19,6 +19,7 @@ from .links import Link
 from .meta import KVBatchMeta
 from .operations import Ask, Fields, Operations, Steps, Work
 from .requests import body_of
+from .samplers import TaskConfig
 from .status import DataPlaneStatus
 
 T = TypeVar("T")
@@ -42,10 +43,14 @@ class DataPlaneClient:
         """What this client has moved so far."""
         return self._operations.stats
 
-    def register(self, partition: str, schema: Schema, tasks: Sequence[str] = (), *, group_size: int = 1) -> None:
+    def register(
+        self, partition: str, schema: Schema, tasks: Sequence[str | TaskConfig] = (), *, group_size: int = 1
+    ) -> None:
         """Declare a partition: its fields, its consumers, and (if over 1) the rows of a whole group.
 
-        Idempotent with equal arguments, from any process; ValueError naming what differs otherwise.
+        tasks: a TaskConfig says in what order the task's claims take rows; a name alone means lowest version first.
+        Idempotent with equal arguments, from any process; ValueError naming what differs otherwise, or for a sampler
+        that cannot be built in the directory's process (which imports it).
         """
         self._run("register", self._operations.register(partition, schema, tasks, group_size))
 
@@ -116,16 +121,23 @@ class DataPlaneClient:
         n: int,
         *,
         whole_groups: bool = False,
+        min_version: int | None = None,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
         """Lease n rows with all of `fields` written to this caller: no other claim of `task` gets them.
 
-        Lowest version first, then in order of arrival; whole_groups: group by group (n a multiple of group_size).
+        In the order of the task's sampler (if none was registered: lowest version first, then in order of arrival);
+        whole_groups: group by group (n a multiple of group_size). min_version: rows of a lower version, groups with
+        such a row, are passed over: they are not leased, hold nothing else up, and stay where they are until
+        `clear_stale` (or `clear`) takes them away, or a claim with a lower bound takes them after all.
         Blocks until there are n; claims of a task are served first come, first served. Each lease lasts `lease_s`:
-        rows not released by then can be claimed again. Raises ClaimTimeout saying what was waited for (no row is
-        leased then), ValueError for an unknown task, SchemaMismatch for an unknown field.
+        rows not released by then can be claimed again. Raises ClaimTimeout saying what was waited for, SamplerError
+        when the sampler fails (no row is leased then), ValueError for an unknown task, SchemaMismatch for an unknown
+        field.
         """
-        return self._run("claim", self._operations.claim(partition, task, fields, n, whole_groups, timeout_s))
+        return self._run(
+            "claim", self._operations.claim(partition, task, fields, n, whole_groups, min_version, timeout_s)
+        )
 
     def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:
         """End this lease's hold on the receipt's rows: `done`, `task` is through with them; `retry`, claim them again.
@@ -141,6 +153,28 @@ class DataPlaneClient:
         Bytes are free again once every row of their block is cleared. Raises KeysNotFound, and then clears nothing.
         """
         return self._run("clear", self._operations.clear(partition, keys, timeout_s))
+
+    def clear_stale(
+        self,
+        partition: str,
+        task: str,
+        fields: Sequence[str],
+        min_version: int,
+        *,
+        whole_groups: bool = False,
+        timeout_s: float | None = None,
+    ) -> tuple[str, ...]:
+        """Clear just what a claim with these arguments passes over as too old; returns the keys, to count or roll out
+        again. Who owns the flow calls it.
+
+        A claim never clears: another task may want the rows, and a claim that times out could not name them. Rows
+        that are leased, or lack a field, stay; of whole groups all or none go. Does not wait. Idempotent: what is
+        gone is not named again.
+        """
+        return self._run(
+            "clear_stale",
+            self._operations.clear_stale(partition, task, fields, min_version, whole_groups, timeout_s),
+        )
 
     def status(self, partition: str | None = None, *, timeout_s: float | None = None) -> DataPlaneStatus:
         """Counts of rows, leases and bytes at this moment."""

@@ -6,7 +6,7 @@ delete) and no waiting (None means: not now). Each operation happens in full or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,23 +19,14 @@ from .block_table import BlockTable, FreedBlock, Reservation
 from .errors import CapacityExceeded, DataPlaneTimeout, FieldsNotReady, LeaseLost
 from .leases import LeaseBook
 from .meta import BlockRef, KVBatchMeta
-from .partition import DONE, Committed, Partition, PutRows
+from .partition import ClaimRows, Committed, Partition, PutRows
 from .ready import ReadyView
 from .rows import ROW_BITS, UNWRITTEN, Numbers, pick
+from .samplers import TaskConfig
 from .status import DataPlaneStatus
+from .task_cursor import DONE
 
 Outcome = Literal["done", "retry"]
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimRows:
-    """What a consumer asks for."""
-
-    partition: str
-    task: str
-    fields: tuple[str, ...]
-    num_rows: int
-    whole_groups: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +60,24 @@ class Directory:
 
     # -------------------------------------------------------------- partitions
 
-    def register(self, name: str, schema: Schema, tasks: Sequence[str], group_size: int) -> None:
-        """Declare a partition. Again with equal arguments: nothing; with others: ValueError naming what differs."""
-        if not name or not len(schema) or group_size < 1 or len(set(tasks)) < len(tasks):
+    def register(self, name: str, schema: Schema, tasks: Sequence[str | TaskConfig], group_size: int) -> None:
+        """Declare a partition. Again with equal arguments: nothing; with others: ValueError naming what differs.
+
+        tasks: a name alone takes the lowest version first. ValueError, too, for a sampler that cannot be built.
+        """
+        configs = {task.name: task for task in (TaskConfig(t) if isinstance(t, str) else t for t in tasks)}
+        if not name or not len(schema) or group_size < 1 or len(configs) < len(tasks):
             raise ValueError(
                 f"register {name!r}: got {len(schema)} fields, tasks {list(tasks)}, group_size={group_size}; "
                 "expected a name, at least one field, task names once each, group_size >= 1"
             )
         known = self._partitions.get(name)
         if known is None:
-            self._partitions[name] = Partition(name, schema, tasks, group_size)
+            self._partitions[name] = Partition(name, schema, list(configs.values()), group_size)
             return
         for what, old, new in (
             ("schema", known.schema, schema),
-            ("tasks", sorted(known.tasks), sorted(tasks)),
+            ("tasks", _described(cursor.config for cursor in known.tasks.values()), _described(configs.values())),
             ("group_size", known.groups.group_size, group_size),
         ):
             if old != new:
@@ -194,16 +189,18 @@ class Directory:
         return self._receipt(part, rows, tuple(fields))
 
     def claim(self, claim: ClaimRows, now: float) -> KVBatchMeta | None:
-        """Lease `num_rows` ready rows, lowest version first, then in order of arrival; None: too few are ready.
+        """Lease `num_rows` ready rows, as the task's sampler chooses; None: too few are ready, or it waits for more.
 
-        whole_groups: group by group, only groups whose `group_size` rows are all there and ready.
+        whole_groups: group by group, only groups whose `group_size` rows are all there and ready. Raises SamplerError.
         """
         part, view = self.check_claim(claim)
-        if view.num_ready < claim.num_rows:
+        view.set_min_version(claim.min_version)
+        cursor = part.tasks[claim.task]
+        rows = cursor.choose(view, claim.num_rows)
+        if rows is None:
             return None
-        rows = view.first(claim.num_rows)
         lease = self._leases.grant(part.name, claim.task, rows, now, self._lease_s)
-        part.tasks[claim.task].set(rows, lease.lease_id)
+        cursor.lease(rows, lease.lease_id)
         return self._receipt(part, rows, claim.fields, lease.lease_id)
 
     def check_claim(self, claim: ClaimRows) -> tuple[Partition, ReadyView]:
@@ -218,18 +215,7 @@ class Directory:
     def shortage(self, claim: ClaimRows) -> str:
         """Why a claim cannot be served now, for its ClaimTimeout."""
         part, view = self.check_claim(claim)
-        rows = part.rows.live()
-        cursor = part.tasks[claim.task].column[rows]
-        free = rows[cursor == 0]
-        lacking = {name: int((~part.rows.written(free, (name,))).sum()) for name in claim.fields}
-        reasons = [f"{count} of the others lack field {name!r}" for name, count in lacking.items() if count]
-        reasons += [f"{int((cursor > 0).sum())} leased"] * bool((cursor > 0).any())
-        reasons += [f"{int((cursor == DONE).sum())} done"] * bool((cursor == DONE).any())
-        kind = "rows in whole groups" if claim.whole_groups else "rows"
-        text = f"task {claim.task!r} waited for fields {list(claim.fields)} of {claim.num_rows} {kind}"
-        return f"{text}; {view.num_ready} of the partition's {len(rows)} rows are ready" + "".join(
-            f", {r}" for r in reasons
-        )
+        return part.shortage(claim, view)
 
     def release(self, partition: str, task: str, lease_id: int, keys: Sequence[str], outcome: Outcome) -> None:
         """End a lease's hold on `keys`: `done` (the task is through with them) or `retry` (free to be claimed again).
@@ -269,6 +255,25 @@ class Directory:
         slots, leases = part.remove(rows)
         self._leases.drop_rows(leases)
         return len(rows), self._blocks.unlink(slots)
+
+    def clear_stale(self, claim: ClaimRows) -> tuple[list[str], list[FreedBlock]]:
+        """Forget the rows that such a claim passes over as too old, but for those that another task holds.
+
+        Returns their keys, and the blocks that lost their last row.
+        """
+        if claim.min_version is None:
+            raise ValueError("clear_stale: got min_version=None, expected a version")
+        part = self._partition(claim.partition)
+        view = part.view(claim.task, claim.fields, claim.whole_groups)
+        view.set_min_version(claim.min_version)
+        rows = view.stale_rows()
+        held = np.zeros(len(rows), dtype=bool)
+        for cursor in part.tasks.values():
+            held |= cursor.column[rows] > 0
+        if claim.whole_groups:
+            held = held.reshape(-1, part.groups.group_size).any(axis=1).repeat(part.groups.group_size)
+        keys: list[str] = part.rows.keys[rows[~held]].tolist()
+        return keys, self.clear(part.name, keys)[1]
 
     # -------------------------------------------------------------- time
 
@@ -312,6 +317,7 @@ class Directory:
             bytes_reserved=self._blocks.reserved_bytes,
             bytes_capacity=self._blocks.capacity_bytes,
             bytes_credit=self._blocks.credit_bytes,
+            stale_rows=sum(cursor.num_stale for part in parts for cursor in part.tasks.values()),
         )
 
     # -------------------------------------------------------------- inside
@@ -355,6 +361,14 @@ class Directory:
             lease_id,
             schema=part.schema,
         )
+
+
+def _described(tasks: Iterable[TaskConfig]) -> list[str]:
+    """In one order, as text: what two registrations must agree on, and what tells them apart."""
+    return sorted(
+        f"{task.name} ({task.sampler}, {dict(sorted(task.options.items()))}, from prompt {task.first_prompt})"
+        for task in tasks
+    )
 
 
 def _token_starts(lengths: np.ndarray | None, layouts: Sequence[BlockLayout]) -> list[np.ndarray | None]:

@@ -2,7 +2,8 @@
 
                  waits for                       unblocked by
 claim            its turn in its task's queue    the claim before it (first come, first served)
-                 enough ready rows               commit, release(retry), a lease that expires
+                 enough ready rows, and its      commit, release(retry), a lease that expires, clear
+                 sampler's choice of them
 reserve (put)    its turn among waiting puts     the put before it
                  room                            credit of idle writers, which is taken back for it; blocks freed by
                                                  clear, replace, abort or expiry
@@ -23,11 +24,12 @@ from ..codecs import messages
 from . import requests
 from .block_store import Serving, StoreHost
 from .block_table import FreedBlock, Reservation
+from .compact import pack_keys
 from .config import DataPlaneConfig
-from .directory import ClaimRows, Directory
+from .directory import Directory
 from .errors import CapacityExceeded, ClaimTimeout, DataPlaneError, DataPlaneTimeout, DirectoryLost
 from .host_calls import HostCalls
-from .partition import PutRows
+from .partition import ClaimRows, PutRows
 from .waits import Pulse, Queue
 
 _logger = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class DirectoryService:
             "claim": self._claim,
             "release": self._release,
             "clear": self._clear,
+            "clear_stale": self._clear_stale,
             "status": self._status,
             "store": self._serve,
         }
@@ -243,7 +246,16 @@ class DirectoryService:
         request = messages.decode(payload, requests.Clear)
         keys = None if request.keys is None else requests.unpack_keys(request.keys)
         count, freed = self._directory.clear(request.partition, keys)
-        body = messages.encode(count)
+        return self._cleared(request.partition, messages.encode(count), freed)
+
+    def _clear_stale(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
+        claim = messages.decode(payload, requests.ClearStale).rows
+        keys, freed = self._directory.clear_stale(claim)
+        return self._cleared(claim.partition, pack_keys(keys), freed)
+
+    def _cleared(self, partition: str, body: bytes, freed: Sequence[FreedBlock]) -> bytes | Coroutine[Any, Any, bytes]:
+        """`body`, once the blocks are gone. Rows that went may be what a sampler waited for."""
+        self._ready_pulse(partition).fire()
         task = self._store.free(freed)
         return body if task is None else _after(task, body)
 

@@ -8,6 +8,7 @@ DataPlaneError
 ├── FieldsNotReady       keys are there, some of the wanted fields are not written yet
 ├── RowsCleared          a receipt that outlived its rows
 ├── LeaseLost            release of rows whose lease ended meanwhile
+├── SamplerError         a task's sampler raised, or chose what it was not offered
 ├── IntegrityError       bytes read differ from the bytes written
 ├── DataPlaneTimeout     (also TimeoutError) a bounded wait ran out
 │   ├── ClaimTimeout     not enough rows became ready
@@ -115,6 +116,10 @@ class RowsCleared(DataPlaneError):
 
 class LeaseLost(DataPlaneError):
     """Rows were released by a consumer whose lease on them had ended."""
+
+
+class SamplerError(DataPlaneError):
+    """A task's sampler raised, or chose rows that it was not offered, or one twice. Nothing was leased."""
 
 
 class IntegrityError(DataPlaneError):

@@ -21,14 +21,15 @@ from . import requests
 from .block_io import check_readable, column_bytes, cut, read_rows, rows_a_block, write_blocks
 from .block_store import BlockStore
 from .client_stats import ClientStats
-from .compact import check_keys, pack_keys
+from .compact import check_keys, pack_keys, unpack_keys
 from .credit import Credit
-from .directory import ClaimRows, Outcome
+from .directory import Outcome
 from .errors import DataPlaneError, DataPlaneTimeout, RowsCleared, SchemaMismatch
 from .grouping import Grouping
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta, check_tags
-from .partition import PutRows, check_distinct
+from .partition import ClaimRows, PutRows, check_distinct
+from .samplers import TaskConfig
 from .status import DataPlaneStatus
 
 _logger = logging.getLogger(__name__)
@@ -80,10 +81,13 @@ class Operations:
             raise ValueError(f"timeout_s: got {timeout_s}, expected a number of seconds >= 0")
         return float(timeout_s)
 
-    def register(self, partition: str, schema: Schema, tasks: Sequence[str], group_size: int) -> Steps[None]:
+    def register(
+        self, partition: str, schema: Schema, tasks: Sequence[str | TaskConfig], group_size: int
+    ) -> Steps[None]:
         if isinstance(tasks, str):
             raise ValueError(f"tasks: got the string {tasks!r}, expected a sequence of names")
-        request = requests.Register(partition, schema, tuple(tasks), group_size)
+        configs = tuple(TaskConfig(task) if isinstance(task, str) else task for task in tasks)
+        request = requests.Register(partition, schema, configs, group_size)
         yield Ask("register", requests.encode(request), self.timeout(None))
         self._schemas[partition] = schema
 
@@ -201,10 +205,17 @@ class Operations:
         return (yield from self.get(meta, None, timeout_s))
 
     def claim(
-        self, partition: str, task: str, fields: Sequence[str], n: int, whole_groups: bool, timeout_s: float | None
+        self,
+        partition: str,
+        task: str,
+        fields: Sequence[str],
+        n: int,
+        whole_groups: bool,
+        min_version: int | None,
+        timeout_s: float | None,
     ) -> Steps[KVBatchMeta]:
         bound = self.timeout(timeout_s)
-        request = requests.Claim(ClaimRows(partition, task, tuple(fields), n, whole_groups), bound)
+        request = requests.Claim(ClaimRows(partition, task, tuple(fields), n, whole_groups, min_version), bound)
         return KVBatchMeta.from_bytes((yield Ask("claim", requests.encode(request), bound)))
 
     def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, timeout_s: float | None) -> Steps[None]:
@@ -216,6 +227,19 @@ class Operations:
         request = requests.Clear(partition, None if keys is None else pack_keys(check_keys(keys)))
         reply = yield Ask("clear", requests.encode(request), self.timeout(timeout_s))
         return messages.decode(reply, int)
+
+    def clear_stale(
+        self,
+        partition: str,
+        task: str,
+        fields: Sequence[str],
+        min_version: int,
+        whole_groups: bool,
+        timeout_s: float | None,
+    ) -> Steps[tuple[str, ...]]:
+        rows = ClaimRows(partition, task, tuple(fields), 0, whole_groups, min_version)
+        reply = yield Ask("clear_stale", requests.encode(requests.ClearStale(rows)), self.timeout(timeout_s))
+        return tuple(unpack_keys(reply))
 
     def status(self, partition: str | None, timeout_s: float | None) -> Steps[DataPlaneStatus]:
         reply = yield Ask("status", requests.encode(requests.Status(partition)), self.timeout(timeout_s))

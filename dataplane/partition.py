@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,12 +14,22 @@ from .errors import AlreadyWritten, DuplicateKeys, KeysNotFound, SchemaMismatch
 from .grouping import Grouping
 from .meta import BlockRef, KVBatchMeta
 from .ready import ReadyView
-from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, Numbers, RowTable, grown, pick
+from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, Numbers, RowTable, pick
+from .samplers import TaskConfig
+from .task_cursor import DONE, TaskCursor
 
-DONE = -1
-"""In a cursor: the task is through with the row. 0: free; above: the id of the lease that holds it."""
-MAX_VIEWS = 8
-"""Sets of fields per task that are kept up to date; the one unused for longest is dropped and rebuilt when wanted."""
+
+@dataclass(frozen=True, slots=True)
+class ClaimRows:
+    """What a consumer asks for."""
+
+    partition: str
+    task: str
+    fields: tuple[str, ...]
+    num_rows: int
+    whole_groups: bool = False
+    min_version: int | None = None
+    """Rows (groups with a row) of a lower version are passed over; None: all will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,53 +97,51 @@ class Committed:
         )
 
 
-class TaskCursor:
-    """Where one task stands: a column of DONE, 0 or lease ids, and what it can claim."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.column = np.empty(0, dtype=np.int64)
-        self.views: OrderedDict[tuple[tuple[str, ...], bool], ReadyView] = OrderedDict()
-
-    def set(self, rows: np.ndarray, value: int) -> None:
-        self.column[rows] = value
-        self.refresh(rows)
-
-    def refresh(self, rows: np.ndarray, *, requeue: bool = False) -> None:
-        for view in self.views.values():
-            view.refresh(rows, self.column, requeue=requeue)
-
-
 class Partition:
     """Rows of one named flow."""
 
-    def __init__(self, name: str, schema: Schema, tasks: Sequence[str], group_size: int) -> None:
+    def __init__(self, name: str, schema: Schema, tasks: Sequence[TaskConfig], group_size: int) -> None:
+        """Raises ValueError for a sampler that cannot be built."""
         self.name = name
         self.schema = schema
         self.rows = RowTable(schema)
         self.groups = GroupTable(group_size)
-        self.tasks = {task: TaskCursor(task) for task in tasks}
+        self.tasks = {task.name: TaskCursor(task, name, self.rows, self.groups) for task in tasks}
         self._token_fields = [field.name for field in schema.values() if field.kind is Kind.PER_TOKEN]
 
     # -------------------------------------------------------------- reading
 
     def view(self, task: str, fields: tuple[str, ...], whole_groups: bool) -> ReadyView:
-        """What `task` can claim of `fields`, now and from now on. Raises ValueError for an unknown task or field."""
+        """What `task` can claim of `fields`, now and from now on.
+
+        Raises ValueError for an unknown task or field, or groups that it cannot be given so.
+        """
         cursor = self.tasks.get(task)
         if cursor is None:
             raise ValueError(f"task {task!r}: partition {self.name!r} has {sorted(self.tasks)}, expected one of them")
         self.check_fields(fields)
         if whole_groups and self.groups.group_size == 1:
             raise ValueError(f"whole_groups: partition {self.name!r} was registered with group_size=1, expected more")
-        key = (tuple(sorted(fields)), whole_groups)
-        view = cursor.views.get(key)
-        if view is None:
-            view = cursor.views[key] = ReadyView(key[0], whole_groups, self.rows, self.groups)
-            view.refresh(self.rows.live(), cursor.column)
-            if len(cursor.views) > MAX_VIEWS:
-                cursor.views.popitem(last=False)
-        cursor.views.move_to_end(key)
-        return view
+        return cursor.view(fields, whole_groups)
+
+    def shortage(self, claim: ClaimRows, view: ReadyView) -> str:
+        """Why a claim cannot be served now."""
+        task = self.tasks[claim.task]
+        rows = self.rows.live()
+        cursor = task.column[rows]
+        free = rows[cursor == 0]
+        lacking = {name: int((~self.rows.written(free, (name,))).sum()) for name in claim.fields}
+        reasons = [f"{count} of the others lack field {name!r}" for name, count in lacking.items() if count]
+        counts = (
+            (int((cursor > 0).sum()), "leased"),
+            (int((cursor == DONE).sum()), "done"),
+            (view.num_stale, f"older than min_version={claim.min_version}"),
+        )
+        reasons += [f"{count} {what}" for count, what in counts if count]
+        kind = "rows in whole groups" if claim.whole_groups else "rows"
+        text = f"task {claim.task!r} waited for fields {list(claim.fields)} of {claim.num_rows} {kind}"
+        text += f"; {view.num_ready} of the partition's {len(rows)} rows are ready"
+        return text + "".join(f", {reason}" for reason in reasons) + task.waits_for()
 
     def find(self, keys: Sequence[str], op: str) -> np.ndarray:
         """int64 `[N]`: rows of `keys`. Raises KeysNotFound naming those that are not here."""
@@ -233,7 +240,7 @@ class Partition:
             rows[new] = self.rows.add(pick(put.keys, new), groups)
             self.groups.add(rows[new], groups)
         for cursor in self.tasks.values():
-            cursor.column = grown(cursor.column, self.rows.capacity, 0)
+            cursor.grow()
         sizes = [layout.num_rows for layout in put.layouts]
         slots = np.concatenate([(block << ROW_BITS) + np.arange(n) for block, n in zip(block_ids, sizes, strict=True)])
         replaced = np.stack([self.rows.slots[name][rows] for name in put.fields])
@@ -255,11 +262,7 @@ class Partition:
         for column in self.rows.slots.values():
             column[rows] = UNWRITTEN
         leases = [np.empty(0, dtype=np.int64)]
-        for cursor in self.tasks.values():
-            cursor.refresh(rows)
-            held = cursor.column[rows]
-            leases.append(held[held > 0])
-            cursor.column[rows] = 0
+        leases += [cursor.forget(rows) for cursor in self.tasks.values()]
         self.groups.remove(rows, self.rows.groups[rows])
         self.rows.remove(rows)
         return slots, np.concatenate(leases)

@@ -13,16 +13,17 @@ from ..codecs.blocks import BlockLayout
 from ..codecs.schema import Schema
 from . import errors
 from .compact import pack_ints, pack_keys, unpack_ints, unpack_keys
-from .directory import ClaimRows, Outcome
+from .directory import Outcome
 from .grouping import Grouping
-from .partition import Committed, PutRows
+from .partition import ClaimRows, Committed, PutRows
+from .samplers import TaskConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Register:
     partition: str
     schema: Schema
-    tasks: tuple[str, ...]
+    tasks: tuple[TaskConfig, ...]
     group_size: int
 
 
@@ -182,6 +183,13 @@ class Claim:
 
     rows: ClaimRows
     timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClearStale:
+    """Clears what such a claim passes over as too old. Answered by the keys (packed)."""
+
+    rows: ClaimRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ class DataPlaneStatus:
     waiting_claims: int = 0
     waiting_puts: int = 0
     """Puts that wait for room."""
+    stale_rows: int = 0
+    """Rows that are ready but too old for their task's latest claim (its `min_version`): they wait to be cleared."""
     store_kind: str = ""
     store_bytes: int = 0
     """Bytes the store holds, by its own count; without credit."""

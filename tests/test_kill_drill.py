@@ -39,3 +39,20 @@ def test_killed_process_is_named_and_nothing_is_left(tmp_path, victim, store, ex
     assert not [other for other in alive if other.status() != psutil.STATUS_ZOMBIE]
     assert not runs.shared_memory(run_dir)
     assert victim in Path(run_dir / "error.txt").read_text()
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_engine_is_left_out_and_the_run_goes_on(tmp_path):
+    run_dir = tmp_path / "run"
+    process = runs.start(run_dir, "rollout.num_actors=1", "rollout.num_engines=2", "algorithm.steps=40")
+    runs.wait_for_step(run_dir, 2, process)
+    [target] = [process for name, process in runs.actors(run_dir).items() if name == "engine 1"]
+    assert target in runs.descendants(process)
+    os.kill(target.pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    steps = [line for line in runs.metrics(run_dir) if "sync/engines" in line]
+    assert steps[0]["sync/engines"] == 2 and steps[0]["sync/engines_left_out"] == 0
+    assert steps[-1]["sync/engines"] == 1 and steps[-1]["sync/engines_left_out"] == 1
+    assert all(line["rollout/failed_rows"] == 0 for line in steps), "its requests went to the other"
+    assert len(steps) == 40 and not runs.shared_memory(run_dir)

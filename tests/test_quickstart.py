@@ -15,6 +15,10 @@ VARIANTS = {
     "dp2": ("trainer.dp=2",),
     "tp2": ("trainer.tp=2", "trainer.packing=packed"),
     "megatron-tp2": ("trainer.backend=megatron", "trainer.tp=2"),
+    "vllm": ("rollout.engine=vllm",),
+    "router": ("rollout.num_engines=2", "rollout.num_actors=1", "sync.transport=collective"),
+    "streaming": ("algorithm.mode=streaming",),
+    "async": ("algorithm.mode=async",),
     "seed1": ("run.seed=1",),
     "seed2": ("run.seed=2",),
 }

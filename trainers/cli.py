@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,20 @@ def _doctor(_: argparse.Namespace) -> int:
     return run_doctor(Console())
 
 
+def _simulate(arguments: argparse.Namespace) -> int:
+    from .config_loading import load_config
+    from .simulation.report import SimulateOptions, run_simulation, simulation_table
+
+    config = load_config(arguments.config, arguments.overrides)
+    options = SimulateOptions(config.simulation, from_run=arguments.from_run, gpus=tuple(arguments.gpus))
+    console = Console()
+    with console.status("simulating") as status:
+        summary = run_simulation(config, options, arguments.out, lambda line: status.update(line))
+    console.print(simulation_table(summary))
+    console.print(f"results: {arguments.out}", highlight=False)
+    return DONE
+
+
 def _report(arguments: argparse.Namespace) -> int:
     from .report import write_report
 
@@ -138,6 +153,22 @@ def _parse(argv: Sequence[str], add_commands: Callable[[Any], None] | None) -> a
     train.add_argument("--resume", action="store_true", help="go on with the run in run.dir from its last checkpoint")
     train.set_defaults(command=_train)
 
+    simulate = commands.add_parser(
+        "simulate", help="step time and idle shares of sync, async and streaming, without running them"
+    )
+    simulate.add_argument("config", metavar="CONFIG", help="YAML file; its section `simulation` has speeds and sizes")
+    simulate.add_argument("overrides", metavar="key.sub=value", nargs="*", default=[], help="override of a key")
+    simulate.add_argument(
+        "--out", type=Path, default=Path("runs/simulation"), metavar="DIR", help="folder of the results"
+    )
+    simulate.add_argument(
+        "--from", dest="from_run", type=Path, metavar="RUN_DIR", help="a sync run to take speeds from"
+    )
+    simulate.add_argument(
+        "--gpus", nargs="+", type=int, default=[], metavar="N", help="numbers of GPUs to simulate, too"
+    )
+    simulate.set_defaults(command=_simulate)
+
     doctor = commands.add_parser("doctor", help="what this machine can run, and how to fix what it cannot")
     doctor.set_defaults(command=_doctor)
 
@@ -150,7 +181,7 @@ def _parse(argv: Sequence[str], add_commands: Callable[[Any], None] | None) -> a
 
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes the overrides behind an option for unknown arguments.
-    if arguments.command is _train and all("=" in word and not word.startswith("-") for word in rest):
+    if arguments.command in (_train, _simulate) and all("=" in word and not word.startswith("-") for word in rest):
         arguments.overrides = [*arguments.overrides, *rest]
     elif rest:
         parser.error(f"unknown argument {rest[0]!r} (overrides are written key.sub=value, without dashes)")

@@ -15,6 +15,7 @@ from ..dataplane.topology import Topology
 from .config_checks import capacity_problems, meaning_problems, mesh_problems, size_problems
 from .config_objective import AdvantageConfig, LossConfig
 from .config_section import Count, CountOrZero, NonNegative, Positive, Section, Share
+from .simulation.config import SimulationConfig
 
 BUILTIN_MODELS = ("builtin:tiny-qwen3",)
 REWARD_KINDS = ("exact_match", "per_position", "format", "overlong")
@@ -111,8 +112,8 @@ class RolloutConfig(Section):
     kv_cache_mib: Count = 256
     """`vllm`: memory of an engine's key-value cache."""
     environment: Literal["single_turn", "tool_use"] = "single_turn"
-    """`single_turn`: a prompt, an answer; `tool_use`: the policy may call tools (`<tool>name: arguments</tool>`) and goes
-    on with their results, whose tokens are not trained on."""
+    """`single_turn`: a prompt, an answer; `tool_use`: the policy may call tools (`<tool>name: arguments</tool>`) and
+    goes on with their results, whose tokens are not trained on."""
     tools: tuple[str, ...] = ("calculator",)
     """`tool_use`: `calculator`, or functions from text to text of your own as `package.module:function`."""
     max_turns: Count = 4
@@ -179,6 +180,11 @@ class AlgorithmConfig(Section):
     `max_staleness` versions; `streaming`: lock-step, but groups are trained on as they become ready."""
     max_staleness: CountOrZero = 1
     """`async`: versions that a row's oldest token may be behind the policy that is trained on it."""
+    sampler: str = "auto"
+    """Which ready groups are trained on first: `in_order`, `ready_first`, `oldest_version_first`, `windowed`, or your
+    own as `package.module:factory`. `auto`: ready_first when streaming, in_order when async, else the oldest."""
+    sampler_options: dict[str, Any] = {}
+    """Of the sampler: `{window: groups}` of `windowed`, keyword arguments of your own."""
     chunk_groups: Count | None = None
     """`streaming`: groups that are trained on together. None: a quarter of `prompts_per_step`."""
     steps: Count = 100
@@ -327,6 +333,7 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     resources: ResourcesConfig = ResourcesConfig()
     logging: LoggingConfig = LoggingConfig()
+    simulation: SimulationConfig = SimulationConfig()
 
     @property
     def rows_per_step(self) -> int:

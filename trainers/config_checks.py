@@ -146,6 +146,11 @@ def meaning_problems(config: Config) -> list[str]:
             f"algorithm.chunk_groups: got {config.algorithm.chunk_groups} with algorithm.mode="
             f"{config.algorithm.mode!r}, expected it unset, as only streaming trains on chunks of a step"
         )
+    if config.algorithm.mode == "async" and config.algorithm.sampler not in ("auto", "in_order"):
+        problems.append(
+            f"algorithm.sampler: got {config.algorithm.sampler!r} with algorithm.mode='async', expected 'in_order', as "
+            "a group that is overtaken would exceed algorithm.max_staleness"
+        )
     if config.algorithm.mode == "streaming" and config.advantage.kind in WHOLE_STEP_ADVANTAGES:
         problems.append(
             f"algorithm.mode: got 'streaming' with advantage.kind={config.advantage.kind!r}, expected 'sync' or "

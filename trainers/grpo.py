@@ -32,11 +32,11 @@ from .config import Config
 from .data_plane_watch import DataPlaneWatch
 from .engine_set import EngineSet
 from .peers import Call, DriverMeter, Peer, expect_none_failed, gather
+from .setups import TASK
 from .trace import Tracer
 from .weight_sync import SyncReport, WeightSync
 
 PARTITION = "train"
-TASK = "train"
 
 
 LOOK_AFTER_S = 1.0

@@ -52,7 +52,7 @@ def run_training(config: Config, *, resume: bool) -> None:
             if endpoint.address:
                 progress.message(f"metrics for Prometheus: {endpoint.address}")
             progress.phase("starting Ray, data plane and actors")
-            with launched(config, model, tracer, folder.path) as run:
+            with launched(config, model, tracer, folder.path, first_prompt=state.position) as run:
                 endpoint.run.watch(run.watch)
                 if state.step:
                     checkpoints.load(run, state)
@@ -82,8 +82,9 @@ def run_training(config: Config, *, resume: bool) -> None:
 
 
 @contextmanager
-def launched(config: Config, model: str, tracer: Tracer, folder: Path) -> Iterator[grpo.Run]:
-    """Ray, data plane and actors, ready to train; all of it gone on leaving, however that happens."""
+def launched(config: Config, model: str, tracer: Tracer, folder: Path, *, first_prompt: int = 0) -> Iterator[grpo.Run]:
+    """Ray, data plane and actors, ready to train from prompt `first_prompt` of the stream on; all of it gone on
+    leaving, however that happens."""
     run_id = uuid.uuid4().hex[:8]
     with ExitStack() as stack:
         stack.callback(remove_shared_memory, run_id)
@@ -101,7 +102,8 @@ def launched(config: Config, model: str, tracer: Tracer, folder: Path) -> Iterat
         meter = DriverMeter()
         crew = start_crew(config, model, plane, cluster, meter, stack)
         write_actors(folder, plane, crew)
-        client.register(grpo.PARTITION, ROLLOUT_SCHEMA, [grpo.TASK], group_size=config.algorithm.group_size)
+        task = setups.task(config, first_prompt)
+        client.register(grpo.PARTITION, ROLLOUT_SCHEMA, [task], group_size=config.algorithm.group_size)
         meter.take()
         yield grpo.Run(
             config=config,

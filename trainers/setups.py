@@ -19,6 +19,7 @@ from ..actors.transports.settings import ReceiverConfig, SenderConfig
 from ..actors.weight_publisher import PublisherConfig
 from ..dataplane.factory import DataPlaneHandle
 from ..dataplane.plans import Budget
+from ..dataplane.samplers import TaskConfig
 from .advantages.factory import AdvantageConfig, build_advantages
 from .backends.config import BackendConfig, OptimizerConfig
 from .backends.factory import build_backend
@@ -37,6 +38,19 @@ def is_lasting(config: Config, *, one_host: bool, gpus: bool) -> bool:
     memory (`ipc` there) is written over."""
     kind = transport(config, one_host=one_host)
     return kind in LASTING_KINDS and not (gpus and kind == "ipc")
+
+
+TASK = "train"
+"""The data plane's consumer that the train workers are."""
+SAMPLERS = {"sync": "oldest_version_first", "streaming": "ready_first", "async": "in_order"}
+"""What `algorithm.sampler: auto` is in each mode."""
+
+
+def task(config: Config, first_prompt: int) -> TaskConfig:
+    """How the train task claims its rows."""
+    algorithm = config.algorithm
+    sampler = SAMPLERS[algorithm.mode] if algorithm.sampler == "auto" else algorithm.sampler
+    return TaskConfig(TASK, sampler, algorithm.sampler_options, first_prompt)
 
 
 def threads(config: Config) -> int:

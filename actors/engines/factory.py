@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...codecs.schema import DTYPES
-from ..imports import import_object
+from ...dataplane.imports import import_object
 from ..tokenizer import load_tokenizer
 from ..transports.settings import ReceiverConfig
 from .protocol import GenerationEngine

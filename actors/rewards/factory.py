@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from ..imports import import_object
+from ...dataplane.imports import import_object
 from ..protocols import Reward
 from .exact_match import exact_match
 from .format import Format

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headrace.actors.protocols import TRAIN_FIELDS, ROLLOUT_SCHEMA, MicroBatch
+from headrace.actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, MicroBatch
 from headrace.actors.replica_reader import FetchPolicy, ReplicaReader, build_links, holds_receipt
 from headrace.actors.step_rows import TrainShard
 from headrace.codecs.batch import Batch, Jagged

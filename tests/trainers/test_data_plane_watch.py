@@ -13,7 +13,7 @@ from headrace.dataplane.status import DataPlaneStatus
 from headrace.dataplane.traffic import Traffic
 from headrace.trainers.data_plane_watch import DataPlaneWatch
 
-STATUS = DataPlaneStatus({"train": 64}, 64, {"ids": 64}, 2, 32, 1.5, 4, 1000, 200, 5000, 300, 3, 1, "shm", 1000)
+STATUS = DataPlaneStatus({"train": 64}, 64, {"ids": 64}, 2, 32, 1.5, 4, 1000, 200, 5000, 300, 3, 1, 0, "shm", 1000)
 
 
 class FakeClient:

@@ -22,7 +22,7 @@ from headrace.trainers.errors import UserError
 from headrace.trainers.prometheus import STEP_GAUGES, PrometheusEndpoint
 
 DOCS = Path(__file__).parents[2] / "docs"
-STATUS = DataPlaneStatus({"train": 64}, 64, {"ids": 64}, 2, 32, 1.5, 4, 1000, 200, 5000, 300, 3, 1, "shm", 1000)
+STATUS = DataPlaneStatus({"train": 64}, 64, {"ids": 64}, 2, 32, 1.5, 4, 1000, 200, 5000, 300, 3, 1, 0, "shm", 1000)
 STEP = {key: 0.25 for _, key, _ in STEP_GAUGES} | {
     "time/step_s": 2.0,
     "time/rollout_s": 1.0,

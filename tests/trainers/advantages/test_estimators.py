@@ -37,7 +37,9 @@ def reward_rows(table: Sequence[tuple[float, bool, int, float]]) -> RewardRows:
 
 def peers(rows: RewardRows, values: np.ndarray, row: int) -> list[float]:
     """The values of the valid rows of `row`'s group, itself included."""
-    return [values[other] for other in np.flatnonzero(rows.valid) if rows.group_ids[other] == rows.group_ids[row]]
+    return [
+        float(values[other]) for other in np.flatnonzero(rows.valid) if rows.group_ids[other] == rows.group_ids[row]
+    ]
 
 
 def group_score(rows: RewardRows, values: np.ndarray, row: int) -> float:
@@ -68,7 +70,7 @@ def formula(kind: str, rows: RewardRows, row: int) -> float:
 def reference(kind: str, rows: RewardRows) -> list[float]:
     valid = np.flatnonzero(rows.valid).tolist()
     if kind == "reinforce_pp":
-        values = normalised([rows.rewards[row] for row in valid])
+        values = normalised([float(rows.rewards[row]) for row in valid])
     elif kind == "reinforce_pp group":
         values = normalised([formula("dr_grpo", rows, row) for row in valid])
     elif kind == "gdpo":

@@ -9,7 +9,7 @@ from typing import Any
 def import_object(path: str, what: str) -> Any:
     """The object that `package.module:name` names.
 
-    what: what it is for, in the error (`reward`). Raises ValueError in one sentence when the path is malformed, the
+    what: what it is for, in the error (`sampler`). Raises ValueError in one sentence when the path is malformed, the
     module cannot be imported (with its own error) or has no such name.
     """
     module_name, colon, name = path.partition(":")

@@ -1,0 +1,117 @@
+"""Where one task stands in its partition: which rows it holds or is through with, what it can claim, in what order."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from ..codecs.integers import distinct
+from .errors import SamplerError
+from .ready import ReadyView
+from .rows import GroupTable, RowTable, grown
+from .samplers import FirstInOrder, StreamProgress, TaskConfig, build_sampler, chosen, prompt_numbers
+
+DONE = -1
+"""In a cursor's column: the task is through with the row. 0: free; above: the id of the lease that holds it."""
+MAX_VIEWS = 8
+"""Sets of fields per task that are kept up to date; the one unused for longest is dropped and rebuilt when wanted."""
+
+
+class TaskCursor:
+    """A column of DONE, 0 or lease ids by row, and the views of what is free."""
+
+    def __init__(self, config: TaskConfig, partition: str, rows: RowTable, groups: GroupTable) -> None:
+        """Raises ValueError for an unknown sampler, or options that it does not take."""
+        self.config = config
+        self.sampler = build_sampler(config)
+        self.progress = StreamProgress(config.first_prompt) if self.sampler.order == "prompt" else None
+        """In the prompt stream; None for samplers that do not follow it."""
+        self.column = np.empty(0, dtype=np.int64)
+        self._partition = partition
+        self._rows = rows
+        self._groups = groups
+        self._views: OrderedDict[tuple[tuple[str, ...], bool], ReadyView] = OrderedDict()
+
+    def view(self, fields: tuple[str, ...], whole_groups: bool) -> ReadyView:
+        """What it can claim of `fields`, now and from now on.
+
+        Raises ValueError for single rows of groups that its sampler can only take whole.
+        """
+        if self.progress is not None and self._groups.group_size > 1 and not whole_groups:
+            raise ValueError(
+                f"claim: sampler {self.config.sampler!r} of task {self.config.name!r} follows the prompts and takes "
+                f"whole groups of {self._groups.group_size}, expected whole_groups=True"
+            )
+        key = (tuple(sorted(fields)), whole_groups)
+        view = self._views.get(key)
+        if view is None:
+            view = ReadyView(key[0], whole_groups, self._rows, self._groups, self.sampler.order, self.progress)
+            self._views[key] = view
+            view.refresh(self._rows.live(), self.column)
+            if len(self._views) > MAX_VIEWS:
+                self._views.popitem(last=False)
+        self._views.move_to_end(key)
+        return view
+
+    @property
+    def num_stale(self) -> int:
+        """Rows that its latest claim passed over as too old."""
+        return next(reversed(self._views.values())).num_stale if self._views else 0
+
+    def choose(self, view: ReadyView, num_rows: int) -> np.ndarray | None:
+        """int64 `[num_rows]`: what a claim takes now; None: too little is ready, or the sampler waits for more.
+
+        Raises SamplerError.
+        """
+        wanted = num_rows // view.rows_per_item
+        if view.num_items < wanted:
+            return None
+        if isinstance(self.sampler, FirstInOrder):
+            return view.rows_of(view.first(wanted))
+        ahead = self.sampler.looks_ahead
+        items = view.first(view.num_items if ahead is None else wanted + ahead)
+        try:
+            positions = chosen(self.sampler, view.candidates(items), wanted)
+        except SamplerError as error:
+            message = f"task {self.config.name!r}, sampler {self.config.sampler!r}: {error.message}"
+            raise SamplerError(message, op="claim", partition=self._partition) from error
+        return view.rows_of(items[positions]) if len(positions) == wanted else None
+
+    def lease(self, rows: np.ndarray, lease_id: int) -> None:
+        """Free rows are held by a lease from now on."""
+        self.set(rows, lease_id)
+        self._settle(rows)
+
+    def set(self, rows: np.ndarray, value: int) -> None:
+        self.column[rows] = value
+        self.refresh(rows)
+
+    def refresh(self, rows: np.ndarray, *, requeue: bool = False) -> None:
+        """These rows were written, or change otherwise: the views follow. requeue: their versions may be others now."""
+        for view in self._views.values():
+            view.refresh(rows, self.column, requeue=requeue)
+
+    def grow(self) -> None:
+        """Room for rows that were added."""
+        self.column = grown(self.column, self._rows.capacity, 0)
+
+    def forget(self, rows: np.ndarray) -> np.ndarray:
+        """Rows are cleared (their slots unwritten by now, all else as it was); the ids of leases that held them."""
+        self.refresh(rows)
+        held = self.column[rows]
+        self.column[rows] = 0
+        self._settle(rows)
+        return held[held > 0]
+
+    def waits_for(self) -> str:
+        """What its sampler waits for, for a ClaimTimeout; "" when nothing but rows."""
+        if self.progress is None:
+            return ""
+        first = self.progress.first
+        return f", {self.config.sampler!r} waits for prompt number {first} ({np.base_repr(first, 36).lower()!r})"
+
+    def _settle(self, rows: np.ndarray) -> None:
+        if self.progress is not None:
+            groups = distinct(self._rows.groups[rows])
+            self.progress.settle(prompt_numbers(self._groups.names[groups]).tolist())

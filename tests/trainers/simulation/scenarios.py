@@ -1,0 +1,43 @@
+"""A small scenario whose figures a test replaces: constant lengths, one engine with room for one step, nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from headrace.trainers.config import Config
+from headrace.trainers.simulation.config import SimulationConfig
+from headrace.trainers.simulation.scenario import MODES, Scenario, build_scenario
+
+PLAIN = replace(
+    build_scenario(Config(), SimulationConfig(), {}),
+    steps=8,
+    prompts_per_step=4,
+    group_size=2,
+    num_engines=1,
+    engine_rows=8,
+    sampler=dict.fromkeys(MODES, "in_order"),
+    in_flight="keep",
+    response_tokens=100.0,
+    response_sigma=0.0,
+    prompt_tokens=0.0,
+    max_response_tokens=1e9,
+    decode_s=0.1,
+    train_token_s=0.0,
+    logprob_token_s=0.0,
+    train_step_s=7.0,
+    controller_s=0.0,
+    sync_s=2.0,
+    pause_s=0.0,
+    call_s=0.0,
+    put_bytes=0.0,
+    got_bytes=0.0,
+)
+"""Generation of a step takes 10 s, training 7, the sync 2."""
+
+
+def scenario(**changes: Any) -> Scenario:
+    """`sampler`: the same for all modes."""
+    if "sampler" in changes:
+        changes["sampler"] = dict.fromkeys(MODES, changes["sampler"])
+    return replace(PLAIN, **changes)

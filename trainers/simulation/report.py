@@ -1,0 +1,156 @@
+"""`headrace simulate`: the modes side by side, as a table, summary.json, steps.jsonl and depth.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from ... import __version__
+from ..config import Config
+from ..errors import UserError
+from .config import SimulationConfig
+from .scenario import MODES, Mode, Scenario, build_scenario, measure_run
+from .simulate import SimulatedRun, simulate
+
+DEPTH_POINTS = 2000
+"""Points of a queue's course that are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateOptions:
+    """What the command line says besides the configuration."""
+
+    section: SimulationConfig = field(default_factory=SimulationConfig)
+    modes: tuple[Mode, ...] = MODES
+    from_run: Path | None = None
+    """Folder of a sync run whose figures stand in for those that the section leaves open."""
+    gpus: tuple[int, ...] = ()
+    """Numbers of GPUs to simulate as well, besides `simulation.gpus`."""
+
+
+def run_simulation(
+    config: Config, options: SimulateOptions, out: Path, tell: Callable[[str], None] = lambda _: None
+) -> dict[str, float]:
+    """Simulate the modes; writes into `out` and returns the summary.
+
+    summary.json: `simulate.{mode}.{seconds | trainer_idle_share | engine_idle_share | staleness_max | ...}` and
+    `simulate.{mode}_vs_sync` (over 1: faster); for each of `options.gpus` the same under `simulate.gpus{N}.`.
+    steps.jsonl: a line a step; depth.jsonl: groups ready and in flight over time. Raises UserError.
+    """
+    unknown = [mode for mode in options.modes if mode not in MODES]
+    if unknown or not options.modes or any(number < 1 for number in options.gpus):
+        raise UserError(
+            f"simulate: got modes {list(options.modes)} and gpus {list(options.gpus)}, "
+            f"expected some of {', '.join(MODES)}, and numbers of at least 1"
+        )
+    measured = {} if options.from_run is None else measure_run(options.from_run, config, options.section)
+    base = build_scenario(config, options.section, measured)
+    scenarios = {"simulate": base}
+    scenarios |= {f"simulate.gpus{number}": base.scaled(options.section, number) for number in options.gpus}
+    summary: dict[str, float] = {}
+    steps: list[dict[str, Any]] = []
+    depths: list[dict[str, Any]] = []
+    started = time.monotonic()
+    for name, scenario in scenarios.items():
+        runs: dict[Mode, SimulatedRun] = {}
+        for mode in options.modes:
+            tell(f"{name.removeprefix('simulate.')} {mode}")
+            runs[mode] = simulate(scenario, mode)
+            steps += [
+                {"run": name, "mode": mode, "step": number, **asdict(step)}
+                for number, step in enumerate(runs[mode].steps, start=1)
+            ]
+            depths += _depth_lines(name, mode, runs[mode])
+        summary |= summarise(name, scenario, runs)
+    out.mkdir(parents=True, exist_ok=True)
+    _write_lines(out / "steps.jsonl", steps)
+    _write_lines(out / "depth.jsonl", depths)
+    facts = {
+        "headrace": __version__,
+        "took_s": round(time.monotonic() - started, 3),
+        "from": None if options.from_run is None else str(options.from_run),
+        "scenario": asdict(base),
+    }
+    text = json.dumps({**summary, "conditions": facts}, indent=1, allow_nan=False)
+    (out / "summary.json").write_text(text + "\n")
+    return summary
+
+
+def summarise(name: str, scenario: Scenario, runs: dict[Mode, SimulatedRun]) -> dict[str, float]:
+    """Figures of the modes, without the steps in which a run fills up."""
+    summary: dict[str, float] = {}
+    for mode, run in runs.items():
+        kept = run.steps[min(scenario.staleness[mode] + 1, len(run.steps) - 1) :]
+        seconds = math.fsum(step.seconds for step in kept)
+        trainer = math.fsum(step.trainer_busy_s for step in kept) / seconds
+        engines = math.fsum(step.engines_busy_s for step in kept) / (seconds * scenario.num_engines)
+        depth = _mean_depth(run, run.steps[-1].end_s - seconds, run.steps[-1].end_s)
+        summary |= {
+            f"{name}.{mode}.seconds": seconds / len(kept),
+            f"{name}.{mode}.trainer_idle_share": min(1.0, max(0.0, 1.0 - trainer)),
+            f"{name}.{mode}.engine_idle_share": min(1.0, max(0.0, 1.0 - engines)),
+            f"{name}.{mode}.staleness_mean": float(np.mean([step.staleness_mean for step in kept])),
+            f"{name}.{mode}.staleness_max": float(max(step.staleness_max for step in run.steps)),
+            f"{name}.{mode}.groups_ready_mean": depth,
+            f"{name}.{mode}.dropped_share": run.dropped / run.started,
+        }
+    if "sync" in runs:
+        sync_s = summary[f"{name}.sync.seconds"]
+        summary |= {f"{name}.{mode}_vs_sync": sync_s / summary[f"{name}.{mode}.seconds"] for mode in runs}
+        del summary[f"{name}.sync_vs_sync"]
+    return summary
+
+
+def simulation_table(summary: dict[str, float]) -> Table:
+    """A row per number of GPUs and mode."""
+    table = Table(title="headrace simulate", title_justify="left", title_style="bold")
+    header = ("run", "mode", "s a step", "vs sync", "trainer idle", "engines idle", "staleness", "ready", "dropped")
+    for name in header:
+        table.add_column(name, justify="left" if name in ("run", "mode") else "right")
+    for key in summary:
+        if not key.endswith(".seconds"):
+            continue
+        name, mode = key.removesuffix(".seconds").rsplit(".", 1)
+        at = f"{name}.{mode}"
+        speedup = summary.get(f"{at}_vs_sync")
+        table.add_row(
+            name.partition(".")[2] or "as configured",
+            mode,
+            f"{summary[key]:.3f}",
+            "" if speedup is None else f"{speedup:.2f}x",
+            f"{summary[f'{at}.trainer_idle_share']:.1%}",
+            f"{summary[f'{at}.engine_idle_share']:.1%}",
+            f"{summary[f'{at}.staleness_mean']:.2f} (max {summary[f'{at}.staleness_max']:.0f})",
+            f"{summary[f'{at}.groups_ready_mean']:.1f}",
+            f"{summary[f'{at}.dropped_share']:.1%}",
+        )
+    return table
+
+
+def _mean_depth(run: SimulatedRun, start_s: float, end_s: float) -> float:
+    """Groups ready, averaged over the time between."""
+    times = np.frombuffer(run.depth_times, np.float64)
+    ready = np.frombuffer(run.depth_ready, np.int64)
+    lasting = np.diff(np.clip(times, start_s, end_s), append=end_s)
+    return float((ready * lasting).sum() / max(end_s - start_s, 1e-12))
+
+
+def _depth_lines(name: str, mode: Mode, run: SimulatedRun) -> list[dict[str, Any]]:
+    every = max(1, math.ceil(len(run.depth_times) / DEPTH_POINTS))
+    columns = (run.depth_times, run.depth_ready, run.depth_in_flight)
+    return [
+        {"run": name, "mode": mode, "time_s": at, "groups_ready": ready, "groups_in_flight": in_flight}
+        for at, ready, in_flight in zip(*(column[::every] for column in columns), strict=True)
+    ]
+
+
+def _write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))

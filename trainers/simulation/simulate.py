@@ -1,0 +1,302 @@
+"""A discrete-event simulation of one GRPO run: engines, one trainer, weight syncs, and what each waits for.
+
+    prompt allowed -> admitted by an engine -> last token -> put -> ready -> claimed, trained -> sync -> next version
+
+A prompt is allowed `staleness` versions before the step that would train it, in order of the stream. `sync` and
+`async` train on a whole step's groups at once, `streaming` on what is ready, with one finish a step.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from array import array
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...dataplane.samplers import StreamProgress
+from .engine import SimulatedEngine
+from .scenario import Mode, Scenario
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """One optimizer step, from the sync before it to its own."""
+
+    end_s: float
+    seconds: float
+    trainer_busy_s: float
+    """Computing: no waits, reads or syncs."""
+    engines_busy_s: float
+    """Decoding, summed over the engines."""
+    staleness_mean: float
+    staleness_max: int
+    """Versions between a group's start and the step that trained it."""
+
+
+@dataclass(slots=True)
+class SimulatedRun:
+    """What happened."""
+
+    steps: list[SimulatedStep] = field(default_factory=list)
+    depth_times: array[float] = field(default_factory=lambda: array("d"))
+    depth_ready: array[int] = field(default_factory=lambda: array("q"))
+    """Groups ready, from each of `depth_times` on."""
+    depth_in_flight: array[int] = field(default_factory=lambda: array("q"))
+    """Groups begun and not ready yet."""
+    started: int = 0
+    trained: int = 0
+    dropped: int = 0
+    """Groups too old by the time that they could have been trained on."""
+    ready: int = 0
+    in_flight: int = 0
+
+
+class Simulation:
+    """One run in one mode. Deterministic: by the scenario's seed a prompt has the same lengths in all modes."""
+
+    def __init__(self, scenario: Scenario, mode: Mode) -> None:
+        self._scenario = scenario
+        self._streaming = mode == "streaming"
+        self._staleness = scenario.staleness[mode]
+        self._engines = [
+            SimulatedEngine(scenario.engine_rows, scenario.decode_s, scenario.decode_row_s)
+            for _ in range(scenario.num_engines)
+        ]
+        self._lengths = scenario.draw_lengths((scenario.steps + self._staleness + 1) * scenario.prompts_per_step)
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[int, ...]]] = []
+        self._order = itertools.count()
+        self._version = 0
+        """That engines serve; the step that is trained bears the same number."""
+        self._begun: dict[int, int] = {}
+        """Version at which each group was begun; until it is trained or dropped."""
+        self._decoding = 0
+        self._open = True
+        """Engines admit groups."""
+        self._draining = False
+        self._sampler = scenario.sampler[mode]
+        self._window = {"in_order": 1, "windowed": scenario.window}.get(self._sampler)
+        self._granted: list[tuple[int, int, int]] = []
+        """Heap of the groups that the trainer may take, by the sampler's order: (key, tie, group)."""
+        self._blocked: list[int] = []
+        """Heap of those that are ready, and too far ahead in the stream."""
+        self._progress = StreamProgress()
+        """Of the stream, what is granted or dropped."""
+        self._training: list[int] = []
+        self._step_groups = 0
+        self._step_busy_s = 0.0
+        self._step_staleness: list[int] = []
+        self._engines_busy_s = 0.0
+        self.run = SimulatedRun()
+
+    def result(self) -> SimulatedRun:
+        """Simulate all steps."""
+        self._admit()
+        while self._version < self._scenario.steps:
+            self._now, _, handler, arguments = heapq.heappop(self._events)
+            handler(*arguments)
+        return self.run
+
+    # -------------------------------------------------------------- engines
+
+    @property
+    def _waiting(self) -> int:
+        """Prompts that are allowed to begin and have not."""
+        allowed = (self._version + self._staleness + 1) * self._scenario.prompts_per_step + self.run.dropped
+        return allowed - self.run.started if self._open else 0
+
+    def _admit(self, engines: Iterable[int] | None = None) -> None:
+        """Waiting prompts begin on the engine with the fewest rows, as long as that has room.
+
+        engines: those that may have got room; None: any.
+        """
+        size, room = self._scenario.group_size, self._scenario.engine_rows
+        chosen = range(len(self._engines)) if engines is None else engines
+        waiting, begun = self._waiting, dict[int, list[int]]()
+        if waiting > 0:
+            loads = [(self._engines[number].running(self._now), number) for number in chosen]
+            heapq.heapify(loads)
+            while waiting and loads[0][0] + size <= room:
+                rows, number = loads[0]
+                heapq.heapreplace(loads, (rows + size, number))
+                begun.setdefault(number, []).append(self._begin())
+                waiting -= 1
+        for number, groups in begun.items():
+            self._collect(number)
+            self._engines[number].join(self._now, groups, self._lengths[groups])
+        for number in chosen if waiting else begun:
+            self._foresee(number)
+
+    def _begin(self) -> int:
+        group = self.run.started
+        if group == len(self._lengths):
+            self._lengths = self._scenario.draw_lengths(2 * group)
+        self.run.started += 1
+        self.run.in_flight += 1
+        self._decoding += 1
+        self._begun[group] = self._version
+        return group
+
+    def _foresee(self, number: int) -> None:
+        engine = self._engines[number]
+        at = engine.next_end()
+        if self._waiting > 0:
+            at = min(at, engine.room_at(self._now, self._scenario.group_size))
+        if at < float("inf"):
+            self._at(at, self._engine_changed, number, engine.stamp)
+
+    def _engine_changed(self, number: int, stamp: int) -> None:
+        """A group has ended, or there is room for another."""
+        engine = self._engines[number]
+        if stamp != engine.stamp:
+            return
+        self._collect(number)
+        if self._waiting > 0:
+            self._admit((number,))
+        if stamp == engine.stamp:  # nothing has joined
+            self._foresee(number)
+
+    def _collect(self, number: int) -> None:
+        """What has ended on an engine is put."""
+        ended = self._engines[number].take_ended(self._now)
+        for group in ended:
+            self._at(self._now + self._scenario.put_s(self._tokens((group,))), self._became_ready, group)
+        self._decoding -= len(ended)
+        if self._draining and not self._decoding:
+            self._sync()
+
+    # -------------------------------------------------------------- groups
+
+    def _became_ready(self, group: int) -> None:
+        self.run.in_flight -= 1
+        self.run.ready += 1
+        if self._begun[group] < self._version - self._staleness:
+            self._drop([group])
+        elif self._window is None:
+            key = self._begun[group] if self._sampler == "oldest_version_first" else 0
+            heapq.heappush(self._granted, (key, next(self._order), group))
+        else:
+            heapq.heappush(self._blocked, group)
+        self._grant()
+        self._note_depth()
+        self._train()
+
+    def _grant(self) -> None:
+        """Samplers that follow the stream: what is near enough to the first prompt that is still to come."""
+        while self._window and self._blocked and self._blocked[0] < self._progress.first + self._window:
+            group = heapq.heappop(self._blocked)
+            self._progress.settle((group,))
+            heapq.heappush(self._granted, (group, 0, group))
+
+    def _drop_stale(self) -> None:
+        """Groups that have become too old to be trained on go, and others may begin for them."""
+        oldest = self._version - self._staleness
+        ready = [*self._blocked, *(group for _, _, group in self._granted)]
+        stale = {group for group in ready if self._begun[group] < oldest}
+        if stale:
+            self._granted = [entry for entry in self._granted if entry[2] not in stale]
+            self._blocked = [group for group in self._blocked if group not in stale]
+            heapq.heapify(self._granted)
+            heapq.heapify(self._blocked)
+            self._drop(stale)
+            self._grant()
+
+    def _drop(self, groups: Collection[int]) -> None:
+        for group in groups:
+            del self._begun[group]
+        self._progress.settle(groups)
+        self.run.dropped += len(groups)
+        self.run.ready -= len(groups)
+        self._admit()
+
+    def _tokens(self, groups: Sequence[int]) -> float:
+        """Of all rows, with their prompts."""
+        prompts = len(groups) * self._scenario.group_size * self._scenario.prompt_tokens
+        return float(self._lengths[list(groups)].sum()) + prompts
+
+    # -------------------------------------------------------------- trainer
+
+    def _train(self) -> None:
+        """Begin with a chunk, if the trainer is free and enough is ready."""
+        scenario, missing = self._scenario, self._scenario.prompts_per_step - self._step_groups
+        available = len(self._granted)
+        wanted = min(scenario.chunk_groups, missing) if self._streaming else missing
+        if self._training or not missing or available < wanted:
+            return
+        groups = self._training = [heapq.heappop(self._granted)[2] for _ in range(min(available, missing))]
+        self.run.ready -= len(groups)
+        self._note_depth()
+        self._step_staleness += [self._version - self._begun.pop(group) for group in groups]
+        tokens = self._tokens(groups)
+        compute_s = scenario.compute_s(len(groups) * scenario.group_size, tokens)
+        wait_s = scenario.read_s(tokens)
+        if len(groups) == missing:
+            compute_s += scenario.train_step_s
+            wait_s += scenario.controller_s
+        self._step_busy_s += compute_s
+        self._at(self._now + wait_s + compute_s, self._trained)
+
+    def _trained(self) -> None:
+        self._step_groups += len(self._training)
+        self.run.trained += len(self._training)
+        self._training = []
+        if self._step_groups < self._scenario.prompts_per_step:
+            self._train()
+        elif self._scenario.in_flight == "wait" and self._decoding:
+            self._open, self._draining = False, True
+        else:
+            self._sync()
+
+    def _sync(self) -> None:
+        self._draining = False
+        scenario = self._scenario
+        self._at(self._now + scenario.sync_s - scenario.pause_s, self._pause)
+        self._at(self._now + scenario.sync_s, self._synced)
+
+    def _pause(self) -> None:
+        if self._scenario.pause_s:
+            for number, engine in enumerate(self._engines):
+                self._collect(number)
+                engine.pause(self._now, self._scenario.pause_s)
+                self._foresee(number)
+
+    def _synced(self) -> None:
+        self._end_step()
+        self._version += 1
+        if self._version == self._scenario.steps:
+            return
+        self._open = True
+        self._drop_stale()
+        self._admit()
+        self._train()
+
+    def _end_step(self) -> None:
+        before = self.run.steps[-1].end_s if self.run.steps else 0.0
+        busy = sum(engine.busy_s(self._now) for engine in self._engines)
+        lag = self._step_staleness
+        self.run.steps.append(
+            SimulatedStep(
+                self._now, self._now - before, self._step_busy_s, busy - self._engines_busy_s,
+                float(np.mean(lag)), max(lag),
+            )
+        )  # fmt: skip
+        self._engines_busy_s = busy
+        self._step_groups, self._step_busy_s, self._step_staleness = 0, 0.0, []
+
+    # -------------------------------------------------------------- inside
+
+    def _at(self, time: float, handler: Callable[..., None], *arguments: int) -> None:
+        heapq.heappush(self._events, (time, next(self._order), handler, arguments))
+
+    def _note_depth(self) -> None:
+        self.run.depth_times.append(self._now)
+        self.run.depth_ready.append(self.run.ready)
+        self.run.depth_in_flight.append(self.run.in_flight)
+
+
+def simulate(scenario: Scenario, mode: Mode) -> SimulatedRun:
+    """All steps of `scenario` in `mode`."""
+    return Simulation(scenario, mode).result()
