@@ -21,7 +21,9 @@ def sample(index: int, num_response: int, finish_reason: str = "stop") -> Sample
     ids = np.arange(2 + num_response, dtype=np.int32)
     mask = (ids >= 2).astype(np.uint8)
     prompt = Prompt("0", "text", "answer", {})
-    return Sample(prompt, index, ids, mask, -1.0 * mask.astype(np.float32), "answer", finish_reason, 0)
+    return Sample(
+        prompt, index, ids, mask, -1.0 * mask.astype(np.float32), "answer", finish_reason, mask.astype(np.int32) - 1
+    )
 
 
 def length(prompt: Prompt, response: str, finish_reason: str, response_tokens: int) -> float:

@@ -172,9 +172,9 @@ def losing(sender: Sender, bucket: int) -> Iterator[None]:
     """Bucket `bucket` never leaves the sender, which does not know."""
     original = sender._send
 
-    def send(update: OpenUpdate, frame: BucketFrame) -> None:
+    def send(update: OpenUpdate, frame: BucketFrame, digest: torch.Tensor | None) -> None:
         if frame.bucket != bucket:
-            original(update, frame)
+            original(update, frame, digest)
 
     sender._send = send
     try:

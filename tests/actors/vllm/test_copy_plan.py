@@ -71,7 +71,7 @@ def test_a_plan_does_what_the_loaders_did(rank: int) -> None:
     model, expected = Fused(rank), Fused(rank)
     plan = record(model, model.load, weights(0))
     assert isinstance(plan, CopyPlan), plan
-    assert plan.num_copies == 8 and plan.stands(model)
+    assert plan.num_copies == 8 and plan.loads(weights(0))
     for seed in (1, 2):
         sent = weights(seed)
         with torch.no_grad():
@@ -156,5 +156,11 @@ def test_a_plan_is_of_these_weights_and_parameters_only() -> None:
     norm = weights(0)["norm"]
     for name, tensor in (("nrom", norm), ("norm", norm[1:]), ("norm", norm.half()), ("norm", norm.repeat(2)[::2])):
         assert not plan.fits([(name, tensor)]), name
-    model.norm.data = model.norm.data.clone()
-    assert not plan.stands(model)
+    names = list(weights(0))
+    assert plan.loads(names) and not plan.loads(names[1:]) and not plan.loads([*names[1:], "nrom"])
+    before, model.norm.data = model.norm.data, model.norm.data.clone()
+    assert not plan.loads(names)
+    model.norm.data = before
+    assert plan.loads(names)
+    model.norm = torch.nn.Parameter(before)
+    assert not plan.loads(names)
