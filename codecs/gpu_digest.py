@@ -31,11 +31,11 @@ def device_digest(payload: torch.Tensor) -> torch.Tensor:
     words = payload[: num_words * _WORD].view(torch.int64)
     rows = num_words // _COLUMNS
     weights = _weights(payload.device)
+    sums = words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0)
     rest = words[rows * _COLUMNS :]
-    found = (rest * weights[: len(rest)]).sum()
-    if rows:
-        # The rest lies below all rows: its words have the columns' weights, too, and a row more than the others.
-        found = found + (words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0) * weights).sum()
+    if len(rest):
+        sums[: len(rest)] += rest  # one row more, not a full one
+    found = (sums * weights).sum()
     if length % _WORD:
         last = torch.zeros(_WORD, dtype=torch.uint8, device=payload.device)
         last[: length % _WORD] = payload[num_words * _WORD :]

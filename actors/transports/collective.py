@@ -71,6 +71,7 @@ class CollectiveSender(Sender):
 
     def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         self._start(update)
+        self._look(update, None)  # what receivers have said is lost with their connection, unless it was heard
         number = self._num_payloads % _RING
         if nbytes > len(self._ring[number]):
             raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, the largest bucket is smaller")

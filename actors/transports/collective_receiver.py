@@ -29,6 +29,14 @@ class CollectiveReceiver(Receiver):
         super().__init__(engine, worker)
         self.device = device
         self.group: Group | None = None
+        self._ring: list[torch.Tensor] = []
+
+    def ring(self, nbytes: int, device: torch.device) -> list[torch.Tensor]:
+        """Two buffers of so many bytes, kept from update to update."""
+        if not self._ring or len(self._ring[0]) < nbytes or self._ring[0].device != device:
+            self._ring = []
+            self._ring = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(_RING)]
+        return self._ring
 
     def _open(self, update: WeightUpdate, rank: int, bound: Bound) -> CollectiveStream:
         host, port, number = update.location.split("|")
@@ -88,6 +96,7 @@ class CollectiveReceiver(Receiver):
     def close(self) -> None:
         """See the protocol."""
         self.leave()
+        self._ring = []
 
 
 class CollectiveStream(Stream):
@@ -185,8 +194,7 @@ class CollectiveStream(Stream):
             payload = self._wanted[begin : begin + frame.nbytes]
         else:
             if not self._ring:
-                nbytes = max(self.plan.sizes)
-                self._ring = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(_RING)]
+                self._ring = self._receiver.ring(max(self.plan.sizes), self.device)
             payload = self._ring[self._num_in_ring % _RING][: frame.nbytes]
             self._num_in_ring += 1
         try:

@@ -196,20 +196,20 @@ class CudaIpcStream(PagedStream):
         lease: Lease,
         contents: Contents,
         bound: Bound,
-        ring: list[torch.Tensor],
+        cache: RingCache,
         rank: int,
     ) -> None:
         super().__init__(update, page, lease, contents, bound)
+        ring = cache.open(contents.ring, bound)
+        self._cache = cache
         self._ring, self._sent_digests = ring[:RING], ring[RING].view(torch.int64)
         self._rank = rank
         self.device = ring[0].device
         self._offsets = bucket_offsets(contents.plan)
         self._far = contents.place != str(torch.cuda.get_device_properties(self.device).uuid)
         self._wanted: torch.Tensor | None = None
-        self._near: list[torch.Tensor] = []
-        """Where payloads from another GPU are copied to."""
         self._used: list[torch.cuda.Event | None] = [None] * RING
-        """Until when each of them is used."""
+        """Until when copies of payloads from another GPU are used."""
         self._num_payloads = 0
         self._copies = torch.cuda.Stream(self.device)
         self._reading: deque[tuple[int, torch.cuda.Event]] = deque()
@@ -253,11 +253,7 @@ class CudaIpcStream(PagedStream):
             return self._wanted[begin : begin + frame.nbytes]
         if not self._far:
             return None
-        if not self._near:
-            nbytes = max(self.plan.sizes)
-            with torch.cuda.stream(self._copies):
-                self._near = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(RING)]
-        return self._near[number][: frame.nbytes]
+        return self._cache.near(number)[: frame.nbytes]
 
     def _check_page(self, when: str) -> None:
         super()._check_page(when)
@@ -271,6 +267,7 @@ class CudaIpcStream(PagedStream):
         return self._sent_digests[: len(self.plan.sizes)]
 
     def _confirm(self) -> None:
+        self._reading.clear()  # all is over; looks at the page must not count single buckets any more
         self._page.counts[self._rank] = len(self.plan.sizes) + _JOINED
         super()._confirm()
 
@@ -286,6 +283,7 @@ class RingCache:
         self._device = device
         self._handles: tuple[bytes, ...] = ()
         self._ring: list[torch.Tensor] = []
+        self._near: list[torch.Tensor] = []
 
     def open(self, handles: tuple[bytes, ...], bound: Bound) -> list[torch.Tensor]:
         """Raises WeightTransferError when they cannot be opened here."""
@@ -303,8 +301,14 @@ class RingCache:
             self._handles = handles
         return self._ring
 
+    def near(self, number: int) -> torch.Tensor:
+        """A buffer of this process, as long as the sender's of this number."""
+        if not self._near:
+            self._near = [torch.empty_like(buffer) for buffer in self._ring[:RING]]
+        return self._near[number]
+
     def close(self) -> None:
-        self._ring, self._handles = [], ()
+        self._ring, self._near, self._handles = [], [], ()
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:

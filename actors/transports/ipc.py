@@ -172,8 +172,7 @@ class IpcReceiver(Receiver):
         page, lease, contents = join(update, bound)
         try:
             if contents.ring:
-                ring = self._rings.open(contents.ring, bound)
-                return CudaIpcStream(update, page, lease, contents, bound, ring, rank)
+                return CudaIpcStream(update, page, lease, contents, bound, self._rings, rank)
             memory = self._map(page.path.parent / contents.slot, bucket_offsets(contents.plan)[-1], bound)
             return HostStream(update, page, lease, contents, bound, memory, self._mappings.clear)
         except WeightTransferError:

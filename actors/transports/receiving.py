@@ -44,8 +44,12 @@ class Stream:
             yield frame, payload
         if expected != len(self.plan.sizes):
             raise self.bound.error(f"bucket {expected} of {len(self.plan.sizes)} never came")
-        if found:
-            self._verify(found)
+        if found and (damage := self._damage(found)):
+            try:
+                raise self.bound.error(damage)
+            except WeightTransferError as error:
+                self.give_up(error)
+                raise
         self._confirm()
 
     def receive_into(self, memory: torch.Tensor) -> None:
@@ -102,18 +106,14 @@ class Stream:
                     f"{frame.checksum:016x} was sent"
                 )
 
-    def _verify(self, found: dict[int, torch.Tensor]) -> None:
-        """found: digests of payloads on a GPU. Waits for it. Raises when they are not the sender's."""
+    def _damage(self, found: dict[int, torch.Tensor]) -> str:
+        """found: digests of payloads on a GPU, which is waited for. What is wrong with them; "" when nothing is."""
         same = torch.stack([*found.values()]) == self._digests()[list(found)]
         damaged = [bucket for bucket, right in zip(found, same.tolist(), strict=True) if not right]
-        if damaged:
-            error = self.bound.error(
-                f"bucket {damaged[0]} of {len(self.plan.sizes)} is damaged"
-                + (f", and so are {len(damaged) - 1} more" if damaged[1:] else "")
-                + ": digests are not those that were sent"
-            )
-            self.give_up(error)
-            raise error
+        if not damaged:
+            return ""
+        more = f", and so are {len(damaged) - 1} more" if damaged[1:] else ""
+        return f"bucket {damaged[0]} of {len(self.plan.sizes)} is damaged{more}: digests are not those that were sent"
 
 
 def bucket_offsets(plan: BucketPlan) -> list[int]:

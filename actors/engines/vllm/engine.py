@@ -1,7 +1,7 @@
 """The `vllm` engine: continuous batching, tensor parallel, weights that change under running requests.
 
 generate   one vLLM request per sample; tokens are counted by version as they come in (`versions`)
-prepare    workers receive and verify in threads of their own, asked for their state every few milliseconds
+prepare    workers receive and verify in threads of their own, and say when they have
 commit     freeze, end or wait for requests -> load -> forget keys and values -> mark the version -> go on
 """
 
@@ -87,7 +87,7 @@ class VllmEngine:
         )
         self._process = VllmProcess(settings, version)
         self._checks = RequestChecks(model, self._process.context, self._process.vocab_size, seed)
-        self._updates = WeightUpdates(self._process, model, receiver)
+        self._updates = WeightUpdates(self._process, model, receiver, tp)
         self._tp = tp
         self._version = version
         self._in_flight: dict[str, RunningRequest] = {}
@@ -379,6 +379,7 @@ class VllmEngine:
                 pass  # they raise when the process ends
         self._flowing.set()
         await self._process.end()
+        await self._updates.close()
 
     def _expect_alive(self, what: str) -> None:
         if self._closed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -91,6 +91,12 @@ class VllmProcess:
         """
         results = await self._bounded(method, self.llm.collective_rpc(method, args=args, kwargs=kwargs))
         return [] if returns is None else [messages.decode(result, returns) for result in results]
+
+    async def call_function(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Call `function(worker, *args)` in all workers, for tests and benchmarks that look into them; it must be
+        importable there, and the processes started with VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
+        method: Any = function
+        return await self._bounded(function.__name__, self.llm.collective_rpc(method, args=args))
 
     async def pause(self) -> None:
         """Freeze requests where they are. On return no step runs, and all tokens made so far have been processed.

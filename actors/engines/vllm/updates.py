@@ -7,25 +7,24 @@ import pickle
 import time
 from collections.abc import Callable
 
-from ....codecs import messages
 from ...transports.protocol import WeightTransferError, WeightUpdate
 from ...transports.settings import ReceiverConfig
+from .links import WorkerLinks
 from .process import VllmProcess
 from .wire import LoadReport, PrepareState
 
 _PREPARE_BOUNDS = 20
 """A version must have come within so many times the bound of a single wait: a thread that hangs is noticed."""
-_ASK_AGAIN_S = (0.001, 0.05)
-"""Between two questions how far the workers are: at first, and at most. Each interrupts the engine for a moment."""
 
 
 class WeightUpdates:
     """At most one version is prepared or on its way."""
 
-    def __init__(self, process: VllmProcess, model: str, receiver: ReceiverConfig | None) -> None:
+    def __init__(self, process: VllmProcess, model: str, receiver: ReceiverConfig | None, num_workers: int) -> None:
         self._process = process
         self._receiver_info = None if receiver is None else {"receiver": pickle.dumps(receiver), "model": model}
         self._opened = False
+        self._links = WorkerLinks(num_workers)
         self.turn = asyncio.Lock()
         """Held while a version is prepared, and by the engine while it commits one."""
         self._arriving: int | None = None
@@ -48,13 +47,14 @@ class WeightUpdates:
             if self._receiver_info is None:
                 raise ValueError("weights: the engine was built without a receiver")
             if not self._opened:
-                await self._process.call("init_weight_transfer_engine", init_info=self._receiver_info)
+                info = {**self._receiver_info, "link": await self._links.listen()}
+                await self._process.call("init_weight_transfer_engine", init_info=info)
                 self._opened = True
             if self.prepared is not None:
                 await self.drop(self.prepared)
             self._arriving = update.version
             try:
-                await self._process.call("headrace_prepare", messages.encode(update))
+                await self._links.announce(update)
                 await self._arrival(update)
             except BaseException:
                 await asyncio.shield(self.drop(update.version))
@@ -89,23 +89,22 @@ class WeightUpdates:
             raise failure(f"weights of version {version}: {told}")
         self.way = reports[0].way
 
+    async def close(self) -> None:
+        """Idempotent."""
+        await self._links.close()
+
     async def _arrival(self, update: WeightUpdate) -> None:
-        """Ask the workers until all are done."""
-        started, pause_s = time.perf_counter(), _ASK_AGAIN_S[0]
-        while True:
-            states = await self._process.call("headrace_state", returns=PrepareState)
-            waited_s = time.perf_counter() - started
-            if any(state.phase == "failed" for state in states):
-                raise _failure(states, update, waited_s)
-            if all(state.phase == "ready" for state in states):
-                return
-            if waited_s > _PREPARE_BOUNDS * update.timeout_s:
-                late = [worker for worker, state in enumerate(states) if state.phase != "ready"]
-                raise WeightTransferError(
-                    f"weights of version {update.version}: workers {late} have not finished after {waited_s:.1f} s"
-                )
-            await asyncio.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _ASK_AGAIN_S[1])
+        """Until all workers have it."""
+        started, bound_s = time.perf_counter(), _PREPARE_BOUNDS * update.timeout_s
+        try:
+            async with asyncio.timeout(bound_s):
+                states = await self._links.states()
+        except TimeoutError:
+            raise WeightTransferError(
+                f"weights of version {update.version}: the workers have not finished after {bound_s:.1f} s"
+            ) from None
+        if any(state.phase == "failed" for state in states):
+            raise _failure(states, update, time.perf_counter() - started)
 
 
 def _failure(states: list[PrepareState], update: WeightUpdate, waited_s: float) -> Exception:

@@ -1,7 +1,7 @@
 """What lives in vLLM's worker processes: weights arrive in a thread of their own, and are loaded on command.
 
-    prepare   start a thread: receive into staging, verify, compare names and shapes; the worker goes on generating
-    state     how far that is (asked again and again)
+    receive   in a thread: receive into staging, verify, compare names and shapes; the worker goes on generating.
+              Announced over the worker's link, which also says what became of it (`links`)
     load      vLLM's weight-update session: start_weight_update, update_weights(version), finish_weight_update
     drop      forget a staged version, or end its reception
 
@@ -13,7 +13,6 @@ transfer engine of vLLM's own API, registered as `headrace`. Of that API only th
 from __future__ import annotations
 
 import pickle
-import threading
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +24,7 @@ from ...transports.protocol import WeightTransferError, WeightUpdate
 from ...transports.settings import ReceiverConfig
 from ...transports.staging import WeightInbox
 from . import library
+from .links import WorkerLink
 from .loading import ModelLoader
 from .names import WeightNames
 from .wire import BACKEND, LoadReport, PrepareState
@@ -36,6 +36,8 @@ class InboxInfo(library.WeightTransferInitInfo):
 
     receiver: bytes
     """A pickled ReceiverConfig: it comes from the process that started this one, and never from anywhere else."""
+    link: str
+    """Where the engine listens for its workers."""
     model: str
     """Whose names and shapes an update must have."""
 
@@ -60,9 +62,10 @@ class StagedWeightEngine(library.WeightTransferEngine):
         self._inbox: WeightInbox | None = None
         self._names: WeightNames | None = None
         self._update: WeightUpdate | None = None
-        self._thread: threading.Thread | None = None
+        self._link: WorkerLink | None = None
         self._state = PrepareState(-1, "none")
-        self._lock = threading.Lock()
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        """What is received does not wait for the model's steps, nor they for it."""
 
     # ---------------------------------------------------------------- vLLM's weight-transfer API
 
@@ -70,7 +73,9 @@ class StagedWeightEngine(library.WeightTransferEngine):
         config = pickle.loads(init_info.receiver)
         assert isinstance(config, ReceiverConfig)
         self._names = WeightNames(init_info.model)
-        self._inbox = WeightInbox(replace(config, device=str(self.device)), self.parallel_config.rank)
+        rank = self.parallel_config.rank
+        self._inbox = WeightInbox(replace(config, device=str(self.device)), rank)
+        self._link = WorkerLink(init_info.link, rank, self._receive)
 
     def start_weight_update(self) -> None:
         self.loader.start(self._names, () if self._inbox is None else self._inbox.names)
@@ -102,23 +107,10 @@ class StagedWeightEngine(library.WeightTransferEngine):
         if self._inbox is not None:
             self._inbox.close()
             self._inbox = None
+        if self._link is not None:
+            self._link.close()
 
     # ---------------------------------------------------------------- receiving
-
-    def prepare(self, update: WeightUpdate) -> None:
-        """Start to receive; returns at once. What is prepared already is dropped."""
-        self._opened()
-        if self._thread is not None and self._thread.is_alive():
-            raise RuntimeError(f"weights: {self._state.describe()}, when version {update.version} was announced")
-        self._update = update
-        self._state = PrepareState(update.version, "receiving")
-        self._thread = threading.Thread(target=self._receive, args=(update,), name="weights", daemon=True)
-        self._thread.start()
-
-    def state(self) -> PrepareState:
-        """How far the last `prepare` is."""
-        with self._lock:
-            return self._state
 
     def drop(self, version: int) -> None:
         """Forget a prepared version; a reception that runs ends with an error. Idempotent."""
@@ -133,25 +125,29 @@ class StagedWeightEngine(library.WeightTransferEngine):
         inbox.committed(version)
         self._update = None
 
-    def _receive(self, update: WeightUpdate) -> None:
-        inbox, names = self._opened()
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+    def _receive(self, number: int, update: WeightUpdate) -> None:
+        """In the link's thread; what is prepared already is dropped."""
         state = PrepareState(update.version, "ready")
+        self._update, self._state = update, PrepareState(update.version, "receiving")
+        assert self._link is not None
         try:
-            inbox.prepare(update)
-            if (staged := inbox.staged) is not None:
-                names.check(staged.named)
+            inbox, names = self._opened()
+            with torch.cuda.stream(self._stream):  # of None: no more than this thread's own
+                inbox.prepare(update)
+                if (staged := inbox.staged) is not None:
+                    names.check(staged.named)
+            if self._stream is not None:
+                self._stream.synchronize()
         except WeightTransferError as error:
             state = PrepareState(update.version, "failed", "transfer", str(error))
         except ValueError as error:
             state = PrepareState(update.version, "failed", "value", str(error))
         except Exception as error:  # a thread's exception would be lost: the engine raises it
             state = PrepareState(update.version, "failed", "transfer", f"{type(error).__name__}: {error}")
-        if state.phase == "failed":
-            inbox.drop(update.version)
-        with self._lock:
-            self._state = state
+        if state.phase == "failed" and self._inbox is not None:
+            self._inbox.drop(update.version)
+        self._state = state
+        self._link.tell(number, state)
 
     def _load_arriving(self, inbox: WeightInbox, names: WeightNames, update: WeightUpdate) -> None:
         """Load bucket by bucket as they arrive. An error leaves the model in pieces."""
@@ -177,14 +173,6 @@ class WeightWorker:
 
     weight_transfer_engine: Any
     _weight_update_active: bool
-
-    def headrace_prepare(self, update: bytes) -> None:
-        """Start to receive `update`, a WeightUpdate."""
-        self.weight_transfer_engine.prepare(messages.decode(update, WeightUpdate))
-
-    def headrace_state(self) -> bytes:
-        """A PrepareState."""
-        return messages.encode(self.weight_transfer_engine.state())
 
     def headrace_drop(self, version: int) -> None:
         """Forget a prepared version."""

@@ -50,7 +50,9 @@ def test_the_same_version_again(crew: Callable[..., Crew], kind: str) -> None:
     peers.sender.abort("the gather failed")
     for peer in peers.of(peers.groups):
         error = peer.answer().error
-        assert error.startswith("WeightTransferError: weights: version 2: engine-") and "the gather failed" in error
+        assert error.startswith("WeightTransferError: weights: version 2: engine-")
+        # Who comes only after the abort finds nothing in the store, and no reason either.
+        assert "the gather failed" in error or kind == "store" and "is not in the store" in error
     with pytest.raises(WeightTransferError, match="aborted: the gather failed"):
         peers.sender.send(BucketFrame(0, "whole", plan.sizes[0], 0))
     peers.update(2, 256)

@@ -1,0 +1,70 @@
+"""Copy plans of vLLM's own loaders: recorded of a model in a real worker, repeated, the same as the loaders again."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.actors.engines.vllm.copy_plan import CopyPlan, PlanRecorder
+from headrace.actors.engines.vllm.names import WeightNames
+from headrace.tests.actors.vllm.builder import build, save_model
+
+pytestmark = pytest.mark.vllm
+
+
+def repeat_plan(worker: Any, folder: str) -> str:
+    """Called in a worker: what is wrong; "" when nothing is. The model is fresh, as kernels repack the worker's own."""
+    config: Any = importlib.import_module("vllm.config")
+    loading: Any = importlib.import_module("vllm.model_executor.model_loader.utils")
+    names = WeightNames(folder)
+
+    def sent(seed: int) -> list[tuple[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        return [(name, torch.randn(names.shape(name), generator=generator)) for name in names.required]
+
+    with config.set_current_vllm_config(worker.vllm_config), torch.no_grad():
+        model = loading.initialize_model(worker.vllm_config, prefix="fresh")
+
+        def load(weights: list[tuple[str, torch.Tensor]]) -> None:
+            model.load_weights(iter(names.checkpoint(weights)))
+
+        recorder = PlanRecorder(model)
+        for half in (sent(1)[::2], sent(1)[1::2]):
+            with recorder.watching(half):
+                load(half)
+        plan = recorder.plan()
+        if not isinstance(plan, CopyPlan):
+            return plan
+        if not plan.loads(names.required) or not plan.fits(sent(2)):
+            return "the plan is not of these weights"
+        plan.load(sent(2))
+        repeated = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        load(sent(2))
+        different = [name for name, one in model.named_parameters() if not torch.equal(one, repeated[name])]
+        return f"{different} differ" if different else ""
+
+
+@pytest.fixture(params=[("untied", 1), ("moe", 1), pytest.param(("untied", 2), marks=pytest.mark.slow)], ids=str)
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[str, int]]:
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions are sent to workers
+    kind, tp = request.param
+    yield save_model(tmp_path / "model", kind), tp
+
+
+def test_a_plan_does_what_vllms_loaders_do(model: tuple[str, int]) -> None:
+    folder, tp = model
+
+    async def main() -> list[str]:
+        engine = build(folder, tp=tp)
+        try:
+            return await engine._process.call_function(repeat_plan, folder)
+        finally:
+            await engine.close()
+
+    assert asyncio.run(main()) == [""] * tp
