@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayTaskError
 
 from ..actors.engine_actor import CONCURRENCY, EngineActor
 from ..actors.protocols import ActorInfo
@@ -150,7 +151,10 @@ def _introduce(engines: EngineSet, rollouts: list[Peer]) -> None:
             calls = [peer.handle.remove_engine.remote(engine.name) for peer in rollouts]
         else:
             calls = [peer.handle.add_engine.remote(engine.name, engine.peer.handle) for peer in rollouts]
-        ray.get(calls, timeout=START_TIMEOUT_S)
+        try:
+            ray.get(calls, timeout=START_TIMEOUT_S)
+        except RayTaskError as error:  # it died again before a router could reach it
+            engines.leave_out(engine, str(error.cause))
 
     engines.on_change.append(tell)
 
