@@ -254,17 +254,16 @@ class TrainWorker:
         return messages.encode(self._publishes().open(version, self._specs, _groups(receivers), cached=True))
 
     def send_weights(self, update: bytes) -> bytes:
-        """Gather the weights and publish them as the open `update`. Collective.
+        """Gather the weights and publish them as the open `update`, which only rank 0 need be given. Collective.
 
         Rank 0 returns an encoded SendReport, the others b""; on them only the gathering itself can fail.
         """
         if self._backend is None:
             raise RuntimeError(f"{self._name}: build comes before send_weights")
-        opened = messages.decode(update, WeightUpdate)
         weights = self._backend.weights()
         with self._span("send weights"):
             if self._setup.rank == 0:
-                return messages.encode(self._publishes().publish(opened, weights))
+                return messages.encode(self._publishes().publish(messages.decode(update, WeightUpdate), weights))
             for _ in weights:
                 pass
         return b""

@@ -32,6 +32,7 @@ def test_two_ranks_with_log_prob_passes_and_a_light_driver(tmp_path):
     code, output = runs.run(
         run_dir, "trainer.dp=2", "algorithm.steps=4", "algorithm.prev_logprobs=recompute", "loss.kl_coef=0.01",
         "dataplane.integrity=verify", "run.trace_step=3",
+        "algorithm.prompts_per_step=16",  # 128 rows: plan, sync and reports cost the same few KB for any number
     )  # fmt: skip
     assert code == 0, output
     lines = steps_of(run_dir)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..actors.engines.protocol import SamplingParams
-from ..actors.protocols import ROLLOUT_FIELDS
+from ..actors.protocols import TRAIN_FIELDS
 from ..actors.replica_reader import holds_receipt
 from ..actors.rewards.rubric import reward_tag
 from ..actors.rollout_report import RolloutReport, ValidationReport
@@ -160,7 +160,7 @@ def claim_groups(run: Run, count: int, under_way: Sequence[Rollouts]) -> KVBatch
             left = max(0.0, deadline - time.monotonic())
             try:
                 meta = run.client.claim(
-                    PARTITION, TASK, ROLLOUT_FIELDS, rows, whole_groups=True, timeout_s=min(left, LOOK_AFTER_S)
+                    PARTITION, TASK, TRAIN_FIELDS, rows, whole_groups=True, timeout_s=min(left, LOOK_AFTER_S)
                 )
                 break
             except ClaimTimeout:

@@ -174,7 +174,8 @@ class WeightSync:
         [opened] = gather([first.call("open_update", version, receivers, base)], "open update", self._bound_s)
         self._last = messages.decode(opened, WeightUpdate)
         tally.gathers += 1
-        return self._last, [worker.call("send_weights", opened) for worker in self._workers]
+        others = [worker.call("send_weights", b"") for worker in self._workers[1:]]
+        return self._last, [first.call("send_weights", opened), *others]
 
     def _base(self, engines: Sequence[Engine]) -> int | None:
         """The version that a delta may refer to: the one that all of `engines` serve and the trainer sent last."""
