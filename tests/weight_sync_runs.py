@@ -68,7 +68,7 @@ def step(started: grpo.Run, state: grpo.State) -> Any:
     """One whole step up to the sync; returns its report."""
     started.begin_step(state.step + 1)
     prompts = started.config.algorithm.prompts_per_step
-    grpo.finish_rollouts(started, grpo.start_rollouts(started, state.position, prompts, state.version))
+    grpo.finish_rollouts(started, grpo.start_rollouts(started, state.position, prompts))
     meta = grpo.claim_groups(started, prompts, ())
     # Advantages of random answers are mostly 0: give each row one, so that every step moves the weights.
     moving = np.random.default_rng(state.step).normal(size=len(meta)).astype(np.float32)

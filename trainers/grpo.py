@@ -109,18 +109,16 @@ class Rollouts:
     calls: list[Call]
     count: int
     """Groups."""
-    version: int
-    """Policy version that the engines served when they were started: no token of them is older."""
 
 
-def start_rollouts(run: Run, position: int, count: int, version: int) -> Rollouts:
-    """Have `count` prompts from `position` on rolled out, dealt evenly to the rollout actors; `version` is served."""
+def start_rollouts(run: Run, position: int, count: int) -> Rollouts:
+    """Have `count` prompts from `position` on rolled out, dealt evenly to the rollout actors."""
     peers = run.active_rollouts[:count]
     calls = [
         peer.call("rollout", position + start, stop - start, PARTITION, run.sampling)
         for peer, (start, stop) in zip(peers, _dealt(count, len(peers)), strict=True)
     ]
-    return Rollouts(peers, calls, count, version)
+    return Rollouts(peers, calls, count)
 
 
 def finish_rollouts(run: Run, rollouts: Rollouts) -> list[RolloutReport]:

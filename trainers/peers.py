@@ -78,18 +78,15 @@ def gather_each(calls: Sequence[Call], stage: str, timeout_s: float) -> list[Any
     return _settle(calls, stage, timeout_s, raising=False)
 
 
-def expect_none_failed(calls: Sequence[Call], stage: str) -> bool:
-    """Whether all of `calls` have been answered; does not wait. Raises PeerFailed for the first that failed."""
+def expect_none_failed(calls: Sequence[Call], stage: str) -> None:
+    """Raises PeerFailed for the first of `calls` that has failed by now; does not wait for the others."""
     of_ref = {call.ref: call for call in calls}
-    if not of_ref:
-        return True
-    done, pending = ray.wait(list(of_ref), num_returns=len(of_ref), timeout=0)
+    done, _ = ray.wait(list(of_ref), num_returns=len(of_ref), timeout=0)
     for ref in done:
         try:
             ray.get(ref, timeout=60.0)
         except RayError:
             _result(of_ref[ref], stage)
-    return not pending
 
 
 def _settle(calls: Sequence[Call], stage: str, timeout_s: float, *, raising: bool) -> list[Any]:

@@ -21,6 +21,7 @@ from .hf_model import load_model, model_stop_ids
 from .hf_requests import Batch, Pending
 from .incoming import IncomingWeights
 from .parameters import ParameterSet
+from .prompt_checks import checked_prompt
 from .protocol import CommitReport, Completion, EngineBroken, EngineStats, PauseMode, SamplingParams, expect_pause_mode
 from .sampling import row_keys
 from .stop_texts import StopTexts
@@ -112,7 +113,7 @@ class HfEngine:
             raise EngineBroken(f"request {request_id!r}: {self._broken}")
         if request_id in self._in_flight:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
-        prompt = self._checked_prompt(request_id, prompt_ids, params)
+        prompt = checked_prompt(request_id, prompt_ids, params, context=self._context, vocab_size=self._vocab_size)
         keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)
         pending = Pending(DecodeRequest(prompt, keys), params, asyncio.get_running_loop().create_future())
         self._in_flight[request_id] = pending
@@ -323,21 +324,3 @@ class HfEngine:
         self._model.to(device)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-    # ---------------------------------------------------------------- checks
-
-    def _checked_prompt(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> np.ndarray:
-        prompt = np.asarray(prompt_ids, dtype=np.int64)
-        if prompt.ndim != 1 or not len(prompt):
-            raise ValueError(f"request {request_id!r}: the prompt has no tokens, expected at least one")
-        if self._context is not None and len(prompt) + params.max_new_tokens > self._context:
-            raise ValueError(
-                f"request {request_id!r}: {len(prompt)} prompt tokens + {params.max_new_tokens} new tokens exceed "
-                f"the model's context of {self._context}"
-            )
-        if prompt.min() < 0 or prompt.max() >= self._vocab_size:
-            raise ValueError(
-                f"request {request_id!r}: token ids {prompt.min()}..{prompt.max()}, "
-                f"expected 0..{self._vocab_size - 1}; does the tokenizer belong to the model?"
-            )
-        return prompt

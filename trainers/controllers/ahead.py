@@ -33,7 +33,7 @@ def run_ahead(run: Run, state: State, after_step: AfterStep) -> None:
         tally = begin_step(run, state)
         while len(under_way) <= algorithm.max_staleness and state.step + len(under_way) < algorithm.steps:
             start = state.position + len(under_way) * prompts
-            under_way.append(grpo.start_rollouts(run, start, prompts, state.version))
+            under_way.append(grpo.start_rollouts(run, start, prompts))
         tally.rows.append(grpo.claim_groups(run, prompts, under_way))
         rollouts = under_way.popleft()
         tally.reports += grpo.finish_rollouts(run, rollouts)

@@ -29,7 +29,7 @@ def run_streaming(run: Run, state: State, after_step: AfterStep) -> None:
     algorithm = run.config.algorithm
     while state.step < algorithm.steps:
         tally = begin_step(run, state)
-        rollouts = grpo.start_rollouts(run, state.position, algorithm.prompts_per_step, state.version)
+        rollouts = grpo.start_rollouts(run, state.position, algorithm.prompts_per_step)
         left = algorithm.prompts_per_step
         while left:
             chunk = min(left, algorithm.chunk_groups or max(run.config.trainer.dp, algorithm.prompts_per_step // 4))

@@ -28,7 +28,7 @@ def run_sync(run: Run, state: State, after_step: AfterStep) -> None:
     prompts = run.config.algorithm.prompts_per_step
     while state.step < run.config.algorithm.steps:
         tally = begin_step(run, state)
-        tally.reports += grpo.finish_rollouts(run, grpo.start_rollouts(run, state.position, prompts, state.version))
+        tally.reports += grpo.finish_rollouts(run, grpo.start_rollouts(run, state.position, prompts))
         tally.rows.append(grpo.claim_groups(run, prompts, ()))
         tally.passes += grpo.train_on(run, tally.rows[0], state.step + 1)
         end_step(run, state, tally, (), after_step)

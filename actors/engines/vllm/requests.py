@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig, GenerationConfig
 
+from ..prompt_checks import checked_prompt
 from ..protocol import Completion, EngineStats, SamplingParams
 from ..sampling import row_keys
 from . import library
@@ -53,19 +54,7 @@ class RequestChecks:
 
     def prompt(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
         """The prompt's ids. Raises ValueError when it is empty, too long or has unknown ids."""
-        prompt = np.asarray(prompt_ids, dtype=np.int64)
-        if prompt.ndim != 1 or not len(prompt):
-            raise ValueError(f"request {request_id!r}: the prompt has no tokens, expected at least one")
-        if len(prompt) + params.max_new_tokens > self._context:
-            raise ValueError(
-                f"request {request_id!r}: {len(prompt)} prompt tokens + {params.max_new_tokens} new tokens exceed "
-                f"the model's context of {self._context}"
-            )
-        if prompt.min() < 0 or prompt.max() >= self._vocab_size:
-            raise ValueError(
-                f"request {request_id!r}: token ids {prompt.min()}..{prompt.max()}, "
-                f"expected 0..{self._vocab_size - 1}; does the tokenizer belong to the model?"
-            )
+        prompt = checked_prompt(request_id, prompt_ids, params, context=self._context, vocab_size=self._vocab_size)
         if 0.0 < params.temperature < library.MIN_TEMPERATURE:
             raise ValueError(
                 f"sampling temperature: got {params.temperature}, but vLLM takes 0 (greedy) or "

@@ -1,0 +1,29 @@
+"""What every engine with a model expects of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .protocol import SamplingParams
+
+
+def checked_prompt(
+    request_id: str, prompt_ids: Sequence[int], params: SamplingParams, *, context: int | None, vocab_size: int
+) -> np.ndarray:
+    """int64 `[L]`. Raises ValueError when it is empty, too long for `context` (None: unbounded) or has unknown ids."""
+    prompt = np.asarray(prompt_ids, dtype=np.int64)
+    if prompt.ndim != 1 or not len(prompt):
+        raise ValueError(f"request {request_id!r}: the prompt has no tokens, expected at least one")
+    if context is not None and len(prompt) + params.max_new_tokens > context:
+        raise ValueError(
+            f"request {request_id!r}: {len(prompt)} prompt tokens + {params.max_new_tokens} new tokens exceed "
+            f"the model's context of {context}"
+        )
+    if prompt.min() < 0 or prompt.max() >= vocab_size:
+        raise ValueError(
+            f"request {request_id!r}: token ids {prompt.min()}..{prompt.max()}, "
+            f"expected 0..{vocab_size - 1}; does the tokenizer belong to the model?"
+        )
+    return prompt
