@@ -26,13 +26,13 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def resting_workers() -> Iterator[None]:
     yield
     end_resting()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def plane() -> Iterator[DataPlaneHandle]:
     """A data plane over shared memory that other processes can join."""
     with data_plane("shm") as handle:

@@ -90,8 +90,8 @@ class PeerProcess:
 
     def ask_to_end(self) -> None:
         if self.process.is_alive():
-            os.kill(self.pid, signal.SIGCONT)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it may have died and not yet be known as dead
+                os.kill(self.pid, signal.SIGCONT)
                 self.start("close")
 
     def end(self) -> None:
