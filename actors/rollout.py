@@ -57,8 +57,8 @@ class RolloutWorker:
         """Have the next report say that `engine` gets no more requests."""
         self._left_out.append(engine)
 
-    async def rollout(self, start: int, count: int, partition: str, params: SamplingParams) -> RolloutReport:
-        """Roll out the prompts at positions `start` to `start + count`, `params.n` rows each, into `partition`.
+    async def rollout(self, positions: Sequence[int], partition: str, params: SamplingParams) -> RolloutReport:
+        """Roll out the prompts at `positions` of the stream, `params.n` rows each, into `partition`.
 
         Rows are keyed `{prompt_uid}.{sample}`; each finished group is put as a whole. A row that failed is put too,
         masked: response_mask and log-probs 0, tags `valid` and `reward` 0. When an episode or a put fails, or the
@@ -67,14 +67,11 @@ class RolloutWorker:
         tally = RolloutTally()
         finished: asyncio.Queue[asyncio.Task[list[Sample]]] = asyncio.Queue()
         wall, clock = time.time(), time.perf_counter()
-        episodes = [
-            asyncio.create_task(self._episodes(self._prompts, position, params))
-            for position in range(start, start + count)
-        ]
+        episodes = [asyncio.create_task(self._episodes(self._prompts, position, params)) for position in positions]
         try:
             for task in episodes:
                 task.add_done_callback(finished.put_nowait)
-            left = count
+            left = len(episodes)
             while left:
                 done = await _drain(finished)
                 left -= len(done)

@@ -137,9 +137,9 @@ class RolloutActor(EngineHost):
 
     # ---------------------------------------------------------------- work
 
-    async def rollout(self, start: int, count: int, partition: str, params: SamplingParams) -> RolloutReport:
+    async def rollout(self, positions: Sequence[int], partition: str, params: SamplingParams) -> RolloutReport:
         """`RolloutWorker.rollout`."""
-        return await self._built.rollout(start, count, partition, params)
+        return await self._built.rollout(positions, partition, params)
 
     async def validate(self, start: int, count: int, params: SamplingParams) -> ValidationReport:
         """`RolloutWorker.validate`."""

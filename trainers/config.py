@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ..dataplane.config import DataPlaneConfig
 from ..dataplane.topology import Topology
+from .config_algorithm import AlgorithmConfig
 from .config_checks import capacity_problems, meaning_problems, mesh_problems, size_problems
 from .config_objective import AdvantageConfig, LossConfig
 from .config_section import Count, CountOrZero, NonNegative, Positive, Section, Share
@@ -32,8 +33,21 @@ class RunConfig(Section):
     """Seeds prompts, sampling and the built-in model's weights."""
     checkpoint_every: CountOrZero = 0
     """Steps between checkpoints; 0: none."""
+    journal: bool = True
+    """With checkpoints: finished groups are kept on disk until a checkpoint covers them, and a resumed run generates
+    none of them again."""
+    keep_best: bool = False
+    """Export the model of the best validation to `best/`."""
+    max_restarts: CountOrZero = 3
+    """Times that the run goes on by itself after one of its processes died: a rollout actor or engine is replaced;
+    anything else sends it back to its last checkpoint. 0: the run ends."""
+    deterministic: bool = False
+    """`async`, `streaming`: groups are trained on in the order of their prompts and weights change between rollouts
+    only, so that a run with the same seed repeats batch for batch."""
     trace_step: CountOrZero = 5
-    """The step whose timeline is written to trace.json (the last one of a shorter run); 0: none."""
+    """The first step whose timeline is written to trace.json (the last one of a shorter run); 0: none."""
+    trace_num_steps: Count = 1
+    """Steps of the timeline."""
 
 
 class ModelConfig(Section):
@@ -94,6 +108,19 @@ class DataConfig(Section):
     @property
     def generated(self) -> bool:
         return self.train.startswith("task:")
+
+
+class ScriptedConfig(Section):
+    """Engine and train backend `scripted`: no model, seconds of your choice. For `headrace bench step` and tests."""
+
+    latency_s: NonNegative = 0.0
+    """Median seconds of a request (a group)."""
+    latency_sigma: NonNegative = 0.0
+    """Sigma of the log-normal that latencies are drawn from, seeded by request; 0: all alike."""
+    train_row_s: NonNegative = 0.0
+    """Seconds a row of forward and backward, by a replica."""
+    train_step_s: NonNegative = 0.0
+    """Seconds of an optimizer step."""
 
 
 class RolloutConfig(Section):
@@ -172,43 +199,12 @@ class RewardConfig(Section):
         return functions
 
 
-class AlgorithmConfig(Section):
-    """The size and number of steps."""
-
-    mode: Literal["sync", "async", "streaming"] = "sync"
-    """`sync`: rollout, train and weight sync in lock-step; `async`: rollouts run ahead of the training, up to
-    `max_staleness` versions; `streaming`: lock-step, but groups are trained on as they become ready."""
-    max_staleness: CountOrZero = 1
-    """`async`: versions that a row's oldest token may be behind the policy that is trained on it."""
-    sampler: str = "auto"
-    """Which ready groups are trained on first: `in_order`, `ready_first`, `oldest_version_first`, `windowed`, or your
-    own as `package.module:factory`. `auto`: ready_first when streaming, in_order when async, else the oldest."""
-    sampler_options: dict[str, Any] = {}
-    """Of the sampler: `{window: groups}` of `windowed`, keyword arguments of your own."""
-    chunk_groups: Count | None = None
-    """`streaming`: groups that are trained on together. None: a quarter of `prompts_per_step`."""
-    steps: Count = 100
-    """Optimizer steps of the run."""
-    prompts_per_step: Count = 32
-    """Groups a step."""
-    group_size: int = 8
-    """Samples a prompt."""
-    prev_logprobs: Literal["rollout", "recompute"] = "rollout"
-    """The old policy's log-probs in the ratio: the engine's own, or recomputed by the trainer before each step."""
-
-    @field_validator("group_size")
-    @classmethod
-    def _has_baseline(cls, size: int) -> int:
-        if size < 2:
-            raise ValueError(f"got {size}, expected a whole number >= 2, as a group of one has no baseline")
-        return size
-
-
 class TrainerConfig(Section):
     """The train workers and their optimizer (AdamW)."""
 
-    backend: Literal["fsdp", "megatron"] = "fsdp"
-    """`fsdp`: FSDP2 and tensor parallelism on Hugging Face models; `megatron`: megatron-core, all of the mesh below."""
+    backend: Literal["fsdp", "megatron", "scripted"] = "fsdp"
+    """`fsdp`: FSDP2 and tensor parallelism on Hugging Face models; `megatron`: megatron-core, all of the mesh below;
+    `scripted`: reads its rows and computes nothing, for as long as `scripted` says."""
     dp: Count = 1
     """Data-parallel replicas; each trains on a share of the step's rows. There are dp x tp x cp x pp train workers."""
     tp: Count = 1
@@ -287,6 +283,11 @@ class ValidationConfig(Section):
     num_prompts: Count = 128
     max_new_tokens: Count | None = None
     """None: as in training."""
+    background: bool = False
+    """Validate while the next step rolls out and trains, up to its optimizer step; its figures are then logged with
+    that step, and `val/version` says which policy they are of."""
+    stop_at: Share | None = None
+    """End the run when exact match reaches this. None: after `algorithm.steps`."""
 
 
 class ResourcesConfig(Section):
@@ -300,6 +301,8 @@ class ResourcesConfig(Section):
     """Compute threads of each worker. None: the cores shared out."""
     stage_timeout_s: Positive = 300.0
     """Bound of any one stage of a step (rollout, train, sync, validation)."""
+    watchdog: bool = True
+    """A process of its own ends the run, with a report, when no stage has ended for `stage_timeout_s` and a margin."""
 
 
 class LoggingConfig(Section):
@@ -333,6 +336,7 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     resources: ResourcesConfig = ResourcesConfig()
     logging: LoggingConfig = LoggingConfig()
+    scripted: ScriptedConfig = ScriptedConfig()
     simulation: SimulationConfig = SimulationConfig()
 
     @property

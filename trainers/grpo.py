@@ -115,7 +115,7 @@ def start_rollouts(run: Run, position: int, count: int) -> Rollouts:
     """Have `count` prompts from `position` on rolled out, dealt evenly to the rollout actors."""
     peers = run.active_rollouts[:count]
     calls = [
-        peer.call("rollout", position + start, stop - start, PARTITION, run.sampling)
+        peer.call("rollout", list(range(position + start, position + stop)), PARTITION, run.sampling)
         for peer, (start, stop) in zip(peers, _dealt(count, len(peers)), strict=True)
     ]
     return Rollouts(peers, calls, count)

@@ -110,7 +110,7 @@ def test_rows_in_the_data_plane(plane: DataPlane, tokenizer: Any) -> None:
     async def run() -> Any:
         engine = ScriptedEngine(right_then_wrong(tokenizer), version=7)
         rollouts = worker(engine, tokenizer, connect_async(plane.handle, name="rollout"))
-        report = await rollouts.rollout(10, 4, PARTITION, SamplingParams(n=2, max_new_tokens=12))
+        report = await rollouts.rollout(range(10, 14), PARTITION, SamplingParams(n=2, max_new_tokens=12))
         await rollouts.close()
         return report
 
@@ -152,11 +152,11 @@ def test_a_real_model_end_to_end(plane: DataPlane, model_folder: str, tokenizer:
         engine, publisher = HfEngine(model_folder, receiver=receiver()), Publisher(tmp_path)
         rollouts = worker(engine, tokenizer, connect_async(plane.handle))
         params = SamplingParams(n=2, max_new_tokens=8)
-        first = await rollouts.rollout(0, 16, PARTITION, params)
+        first = await rollouts.rollout(range(16), PARTITION, params)
         named = {name: p.detach() * 1.1 for name, p in engine._model.named_parameters()}
         await engine.prepare_weights(publisher.publish(1, named))
         await engine.commit_weights(1)
-        second = await rollouts.rollout(16, 16, PARTITION, params)
+        second = await rollouts.rollout(range(16, 32), PARTITION, params)
         publisher.close()
         await rollouts.close()
         assert first.rows == second.rows == 32 and 0 < first.response_length_mean <= 8
@@ -181,7 +181,7 @@ def test_a_commit_in_mid_rollout_shows_in_the_rows(tokenizer: Any, tmp_path: Pat
         engine = ScriptedEngine(right_then_wrong(tokenizer), latency_s=0.4, receiver=receiver(), version=3)
         rollouts = worker(engine, tokenizer, client)
         await engine.prepare_weights(publisher.publish(4, {"w": torch.ones(1)}))
-        call = asyncio.create_task(rollouts.rollout(0, 2, PARTITION, SamplingParams(n=3, max_new_tokens=12)))
+        call = asyncio.create_task(rollouts.rollout(range(2), PARTITION, SamplingParams(n=3, max_new_tokens=12)))
         await asyncio.sleep(0.2)
         await engine.commit_weights(4, "keep")
         report = await call
@@ -220,7 +220,7 @@ def test_failed_rows_are_masked_counted_and_cost_no_other_row(tokenizer: Any) ->
     client = FakeClient()
     engine = ScriptedEngine(right_then_wrong(tokenizer))
     rollouts = worker(engine, tokenizer, client, rubric(("picky", picky, 1.0)))
-    report = asyncio.run(rollouts.rollout(0, 3, PARTITION, SamplingParams(n=3, max_new_tokens=10)))
+    report = asyncio.run(rollouts.rollout(range(3), PARTITION, SamplingParams(n=3, max_new_tokens=10)))
     assert (report.rows, report.failed, report.valid, report.truncated) == (9, 3, 6, 3)
     assert report.first_error == "reward 'picky' raised RuntimeError: no end"
     assert report.component_means()["picky"] == 1.0 and report.reward_mean >= 1.5
@@ -238,7 +238,7 @@ def test_groups_are_put_as_they_finish_and_share_a_put_when_they_can(tokenizer: 
     client = FakeClient(delay_s=0.02)
     engine = ScriptedEngine(right_then_wrong(tokenizer), latency_s=0.02, latency_sigma=1.0)
     rollouts = worker(engine, tokenizer, client)
-    report = asyncio.run(rollouts.rollout(0, 20, PARTITION, SamplingParams(n=2)))
+    report = asyncio.run(rollouts.rollout(range(20), PARTITION, SamplingParams(n=2)))
     keys = [key for put, _, _ in client.puts for key in put]
     assert len(set(keys)) == len(keys) == report.rows == 40 and 1 < len(client.puts) < 20
     for put, _, _ in client.puts:
@@ -246,7 +246,7 @@ def test_groups_are_put_as_they_finish_and_share_a_put_when_they_can(tokenizer: 
         assert all(uids.count(uid) == 2 for uid in uids), "a group was torn apart"
     at_once = FakeClient()
     together = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, at_once)
-    asyncio.run(together.rollout(0, 20, PARTITION, SamplingParams(n=2)))
+    asyncio.run(together.rollout(range(20), PARTITION, SamplingParams(n=2)))
     assert len(at_once.puts) <= 2
 
 
@@ -268,7 +268,7 @@ def test_nothing_outlives_a_failed_call(tokenizer: Any, failure: str) -> None:
 
         engine = ScriptedEngine(script, latency_s=0.05, latency_sigma=2.0)
         rollouts = worker(engine, tokenizer, client)
-        call = asyncio.create_task(rollouts.rollout(0, 20, PARTITION, SamplingParams(n=2)))
+        call = asyncio.create_task(rollouts.rollout(range(20), PARTITION, SamplingParams(n=2)))
         if failure == "cancel":
             await asyncio.sleep(0.05)
             call.cancel()
@@ -293,7 +293,7 @@ def test_a_slow_reward_does_not_hold_up_other_calls(tokenizer: Any) -> None:
         rollouts = worker(
             ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, FakeClient(), Rubric([("s", slow, 1.0)])
         )
-        call = asyncio.create_task(rollouts.rollout(0, 4, PARTITION, SamplingParams(n=2)))
+        call = asyncio.create_task(rollouts.rollout(range(4), PARTITION, SamplingParams(n=2)))
         await asyncio.sleep(0.05)
         waits = []
         while not call.done():
@@ -310,7 +310,7 @@ def test_aborted_rows_are_not_trained_on(tokenizer: Any) -> None:
         client = FakeClient()
         engine = ScriptedEngine(right_then_wrong(tokenizer), latency_s=30.0, version=5)
         rollouts = worker(engine, tokenizer, client)
-        call = asyncio.create_task(rollouts.rollout(0, 2, PARTITION, SamplingParams(n=2)))
+        call = asyncio.create_task(rollouts.rollout(range(2), PARTITION, SamplingParams(n=2)))
         await asyncio.sleep(0.02)
         await engine.close()
         report = await call
@@ -325,8 +325,8 @@ def test_engines_left_out_are_reported_once(tokenizer: Any) -> None:
     rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, FakeClient())
     gone = LeftOut("engine 1", "EngineDied: process 7 is gone")
     rollouts.note_left_out(gone)
-    first = asyncio.run(rollouts.rollout(0, 1, PARTITION, SamplingParams()))
-    second = asyncio.run(rollouts.rollout(1, 1, PARTITION, SamplingParams()))
+    first = asyncio.run(rollouts.rollout(range(1), PARTITION, SamplingParams()))
+    second = asyncio.run(rollouts.rollout(range(1, 2), PARTITION, SamplingParams()))
     assert (first.left_out, second.left_out) == ((gone,), ())
     assert merge_reports([first, second, first]).left_out == (gone,)
 

@@ -122,7 +122,7 @@ def test_over_engine_actors_of_which_one_dies(model_folder: str, plane: DataPlan
     call(actor.set_engines, list(engines.items()))
     with connect(plane.handle) as client:
         client.register("over-engines", ROLLOUT_SCHEMA, ["train"], group_size=4)
-        running = actor.rollout.remote(0, 12, "over-engines", SamplingParams(n=4, max_new_tokens=8))
+        running = actor.rollout.remote(list(range(12)), "over-engines", SamplingParams(n=4, max_new_tokens=8))
         # Not before it has requests to lose: an engine that has none is not missed.
         while not call(engines["engine 0"].running):
             pass
