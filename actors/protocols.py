@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,6 +43,28 @@ class Span:
     start_s: float
     """Unix time."""
     dur_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpanTable:
+    """Spans in few bytes: reports go through the driver."""
+
+    origin_s: float
+    """Unix time that they count from; 0.0 when there are none."""
+    spans: tuple[tuple[str, int, int], ...]
+    """(name, microseconds after the origin, microseconds long)."""
+
+    @staticmethod
+    def of(spans: Sequence[Span]) -> SpanTable:
+        origin_s = min((span.start_s for span in spans), default=0.0)
+        return SpanTable(
+            origin_s,
+            tuple((span.name, round((span.start_s - origin_s) * 1e6), round(span.dur_s * 1e6)) for span in spans),
+        )
+
+    def to_spans(self) -> list[Span]:
+        """Inverse of `of`, to the microsecond."""
+        return [Span(name, self.origin_s + start / 1e6, length / 1e6) for name, start, length in self.spans]
 
 
 # ---------------------------------------------------------------- rows

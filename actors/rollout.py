@@ -1,6 +1,8 @@
 """The rollout worker: prompts in by position, rewarded rows out into the data plane; the driver sees figures only.
 
-    positions -> prompts -> environment + engine (all prompts at once) -> rewards -> put, group by group -> report
+    positions -> prompts -> environment + engine (all at once) -> rewards -> journal -> put, group by group -> report
+        |                                                                                ^
+        +-- those that the journal has, from before a kill ------------------------------+
 
 Groups that are finished while the one before is being put share the next put.
 """
@@ -9,22 +11,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 
-from ..codecs.batch import Batch, Jagged, Ragged
 from ..dataplane.async_client import AsyncDataPlaneClient
 from .engines.protocol import GenerationEngine, SamplingParams
 from .engines.router import LeftOut
+from .journal import GroupJournal
+from .journal_records import JournaledGroup
 from .prompts import PromptStream
-from .protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Environment, Sample, Score, Span
-from .rewards.rubric import Rubric, reward_tag
-from .rollout_report import RolloutReport, RolloutTally, ValidationReport
+from .protocols import Environment, Sample, Score, Span
+from .rewards.rubric import Rubric
+from .rollout_report import RolloutReport, RolloutTally, ValidationReport, group_figures
+from .rollout_rows import RolloutRows, join, rollout_rows
+
+_RESTORED_TOGETHER = 16
+"""Groups of the journal that share a put."""
 
 
 class RolloutWorker:
@@ -40,8 +46,9 @@ class RolloutWorker:
         prompts: PromptStream,
         held_out: PromptStream | None,
         client: AsyncDataPlaneClient,
+        journal: GroupJournal | None = None,
     ) -> None:
-        """held_out: prompts of `validate`; None when the run has none."""
+        """held_out: prompts of `validate`; None when the run has none. journal: None to keep none."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -49,6 +56,7 @@ class RolloutWorker:
         self._prompts = prompts
         self._held_out = held_out
         self._client = client
+        self._journal = journal
         self._left_out: list[LeftOut] = []
         # Users' reward functions may be slow: beside the event loop, so that generation and other calls go on.
         self._scoring = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
@@ -57,31 +65,48 @@ class RolloutWorker:
         """Have the next report say that `engine` gets no more requests."""
         self._left_out.append(engine)
 
-    async def rollout(self, positions: Sequence[int], partition: str, params: SamplingParams) -> RolloutReport:
+    async def rollout(
+        self, positions: Sequence[int], partition: str, params: SamplingParams, fresh: bool = False
+    ) -> RolloutReport:
         """Roll out the prompts at `positions` of the stream, `params.n` rows each, into `partition`.
 
         Rows are keyed `{prompt_uid}.{sample}`; each finished group is put as a whole. A row that failed is put too,
         masked: response_mask and log-probs 0, tags `valid` and `reward` 0. When an episode or a put fails, or the
         call is cancelled, the other episodes are ended before the error leaves; groups already put stay.
+
+        Groups that the journal has are put as they are, unless `fresh`: then all are generated, and take their place.
         """
         tally = RolloutTally()
+        ends: list[float] = []  # of groups, seconds after the call's start
         finished: asyncio.Queue[asyncio.Task[list[Sample]]] = asyncio.Queue()
         wall, clock = time.time(), time.perf_counter()
-        episodes = [asyncio.create_task(self._episodes(self._prompts, position, params)) for position in positions]
+        restored = [] if fresh else await self._journaled(positions)
+        known = {group.position for group in restored}
+        episodes = {
+            asyncio.create_task(self._episodes(self._prompts, position, params)): position
+            for position in positions
+            if position not in known
+        }
         try:
             for task in episodes:
+                task.add_done_callback(lambda _: ends.append(time.perf_counter() - clock))
                 task.add_done_callback(finished.put_nowait)
+            for first in range(0, len(restored), _RESTORED_TOGETHER):
+                groups = restored[first : first + _RESTORED_TOGETHER]
+                await self._put(join([group.rows for group in groups]), partition, tally)
+                for group in groups:
+                    tally.add(group.figures, restored=True)
             left = len(episodes)
             while left:
                 done = await _drain(finished)
                 left -= len(done)
-                groups = [task.result() for task in done]
+                by_position = {episodes[task]: task.result() for task in done}
                 if not left:
-                    tally.generate_s = time.perf_counter() - clock
-                    tally.spans.append(Span("generate", wall, tally.generate_s))
-                await self._score_and_put([sample for group in groups for sample in group], partition, tally)
+                    tally.generate_s = ends[-1]
+                    tally.spans += generation_spans(wall, ends, list(episodes.values()))
+                await self._score_and_put(by_position, partition, tally)
         finally:
-            await _end(episodes)
+            await _end(list(episodes))
         left_out, self._left_out = self._left_out, []
         return tally.report(self._client.stats.take(), left_out)
 
@@ -103,7 +128,7 @@ class RolloutWorker:
         samples = [sample for group in groups for sample in group]
         scores = await self._score(samples)
         tally = RolloutTally()
-        tally.add(samples, scores)
+        tally.add(group_figures(samples, scores))
         exact = sum(bool(s.prompt.answer) and s.text.strip() == s.prompt.answer.strip() for s in samples)
         return ValidationReport(
             rows=tally.rows,
@@ -114,10 +139,17 @@ class RolloutWorker:
             response_length_mean=tally.response_tokens / tally.rows if tally.rows else 0.0,
         )
 
+    async def trim_journal(self, first: int, outstanding: Sequence[int]) -> None:
+        """A checkpoint covers all prompts below position `first` but `outstanding`: `GroupJournal.trim`."""
+        if self._journal is not None:
+            await asyncio.to_thread(self._journal.trim, first, outstanding)
+
     async def close(self) -> None:
-        """Close engine and client. Idempotent."""
+        """Close engine, journal and client. Idempotent."""
         await self._engine.close()
         self._scoring.shutdown(wait=False, cancel_futures=True)
+        if self._journal is not None:
+            self._journal.close()
         await self._client.close()
 
     # ------------------------------------------------------------ inside
@@ -125,23 +157,48 @@ class RolloutWorker:
     async def _episodes(self, prompts: PromptStream, position: int, params: SamplingParams) -> list[Sample]:
         return await self._environment.run(prompts[position], self._engine, self._tokenizer, params)
 
-    async def _score_and_put(self, samples: list[Sample], partition: str, tally: RolloutTally) -> None:
-        clock = time.perf_counter()
+    async def _journaled(self, positions: Sequence[int]) -> list[JournaledGroup]:
+        """Those of the prompts' groups that the journal has."""
+        journal = self._journal
+        return [] if journal is None else await asyncio.to_thread(journal.find_all, positions)
+
+    async def _score_and_put(self, groups: Mapping[int, list[Sample]], partition: str, tally: RolloutTally) -> None:
+        """Reward, keep and put finished groups, by position."""
+        samples = [sample for group in groups.values() for sample in group]
         with _span(tally, "reward"):
+            clock = time.perf_counter()
             scores = await self._score(samples)
-        scored = time.perf_counter()
+            tally.reward_s += time.perf_counter() - clock
         batch, tags = rollout_rows(samples, scores, self._rubric.tagged)
+        keys = [f"{sample.prompt.uid}.{sample.index}" for sample in samples]
+        rows = RolloutRows(keys, self._versions(samples), tags, batch)
+        await self._keep(rows, scores, groups, tally)
+        await self._put(rows, partition, tally)
+
+    async def _keep(
+        self, rows: RolloutRows, scores: Sequence[Score], groups: Mapping[int, list[Sample]], tally: RolloutTally
+    ) -> None:
+        """Count finished groups and write them into the journal. `rows` and `scores`: theirs, one after another.
+
+        Those with failed rows are not kept: a mended reward, or an engine that is not cut short, makes them whole.
+        """
+        kept, left = [], list(scores)
+        parts = rows.split([len(samples) for samples in groups.values()])
+        for (position, samples), part in zip(groups.items(), parts, strict=True):
+            figures = group_figures(samples, left[: len(samples)])
+            del left[: len(samples)]
+            tally.add(figures)
+            if not figures.failed:
+                kept.append(JournaledGroup(position, part, figures))
+        if self._journal is not None and kept:
+            with _span(tally, "journal"):
+                await asyncio.to_thread(self._journal.append, kept)
+
+    async def _put(self, rows: RolloutRows, partition: str, tally: RolloutTally) -> None:
         with _span(tally, "put"):
-            await self._client.put(
-                partition,
-                [f"{sample.prompt.uid}.{sample.index}" for sample in samples],
-                batch,
-                versions=self._versions(samples),
-                tags=tags,
-            )
-        tally.reward_s += scored - clock
-        tally.put_s += time.perf_counter() - scored
-        tally.add(samples, scores)
+            clock = time.perf_counter()
+            await self._client.put(partition, rows.keys, rows.batch, versions=rows.versions, tags=rows.tags)
+            tally.put_s += time.perf_counter() - clock
 
     def _versions(self, samples: Sequence[Sample]) -> np.ndarray:
         """int64 `[N]`: of each row's oldest token; of the engine for rows that were aborted before the first."""
@@ -152,54 +209,19 @@ class RolloutWorker:
         return await asyncio.get_running_loop().run_in_executor(self._scoring, _score_all, self._rubric, samples)
 
 
-def rollout_rows(
-    samples: Sequence[Sample], scores: Sequence[Score], tagged: Sequence[str] = ()
-) -> tuple[Batch, dict[str, np.ndarray]]:
-    """The samples as rows of ROLLOUT_FIELDS, and their tags (float32 `[N]` each); failed rows are masked.
+def generation_spans(wall: float, ends: Sequence[float], positions: Sequence[int]) -> list[Span]:
+    """One call's generation for the trace: all of it, until its first group, and its tail, in which the last quarter of
+    its groups was still under way.
 
-    tagged: rewards whose own values are tags, too (`reward_tag`), 0 for failed rows.
+    wall: Unix time of its start; ends: seconds after it at which each group was finished, ascending.
     """
-    valid = np.array([score.valid for score in scores], dtype=bool)
-    lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
-    trained = np.repeat(valid, lengths)
-    columns = {
-        "input_ids": np.concatenate([sample.input_ids for sample in samples]),
-        "response_mask": np.concatenate([sample.response_mask for sample in samples]) * trained,
-        "rollout_logprobs": np.concatenate([sample.logprobs for sample in samples]) * trained,
-    }
-    batch = Batch(
-        ROLLOUT_SCHEMA.subset(ROLLOUT_FIELDS),
-        len(samples),
-        {
-            **{name: Jagged(torch.from_numpy(column), lengths) for name, column in columns.items()},
-            "version_spans": version_spans(np.concatenate([sample.versions for sample in samples]), lengths),
-        },
-    )
-    tags = {
-        "reward": np.array([score.reward if score.valid else 0.0 for score in scores], dtype=np.float32),
-        "valid": valid.astype(np.float32),
-        "response_length": np.array([np.count_nonzero(s.response_mask) for s in samples], dtype=np.float32),
-    }
-    for name in tagged:
-        values = [score.components[name] if score.valid else 0.0 for score in scores]
-        tags[reward_tag(name)] = np.array(values, dtype=np.float32)
-    return batch, tags
-
-
-def version_spans(versions: np.ndarray, lengths: np.ndarray) -> Ragged:
-    """int32 `[S, 2]` a row: (first token, version of it and those after it), from one version a token.
-
-    versions: int32 `[sum(lengths)]`, the rows one after another. Rows without tokens have no spans.
-    """
-    row = np.repeat(np.arange(len(lengths)), lengths)
-    starts = np.cumsum(lengths) - lengths
-    begins = np.ones(len(versions), dtype=bool)
-    begins[1:] = (versions[1:] != versions[:-1]) | (row[1:] != row[:-1])
-    first = np.flatnonzero(begins)
-    spans = np.stack([first - starts[row[first]], versions[first]], axis=1).astype(np.int32)
-    counts = np.bincount(row[first], minlength=len(lengths))
-    shapes = np.stack([counts, np.full(len(lengths), 2)], axis=1).astype(np.int64)
-    return Ragged(torch.from_numpy(spans.reshape(-1)), shapes)
+    first, last = min(positions), max(positions)
+    prompts = f"{first}" if first == last else f"{first}-{last}"
+    spans = [Span(f"generate {prompts}", wall, ends[-1])]
+    if len(ends) > 1:
+        tail_s = ends[3 * len(ends) // 4 - 1]
+        spans += [Span("first group", wall, ends[0]), Span("tail", wall + tail_s, ends[-1] - tail_s)]
+    return spans
 
 
 def _score_all(rubric: Rubric, samples: Sequence[Sample]) -> list[Score]:

@@ -20,6 +20,7 @@ from .engines.protocol import EngineDied, SamplingParams
 from .engines.remote import RemoteEngine
 from .engines.router import Router
 from .environments.factory import EnvironmentConfig, build_environment
+from .journal import GroupJournal, JournalConfig
 from .prompts import DataConfig, PromptStream, check_prompt_lengths, open_source
 from .rewards.factory import RewardConfig, build_rubric
 from .rollout import RolloutWorker
@@ -54,6 +55,8 @@ class RolloutSetup:
     data_plane: DataPlaneHandle
     engine_timeout_s: float = 120.0
     """With engine actors: how long a request waits for one when none is left."""
+    journal: JournalConfig | None = None
+    """None: finished groups are not kept."""
 
 
 class RolloutActor(EngineHost):
@@ -95,6 +98,7 @@ class RolloutActor(EngineHost):
             prompts=prompts,
             held_out=held_out,
             client=connect_async(setup.data_plane, name=setup.name),
+            journal=None if setup.journal is None else GroupJournal(setup.journal, setup.name),
         )
 
     # ---------------------------------------------------------------- engines that are actors of their own
@@ -137,9 +141,15 @@ class RolloutActor(EngineHost):
 
     # ---------------------------------------------------------------- work
 
-    async def rollout(self, positions: Sequence[int], partition: str, params: SamplingParams) -> RolloutReport:
+    async def rollout(
+        self, positions: Sequence[int], partition: str, params: SamplingParams, fresh: bool = False
+    ) -> RolloutReport:
         """`RolloutWorker.rollout`."""
-        return await self._built.rollout(positions, partition, params)
+        return await self._built.rollout(positions, partition, params, fresh)
+
+    async def trim_journal(self, first: int, outstanding: Sequence[int]) -> None:
+        """`RolloutWorker.trim_journal`."""
+        await self._built.trim_journal(first, outstanding)
 
     async def validate(self, start: int, count: int, params: SamplingParams) -> ValidationReport:
         """`RolloutWorker.validate`."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..dataplane.traffic import Traffic
 from .engines.router import LeftOut
-from .protocols import Sample, Score, Span
+from .protocols import Sample, Score, Span, SpanTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,13 @@ class RolloutReport:
     """Seconds in which this actor waited for puts."""
     traffic: bytes
     """This actor's data-plane calls since its last report, as `Traffic.to_bytes`."""
-    spans: tuple[Span, ...]
+    spans: SpanTable
     left_out: tuple[LeftOut, ...] = ()
     """Engines that were left out since the last report; their requests went to others."""
+    restored: int = 0
+    """Rows that the journal had and nobody generated; the other figures count them as those that were."""
+    restored_tokens: int = 0
+    """Their response tokens."""
 
     @property
     def valid(self) -> int:
@@ -79,8 +83,10 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         reward_s=max((r.reward_s for r in reports), default=0.0),
         put_s=max((r.put_s for r in reports), default=0.0),
         traffic=Traffic.sum_of(r.traffic for r in reports).to_bytes(),
-        spans=tuple(span for r in reports for span in r.spans),
+        spans=SpanTable.of([span for r in reports for span in r.spans.to_spans()]),
         left_out=tuple(dict.fromkeys(engine for r in reports for engine in r.left_out)),
+        restored=sum(r.restored for r in reports),
+        restored_tokens=sum(r.restored_tokens for r in reports),
     )
 
 
@@ -100,6 +106,42 @@ class ValidationReport:
     """Tokens; 0.0 without rows."""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupFigures:
+    """What some rows, a group's mostly, add to a report; fields as there."""
+
+    rows: int
+    failed: int
+    first_error: str
+    truncated: int
+    prompt_tokens: int
+    response_tokens: int
+    response_length_max: int
+    reward_sum: float
+    component_sums: dict[str, float]
+
+
+def group_figures(samples: Sequence[Sample], scores: Sequence[Score]) -> GroupFigures:
+    """The figures of scored samples."""
+    lengths = [int(np.count_nonzero(sample.response_mask)) for sample in samples]
+    failed = [score for score in scores if not score.valid]
+    component_sums: dict[str, float] = {}
+    for score in scores:
+        for name, value in score.components.items() if score.valid else ():
+            component_sums[name] = component_sums.get(name, 0.0) + value
+    return GroupFigures(
+        rows=len(samples),
+        failed=len(failed),
+        first_error=next((score.error for score in failed if score.error), ""),
+        truncated=sum(sample.finish_reason == "length" for sample in samples),
+        prompt_tokens=sum(len(sample.input_ids) for sample in samples) - sum(lengths),
+        response_tokens=sum(lengths),
+        response_length_max=max(lengths, default=0),
+        reward_sum=sum(score.reward for score in scores if score.valid),
+        component_sums=component_sums,
+    )
+
+
 @dataclass(slots=True)
 class RolloutTally:
     """A RolloutReport in the making."""
@@ -117,23 +159,24 @@ class RolloutTally:
     reward_s: float = 0.0
     put_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
+    restored: int = 0
+    restored_tokens: int = 0
 
-    def add(self, samples: Iterable[Sample], scores: Iterable[Score]) -> None:
-        """Count scored samples."""
-        for sample, score in zip(samples, scores, strict=True):
-            response_length = int(np.count_nonzero(sample.response_mask))
-            self.rows += 1
-            self.prompt_tokens += len(sample.input_ids) - response_length
-            self.response_tokens += response_length
-            self.response_length_max = max(self.response_length_max, response_length)
-            self.truncated += sample.finish_reason == "length"
-            if not score.valid:
-                self.failed += 1
-                self.first_error = self.first_error or score.error
-                continue
-            self.reward_sum += score.reward
-            for name, value in score.components.items():
-                self.component_sums[name] = self.component_sums.get(name, 0.0) + value
+    def add(self, group: GroupFigures, *, restored: bool = False) -> None:
+        """Count a group. restored: it is from the journal."""
+        self.rows += group.rows
+        self.failed += group.failed
+        self.first_error = self.first_error or group.first_error
+        self.truncated += group.truncated
+        self.prompt_tokens += group.prompt_tokens
+        self.response_tokens += group.response_tokens
+        self.response_length_max = max(self.response_length_max, group.response_length_max)
+        self.reward_sum += group.reward_sum
+        for name, total in group.component_sums.items():
+            self.component_sums[name] = self.component_sums.get(name, 0.0) + total
+        if restored:
+            self.restored += group.rows
+            self.restored_tokens += group.response_tokens
 
     def report(self, traffic: Traffic, left_out: Sequence[LeftOut] = ()) -> RolloutReport:
         return RolloutReport(
@@ -150,6 +193,8 @@ class RolloutTally:
             reward_s=self.reward_s,
             put_s=self.put_s,
             traffic=traffic.to_bytes(),
-            spans=tuple(self.spans),
+            spans=SpanTable.of(self.spans),
             left_out=tuple(left_out),
+            restored=self.restored,
+            restored_tokens=self.restored_tokens,
         )

@@ -20,7 +20,7 @@ from ..dataplane.client import DataPlaneClient
 from ..dataplane.factory import DataPlaneHandle, connect
 from ..dataplane.meta import KVBatchMeta
 from ..dataplane.topology import Topology
-from .protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, ActorInfo, Span, TrainBackend
+from .protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, ActorInfo, Span, SpanTable, TrainBackend
 from .replica_reader import FetchPolicy, ReplicaReader, build_links
 from .step_rows import TrainShard
 from .transports.protocol import ReceiverGroup, WeightSender, WeightUpdate
@@ -33,28 +33,6 @@ CONCURRENCY_GROUPS = {"weights": 1, "abort": 1}
 All other methods run in one thread, always the same: a backend may be bound to the thread that built it."""
 PREV = "prev_logprobs"
 REF = "ref_logprobs"
-
-
-@dataclass(frozen=True, slots=True)
-class SpanTable:
-    """Spans in few bytes: reports go through the driver."""
-
-    origin_s: float
-    """Unix time that they count from; 0.0 when there are none."""
-    spans: tuple[tuple[str, int, int], ...]
-    """(name, microseconds after the origin, microseconds long)."""
-
-    @staticmethod
-    def of(spans: Sequence[Span]) -> SpanTable:
-        origin_s = min((span.start_s for span in spans), default=0.0)
-        return SpanTable(
-            origin_s,
-            tuple((span.name, round((span.start_s - origin_s) * 1e6), round(span.dur_s * 1e6)) for span in spans),
-        )
-
-    def to_spans(self) -> list[Span]:
-        """Inverse of `of`, to the microsecond."""
-        return [Span(name, self.origin_s + start / 1e6, length / 1e6) for name, start, length in self.spans]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ _EPILOG = """examples:
   headrace bench transfer --quick
   headrace bench transfer --stores shm simple --workloads rl-1024 --pattern put get shuffled
   headrace bench plan --out runs/plan
+  headrace bench step --quick
 """
 
 
@@ -34,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
-        help="measure the data plane on this machine",
-        description="Measure the data plane on this machine; tables, results.jsonl, summary.json, Markdown, plots.",
+        help="measure the data plane and the modes on this machine",
+        description="Measure on this machine; tables, results.jsonl, summary.json, Markdown, plots.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -71,6 +72,11 @@ def _add_bench(commands: Any) -> None:
     weights.add_argument("--quick", action="store_true", help="0.1B only, few repeats: under two minutes")
     _out(weights)
     weights.set_defaults(command=_weights)
+
+    step = kinds.add_parser("step", help="steps of sync, streaming and async on a scripted engine, and simulated")
+    step.add_argument("--quick", action="store_true", help="few and short steps: under a minute")
+    _out(step)
+    step.set_defaults(command=_step)
 
     directory = kinds.add_parser("directory", help="the directory: a million rows of ten fields")
     directory.add_argument("--rows", type=int, default=1 << 20, metavar="N", help="rows to fill it with")
@@ -170,6 +176,21 @@ def _known(option: str, given: tuple[str, ...], every: Sequence[str]) -> tuple[s
         if name not in every:
             raise UserError(f"{option}: got {name!r}, expected some of {', '.join(every)}")
     return given
+
+
+def _step(arguments: argparse.Namespace) -> int:
+    from .modes import StepOptions, run_steps
+    from .modes_report import steps_table, write_report
+
+    out = _folder(arguments, "step")
+    options = StepOptions.quick(out) if arguments.quick else StepOptions(out)
+    console = Console()
+    with console.status("starting") as status:
+        report = run_steps(options, lambda line: status.update(line))
+    console.print(steps_table(report))
+    path = write_report(report, options, shlex.join(["headrace", *sys.argv[1:]]))
+    console.print(f"report: {path}", highlight=False)
+    return cli.DONE
 
 
 def _directory(arguments: argparse.Namespace) -> int:

@@ -35,6 +35,8 @@ class TaskConfig:
     """Keyword arguments of the sampler: plain values. `windowed` takes `window`, in groups."""
     first_prompt: int = 0
     """`in_order`, `windowed`: number of the stream's first prompt; a resumed run's is where it left off."""
+    settled: tuple[int, ...] = ()
+    """Numbers beyond it that are not to come any more."""
 
 
 class StreamProgress:

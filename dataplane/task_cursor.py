@@ -25,7 +25,7 @@ class TaskCursor:
         """Raises ValueError for an unknown sampler, or options that it does not take."""
         self.config = config
         self.sampler = build_sampler(config)
-        self.progress = StreamProgress(config.first_prompt) if self.sampler.order == "prompt" else None
+        self.progress = StreamProgress(config.first_prompt, config.settled) if self.sampler.order == "prompt" else None
         """In the prompt stream; None for samplers that do not follow it."""
         self.column = np.empty(0, dtype=np.int64)
         self._partition = partition

@@ -1,4 +1,5 @@
-"""kill -9 of one process of a run: the run ends soon, says who died, and leaves nothing behind."""
+"""kill -9 of one process of a run: it goes on from its last checkpoint, or ends soon, says who died, and leaves nothing
+behind."""
 
 import os
 import signal
@@ -9,6 +10,8 @@ import psutil
 import pytest
 
 from headrace.tests import cli_runs as runs
+from headrace.tests.test_end_to_end import FIGURES
+from headrace.trainers.metrics import read_metrics
 
 
 @pytest.mark.timeout(400)
@@ -23,7 +26,9 @@ from headrace.tests import cli_runs as runs
 )
 def test_killed_process_is_named_and_nothing_is_left(tmp_path, victim, store, extra):
     run_dir = tmp_path / "run"
-    process = runs.start(run_dir, f"dataplane.store.kind={store}", "algorithm.steps=100000", *extra)
+    process = runs.start(
+        run_dir, f"dataplane.store.kind={store}", "algorithm.steps=100000", "run.max_restarts=0", *extra
+    )
     runs.wait_for_step(run_dir, 2, process)
     family = runs.descendants(process)
     [target] = [process for name, process in runs.actors(run_dir).items() if name.endswith(victim)]
@@ -41,10 +46,78 @@ def test_killed_process_is_named_and_nothing_is_left(tmp_path, victim, store, ex
     assert victim in Path(run_dir / "error.txt").read_text()
 
 
+WHOLE = ("run.checkpoint_every=2", "algorithm.steps=8", "trainer.dp=2", "dataplane.timeout_s=10")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Figures by step of a run that nobody disturbs."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    code, output = runs.run(run_dir, *WHOLE)
+    assert code == 0, output
+    return figures_of(run_dir)
+
+
+def figures_of(run_dir):
+    """What does not depend on time, of the steps that count."""
+    records, _ = read_metrics(run_dir / "metrics.jsonl")
+    return {line["step"]: [line[name] for name in FIGURES] for line in records if "reward/mean" in line}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("victims", "store"),
+    [
+        (("train worker 1",), "shm"),
+        pytest.param(("directory", "train worker 0"), "shm", marks=pytest.mark.slow),
+        pytest.param(("unit-0",), "simple", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_from_its_last_checkpoint_as_if_nothing_had_been(tmp_path, uninterrupted, victims, store):
+    run_dir = tmp_path / "run"
+    process = runs.start(run_dir, *WHOLE, f"dataplane.store.kind={store}")
+    family = set()
+    for restarts, victim in enumerate(victims):
+        wait_for_checkpoint(run_dir, process, restarts)
+        family |= set(runs.descendants(process))
+        [target] = [process for name, process in runs.actors(run_dir).items() if name.endswith(victim)]
+        os.kill(target.pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    for restart, victim in enumerate(victims, start=1):
+        assert f"restart {restart} of at most 3: going on from the checkpoint of step" in output
+        assert victim in output
+    assert figures_of(run_dir) == uninterrupted
+    lines = runs.metrics(run_dir)
+    assert [line["event"] for line in lines if "event" in line] == [*("resumed" for _ in victims), "finished"]
+    assert lines[-2]["run/restarts"] == len(victims)
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not [other for other in alive if other.status() != psutil.STATUS_ZOMBIE]
+    assert not runs.shared_memory(run_dir) and not (run_dir / "error.txt").exists()
+
+
+def wait_for_checkpoint(run_dir, process, restarts):
+    """Until the run has a whole checkpoint, has come back from `restarts` restarts and has trained beyond it."""
+    deadline = time.monotonic() + 180
+    while True:
+        lines = runs.metrics(run_dir)
+        resumed = [at for at, line in enumerate(lines) if line.get("event") == "resumed"]
+        steps = [line["step"] for line in lines[resumed[-1] + 1 if resumed else 0 :] if "reward/mean" in line]
+        whole = [int(path.name.partition("_")[2]) for path in run_dir.glob("checkpoints/step_??????")]
+        if len(resumed) == restarts and whole and steps and steps[-1] > min(whole):
+            return
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(f"no step after a checkpoint:\n{process.communicate()[0]}")
+        time.sleep(0.05)
+
+
 @pytest.mark.timeout(400)
 def test_a_killed_engine_is_left_out_and_the_run_goes_on(tmp_path):
     run_dir = tmp_path / "run"
-    process = runs.start(run_dir, "rollout.num_actors=1", "rollout.num_engines=2", "algorithm.steps=40")
+    process = runs.start(
+        run_dir, "rollout.num_actors=1", "rollout.num_engines=2", "algorithm.steps=40", "run.max_restarts=0"
+    )
     runs.wait_for_step(run_dir, 2, process)
     [target] = [process for name, process in runs.actors(run_dir).items() if name == "engine 1"]
     assert target in runs.descendants(process)

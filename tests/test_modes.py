@@ -40,3 +40,37 @@ def test_async_stays_within_its_staleness(tmp_path: Path, staleness: int) -> Non
     assert len(steps) == 6 and max(seen) <= staleness
     if staleness:
         assert max(seen) > 0 and steps[0]["queue/groups_in_flight"] == 2 * 8
+
+
+def test_a_deterministic_run_repeats_figure_by_figure(tmp_path: Path) -> None:
+    found = []
+    for name in ("first", "second"):
+        code, output = runs.run(
+            tmp_path / name, *SHORT, "algorithm.mode=async", "run.deterministic=true", "sync.in_flight=keep",
+            "rollout.num_engines=2", "algorithm.dynamic_sampling.enabled=true",
+        )  # fmt: skip
+        assert code == 0, output
+        steps = steps_of(tmp_path / name)
+        assert steps[-1]["staleness/max"] == 1
+        found.append([figures(step) + [step["rollout/groups_dropped"]] for step in steps])
+    assert found[0] == found[1]
+
+
+def test_validation_in_the_background_keeps_the_best_and_ends_at_the_target(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    code, output = runs.run(
+        run_dir, "algorithm.mode=async", "algorithm.steps=50", "validation.every=2", "validation.background=true",
+        "validation.stop_at=0.0", "run.keep_best=true",
+    )  # fmt: skip
+    assert code == 0, output
+    lines = [line for line in runs.metrics(run_dir) if "val/exact_match" in line]
+    assert [(line["step"], line["val/version"]) for line in lines] == [(0, 0)]
+    assert (run_dir / "best" / "config.json").exists() and (run_dir / "best.json").exists()
+
+    run_dir = tmp_path / "longer"
+    code, output = runs.run(
+        run_dir, "algorithm.mode=streaming", "algorithm.steps=5", "validation.every=2", "validation.background=true"
+    )
+    assert code == 0, output
+    lines = [line for line in runs.metrics(run_dir) if "val/exact_match" in line]
+    assert [(line["step"], line["val/version"]) for line in lines] == [(0, 0), (3, 2), (5, 5)]

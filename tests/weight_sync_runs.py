@@ -21,6 +21,7 @@ from headrace.trainers.base_model import TINY_QWEN3
 from headrace.trainers.config import with_run_dir
 from headrace.trainers.config_loading import load_config
 from headrace.trainers.engine_set import Engine
+from headrace.trainers.feed import Feed
 from headrace.trainers.launch import launched
 from headrace.trainers.trace import Tracer
 from headrace.trainers.warmup import make_tokenizer
@@ -60,7 +61,7 @@ def run(folder: Path, model: Path, *overrides: str) -> Iterator[grpo.Run]:
     chosen = [*SMALL, f"model.path={model}", f"run.dir={folder}", *overrides]
     config = with_run_dir(load_config(ROOT / "examples" / "quickstart.yaml", chosen))
     folder.mkdir(parents=True, exist_ok=True)
-    with launched(config, str(model), Tracer(0), folder) as started:
+    with launched(config, str(model), Tracer(0), folder, grpo.State()) as started:
         yield started
 
 
@@ -68,15 +69,17 @@ def step(started: grpo.Run, state: grpo.State) -> Any:
     """One whole step up to the sync; returns its report."""
     started.begin_step(state.step + 1)
     prompts = started.config.algorithm.prompts_per_step
-    grpo.finish_rollouts(started, grpo.start_rollouts(started, state.position, prompts))
-    meta = grpo.claim_groups(started, prompts, ())
+    feed = Feed(started, state)
+    feed.top_up()
+    feed.drain()
+    meta = feed.claim(prompts)
     # Advantages of random answers are mostly 0: give each row one, so that every step moves the weights.
     moving = np.random.default_rng(state.step).normal(size=len(meta)).astype(np.float32)
     grpo.ship_plan(started, meta.with_tags(advantage=moving), state.step + 1)
     grpo.write_logprobs(started)
     grpo.accumulate(started)
     grpo.finish(started)
-    state.position += prompts
+    feed.settle()
     state.step, state.version = state.step + 1, state.version + 1
     report = grpo.sync_weights(started, state)
     grpo.retire(started, meta)

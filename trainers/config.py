@@ -287,7 +287,8 @@ class ValidationConfig(Section):
     """Validate while the next step rolls out and trains, up to its optimizer step; its figures are then logged with
     that step, and `val/version` says which policy they are of."""
     stop_at: Share | None = None
-    """End the run when exact match reaches this. None: after `algorithm.steps`."""
+    """End the run when exact match reaches this (in the background: after the step under way). None: after
+    `algorithm.steps`."""
 
 
 class ResourcesConfig(Section):

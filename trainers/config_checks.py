@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from ..dataplane.topology import Topology
@@ -29,15 +30,22 @@ def step_bytes(config: Config) -> int:
     return config.rows_per_step * row
 
 
+def steps_in_store(config: Config) -> float:
+    """Steps' rows that may be in the store at a time: rollouts run ahead, or more are rolled out than needed."""
+    algorithm = config.algorithm
+    return 1 + algorithm.max_staleness if algorithm.mode == "async" else algorithm.dynamic_sampling.oversample
+
+
 def capacity_problems(config: Config) -> list[str]:
     """A sentence when a step of longest rows does not fit into the store, which would stop the run at its first put."""
     capacity = config.dataplane.store.capacity_mib
-    needed = step_bytes(config)
+    needed = math.ceil(step_bytes(config) * steps_in_store(config))
     if needed <= capacity << 20:
         return []
     return [
         f"dataplane.store.capacity_mib: got {capacity}, expected at least {-(-needed >> 20)}: "
-        f"{config.rows_per_step} rows of up to {config.data.max_prompt_tokens + config.rollout.max_new_tokens} tokens"
+        f"{math.ceil(config.rows_per_step * steps_in_store(config))} rows of up to "
+        f"{config.data.max_prompt_tokens + config.rollout.max_new_tokens} tokens"
     ]
 
 
@@ -121,6 +129,11 @@ def meaning_problems(config: Config) -> list[str]:
             f"data.validation: not set, expected a file or dataset, as data.train={data.train!r} is no generated task "
             "with a held-out part (or set validation.every=0)"
         )
+    if config.trainer.backend == "scripted" and rollout.engine != "scripted":
+        problems.append(
+            f"trainer.backend: got 'scripted' with rollout.engine={rollout.engine!r}, expected 'scripted' there, too, "
+            "as other engines have no use for its weights"
+        )
     if rollout.tp > 1 and rollout.engine != "vllm":
         problems.append(
             f"rollout.tp: got {rollout.tp} with rollout.engine={rollout.engine!r}, expected 1, as only vllm splits a "
@@ -146,11 +159,6 @@ def meaning_problems(config: Config) -> list[str]:
             f"algorithm.chunk_groups: got {config.algorithm.chunk_groups} with algorithm.mode="
             f"{config.algorithm.mode!r}, expected it unset, as only streaming trains on chunks of a step"
         )
-    if config.algorithm.mode == "async" and config.algorithm.sampler not in ("auto", "in_order"):
-        problems.append(
-            f"algorithm.sampler: got {config.algorithm.sampler!r} with algorithm.mode='async', expected 'in_order', as "
-            "a group that is overtaken would exceed algorithm.max_staleness"
-        )
     if config.algorithm.mode == "streaming" and config.advantage.kind in WHOLE_STEP_ADVANTAGES:
         problems.append(
             f"algorithm.mode: got 'streaming' with advantage.kind={config.advantage.kind!r}, expected 'sync' or "
@@ -161,7 +169,32 @@ def meaning_problems(config: Config) -> list[str]:
         problems.append(
             f"reward.functions: the name {label!r} is taken, expected a `name` of its own for each function"
         )
-    return problems + objective_problems(config)
+    return problems + admission_problems(config) + objective_problems(config)
+
+
+def admission_problems(config: Config) -> list[str]:
+    """Sentences on where a step's groups come from."""
+    problems = []
+    algorithm = config.algorithm
+    over, in_order = algorithm.dynamic_sampling.oversample > 1, algorithm.sampler in ("in_order", "windowed")
+    key = "algorithm.dynamic_sampling.oversample"
+    if over and algorithm.mode == "async":
+        problems.append(
+            f"{key}: got {algorithm.dynamic_sampling.oversample:g} with algorithm.mode='async', expected 1, as "
+            "rollouts run ahead anyway (algorithm.max_staleness)"
+        )
+    if over and (in_order or config.run.deterministic):
+        what = "run.deterministic=true" if config.run.deterministic else f"algorithm.sampler={algorithm.sampler!r}"
+        problems.append(
+            f"{key}: got {algorithm.dynamic_sampling.oversample:g} with {what}, expected 1, as a step then "
+            "takes the groups that are ready first"
+        )
+    if config.run.deterministic and algorithm.sampler not in ("auto", "in_order"):
+        problems.append(
+            f"algorithm.sampler: got {algorithm.sampler!r} with run.deterministic=true, expected 'in_order', as others "
+            "take groups in the order in which they happen to be ready"
+        )
+    return problems
 
 
 def objective_problems(config: Config) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import ray
@@ -23,11 +25,12 @@ from .engine_set import Engine, EngineSet
 from .errors import UserError
 from .peers import DriverMeter, Peer, PeerFailed, gather
 
+_log = logging.getLogger(__name__)
 START_TIMEOUT_S = 300.0
 """Bound of starting all actors: imports and model loading on a cold disk."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Crew:
     """All actors of a run."""
 
@@ -36,12 +39,41 @@ class Crew:
     """Those of `engines` when they are embedded."""
     workers: list[Peer]
     """By rank."""
+    starter: Starter
+    max_replaced: int
+    replaced: int = 0
+    """Rollout actors and engines that died and have a successor."""
+    on_replaced: list[Callable[[], None]] = field(default_factory=list)
+    """Called when there is one more."""
 
     @property
     def peers(self) -> list[Peer]:
         """Every actor once."""
         hosts = [] if self.engines.embedded else [engine.peer for engine in self.engines.engines]
         return [*hosts, *self.rollouts, *self.workers]
+
+    @property
+    def may_replace(self) -> bool:
+        return self.replaced < self.max_replaced
+
+    def replace(self, peer: Peer, failure: PeerFailed) -> None:
+        """Start and build another process for a rollout actor or engine that died: `peer` is it from then on.
+
+        Its engine, if it has one, serves version 0. Raises `failure` when no more may be replaced, PeerFailed when the
+        new one does not come up.
+        """
+        if not self.may_replace:
+            raise failure
+        self.replaced += 1
+        _log.warning("replaced: %s", failure)
+        peer.handle = self.starter.again(peer)
+        gather([peer.call("build")], "replace", START_TIMEOUT_S)
+        [peer.info] = gather([peer.call("info")], "replace", START_TIMEOUT_S)
+        if not self.engines.embedded and peer in self.rollouts:
+            handles = [(engine.name, engine.peer.handle) for engine in self.engines.active]
+            ray.get(peer.handle.set_engines.remote(handles), timeout=START_TIMEOUT_S)
+        for call in self.on_replaced:
+            call()
 
 
 def demand(config: Config) -> Demand:
@@ -57,7 +89,7 @@ def start_crew(
 
     Raises UserError for what shows only where it is opened (a path, a dataset, a reward), PeerFailed.
     """
-    starter = _Starter(config, model, plane, cluster, meter, stack)
+    starter = Starter(config, model, plane, cluster, meter, stack)
     embedded = config.rollout.num_actors is None
     hosts = [starter.engine(index) for index in range(config.rollout.num_engines)]
     rollouts = hosts if embedded else [starter.rollout(index) for index in range(config.rollout.num_actors or 0)]
@@ -71,10 +103,10 @@ def start_crew(
     )
     if not embedded:
         _introduce(engines, rollouts)
-    return Crew(engines, rollouts, workers)
+    return Crew(engines, rollouts, workers, starter, config.run.max_restarts)
 
 
-class _Starter:
+class Starter:
     """Starts actors, one at a call."""
 
     def __init__(
@@ -89,6 +121,7 @@ class _Starter:
         self._gpus = min(1.0, cluster.num_gpus / needed)
         self._one_host = cluster.num_nodes == 1
         self._host = host_address(cluster)
+        self._starts: dict[Peer, Callable[[], Any]] = {}
 
     def engine(self, index: int) -> Peer:
         """The host of engine `index`: an actor of its own, or a rollout actor that embeds it."""
@@ -118,9 +151,18 @@ class _Starter:
         return self._start(TrainWorker, setup, 1, self._gpus, concurrency_groups=CONCURRENCY_GROUPS)
 
     def _start(self, kind: type, setup: Any, cpus: int, gpus: float, **options: Any) -> Peer:
-        handle = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, **options)(kind).remote(setup)
-        self._stack.callback(ray.kill, cast(ActorHandle, handle), no_restart=True)
-        return Peer(handle, ActorInfo(setup.name, 0, "not up yet"), self._meter)
+        def start() -> Any:
+            handle = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, **options)(kind).remote(setup)
+            self._stack.callback(ray.kill, cast(ActorHandle, handle), no_restart=True)
+            return handle
+
+        peer = Peer(start(), ActorInfo(setup.name, 0, "not up yet"), self._meter)
+        self._starts[peer] = start
+        return peer
+
+    def again(self, peer: Peer) -> Any:
+        """The handle of another process like `peer`'s, not built yet."""
+        return self._starts[peer]()
 
 
 def host_address(cluster: Cluster) -> str:

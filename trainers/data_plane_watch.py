@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 
+from ..actors.protocols import TRAIN_FIELDS
 from ..dataplane.client import DataPlaneClient
 from ..dataplane.status import DataPlaneStatus
 from ..dataplane.traffic import Traffic
@@ -44,10 +45,11 @@ class DataPlaneWatch:
             self._step.merge(traffic)
             self._total.merge(traffic)
 
-    def end_step(self) -> tuple[dict[str, float], int]:
+    def end_step(self, group_size: int) -> tuple[dict[str, float], int]:
         """(figures of the calls since this was last called, directory bytes of the driver's own ones among them).
 
-        One directory call, for what stands in the data plane now. Raises DataPlaneError when it fails.
+        group_size: rows of a group, which are put together. One directory call, for what stands in the data plane now.
+        Raises DataPlaneError when it fails.
         """
         status = self._client.status()
         own = self._client.stats.take()
@@ -56,6 +58,7 @@ class DataPlaneWatch:
             self._total.merge(own)
             step, self._step = self._step, Traffic()
             figures = {**call_figures(step, self._total), **standing_figures(status)}
+        figures["queue/groups_ready"] = float(ready_rows(status) // group_size)
         seen, self._seen_bytes = self._seen_bytes, self._client.stats.directory_bytes
         return figures, self._seen_bytes - seen
 
@@ -88,6 +91,12 @@ def call_figures(step: Traffic, total: Traffic) -> dict[str, float]:
             figures[f"dataplane/{op}/fixed_us"] = 1e6 * line.fixed_s if line else math.nan
             figures[f"dataplane/{op}/gb_per_s"] = line.bytes_per_s / 1e9 if line else math.nan
     return figures
+
+
+def ready_rows(status: DataPlaneStatus) -> int:
+    """Rows that the train task could claim now."""
+    written = min(status.ready.get(name, 0) for name in TRAIN_FIELDS)
+    return max(0, written - status.leased_rows - status.stale_rows)
 
 
 def standing_figures(status: DataPlaneStatus) -> dict[str, float]:

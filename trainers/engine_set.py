@@ -28,6 +28,8 @@ class Engine:
     """Of the weights it serves."""
     left_out: str = ""
     """Why it gets no requests; "" while it does."""
+    dead: bool = False
+    """Whether its process is gone."""
 
     @property
     def name(self) -> str:

@@ -6,9 +6,7 @@ plans, per-row scalars and figures.
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,35 +14,25 @@ from typing import Any
 import numpy as np
 
 from ..actors.engines.protocol import SamplingParams
-from ..actors.protocols import TRAIN_FIELDS
 from ..actors.replica_reader import holds_receipt
 from ..actors.rewards.rubric import reward_tag
-from ..actors.rollout_report import RolloutReport, ValidationReport
 from ..actors.step_rows import TrainShard
 from ..actors.train_worker import PREV, REF, WorkerReport
 from ..codecs import messages
 from ..dataplane.client import DataPlaneClient
-from ..dataplane.errors import ClaimTimeout
 from ..dataplane.meta import KVBatchMeta
 from ..dataplane.plans import Budget, ShardPlan, plan_shards
 from .advantages.estimator import AdvantageEstimator, RewardRows
 from .config import Config
+from .crew import Crew
 from .data_plane_watch import DataPlaneWatch
-from .engine_set import EngineSet
-from .peers import Call, DriverMeter, Peer, expect_none_failed, gather
-from .setups import TASK
+from .engine_set import EngineSet, NoEngineLeft
+from .heartbeat import Heartbeat
+from .peers import Call, DriverMeter, Peer, PeerFailed, gather
 from .trace import Tracer
 from .weight_sync import SyncReport, WeightSync
 
 PARTITION = "train"
-
-
-LOOK_AFTER_S = 1.0
-"""While groups are waited for, how often the rollouts that bring them are looked after."""
-
-
-class TooManyFailedRows(RuntimeError):
-    """More rewards raised in one step than `reward.max_error_share` allows."""
 
 
 @dataclass(slots=True)
@@ -53,9 +41,7 @@ class Run:
 
     config: Config
     client: DataPlaneClient
-    rollouts: list[Peer]
-    workers: list[Peer]
-    engines: EngineSet
+    crew: Crew
     weights: WeightSync
     meter: DriverMeter
     tracer: Tracer
@@ -66,24 +52,38 @@ class Run:
     watch: DataPlaneWatch
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall seconds of each stage of the current step."""
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    """Tells the watchdog where the run stands."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Time a stage of the step, for metrics and trace."""
+        self.heartbeat.enter(name)
         with self.tracer.span(name) as span:
             yield
+        self.heartbeat.leave()
         self.seconds[name] = self.seconds.get(name, 0.0) + span.dur_s
 
     def begin_step(self, step: int) -> None:
         """Start timing and tracing `step`."""
         self.seconds = {}
+        self.heartbeat.step(step)
         self.tracer.begin_step(step)
+
+    @property
+    def workers(self) -> list[Peer]:
+        """Train workers by rank."""
+        return self.crew.workers
+
+    @property
+    def engines(self) -> EngineSet:
+        return self.crew.engines
 
     @property
     def active_rollouts(self) -> list[Peer]:
         """Rollout actors that have an engine to generate with. Raises NoEngineLeft when there is none."""
         active = self.engines.active
-        return [engine.peer for engine in active] if self.engines.embedded else self.rollouts
+        return [engine.peer for engine in active] if self.engines.embedded else self.crew.rollouts
 
     def gather(self, calls: list[Call], stage: str) -> list[Any]:
         return gather(calls, stage, self.config.resources.stage_timeout_s)
@@ -98,81 +98,9 @@ class State:
     version: int = 0
     """Policy version that the engines serve."""
     position: int = 0
-    """Prompts of the stream whose groups have been trained on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rollouts:
-    """Prompts on their way: the calls that roll them out, group by group into the data plane."""
-
-    peers: list[Peer]
-    calls: list[Call]
-    count: int
-    """Groups."""
-
-
-def start_rollouts(run: Run, position: int, count: int) -> Rollouts:
-    """Have `count` prompts from `position` on rolled out, dealt evenly to the rollout actors."""
-    peers = run.active_rollouts[:count]
-    calls = [
-        peer.call("rollout", list(range(position + start, position + stop)), PARTITION, run.sampling)
-        for peer, (start, stop) in zip(peers, _dealt(count, len(peers)), strict=True)
-    ]
-    return Rollouts(peers, calls, count)
-
-
-def finish_rollouts(run: Run, rollouts: Rollouts) -> list[RolloutReport]:
-    """Wait until all groups are put. Raises TooManyFailedRows."""
-    with run.stage("rollout"):
-        reports = run.gather(rollouts.calls, "rollout")
-    for peer, report in zip(rollouts.peers, reports, strict=True):
-        run.tracer.add(peer.info.name, report.spans)
-        for left in report.left_out:
-            run.engines.leave_out(run.engines.named(left.name), left.reason)
-    failed, rows = sum(report.failed for report in reports), sum(report.rows for report in reports)
-    if failed > run.config.reward.max_error_share * rows:
-        error = next(report.first_error for report in reports if report.first_error)
-        raise TooManyFailedRows(
-            f"rewards failed for {failed} of {rows} rows of {rollouts.count} groups, more than "
-            f"reward.max_error_share={run.config.reward.max_error_share:g} allows; the first error was: {error}"
-        )
-    return reports
-
-
-def _dealt(count: int, hands: int) -> list[tuple[int, int]]:
-    """(first, behind the last) of each hand's share of `count`; the shares differ by one at most."""
-    bounds = [count * hand // hands for hand in range(hands + 1)]
-    return list(itertools.pairwise(bounds))
-
-
-def claim_groups(run: Run, count: int, under_way: Sequence[Rollouts]) -> KVBatchMeta:
-    """Lease `count` whole groups, their rows in the order of their prompts (so that a step does not depend on which
-    actor put first). Waits for them up to resources.stage_timeout_s.
-
-    Raises PeerFailed when one of the rollouts that are to bring them failed, ClaimTimeout.
-    """
-    deadline = time.monotonic() + run.config.resources.stage_timeout_s
-    rows = count * run.config.algorithm.group_size
-    with run.stage("claim"):
-        while True:
-            left = max(0.0, deadline - time.monotonic())
-            try:
-                meta = run.client.claim(
-                    PARTITION, TASK, TRAIN_FIELDS, rows, whole_groups=True, timeout_s=min(left, LOOK_AFTER_S)
-                )
-                break
-            except ClaimTimeout:
-                for rollouts in under_way:
-                    expect_none_failed(rollouts.calls, "rollout")
-                if left <= LOOK_AFTER_S:
-                    raise
-    return meta.select(np.array(sorted(range(len(meta)), key=lambda row: prompt_order(meta.keys[row]))))
-
-
-def prompt_order(key: str) -> tuple[int, str, int]:
-    """Sort key of `{prompt_uid}.{sample}`: uids are base-36 counters, so shorter ones are earlier."""
-    uid, _, sample = key.rpartition(".")
-    return len(uid), uid, int(sample)
+    """Of the stream's next prompt that was never issued."""
+    outstanding: list[int] = field(default_factory=list)
+    """Positions issued and not yet trained on: they are issued first when the run is resumed."""
 
 
 def with_advantages(run: Run, meta: KVBatchMeta) -> KVBatchMeta:
@@ -256,9 +184,47 @@ def collect(run: Run, replies: list[bytes]) -> list[WorkerReport]:
 
 
 def sync_weights(run: Run, state: State) -> SyncReport:
-    """Bring all engines to `state.version`. Raises NoEngineLeft when none could be."""
+    """Bring all engines to `state.version`; those that died are replaced. Raises NoEngineLeft when none could be."""
     with run.stage("sync"):
-        return run.weights.sync(state.version)
+        try:
+            report = run.weights.sync(state.version)
+        except NoEngineLeft:
+            if not _replace_dead(run, state.version):
+                raise
+            return run.weights.sync(state.version)
+        _replace_dead(run, state.version)
+        return report
+
+
+def _replace_dead(run: Run, version: int) -> bool:
+    """Put others in the place of engines that died, as often as run.max_restarts allows. Whether all were."""
+    dead = [engine for engine in run.engines.engines if engine.dead]
+    for engine in dead:
+        if not run.crew.may_replace:
+            return False
+        replace_actor(run, engine.peer, engine.peer.info.pid, PeerFailed(engine.left_out, died=True), version)
+    return bool(dead)
+
+
+def replace_actor(run: Run, peer: Peer, pid: int, failure: PeerFailed, version: int) -> None:
+    """Put another actor in the place of a rollout actor or engine whose process `pid` died, serving `version`.
+
+    Takes as long as starting one, while the others go on; nothing when it was done before. Raises `failure` when
+    run.max_restarts are used up.
+    """
+    if peer.info.pid != pid:
+        return
+    with run.stage("replace"):
+        engine = next((engine for engine in run.engines.engines if engine.peer is peer), None)
+        if engine is not None:
+            run.engines.leave_out(engine, str(failure))
+        run.crew.replace(peer, failure)
+        if engine is None:
+            return
+        engine.version, engine.dead = 0, False
+        if version:
+            run.weights.sync(version, [engine])
+        run.engines.take_back(engine)
 
 
 def export_model(run: Run, path: str) -> None:
@@ -267,26 +233,6 @@ def export_model(run: Run, path: str) -> None:
 
 
 def retire(run: Run, meta: KVBatchMeta) -> None:
-    """The rows are trained on: release the lease and clear them."""
+    """The rows are done with: clear them, which ends their leases."""
     with run.stage("clear"):
-        run.client.release(meta, TASK, "done")
         run.client.clear(PARTITION, meta.keys)
-
-
-def validate(run: Run) -> dict[str, float]:
-    """Greedy answers to the held-out prompts; exact match and reward, no rows put."""
-    total = run.config.validation.num_prompts
-    rollouts = run.active_rollouts
-    with run.stage("validate"):
-        calls = [
-            peer.call("validate", start, stop - start, run.greedy)
-            for peer, (start, stop) in zip(rollouts, _dealt(total, len(rollouts)), strict=True)
-            if stop > start
-        ]
-        reports: list[ValidationReport] = run.gather(calls, "validate")
-    rows = sum(report.rows for report in reports)
-    return {
-        "val/exact_match": sum(report.exact_match * report.rows for report in reports) / rows,
-        "val/reward": sum(report.reward * report.rows for report in reports) / rows,
-        "time/validate_s": run.seconds["validate"],
-    }

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import gc
+import math
 import shutil
 import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
-from ..actors.protocols import ROLLOUT_SCHEMA, ActorInfo
+from ..actors.protocols import ROLLOUT_SCHEMA
 from ..dataplane.factory import DataPlane, connect, open_data_plane
 from . import grpo, setups
 from .advantages.factory import build_advantages
@@ -20,23 +20,33 @@ from .checkpoints import Checkpoints
 from .cluster import MIN_OBJECT_STORE_MIB, Cluster
 from .config import Config
 from .controllers.factory import controller
-from .crew import Crew, demand, start_crew
+from .crew import START_TIMEOUT_S, Crew, demand, start_crew
 from .data_plane_watch import DataPlaneWatch
 from .errors import UserError
+from .heartbeat import Heartbeat
+from .leftovers import remove_shared_memory
 from .peers import DriverMeter
 from .progress import Progress
 from .prometheus import PrometheusEndpoint
 from .report import write_report
+from .restarts import lost_process
 from .run_folder import RunFolder
 from .trace import Tracer
+from .watchdog_report import read_actors, write_actors
+from .watched import Watched, watched
 from .weight_sync import WeightSync
+
+CLOSE_TIMEOUT_S = 120.0
+"""In which a run's processes must have been ended: each wait in it is bounded by seconds."""
 
 
 def run_training(config: Config, *, resume: bool) -> None:
     """Train as `config` says, into `config.run.dir`; with `resume` go on from the run's newest checkpoint there.
 
-    Raises UserError for what the user can mend, PeerFailed and DataPlaneError for a process that died, failed or hung.
-    Whatever happens, the processes, shared memory and ports of the run are gone when it returns.
+    When one of its processes dies it goes on from there by itself, as often as `run.max_restarts` says.
+    Raises UserError for what the user can mend, PeerFailed and DataPlaneError for a process that died, failed or hung,
+    RunStuck when the watchdog stopped it. Whatever happens, the processes, shared memory and ports of the run are gone
+    when it returns.
     """
     try:
         setups.backend_config(config, config.model.path)
@@ -44,50 +54,142 @@ def run_training(config: Config, *, resume: bool) -> None:
         raise UserError(str(error)) from error
     with RunFolder(config, resume=resume) as folder, PrometheusEndpoint(config, folder.path) as endpoint:
         steps = config.algorithm.steps
-        with Progress(config.run.name, steps, enabled=config.logging.progress) as progress:
-            checkpoints = Checkpoints(folder.checkpoints_dir)
-            state = checkpoints.latest_state() if resume else grpo.State()
-            model = prepare_model(config, folder, progress)
-            tracer = Tracer(config.traced_step)
+        with (
+            Progress(config.run.name, steps, enabled=config.logging.progress) as progress,
+            watched(config, folder.path) as watch,
+        ):
             if endpoint.address:
                 progress.message(f"metrics for Prometheus: {endpoint.address}")
-            progress.phase("starting Ray, data plane and actors")
-            with launched(config, model, tracer, folder.path, first_prompt=state.position) as run:
-                endpoint.run.watch(run.watch)
-                if state.step:
-                    checkpoints.load(run, state)
-                    grpo.sync_weights(run, state)
-                    folder.resumed(state.step)
+            _Training(config, folder, endpoint, progress, watch).run(resume)
 
-                def after_step(state: grpo.State, metrics: dict[str, float]) -> None:
-                    folder.metrics.log(state.step, metrics)
-                    endpoint.run.publish(state.step, metrics)
-                    progress.update(state.step, metrics)
-                    every = config.run.checkpoint_every
-                    if every and state.step and state.step % every == 0:
-                        checkpoints.save(run, state)
 
-                controller(config)(run, state, after_step)
-                progress.phase("saving the model")
-                checkpoints.finish(run)
-                draft = folder.path / "model.new"
-                shutil.rmtree(draft, ignore_errors=True)
-                grpo.export_model(run, str(draft))
-                shutil.rmtree(folder.path / "model", ignore_errors=True)  # of the run that this one resumed
-                draft.rename(folder.path / "model")
-            tracer.write(folder.trace_path)
-            folder.metrics.finish(state.step)
-            write_report(folder.path)
-            progress.message(f"report: {folder.report_path}")
+class _Training:
+    """The training of one `run_training`: launched, and launched again when a process is lost."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        endpoint: PrometheusEndpoint,
+        progress: Progress,
+        watch: Watched,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._endpoint = endpoint
+        self._progress = progress
+        self._watch = watch
+        self._tracer = Tracer(config.traced_step, config.run.trace_num_steps, folder.trace_path)
+        self._restarts = 0
+        """Processes lost and made good so far, by another in place or by another launch."""
+        self._begun = False
+        """Whether a launch has come as far as its first step: what fails before that would fail again."""
+
+    def run(self, resume: bool) -> None:
+        """From the newest checkpoint, or from the start, to the end of the run folder."""
+        state = Checkpoints(self._folder.checkpoints_dir).latest_state() if resume else grpo.State()
+        self._watch.heartbeat.enter("preparing the model", math.inf)  # it may be fetched, or warmed up
+        model = prepare_model(self._config, self._folder, self._progress)
+        while True:
+            lost = self._attempt(model, state)
+            if lost is None:
+                break
+            state = self._go_back(lost)
+        self._watch.heartbeat.enter("writing the report")
+        self._tracer.write(self._folder.trace_path)
+        self._folder.metrics.finish(state.step)
+        write_report(self._folder.path)
+        self._progress.message(f"report: {self._folder.report_path}")
+
+    def _attempt(self, model: str, state: grpo.State) -> str | None:
+        """Train from `state` to the end, moving it. Returns what was lost when another attempt may go on."""
+        config, lost = self._config, None
+        self._progress.phase("starting Ray, data plane and actors")
+        try:
+            with launched(
+                config, model, self._tracer, self._folder.path, state, watch=self._watch, replaced=self._restarts
+            ) as run:
+                try:
+                    self._train(run, state)
+                except Exception as error:  # told apart while the others of its processes are there
+                    self._restarts = run.crew.replaced
+                    lost = lost_process(error, needed_processes(self._folder.path))
+                    raise
+        except Exception as error:
+            lost = lost or lost_process(error, {})
+            may_go_on = self._begun and self._restarts < config.run.max_restarts and self._watch.reason() is None
+            if lost is None or not may_go_on:
+                raise
+        return lost
+
+    def _train(self, run: grpo.Run, state: grpo.State) -> None:
+        config, folder = self._config, self._folder
+        checkpoints = Checkpoints(folder.checkpoints_dir)
+        self._endpoint.run.watch(run.watch)
+        if state.step:
+            run.heartbeat.enter("loading the checkpoint")
+            checkpoints.load(run, state)
+            grpo.sync_weights(run, state)
+        if state.step or self._restarts:
+            folder.resumed(state.step)
+
+        def after_step(state: grpo.State, metrics: dict[str, float]) -> None:
+            metrics["run/restarts"] = float(run.crew.replaced)
+            folder.metrics.log(state.step, metrics)
+            self._endpoint.run.publish(state.step, metrics)
+            self._progress.update(state.step, metrics)
+            every = config.run.checkpoint_every
+            if every and state.step and state.step % every == 0:
+                checkpoints.save(run, state)
+
+        self._begun = True
+        controller(config)(run, state, after_step)
+        self._progress.phase("saving the model")
+        run.heartbeat.enter("finishing the last checkpoint")
+        checkpoints.finish(run)
+        run.heartbeat.enter("saving the model")
+        draft = folder.path / "model.new"
+        shutil.rmtree(draft, ignore_errors=True)
+        grpo.export_model(run, str(draft))
+        shutil.rmtree(folder.path / "model", ignore_errors=True)  # of the run that this one resumed
+        draft.rename(folder.path / "model")
+
+    def _go_back(self, lost: str) -> grpo.State:
+        """Where to go on after a loss: the newest whole checkpoint, or the start when there is none."""
+        self._restarts += 1
+        gc.collect()  # handles of the Ray that is gone must not meet the next one
+        try:
+            state = Checkpoints(self._folder.checkpoints_dir).latest_state()
+        except UserError:
+            state = grpo.State()
+        where = f"the checkpoint of step {state.step}" if state.step else "the start, as there is no checkpoint yet"
+        self._progress.message(
+            f"{lost}\nrestart {self._restarts} of at most {self._config.run.max_restarts}: going on from {where}"
+        )
+        return state
 
 
 @contextmanager
-def launched(config: Config, model: str, tracer: Tracer, folder: Path, *, first_prompt: int = 0) -> Iterator[grpo.Run]:
-    """Ray, data plane and actors, ready to train from prompt `first_prompt` of the stream on; all of it gone on
-    leaving, however that happens."""
+def launched(
+    config: Config,
+    model: str,
+    tracer: Tracer,
+    folder: Path,
+    state: grpo.State,
+    *,
+    watch: Watched | None = None,
+    replaced: int = 0,
+) -> Iterator[grpo.Run]:
+    """Ray, data plane and actors, ready to train on from `state`'s place in the prompt stream; all of it gone on
+    leaving, however that happens.
+
+    watch: the watchdog, which is told what there is. replaced: of `run.max_restarts`, those that are used up.
+    """
     run_id = uuid.uuid4().hex[:8]
+    heartbeat = Heartbeat() if watch is None else watch.heartbeat
     with ExitStack() as stack:
         stack.callback(remove_shared_memory, run_id)
+        heartbeat.enter("starting Ray", START_TIMEOUT_S)
         cluster = Cluster(
             address=config.resources.ray_address,
             num_cpus=config.resources.num_cpus,
@@ -96,21 +198,32 @@ def launched(config: Config, model: str, tracer: Tracer, folder: Path, *, first_
             object_store_mib=object_store_mib(config),
         )
         stack.callback(cluster.close)
+        heartbeat.enter("starting the data plane", START_TIMEOUT_S)
         plane = stack.enter_context(open_data_plane(config.dataplane, run_id=run_id, one_host=cluster.num_nodes == 1))
         client = connect(plane.handle, name="driver")
         stack.callback(client.close)
+        if watch is not None:
+            watch.opened(plane.handle)
         meter = DriverMeter()
+        heartbeat.enter("starting the actors", 4 * START_TIMEOUT_S)  # its four waits in a row
         crew = start_crew(config, model, plane, cluster, meter, stack)
-        write_actors(folder, plane, crew)
-        task = setups.task(config, first_prompt)
+        crew.replaced = replaced
+
+        def tell() -> None:
+            write_actors(folder, run_id, everyone(plane, crew))
+            if watch is not None:
+                watch.started(crew)
+
+        tell()
+        crew.on_replaced.append(tell)
+        task = setups.task(config, state.position, state.outstanding)
         client.register(grpo.PARTITION, ROLLOUT_SCHEMA, [task], group_size=config.algorithm.group_size)
         meter.take()
+        stack.callback(heartbeat.enter, "closing", CLOSE_TIMEOUT_S)
         yield grpo.Run(
             config=config,
             client=client,
-            rollouts=crew.rollouts,
-            workers=crew.workers,
-            engines=crew.engines,
+            crew=crew,
             weights=WeightSync(
                 config.sync,
                 crew.workers,
@@ -125,22 +238,20 @@ def launched(config: Config, model: str, tracer: Tracer, folder: Path, *, first_
             greedy=setups.greedy(config),
             budget=setups.budget(config),
             watch=DataPlaneWatch(client),
+            heartbeat=heartbeat,
         )
 
 
-def remove_shared_memory(run_id: str) -> None:
-    """What a killed process of the run left behind; the others have removed their own."""
-    for folder in Path("/dev/shm").glob(f"headrace-{run_id}*"):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def write_actors(folder: Path, plane: DataPlane, crew: Crew) -> None:
-    """actors.json: the run's id (part of its folders' names in /dev/shm) and who runs where, for post-mortems."""
+def everyone(plane: DataPlane, crew: Crew) -> list[tuple[str, int, str]]:
+    """Name, pid and host of all processes of the run."""
     host = socket.gethostname()
-    infos = [ActorInfo(name, pid, host) for name, pid in plane.processes().items()]
-    infos += [peer.info for peer in crew.peers]
-    content = {"run_id": plane.handle.run_id, "actors": [asdict(info) for info in infos]}
-    (folder / "actors.json").write_text(json.dumps(content, indent=1))
+    hosts = [(name, pid, host) for name, pid in plane.processes().items()]
+    return hosts + [(peer.info.name, peer.info.pid, peer.info.host) for peer in crew.peers]
+
+
+def needed_processes(folder: Path) -> dict[str, int]:
+    """Name -> pid of the run's processes on this host, by its actors.json."""
+    return {actor.name: actor.pid for actor in read_actors(folder) if actor.here}
 
 
 def object_store_mib(config: Config) -> int:

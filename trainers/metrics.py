@@ -1,11 +1,10 @@
 """The run's figures: one JSON line a record in metrics.jsonl, and the same as TensorBoard scalars.
 
-Keys are flat: `reward/`, `val/`, `rollout/`, `train/`, `logprob/`, `policy/`, `dataplane/`, `driver/`, `idle/`,
-`sync/`, `memory/` and, in seconds, `time/`. `time/step_s` is a whole step without its validation, `time/elapsed_s`
-counts from the writer's start, and `time/data_wait_s`, the time that train workers waited for rows, is part of
-`time/logprob_s` and `time/train_s`. `logprob/mismatch_{mean,max,kl}`: how far the trainer's log-probs of the sampled
-tokens are from the engine's.
-What those of the data plane mean: docs/observability.md.
+Keys are flat: `reward/`, `val/`, `rollout/`, `queue/`, `staleness/`, `train/`, `logprob/`, `policy/`, `dataplane/`,
+`driver/`, `idle/`, `sync/`, `run/`, `memory/` and, in seconds, `time/`. `time/step_s` is a whole step without the
+validation behind it, `time/elapsed_s` counts from the writer's start, `time/rollout_s` is the driver's wait for groups,
+and `time/data_wait_s`, the time that train workers waited for rows, is part of `time/logprob_s` and `time/train_s`.
+What each means: docs/observability.md.
 """
 
 from __future__ import annotations

@@ -17,10 +17,12 @@ from ..codecs import messages
 class PeerFailed(RuntimeError):
     """An actor died, failed or was late: says who, where, in which stage, after how long."""
 
-    def __init__(self, message: str, cause: BaseException | None = None) -> None:
+    def __init__(self, message: str, cause: BaseException | None = None, *, died: bool = False) -> None:
         super().__init__(message)
         self.cause = cause
         """What the actor raised; None when it died or was late."""
+        self.died = died
+        """Whether its process is gone."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,9 @@ class Call:
     method: str
     ref: ray.ObjectRef
     started: float
+    args: tuple[Any, ...]
+    pid: int
+    """Of the process that was asked: another may have taken the peer's place since."""
 
 
 class Peer:
@@ -57,7 +62,7 @@ class Peer:
     def call(self, method: str, *args: Any) -> Call:
         """Start `method`; collect the result with `gather`."""
         self.meter.num_bytes += sum(message_bytes(arg) for arg in args)
-        return Call(self, method, getattr(self.handle, method).remote(*args), time.monotonic())
+        return Call(self, method, getattr(self.handle, method).remote(*args), time.monotonic(), args, self.info.pid)
 
 
 def message_bytes(value: Any) -> int:
@@ -78,15 +83,31 @@ def gather_each(calls: Sequence[Call], stage: str, timeout_s: float) -> list[Any
     return _settle(calls, stage, timeout_s, raising=False)
 
 
-def expect_none_failed(calls: Sequence[Call], stage: str) -> None:
-    """Raises PeerFailed for the first of `calls` that has failed by now; does not wait for the others."""
+def ended(calls: Sequence[Call], stage: str, timeout_s: float) -> list[tuple[Call, Any | PeerFailed]]:
+    """The calls that have ended, each with its result or PeerFailed; waits `timeout_s` for the first, 0: not at all."""
     of_ref = {call.ref: call for call in calls}
-    done, _ = ray.wait(list(of_ref), num_returns=len(of_ref), timeout=0)
+    if not of_ref:
+        return []
+    done, _ = ray.wait(list(of_ref), num_returns=1, timeout=timeout_s)
+    if done:
+        done, _ = ray.wait(list(of_ref), num_returns=len(of_ref), timeout=0)
+    found: list[tuple[Call, Any | PeerFailed]] = []
     for ref in done:
         try:
-            ray.get(ref, timeout=60.0)
-        except RayError:
-            _result(of_ref[ref], stage)
+            found.append((of_ref[ref], _result(of_ref[ref], stage)))
+        except PeerFailed as error:
+            found.append((of_ref[ref], error))
+    return found
+
+
+def cancel(calls: Sequence[Call], timeout_s: float) -> None:
+    """Have async methods end now, and wait until they have. Raises PeerFailed for one that has not within the time."""
+    for call in calls:
+        ray.cancel(call.ref)
+    _, late = ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=timeout_s) if calls else ([], [])
+    if late:
+        names = ", ".join(str(call.peer.info) for call in calls if call.ref in late)
+        raise PeerFailed(f"cancel: {names} did not end within {timeout_s:g} s")
 
 
 def _settle(calls: Sequence[Call], stage: str, timeout_s: float, *, raising: bool) -> list[Any]:
@@ -125,7 +146,8 @@ def _result(call: Call, stage: str) -> Any:
         raise PeerFailed(message, cause) from error
     except RayActorError as error:
         raise PeerFailed(
-            f"{stage}: {peer.info} died; the call {call.method} was under way for {elapsed:.1f} s. {_reason(error)}"
+            f"{stage}: {peer.info} died; the call {call.method} was under way for {elapsed:.1f} s. {_reason(error)}",
+            died=True,
         ) from error
     except (GetTimeoutError, RayError) as error:
         raise PeerFailed(f"{stage}: the answer of {peer.info} is lost: {type(error).__name__}: {error}") from error

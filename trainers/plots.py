@@ -63,7 +63,7 @@ class Plot:
 
 def all_plots(records: Sequence[Record]) -> list[Plot]:
     """Every plot that `records` (ascending steps, as `read_metrics` gives them) have figures for."""
-    makers = (_learning, _responses, _times, _data_plane, _optimisation)
+    makers = (_learning, _responses, _times, _data_plane, _overlap, _optimisation)
     return [plot for plot in (make(records) for make in makers) if plot is not None]
 
 
@@ -144,6 +144,37 @@ def _data_plane(records: Sequence[Record]) -> Plot | None:
     _finish(count, "calls a step", calls[1])
     legend = [(f"{unit} put", "blue"), (f"{unit} got", "green"), ("calls", "purple")]
     return _plot("Data plane", "", legend, figure)
+
+
+def _overlap(records: Sequence[Record]) -> Plot | None:
+    """Queue, staleness and idle shares; None for a run in lock-step, which has nothing queued or stale."""
+    flight, ready = _series(records, "queue/groups_in_flight"), _series(records, "queue/groups_ready")
+    mean, most = _series(records, "staleness/mean"), _series(records, "staleness/max")
+    rollout, train = _series(records, "idle/rollout"), _series(records, "idle/train")
+    together = any((record.get("idle/rollout") or 0) + (record.get("idle/train") or 0) < 1 for record in records)
+    ahead = any(flight[1]) or any(most[1])
+    if not (rollout[0] and train[0] and (ahead or together)):
+        return None
+    figure, places = _figures(3 if ahead else 1, wide=True)
+    legend = [("rollouts idle", "blue"), ("training idle", "green")]
+    idle = places[-1]
+    for (steps, values), colour in ((rollout, "blue"), (train, "green")):
+        idle.plot(steps, values, color=_STAND_INS[colour], alpha=0.3, linewidth=1)
+        idle.plot(steps, _smooth(values), color=_STAND_INS[colour], linewidth=1.8)
+    _finish(idle, "idle share of a step")
+    idle.set_ylim(-0.03, 1.03)
+    if ahead:
+        queue, staleness = places[:2]
+        queue.plot(*flight, color=_STAND_INS["orange"], linewidth=1.8)
+        queue.plot(*ready, color=_STAND_INS["purple"], linewidth=1.8)
+        _finish(queue, "groups at a step's end", flight[1] + ready[1])
+        staleness.plot(*most, color=_STAND_INS["grey"], linewidth=1, drawstyle="steps-mid")
+        staleness.plot(*mean, color=_STAND_INS["red"], linewidth=1.8)
+        _finish(staleness, "versions that rows are behind", most[1])
+        behind = [("versions behind, mean", "red"), ("oldest row", "grey")]
+        legend = [("groups in flight", "orange"), ("ready", "purple"), *behind, *legend]
+    note = "Idle shares: thin, each step; thick, averaged over neighbouring steps."
+    return _plot("Rollouts beside the training", note, legend, figure, wide=True)
 
 
 def _optimisation(records: Sequence[Record]) -> Plot | None:

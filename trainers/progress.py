@@ -28,6 +28,16 @@ COLOURS = {
 SMOOTHING = 0.2
 """Weight of the newest step in the figures that are averaged over steps."""
 
+LOSSES = (
+    ("groups dropped", "rollout/groups_dropped", True),
+    ("groups too old", "rollout/groups_stale", True),
+    ("groups issued again", "rollout/groups_reissued", True),
+    ("actors replaced", "rollout/actors_replaced", False),
+    ("restarts", "run/restarts", False),
+    ("engines left out", "sync/engines_left_out", False),
+)
+"""What a run loses and goes on from: label, key, whether a step's figure is of that step alone. Shown when above 0."""
+
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 40
 
@@ -49,6 +59,10 @@ class Progress:
         self._first_step: tuple[int, float] | None = None
         self._figures: dict[str, float] = {}
         self._rewards: list[float] = []
+        self._lost: dict[str, float] = {}
+        """Of LOSSES, by label."""
+        self._overlapping = False
+        """Whether rollouts have been seen to run ahead of the training, or beside it."""
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
@@ -82,8 +96,13 @@ class Progress:
             if value is None:
                 continue
             old = self._figures.get(key)
-            smooth = key.startswith("time/") or key == "rollout/tokens_per_s"
+            smooth = key.startswith(("time/", "idle/")) or key == "rollout/tokens_per_s"
             self._figures[key] = value if old is None or not smooth else old + SMOOTHING * (value - old)
+        for label, key, per_step in LOSSES:
+            value = metrics.get(key)
+            if value is not None:
+                self._lost[label] = value + (self._lost.get(label, 0.0) if per_step else 0.0)
+        self._overlapping |= _overlap(metrics)
         reward = metrics.get("reward/mean")
         if reward is not None:
             self._rewards.append(reward)
@@ -114,8 +133,27 @@ class Progress:
             value = metrics.get(key)
             if value is not None:
                 parts.append(f"{label} {value:{form}}")
+        parts += [f"{label} {figures}" for label, figures in (*self._flow(), *self._losses())]
         left = self._left_s()
         return "  ".join(parts + ([f"left {_clock(left)}"] if left is not None else []))
+
+    def _flow(self) -> list[tuple[str, str]]:
+        """(label, figures): how far rollouts are ahead and who waits; nothing in lock-step."""
+        if not self._overlapping:
+            return []
+        figures = self._figures
+        flight, ready = (figures.get(f"queue/groups_{state}", 0.0) for state in ("in_flight", "ready"))
+        mean, most = (figures.get(f"staleness/{name}", 0.0) for name in ("mean", "max"))
+        idle = [f"{side} {figures[key]:.0%}" for side in ("rollout", "train") if (key := f"idle/{side}") in figures]
+        return [
+            ("groups", f"{flight:.0f} in flight, {ready:.0f} ready"),
+            ("staleness", f"{mean:.2g}, at most {most:.0f}"),
+            *([("idle", ", ".join(idle))] if idle else []),
+        ]
+
+    def _losses(self) -> list[tuple[str, str]]:
+        """(label, count) of what the run lost so far."""
+        return [(label, f"{count:.0f}") for label, count in self._lost.items() if count]
 
     def _left_s(self) -> float | None:
         """Seconds to the last step at the pace since the first, None while that is unknown."""
@@ -142,6 +180,9 @@ class Progress:
         rows: list[RenderableType] = [head, bar]
         if self._figures:
             rows.append(self._figure_table())
+            for line in (self._flow(), self._losses()):
+                cells = [Text.assemble((f"{label} ", "dim"), (figures, "bold")) for label, figures in line]
+                rows += [Text("   ").join(cells)] if cells else []
         if len(self._rewards) > 1:
             rows.append(Text.assemble(("reward ", "dim"), (_sparkline(self._rewards), "bright_blue")))
         rows += self._time_bar()
@@ -177,6 +218,14 @@ class Progress:
             drawn = end
             legend.append("■ ", style=COLOURS[stage]).append(f"{stage} {seconds / total:.0%}  ", style="dim")
         return [bar, legend] if split else []
+
+
+def _overlap(metrics: Mapping[str, float | None]) -> bool:
+    """Whether rollouts and training of a step were not in lock-step: in turns, they are idle for all of it together."""
+    if any(metrics.get(key) for key in ("queue/groups_in_flight", "staleness/max")):
+        return True
+    rollout, train = metrics.get("idle/rollout"), metrics.get("idle/train")
+    return rollout is not None and train is not None and rollout + train < 1
 
 
 def _sparkline(values: list[float]) -> str:

@@ -37,13 +37,26 @@ STEP_GAUGES = (
     ("headrace_reference_kl", "train/reference_kl", "KL to the reference model."),
     ("headrace_response_tokens_mean", "rollout/response_length_mean", "Mean tokens of the step's responses."),
     ("headrace_failed_rows", "rollout/failed_rows", "Rows of the step that were masked."),
+    ("headrace_staleness_mean", "staleness/mean", "Versions between a row's oldest token and the policy, on average."),
     ("headrace_staleness_max", "staleness/max", "Policy versions between the oldest token trained on and the policy."),
     ("headrace_policy_version", "policy/version", "Policy version that the engines serve."),
     ("headrace_step_seconds", "time/step_s", "Seconds of the step, without its validation."),
     ("headrace_rollout_tokens_per_second", "rollout/tokens_per_s", "Response tokens a second of the rollout stage."),
+    ("headrace_sync_engines_left_out", "sync/engines_left_out", "Engines that do not serve the newest version."),
+    ("headrace_actors_replaced", "rollout/actors_replaced", "Rollout actors and engines that died and were replaced."),
+    ("headrace_restarts", "run/restarts", "Times that the run went back to its last checkpoint by itself."),
     ("headrace_driver_bytes_per_row", "driver/bytes_per_row", "Bytes through the driver for each row of the step."),
 )
 """Metric, key in metrics.jsonl, help. Of the last step that had the key."""
+
+GROUP_COUNTS = {
+    "dropped": "rollout/groups_dropped",
+    "stale": "rollout/groups_stale",
+    "surplus": "rollout/groups_surplus",
+    "reissued": "rollout/groups_reissued",
+}
+"""Fate -> key in metrics.jsonl, of a step. Exported as counters: a scrape would miss most steps."""
+QUEUE = {"ready": "queue/groups_ready", "in_flight": "queue/groups_in_flight"}
 
 STANDING_GAUGES = (
     ("headrace_dataplane_rows", "rows", "Rows that are put and not cleared."),
@@ -67,6 +80,7 @@ class RunCollector(Collector):
         self._run_name = run_name
         self._lock = threading.Lock()
         self._figures: dict[str, float] = {}
+        self._groups = dict.fromkeys(GROUP_COUNTS, 0.0)
         self._step: tuple[int, float] | None = None
         self._watch: DataPlaneWatch | None = None
 
@@ -79,11 +93,13 @@ class RunCollector(Collector):
         """The figures of a finished step; those that it lacks (a validation's, mostly) stay as they were."""
         with self._lock:
             self._figures.update({key: value for key, value in metrics.items() if value is not None})
+            for fate, key in GROUP_COUNTS.items():
+                self._groups[fate] += metrics.get(key) or 0.0
             self._step = (step, time.time())
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
-            figures, step, watch = dict(self._figures), self._step, self._watch
+            figures, groups, step, watch = dict(self._figures), dict(self._groups), self._step, self._watch
         yield _labelled("headrace_run_info", "The run, by its name.", "name", {self._run_name: 1.0})
         if step is not None:
             yield GaugeMetricFamily("headrace_step", "Steps finished.", step[0])
@@ -91,6 +107,7 @@ class RunCollector(Collector):
                 "headrace_last_step_timestamp_seconds", "Unix time at which the last step was finished.", step[1]
             )
             yield from step_families(figures)
+            yield from group_families(figures, groups)
         if watch is not None:
             yield from call_families(watch.total())
             yield from standing_families(watch)
@@ -104,6 +121,28 @@ def step_families(figures: Mapping[str, float]) -> Iterator[Metric]:
     sides = {side: figures[f"idle/{side}"] for side in ("rollout", "train") if f"idle/{side}" in figures}
     yield _labelled("headrace_idle_share", "Share of the step in which this side did nothing.", "side", sides)
     yield _labelled("headrace_stage_seconds", "Seconds of the step by stage.", "stage", time_split(figures))
+
+
+def group_families(figures: Mapping[str, float], counts: Mapping[str, float]) -> Iterator[Metric]:
+    """Groups of the queue, how old their rows were, and what became of those that were not trained on.
+
+    counts: fate -> groups since the run started.
+    """
+    yield _labelled(
+        "headrace_queue_groups",
+        "Groups issued and not claimed, and those of them that are ready, at the step's end.",
+        "state",
+        {state: figures[key] for state, key in QUEUE.items() if key in figures},
+    )
+    prefix = "staleness/share_"
+    shares = {key.removeprefix(prefix): value for key, value in figures.items() if key.startswith(prefix)}
+    yield _labelled("headrace_staleness_share", "Share of the step's rows by staleness.", "versions", shares)
+    family = CounterMetricFamily(
+        "headrace_groups", "Groups that were not trained on, or issued again.", labels=["fate"]
+    )
+    for fate, count in counts.items():
+        family.add_metric([fate], count)
+    yield family
 
 
 def call_families(total: Traffic) -> Iterator[Metric]:

@@ -22,6 +22,8 @@ SUMMARY_KEYS = (
     "data.train",
     "data.validation",
     "algorithm.mode",
+    "algorithm.max_staleness",
+    "algorithm.sampler",
     "algorithm.prompts_per_step",
     "algorithm.group_size",
     "advantage.kind",
@@ -106,6 +108,15 @@ def final_figures(records: Sequence[Record]) -> list[tuple[str, str, str]]:
     per_row = _values(records, "driver/bytes_per_row")
     if per_row:
         figures.append(("Through the driver", f"{statistics.median(per_row):.0f} B a row", "metadata only; median"))
+    waits = [_values(records, f"idle/{side}") for side in ("train", "rollout")]
+    if all(waits):
+        train, rollout = map(statistics.median, waits)
+        figures.append(("Training idle", f"{train:.0%}", f"of a step, median; rollouts {rollout:.0%}"))
+    stale = _values(records, "staleness/max")
+    if any(stale):
+        mean = statistics.fmean(_values(records, "staleness/mean"))
+        figures.append(("Staleness", f"{mean:.2g}", f"versions, mean of rows; oldest {max(stale):.0f}"))
+    figures += _losses(records)
     failed = sum(_values(records, "rollout/failed_rows"))
     if failed:
         figures.append(("Failed rows", _count(failed), "their reward raised; masked"))
@@ -113,6 +124,28 @@ def final_figures(records: Sequence[Record]) -> list[tuple[str, str, str]]:
     if times:
         validating = sum(_values(records, "time/validate_s"))
         figures.append(("All steps", _seconds(sum(times)), f"and {_seconds(validating)} of validation"))
+    return figures
+
+
+def _losses(records: Sequence[Record]) -> list[tuple[str, str, str]]:
+    """Cards of what the run lost and went on from, those above 0."""
+    figures = []
+    for label, key, small in (
+        ("Groups dropped", "rollout/groups_dropped", "no signal; other prompts in their place"),
+        ("Groups too old", "rollout/groups_stale", "cleared, rolled out again or dropped"),
+        ("Groups issued again", "rollout/groups_reissued", "their actor died"),
+        ("Rows from the journal", "rollout/restored_rows", "not generated again"),
+    ):
+        count = sum(_values(records, key))
+        if count:
+            figures.append((label, _count(count), small))
+    for label, key, small in (
+        ("Actors replaced", "rollout/actors_replaced", "rollout actors and engines that died"),
+        ("Restarts", "run/restarts", "from the last checkpoint"),
+    ):
+        count = max(_values(records, key), default=0)
+        if count:
+            figures.append((label, _count(count), small))
     return figures
 
 

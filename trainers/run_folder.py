@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -25,10 +26,12 @@ class RunFolder:
     config.yaml     the resolved configuration
     metrics.jsonl   one JSON object a line; the last one of a finished run has "event": "finished"
     tensorboard/    the same figures as TensorBoard events
-    trace.json      the timeline of one step (Perfetto, chrome://tracing)
+    trace.json      the timeline of some steps (Perfetto, chrome://tracing)
     checkpoints/    one folder a checkpoint
+    journal/        finished groups that no checkpoint covers yet
     report.html     figures and plots; opens without a network
     error.txt       the traceback, when the run failed
+    watchdog.txt    where it stood and what its processes did, when the watchdog ended it
     """
 
     def __init__(self, config: Config, *, resume: bool) -> None:
@@ -47,6 +50,7 @@ class RunFolder:
         self.checkpoints_dir = self.path / "checkpoints"
         self.report_path = self.path / "report.html"
         self.error_path = self.path / "error.txt"
+        self.watchdog_path = self.path / "watchdog.txt"
         if resume and not self.holds_run:
             raise UserError(f"run.dir: {self.path} holds no run to resume, expected the folder of an earlier run")
         self._lock = self._acquire()
@@ -56,8 +60,11 @@ class RunFolder:
                     f"run.dir: {self.path} already holds a run, expected a new folder (or --resume to go on with it)"
                 )
             self.checkpoints_dir.mkdir(exist_ok=True)
+            if not resume:
+                shutil.rmtree(self.path / "journal", ignore_errors=True)  # of one that failed before its first figures
             self._write_config(config)
             self.error_path.unlink(missing_ok=True)
+            self.watchdog_path.unlink(missing_ok=True)
             self.metrics = MetricsWriter(
                 self.metrics_path, self.tensorboard_dir if config.logging.tensorboard else None
             )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from functools import partial
 
 from ..actors.engine_actor import EngineSetup
 from ..actors.engines.factory import EngineConfig
 from ..actors.engines.protocol import SamplingParams
 from ..actors.environments.factory import EnvironmentConfig
+from ..actors.journal import JournalConfig
 from ..actors.prompts import DataConfig
 from ..actors.rewards.factory import RewardConfig
 from ..actors.rollout_actor import RolloutSetup
@@ -46,11 +49,25 @@ SAMPLERS = {"sync": "oldest_version_first", "streaming": "ready_first", "async":
 """What `algorithm.sampler: auto` is in each mode."""
 
 
-def task(config: Config, first_prompt: int) -> TaskConfig:
-    """How the train task claims its rows."""
+def sampler(config: Config) -> str:
+    """Which ready groups are trained on first."""
     algorithm = config.algorithm
-    sampler = SAMPLERS[algorithm.mode] if algorithm.sampler == "auto" else algorithm.sampler
-    return TaskConfig(TASK, sampler, algorithm.sampler_options, first_prompt)
+    if algorithm.sampler != "auto":
+        return algorithm.sampler
+    return "in_order" if config.run.deterministic else SAMPLERS[algorithm.mode]
+
+
+def task(config: Config, next_prompt: int, outstanding: Sequence[int]) -> TaskConfig:
+    """How the train task claims its rows. Of the prompts before `next_prompt` only `outstanding` are still to come."""
+    first = min(outstanding, default=next_prompt)
+    settled = tuple(sorted(set(range(first, next_prompt)) - set(outstanding)))
+    return TaskConfig(TASK, sampler(config), config.algorithm.sampler_options, first, settled)
+
+
+def signal_terms(config: Config) -> list[tuple[str, float]]:
+    """(name, weight) of the rewards whose sum says whether a group has a signal: all that count but `overlong`, which
+    shapes the others."""
+    return [(f.label, f.weight) for f in config.reward.functions if f.weight and f.kind != "overlong"]
 
 
 def threads(config: Config) -> int:
@@ -114,6 +131,8 @@ def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle
         tp=rollout.tp,
         kv_cache_mib=rollout.kv_cache_mib,
         seed=config.run.seed,
+        latency_s=config.scripted.latency_s,
+        latency_sigma=config.scripted.latency_sigma,
         receiver=ReceiverConfig(
             engine=name,
             staging=config.sync.staging,
@@ -149,12 +168,33 @@ def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandl
         check_prompts=index == 0,
         data_plane=handle,
         engine_timeout_s=config.resources.stage_timeout_s,
+        journal=journal(config),
     )
 
 
+def journal(config: Config) -> JournalConfig | None:
+    """Where finished groups are kept; None for a run that is never resumed from a checkpoint."""
+    if not (config.run.journal and config.run.checkpoint_every):
+        return None
+    rollout = config.rollout
+    decisive = {
+        "seed": config.run.seed,
+        "model": config.model.model_dump(),
+        "warmup": config.warmup.model_dump(),
+        "data": asdict(training_data(config)),
+        "sampling": asdict(sampling(config)),
+        "environment": [rollout.environment, rollout.tools, rollout.max_turns],
+        "rewards": [asdict(term) for term in rewards(config)],
+    }
+    fingerprint = json.dumps(decisive, sort_keys=True, default=str)
+    return JournalConfig(os.path.join(config.run.dir or ".", "journal"), fingerprint)
+
+
 def rewards(config: Config) -> tuple[RewardConfig, ...]:
-    """The rubric; the rewards that the advantage estimator asks for one by one are tagged."""
-    one_by_one = build_advantages(advantage_config(config)).components
+    """The rubric; the rewards that the advantage estimator or dynamic sampling asks for one by one are tagged."""
+    one_by_one = set(build_advantages(advantage_config(config)).components)
+    if config.algorithm.dynamic_sampling.enabled:
+        one_by_one |= {name for name, _ in signal_terms(config)}
     return tuple(
         RewardConfig(
             kind=term.kind,
@@ -221,6 +261,8 @@ def backend_config(config: Config, model: str) -> BackendConfig:
         offload=trainer.offload,
         sequence_parallel=trainer.sequence_parallel,
         distributed_optimizer=trainer.distributed_optimizer,
+        train_row_s=config.scripted.train_row_s,
+        train_step_s=config.scripted.train_step_s,
     )
 
 

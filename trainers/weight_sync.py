@@ -15,10 +15,12 @@ left.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..actors.engines.protocol import CommitReport
+from ..actors.protocols import Span
 from ..actors.transports.protocol import WeightTransferError, WeightUpdate
 from ..actors.weight_publisher import SendReport
 from ..codecs import messages
@@ -59,6 +61,8 @@ class SyncReport:
     """That serve the version now."""
     left_out: int
     """Engines of the run that do not."""
+    spans: tuple[tuple[str, tuple[Span, ...]], ...]
+    """For the trace, by engine: its pause and its load, as if it had heard of them at once."""
 
 
 class WeightSync:
@@ -93,6 +97,7 @@ class WeightSync:
             failed = [engine for engine in waiting if engine.name in failures]
             alive = self._alive(failed)
             for engine in failed:
+                engine.dead |= failures[engine.name].died
                 if attempt == ATTEMPTS or self._direct or engine not in alive:
                     self._engines.leave_out(engine, str(failures[engine.name]))
             waiting = [engine for engine in waiting if engine.version != version and not engine.left_out]
@@ -112,6 +117,7 @@ class WeightSync:
             aborted=sum(report.aborted for report in tally.commits),
             engines=len(serving),
             left_out=len(self._engines.engines) - len(serving),
+            spans=tuple(tally.spans),
         )
 
     def catch_up(self, engine: Engine) -> None:
@@ -184,13 +190,17 @@ class WeightSync:
         return self._last.version if {engine.version for engine in engines} == {self._last.version} else None
 
     def _commit(self, version: int, engines: Sequence[Engine], tally: _Tally) -> dict[str, PeerFailed]:
+        wall = time.time()
         calls = [engine.peer.call("commit_weights", version, self._config.in_flight) for engine in engines]
         failures = {}
         for engine, outcome in zip(engines, gather_each(calls, "commit", self._bound_s), strict=True):
             if isinstance(outcome, PeerFailed):
                 failures[engine.name] = outcome
                 continue
-            tally.commits.append(messages.decode(outcome, CommitReport))
+            report = messages.decode(outcome, CommitReport)
+            tally.commits.append(report)
+            pause = Span("pause", wall, report.pause_s)
+            tally.spans.append((engine.name, (pause, Span("load weights", wall + report.pause_s, report.load_s))))
             engine.version = version
             self._engines.take_back(engine)
         return failures
@@ -202,6 +212,8 @@ class WeightSync:
 
     def _alive(self, engines: Sequence[Engine]) -> list[Engine]:
         answers = gather_each([engine.peer.call("info") for engine in engines], "health", HEALTH_S)
+        for engine, answer in zip(engines, answers, strict=True):
+            engine.dead |= isinstance(answer, PeerFailed) and answer.died
         return [engine for engine, answer in zip(engines, answers, strict=True) if not isinstance(answer, PeerFailed)]
 
     def _drop(self, version: int, engines: Sequence[Engine]) -> None:
@@ -215,4 +227,5 @@ class _Tally:
     def __init__(self) -> None:
         self.sends: list[SendReport] = []
         self.commits: list[CommitReport] = []
+        self.spans: list[tuple[str, tuple[Span, ...]]] = []
         self.gathers = 0

@@ -34,6 +34,11 @@ def random_tokens(vocab_size: int, seed: int = 0) -> Script:
     return script
 
 
+def request_latency(request_id: str, seed: int, latency_s: float, sigma: float) -> float:
+    """Seconds that the engine of this `seed` takes over a request: log-normal, median `latency_s`; 0.0: at once."""
+    return latency_s and latency_s * random.Random(f"{seed}/{request_id}").lognormvariate(0.0, sigma)
+
+
 class ScriptedEngine:
     """Every request runs at once and takes its own time; tokens flow evenly over it, so an abort returns a share and a
     commit under `keep` leaves the tokens that had time to flow with the old version."""
@@ -116,9 +121,7 @@ class ScriptedEngine:
         return completions
 
     def _latency(self, request_id: str) -> float:
-        if not self._latency_s:
-            return 0.0
-        return self._latency_s * random.Random(f"{self._seed}/{request_id}").lognormvariate(0.0, self._latency_sigma)
+        return request_latency(request_id, self._seed, self._latency_s, self._latency_sigma)
 
     # ---------------------------------------------------------------- the flow of tokens
 

@@ -10,7 +10,8 @@ import pytest
 
 from headrace.actors.protocols import Prompt, Sample, Score
 from headrace.actors.rewards.rubric import Rubric
-from headrace.actors.rollout import _score_all, rollout_rows
+from headrace.actors.rollout import _score_all
+from headrace.actors.rollout_rows import rollout_rows
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.trainers.advantages.estimator import RewardRows
 from headrace.trainers.advantages.factory import AdvantageConfig, build_advantages

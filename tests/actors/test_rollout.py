@@ -23,8 +23,9 @@ from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt
 from headrace.actors.rewards.exact_match import exact_match
 from headrace.actors.rewards.per_position import per_position
 from headrace.actors.rewards.rubric import Rubric
-from headrace.actors.rollout import RolloutWorker, version_spans
+from headrace.actors.rollout import RolloutWorker, generation_spans
 from headrace.actors.rollout_report import merge_reports
+from headrace.actors.rollout_rows import version_spans
 from headrace.actors.tasks import TaskSource
 from headrace.codecs.batch import Batch
 from headrace.dataplane.client_stats import ClientStats
@@ -144,7 +145,17 @@ def test_rows_in_the_data_plane(plane: DataPlane, tokenizer: Any) -> None:
     assert report.component_means()["exact_match"] >= 0.5
     traffic = Traffic.from_bytes(report.traffic)
     assert traffic.bytes_put >= 9 * meta.lengths.sum() and traffic.of("put").calls >= 1
-    assert {span.name for span in report.spans} == {"generate", "reward", "put"}
+    assert {span.name for span in report.spans.to_spans()} == {"generate 10-13", "first group", "tail", "reward", "put"}
+
+
+def test_the_trace_shows_when_the_first_group_and_the_last_quarter_were_finished() -> None:
+    spans = generation_spans(1000.0, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 30.0], [*range(16, 24)])
+    assert [(span.name, span.start_s, span.dur_s) for span in spans] == [
+        ("generate 16-23", 1000.0, 30.0), ("first group", 1000.0, 1.0), ("tail", 1006.0, 24.0),
+    ]  # fmt: skip
+    assert [(span.name, span.dur_s) for span in generation_spans(0.0, [2.0], [7])] == [("generate 7", 2.0)]
+    _, first, tail = generation_spans(0.0, [2.0, 5.0], [8, 9])
+    assert (first.dur_s, tail.start_s, tail.dur_s) == (2.0, 2.0, 3.0)
 
 
 def test_a_real_model_end_to_end(plane: DataPlane, model_folder: str, tokenizer: Any, tmp_path: Path) -> None:

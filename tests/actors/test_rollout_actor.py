@@ -75,7 +75,7 @@ def test_an_actor_s_life(model_folder: str, plane: DataPlane, tmp_path: Path) ->
     call(actor.build)
     with connect(plane.handle) as client:
         client.register("train", ROLLOUT_SCHEMA, ["train"], group_size=4)
-        report = call(actor.rollout, 0, 16, "train", SamplingParams(n=4, max_new_tokens=8))
+        report = call(actor.rollout, list(range(16)), "train", SamplingParams(n=4, max_new_tokens=8))
         assert report.rows == 64 and len(pickle.dumps(report)) < 2000, "a report is figures, not rows"
         meta = client.claim("train", "train", ROLLOUT_FIELDS, 64, whole_groups=True, timeout_s=10)
         assert client.get(meta).num_rows == 64 and Traffic.from_bytes(report.traffic).bytes_put > 0
@@ -137,7 +137,7 @@ def test_over_engine_actors_of_which_one_dies(model_folder: str, plane: DataPlan
     call(actor.add_engine, "engine 2", engines["engine 2"])
     call(actor.remove_engine, "engine 1")
     call(actor.remove_engine, "engine 1")
-    report = call(actor.rollout, 12, 2, "over-engines", SamplingParams(n=4, max_new_tokens=8))
+    report = call(actor.rollout, [12, 13], "over-engines", SamplingParams(n=4, max_new_tokens=8))
     assert report.rows == 8 and not report.left_out and call(engines["engine 2"].stats).rows == 8
     with pytest.raises(EngineDied, match="'engine 0' is dead"):
         call(actor.add_engine, "engine 0", engines["engine 0"])

@@ -24,14 +24,14 @@ KINDS = ("local", "shm", "ray", "simple", "mooncake")
 NUMBER = itertools.count()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def no_shared_memory_left() -> Iterator[None]:
     """For data planes opened with `fresh_run_id`: other runs may be at work on this machine."""
     yield
     assert not list(Path("/dev/shm").glob(f"*headrace-test{os.getpid()}-*"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_session(no_shared_memory_left: None) -> Iterator[None]:
     """Ray of this test run, ended with it. Logical CPUs only: the tests' actors ask for none."""
     ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
@@ -39,7 +39,7 @@ def ray_session(no_shared_memory_left: None) -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def mooncake_library() -> None:
     """Skips where Mooncake cannot be loaded."""
     from headrace.dataplane.stores.mooncake_master import HOW_TO_GET_IT
@@ -50,7 +50,7 @@ def mooncake_library() -> None:
         pytest.skip(f"{error}; {HOW_TO_GET_IT}")
 
 
-@pytest.fixture(scope="session", params=KINDS)
+@pytest.fixture(scope="package", params=KINDS)
 def kind(request: pytest.FixtureRequest, no_shared_memory_left: None) -> str:
     """Each store in turn."""
     if request.param in ("ray", "simple"):
@@ -60,7 +60,7 @@ def kind(request: pytest.FixtureRequest, no_shared_memory_left: None) -> str:
     return request.param
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def plane(kind: str) -> Iterator[DataPlane]:
     """A data plane in this process, with room and time."""
     store = StoreConfig.model_validate({"kind": kind, "capacity_mib": 64, "num_units": 2})
@@ -69,7 +69,7 @@ def plane(kind: str) -> Iterator[DataPlane]:
         yield plane
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tight_plane(kind: str) -> Iterator[DataPlane]:
     """One with room for 1 MiB, and leases of 0.5 s."""
     store = StoreConfig.model_validate({"kind": kind, "capacity_mib": 1})

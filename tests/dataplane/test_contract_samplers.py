@@ -19,7 +19,7 @@ from headrace.dataplane.factory import DataPlane, connect_async
 from headrace.dataplane.samplers import Candidates, TaskConfig
 from headrace.tests.dataplane.rows import FIRST, SCHEMA, assert_rows, columns
 
-pytestmark = pytest.mark.parametrize("kind", ["local", "shm"], indirect=True, scope="session")
+pytestmark = pytest.mark.parametrize("kind", ["local", "shm"], indirect=True, scope="package")
 
 
 class Stubborn:

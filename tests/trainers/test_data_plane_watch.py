@@ -48,7 +48,7 @@ def test_a_step_has_the_calls_of_all_processes() -> None:
     watch.add(report("put", [(1e-3, 400), (1e-3, 600)]))
     watch.add(report("get", [(4e-3, 300)]))
     watch.add(report("get", [(8e-3, 100)]))
-    figures, directory_bytes = watch.end_step()
+    figures, directory_bytes = watch.end_step(8)
     assert directory_bytes == 1140
     assert (figures["dataplane/calls"], figures["dataplane/bytes_put"], figures["dataplane/bytes_got"]) == (
         6,
@@ -72,16 +72,27 @@ def test_the_next_step_starts_at_nothing_and_the_line_goes_on() -> None:
     sizes = [100_000 * (1 + number) for number in range(8)]
     for size in sizes:
         watch.add(report("get", [(5e-4 + size / 1e9, size)]))
-    assert watch.end_step()[0]["dataplane/get/calls"] == 8
+    assert watch.end_step(8)[0]["dataplane/get/calls"] == 8
     for size in sizes:
         watch.add(report("get", [(5e-4 + size / 1e9, size)]))
-    figures, directory_bytes = watch.end_step()
+    figures, directory_bytes = watch.end_step(8)
     assert (figures["dataplane/get/calls"], directory_bytes) == (8, 140)
     assert figures["dataplane/get/gb_per_s"] == pytest.approx(1.0, rel=1e-4)
     assert figures["dataplane/get/fixed_us"] == pytest.approx(500, rel=1e-3)
     assert watch.total().of("get").calls == 16
-    figures, _ = watch.end_step()
+    figures, _ = watch.end_step(8)
     assert "dataplane/get/calls" not in figures and figures["dataplane/calls"] == 1
+
+
+def test_ready_groups_are_those_whose_rows_nobody_holds() -> None:
+    client = FakeClient()
+    watch = watch_of(client)
+    fields = {"input_ids": 64, "response_mask": 64, "rollout_logprobs": 64, "prev_logprobs": 16}
+    for leased, stale, groups in ((0, 0, 8), (16, 0, 6), (16, 8, 5), (64, 0, 0)):
+        client.state = replace(STATUS, ready=fields, leased_rows=leased, stale_rows=stale)
+        assert watch.end_step(8)[0]["queue/groups_ready"] == groups
+    client.state = replace(STATUS, ready={}, leased_rows=0)
+    assert watch.end_step(8)[0]["queue/groups_ready"] == 0
 
 
 def test_the_totals_are_a_copy_and_the_status_is_asked_for_anew() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -18,6 +19,36 @@ def figures(step: int) -> dict[str, float]:
         "time/train_s": 0.2,
         "rollout/tokens_per_s": 1234.0,
     }
+
+
+SYNC = {
+    "queue/groups_in_flight": 0.0,
+    "queue/groups_ready": 0.0,
+    "staleness/mean": 0.0,
+    "staleness/max": 0.0,
+    "idle/rollout": 0.5,
+    "idle/train": 0.6,
+    "rollout/groups_dropped": 0.0,
+    "sync/engines_left_out": 0.0,
+}
+ASYNC = {
+    "queue/groups_in_flight": 48.0,
+    "queue/groups_ready": 5.0,
+    "staleness/mean": 0.75,
+    "staleness/max": 2.0,
+    "idle/rollout": 0.02,
+    "idle/train": 0.31,
+}
+
+
+def shown(*steps: dict[str, float], terminal: bool) -> str:
+    """What a view prints last for these steps, without its colours."""
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=140)
+    with Progress("tiny", len(steps), console=console) as progress:
+        for number, step in enumerate(steps, start=1):
+            progress.update(number, figures(number) | step)
+    assert isinstance(console.file, io.StringIO)
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())
 
 
 def run(num_steps: int, *, terminal: bool, enabled: bool = True) -> str:
@@ -69,3 +100,31 @@ def test_the_panel_goes_away_cleanly_when_the_run_fails() -> None:
         raise RuntimeError("boom")
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().endswith("\x1b[?25h")  # the cursor is back
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_in_lock_step_shows_no_queue(terminal: bool) -> None:
+    text = shown(SYNC, SYNC, terminal=terminal)
+    assert "tokens/s" in text
+    assert not any(word in text for word in ("in flight", "staleness", "idle", "groups", "engines"))
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_rollouts_ahead_show_how_far_and_who_waits(terminal: bool) -> None:
+    text = shown(ASYNC, ASYNC, terminal=terminal)
+    for expected in ("groups 48 in flight, 5 ready", "staleness 0.75, at most 2", "idle rollout 2%, train 31%"):
+        assert expected in text, expected
+    assert all(len(line) <= 160 for line in text.splitlines())
+
+
+def test_a_streaming_run_shows_idle_shares_as_its_sides_overlap() -> None:
+    assert "idle rollout 30%, train 40%" in shown(SYNC | {"idle/rollout": 0.3, "idle/train": 0.4}, terminal=False)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_a_run_lost_adds_up_and_shows(terminal: bool) -> None:
+    lost = SYNC | {"rollout/groups_dropped": 3.0, "rollout/groups_stale": 1.0, "rollout/actors_replaced": 1.0}
+    text = shown(lost, lost | {"run/restarts": 1.0, "sync/engines_left_out": 2.0}, terminal=terminal)
+    for expected in ("groups dropped 6", "groups too old 2", "actors replaced 1", "restarts 1", "engines left out 2"):
+        assert expected in text, expected
+    assert "issued again" not in text and "in flight" not in text

@@ -29,6 +29,11 @@ STEP = {key: 0.25 for _, key, _ in STEP_GAUGES} | {
     "time/train_s": 0.5,
     "idle/rollout": 0.4,
     "idle/train": 0.75,
+    "staleness/share_0": 0.75,
+    "staleness/share_5_or_more": 0.25,
+    "queue/groups_ready": 3.0,
+    "queue/groups_in_flight": 8.0,
+    "rollout/groups_stale": 2.0,
 }
 
 
@@ -135,6 +140,15 @@ def test_a_figure_stays_until_a_step_has_it_again(endpoint: PrometheusEndpoint) 
     endpoint.run.publish(2, {"reward/mean": 0.6, "val/exact_match": None})
     found = scrape(endpoint.address)
     assert found["headrace_validation_exact_match", ""] == 0.9 and found["headrace_reward_mean", ""] == 0.6
+
+
+def test_the_queue_and_its_staleness_are_of_the_last_step_and_lost_groups_add_up(endpoint: PrometheusEndpoint) -> None:
+    endpoint.run.publish(1, STEP)
+    endpoint.run.publish(2, STEP | {"queue/groups_ready": 5.0, "rollout/groups_stale": 1.0})
+    found = scrape(endpoint.address)
+    assert (found["headrace_queue_groups", "ready"], found["headrace_queue_groups", "in_flight"]) == (5, 8)
+    assert found["headrace_staleness_share", "0"] == 0.75 and found["headrace_staleness_share", "5_or_more"] == 0.25
+    assert found["headrace_groups_total", "stale"] == 3 and found["headrace_groups_total", "dropped"] == 0
 
 
 def test_the_address_stands_in_the_folder_while_somebody_listens(tmp_path: Path) -> None:

@@ -58,6 +58,21 @@ def run_folder(folder: Path, num_steps: int, *, finished: bool = True) -> Path:
     return folder
 
 
+def ahead_record(step: int) -> dict[str, Any]:
+    """Of a run whose rollouts are ahead of its training, and that has lost something."""
+    return step_record(step) | {
+        "queue/groups_in_flight": 64,
+        "queue/groups_ready": step % 7,
+        "staleness/mean": 1.5,
+        "staleness/max": 2,
+        "idle/rollout": 0.02,
+        "idle/train": 0.25,
+        "rollout/groups_dropped": 2,
+        "rollout/actors_replaced": float(step > 5),
+        "run/restarts": 0,
+    }
+
+
 class Page(HTMLParser):
     """Tags that were opened and not closed, and everything that would need a network."""
 
@@ -91,7 +106,7 @@ def test_the_page_stands_alone_and_is_whole(tmp_path: Path) -> None:
 
 def test_plots_take_their_colours_from_the_page(tmp_path: Path) -> None:
     page = write_report(run_folder(tmp_path, 12)).read_text()
-    for plot in all_plots([step_record(step) for step in range(1, 13)]):
+    for plot in all_plots([ahead_record(step) for step in range(1, 13)]):
         ElementTree.fromstring(plot.svg)
         assert "#01020" not in plot.svg
         assert set(re.findall(r"(?:fill|stroke): (#\w+)", plot.svg)) <= {"#ffffff", "#000000"}, plot.title
@@ -103,7 +118,7 @@ def test_plots_take_their_colours_from_the_page(tmp_path: Path) -> None:
 
 
 def test_ids_of_different_plots_do_not_meet() -> None:
-    plots = all_plots([step_record(step) for step in range(1, 13)])
+    plots = all_plots([ahead_record(step) for step in range(1, 13)])
     defined = [set(re.findall(r'<clipPath id="([^"]+)"', plot.svg)) for plot in plots]
     for i, ids in enumerate(defined):
         for others in defined[i + 1 :]:
@@ -139,6 +154,33 @@ def test_final_figures_are_last_first_best_and_medians() -> None:
     assert figures["Put a step"][0] == "61.0 kB"
     assert figures["Through the driver"][0] == "61 B a row"
     assert "Failed rows" not in figures
+
+
+def test_rollouts_beside_the_training_have_a_plot_and_lock_step_has_none() -> None:
+    def titles(*changes: dict[str, Any]) -> list[str]:
+        records = [step_record(step) | change for step, change in enumerate(changes, start=1)]
+        return [plot.title for plot in all_plots(records)]
+
+    lock_step = {"queue/groups_in_flight": 0, "queue/groups_ready": 0, "staleness/mean": 0, "staleness/max": 0,
+                 "idle/rollout": 0.5, "idle/train": 0.6}  # fmt: skip
+    assert "Rollouts beside the training" not in titles(lock_step, lock_step)
+    records = [ahead_record(step) for step in range(1, 30)]
+    [full] = [plot for plot in all_plots(records) if plot.title == "Rollouts beside the training"]
+    streaming = [record | {"queue/groups_in_flight": 0, "staleness/max": 0} for record in records]
+    [idle] = [plot for plot in all_plots(streaming) if plot.title == "Rollouts beside the training"]
+    assert [label for label, _ in idle.legend] == ["rollouts idle", "training idle"]
+    assert len(full.legend) == 6 and full.wide
+    for text in ("groups at a step", "versions that rows are behind", "idle share"):
+        assert text in full.svg, text
+
+
+def test_what_a_run_lost_is_added_up_or_counted_already() -> None:
+    figures = {label: (figure, small) for label, figure, small in final_figures([ahead_record(s) for s in range(1, 9)])}
+    assert figures["Staleness"] == ("1.5", "versions, mean of rows; oldest 2")
+    assert figures["Training idle"] == ("25%", "of a step, median; rollouts 2%")
+    assert figures["Groups dropped"][0] == "16" and figures["Actors replaced"][0] == "1"
+    assert "Restarts" not in figures and "Groups too old" not in figures
+    assert "Staleness" not in {label for label, _, _ in final_figures([step_record(1)])}
 
 
 def test_a_long_run_is_drawn_in_bounded_bars_and_a_slow_step_is_cut_off() -> None:

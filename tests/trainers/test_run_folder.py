@@ -95,9 +95,10 @@ def test_a_failure_leaves_its_traceback_and_says_where(tmp_path: Path) -> None:
     assert "engine exploded" in (tmp_path / "error.txt").read_text()
     assert "Traceback" in (tmp_path / "error.txt").read_text()
     assert caught.value.__notes__ == [f"The traceback is in {tmp_path / 'error.txt'}"]
-    # It had no figures yet: the next run may have the folder, and the old error is gone.
+    (tmp_path / "watchdog.txt").write_text("step 3, stage 'train'")
+    # It had no figures yet: the next run may have the folder, and what there was to say of the old one is gone.
     RunFolder(config_for(tmp_path), resume=False).close()
-    assert not (tmp_path / "error.txt").exists()
+    assert not (tmp_path / "error.txt").exists() and not (tmp_path / "watchdog.txt").exists()
 
 
 def test_a_users_mistake_leaves_no_traceback(tmp_path: Path) -> None:

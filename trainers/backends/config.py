@@ -51,9 +51,9 @@ class BackendConfig:
 
     model: str
     """HF causal LM: a local folder or a hub id. Loaded as float32."""
-    kind: Literal["fsdp", "megatron"] = "fsdp"
+    kind: Literal["fsdp", "megatron", "scripted"] = "fsdp"
     topology: Topology = Topology(1)
-    """The train mesh. `fsdp` has data and tensor parallelism only."""
+    """The train mesh. `fsdp` and `scripted` have data and tensor parallelism only."""
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     prev: Literal["rollout", "recompute"] = "rollout"
@@ -77,6 +77,10 @@ class BackendConfig:
     """`megatron` only: norms split by tokens over the tensor-parallel ranks."""
     distributed_optimizer: bool = True
     """`megatron` only: optimizer state split over the data-parallel ranks. `fsdp` always splits it."""
+    train_row_s: float = 0.0
+    """`scripted` only: seconds a row, by a replica."""
+    train_step_s: float = 0.0
+    """`scripted` only: seconds of an optimizer step."""
 
     def __post_init__(self) -> None:
         if self.prev not in ("rollout", "recompute"):
@@ -89,21 +93,24 @@ class BackendConfig:
             raise ValueError(f"trainer.packing: got {self.packing!r}, expected 'none', 'packed' or 'dynamic'")
         if self.recompute not in ("none", "full"):
             raise ValueError(f"trainer.recompute: got {self.recompute!r}, expected 'none' or 'full'")
-        if self.kind == "fsdp":
-            self._check_fsdp()
+        if self.kind in ("fsdp", "scripted"):
+            self._check_plain_mesh()
+        if self.kind == "scripted":
+            for name in ("train_row_s", "train_step_s"):
+                if not getattr(self, name) >= 0:
+                    raise ValueError(f"scripted.{name}: got {getattr(self, name)}, expected 0 or more")
         if self.loss.kl_coef > 0 and not self.with_reference:
             raise ValueError(
                 f"trainer.with_reference: got False, expected True with loss.kl_coef = {self.loss.kl_coef}, "
                 "which needs a reference model"
             )
 
-    def _check_fsdp(self) -> None:
+    def _check_plain_mesh(self) -> None:
+        behind = f"with trainer.backend = {self.kind!r}"
         for name in ("pp", "cp", "ep"):
             if getattr(self.topology, name) > 1:
-                raise ValueError(
-                    f"trainer.{name}: got {getattr(self.topology, name)}, expected 1 with trainer.backend = 'fsdp'"
-                )
+                raise ValueError(f"trainer.{name}: got {getattr(self.topology, name)}, expected 1 {behind}")
         if self.sequence_parallel:
-            raise ValueError("trainer.sequence_parallel: got True, expected False with trainer.backend = 'fsdp'")
+            raise ValueError(f"trainer.sequence_parallel: got True, expected False {behind}")
         if self.offload and self.topology.world == 1:
-            raise ValueError("trainer.offload: got True, expected False with trainer.backend = 'fsdp' and one rank")
+            raise ValueError(f"trainer.offload: got True, expected False {behind} and one rank")

@@ -22,4 +22,8 @@ def build_backend(config: BackendConfig, rank: int, world: int) -> TrainBackend:
         from .megatron.backend import MegatronBackend  # the megatron extra, which not everyone has
 
         return MegatronBackend(config, rank, world)
-    raise ValueError(f"trainer.backend: got {config.kind!r}, expected 'fsdp' or 'megatron'")
+    if config.kind == "scripted":
+        from .scripted import ScriptedBackend
+
+        return ScriptedBackend(config, rank, world)
+    raise ValueError(f"trainer.backend: got {config.kind!r}, expected 'fsdp', 'megatron' or 'scripted'")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ..config import Config
 from ..grpo import Run, State
 from .ahead import run_ahead
-from .step_end import AfterStep
+from .steps import AfterStep
 from .streaming import run_streaming
 from .sync import run_sync
 

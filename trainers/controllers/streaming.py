@@ -19,23 +19,25 @@ their N is counted over all chunks.
 from __future__ import annotations
 
 from .. import grpo
+from ..feed import Feed
 from ..grpo import Run, State
-from .step_end import AfterStep, begin_step, end_step, first_validation
+from .steps import AfterStep, Steps
 
 
 def run_streaming(run: Run, state: State, after_step: AfterStep) -> None:
     """Train from `state` to `algorithm.steps`."""
-    first_validation(run, state, after_step)
     algorithm = run.config.algorithm
-    while state.step < algorithm.steps:
-        tally = begin_step(run, state)
-        rollouts = grpo.start_rollouts(run, state.position, algorithm.prompts_per_step)
+    steps, feed = Steps(run, state, after_step), Feed(run, state)
+    while steps.go_on:
+        tally = steps.begin()
+        feed.top_up()
         left = algorithm.prompts_per_step
         while left:
             chunk = min(left, algorithm.chunk_groups or max(run.config.trainer.dp, algorithm.prompts_per_step // 4))
-            rows = grpo.claim_groups(run, chunk, (rollouts,))
+            rows = feed.claim(chunk)
             tally.rows.append(rows)
             tally.passes += grpo.train_on(run, rows, state.step + 1)
             left -= chunk
-        tally.reports += grpo.finish_rollouts(run, rollouts)
-        end_step(run, state, tally, (), after_step)
+        feed.give_up_surplus()
+        feed.drain()
+        steps.end(tally, feed)

@@ -5,7 +5,7 @@
         +------------------------------ next version ---------------------------------+
 
 stage       waits for                                unblocked by
-rollout     all rollout actors                       the last group being put
+rollout     all rollout actors (oversampled: not)    the last group being put
 claim       prompts_per_step whole groups            the commit of the last group (already there)
 plan        all workers have their shard             -
 log-probs   all workers                              columns written back
@@ -18,17 +18,21 @@ Every wait is bounded by resources.stage_timeout_s or dataplane.timeout_s; a dea
 from __future__ import annotations
 
 from .. import grpo
+from ..feed import Feed
 from ..grpo import Run, State
-from .step_end import AfterStep, begin_step, end_step, first_validation
+from .steps import AfterStep, Steps
 
 
 def run_sync(run: Run, state: State, after_step: AfterStep) -> None:
     """Train from `state` to `algorithm.steps`."""
-    first_validation(run, state, after_step)
-    prompts = run.config.algorithm.prompts_per_step
-    while state.step < run.config.algorithm.steps:
-        tally = begin_step(run, state)
-        tally.reports += grpo.finish_rollouts(run, grpo.start_rollouts(run, state.position, prompts))
-        tally.rows.append(grpo.claim_groups(run, prompts, ()))
+    steps, feed = Steps(run, state, after_step), Feed(run, state)
+    oversampled = run.config.algorithm.dynamic_sampling.oversample > 1
+    while steps.go_on:
+        tally = steps.begin()
+        feed.top_up()
+        if not oversampled:
+            feed.drain()
+        tally.rows.append(feed.claim(run.config.algorithm.prompts_per_step))
+        feed.give_up_surplus()
         tally.passes += grpo.train_on(run, tally.rows[0], state.step + 1)
-        end_step(run, state, tally, (), after_step)
+        steps.end(tally, feed)

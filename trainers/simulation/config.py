@@ -17,8 +17,8 @@ class SimulationConfig(Section):
     streaming_staleness: CountOrZero = 0
     """`streaming`: the same; 0 is strictly on-policy."""
     sampler: Literal["in_order", "windowed", "ready_first", "oldest_version_first"] | None = None
-    """Which groups the trainer takes first. None: `ready_first` for `streaming`, `in_order` for the others. Groups that
-    others have overtaken may become too old: they are dropped."""
+    """Which groups the trainer takes first. None: `algorithm.sampler` if that is one of these, else `ready_first` for
+    `streaming`, `in_order` for the others. Groups that others have overtaken may become too old: they are dropped."""
     window: Count | None = None
     """`windowed`: prompts. None: `algorithm.prompts_per_step`."""
 
@@ -39,21 +39,27 @@ class SimulationConfig(Section):
     """Seconds a token, in an engine with one row. None: 0.02."""
     decode_row_s: NonNegative = 0.0
     """What each row in the engine adds to that."""
-    request_s: NonNegative = 0.0
-    """Seconds of a group outside decoding: prefill, environment, reward."""
+    latency_s: NonNegative | None = None
+    """Median seconds of a group's generation where they do not depend on lengths and on what else the engine does, as
+    with tools or a remote service; the keys on decoding then have no effect. None: `scripted.latency_s` with
+    `rollout.engine=scripted`, else 0: engines decode token by token."""
+    latency_sigma: NonNegative | None = None
+    """Sigma of the log-normal that those are drawn from. None: `scripted.latency_sigma`."""
+    request_s: NonNegative | None = None
+    """Seconds of a group outside decoding: prefill, environment, reward. None: 0."""
 
     train_token_s: NonNegative | None = None
     """Seconds a token (of prompt and response) of forward and backward, by the whole trainer. None: 1e-5."""
     logprob_token_s: NonNegative | None = None
     """The same of all log-prob passes together. None: a third of `train_token_s` if there is such a pass, else 0."""
-    train_row_s: NonNegative = 0.0
-    """Seconds a row, besides its tokens."""
-    chunk_s: NonNegative = 0.0
-    """Seconds a chunk of groups: plan, begin. A step of `sync` and `async` has one chunk."""
-    chunk_groups: Count = 1
-    """`streaming`: groups that the trainer waits for before it computes (fewer, if they are the step's last)."""
-    train_step_s: NonNegative = 0.0
-    """Seconds a step, besides its rows: optimizer, checkpoints, metrics."""
+    train_row_s: NonNegative | None = None
+    """Seconds a row, besides its tokens. None: as `scripted` says with `trainer.backend=scripted`, else 0."""
+    chunk_s: NonNegative | None = None
+    """Seconds a chunk of groups: plan, begin. A step of `sync` and `async` has one chunk. None: 0."""
+    chunk_groups: Count | None = None
+    """`streaming`: groups that are trained on together. None: as `algorithm.chunk_groups`."""
+    train_step_s: NonNegative | None = None
+    """Seconds a step, besides its rows: optimizer, checkpoints, metrics. None: as `train_row_s`."""
 
     controller_s: NonNegative | None = None
     """Seconds a step in which the controller is at work and the trainer is not: plan, metrics, clear. None: 0."""
@@ -62,8 +68,8 @@ class SimulationConfig(Section):
     pause_s: NonNegative | None = None
     """How long of it, at its end, engines stand still. None: all of it."""
 
-    call_s: NonNegative = 0.001
-    """Seconds a call of the data plane."""
+    call_s: NonNegative | None = None
+    """Seconds a call of the data plane. None: 0.001."""
     gib_per_s: Positive = 1.0
     """Bandwidth of the data plane: of each put, and of the trainer's reads together."""
     put_bytes: NonNegative = 21.0

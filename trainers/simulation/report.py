@@ -42,7 +42,8 @@ def run_simulation(
     """Simulate the modes; writes into `out` and returns the summary.
 
     summary.json: `simulate.{mode}.{seconds | trainer_idle_share | engine_idle_share | staleness_max | ...}` and
-    `simulate.{mode}_vs_sync` (over 1: faster); for each of `options.gpus` the same under `simulate.gpus{N}.`.
+    `simulate.{mode}_vs_sync` (over 1: faster); for each of `options.gpus` the same under `simulate.gpus{N}.`. As
+    `headrace bench step` names what it measures: `step.{mode}.{seconds | trainer_idle_share}`, `step.{mode}_vs_sync`.
     steps.jsonl: a line a step; depth.jsonl: groups ready and in flight over time. Raises UserError.
     """
     unknown = [mode for mode in options.modes if mode not in MODES]
@@ -70,6 +71,9 @@ def run_simulation(
             ]
             depths += _depth_lines(name, mode, runs[mode])
         summary |= summarise(name, scenario, runs)
+    told = (".seconds", ".trainer_idle_share", "_vs_sync")
+    base_keys = [key for key in summary if not key.startswith("simulate.gpus") and key.endswith(told)]
+    summary |= {key.replace("simulate.", "step.", 1): summary[key] for key in base_keys}
     out.mkdir(parents=True, exist_ok=True)
     _write_lines(out / "steps.jsonl", steps)
     _write_lines(out / "depth.jsonl", depths)
@@ -116,7 +120,7 @@ def simulation_table(summary: dict[str, float]) -> Table:
     for name in header:
         table.add_column(name, justify="left" if name in ("run", "mode") else "right")
     for key in summary:
-        if not key.endswith(".seconds"):
+        if not (key.startswith("simulate.") and key.endswith(".seconds")):
             continue
         name, mode = key.removesuffix(".seconds").rsplit(".", 1)
         at = f"{name}.{mode}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -22,6 +22,8 @@ Sampler = Literal["in_order", "windowed", "ready_first", "oldest_version_first"]
 DEFAULT_SAMPLERS: Mapping[Mode, Sampler] = {"sync": "in_order", "async": "in_order", "streaming": "ready_first"}
 MAX_STEPS = 100
 GIB = float(1 << 30)
+ANY_NUMBER = 1 << 40
+"""Rows of an engine that is never full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,9 @@ class Scenario:
     engine_rows: int
     decode_s: float
     decode_row_s: float
+    latency_s: float
+    """Median seconds of a group's generation, whatever its lengths; 0: engines decode its tokens."""
+    latency_sigma: float
     request_s: float
     train_token_s: float
     logprob_token_s: float
@@ -78,6 +83,23 @@ class Scenario:
         mixed = math.sqrt(share) * normal[:, :1] + math.sqrt(1 - share) * normal[:, 1:]
         location = math.log(self.response_tokens) - self.response_sigma**2 / 2
         return np.clip(np.exp(location + self.response_sigma * mixed), 1.0, self.max_response_tokens)
+
+    def draw_work(self, num_prompts: int, lengths: np.ndarray) -> np.ndarray:
+        """float64 `[num_prompts, group_size]`: what an engine has to decode of rows of these `lengths`, in its tokens.
+
+        Where generation takes a latency, that many seconds, at a second a token.
+        """
+        if not self.latency_s:
+            return lengths
+        return np.repeat(self.draw_latencies(num_prompts)[:, None], self.group_size, axis=1)
+
+    def draw_latencies(self, num_prompts: int) -> np.ndarray:
+        """float64 `[num_prompts]`: seconds, the same that the scripted engine takes over the stream's first prompts."""
+        from ...actors.engines.scripted import request_latency  # torch, which nothing else here needs
+        from ...actors.prompts import base36
+
+        ids = map(base36, range(num_prompts))
+        return np.array([request_latency(uid, self.seed, self.latency_s, self.latency_sigma) for uid in ids])
 
     def put_s(self, tokens: float) -> float:
         """From a group's last token to its being ready: environment, reward, put."""
@@ -114,17 +136,19 @@ def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[
         given = getattr(section, name)
         return float(measured.get(name, default) if given is None else given)
 
-    algorithm, rollout = config.algorithm, config.rollout
-    train_token_s = figure("train_token_s", 1e-5)
+    algorithm, rollout, scripted = config.algorithm, config.rollout, config.scripted
+    timed, trains = rollout.engine == "scripted", config.trainer.backend != "scripted"
+    latency_s = figure("latency_s", scripted.latency_s if timed else 0.0)
+    train_token_s = figure("train_token_s", 1e-5 if trains else 0.0)
     passes = algorithm.prev_logprobs == "recompute" or config.loss.kl_coef > 0
-    sync_s = figure("sync_s", 1.0)
+    sync_s, prompts = figure("sync_s", 1.0), algorithm.prompts_per_step
     return Scenario(
         steps=section.steps or min(algorithm.steps, MAX_STEPS),
-        prompts_per_step=algorithm.prompts_per_step,
+        prompts_per_step=prompts,
         group_size=algorithm.group_size,
         staleness={"sync": 0, "async": section.async_staleness, "streaming": section.streaming_staleness},
-        sampler={mode: section.sampler or DEFAULT_SAMPLERS[mode] for mode in MODES},
-        window=section.window or algorithm.prompts_per_step,
+        sampler={mode: _sampler(config, section, mode) for mode in MODES},
+        window=section.window or algorithm.sampler_options.get("window") or prompts,
         in_flight=config.sync.in_flight,
         response_tokens=figure("response_tokens", max(1.0, rollout.max_new_tokens / 4)),
         response_sigma=figure("response_sigma", 0.5),
@@ -132,20 +156,22 @@ def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[
         max_response_tokens=float(rollout.max_new_tokens),
         prompt_tokens=section.prompt_tokens,
         num_engines=section.num_engines or rollout.num_engines,
-        engine_rows=section.engine_rows or rollout.max_batch,
-        decode_s=figure("decode_s", 0.02),
-        decode_row_s=section.decode_row_s,
-        request_s=section.request_s,
+        engine_rows=ANY_NUMBER if latency_s else section.engine_rows or rollout.max_batch,
+        decode_s=1.0 if latency_s else figure("decode_s", 0.02),
+        decode_row_s=0.0 if latency_s else section.decode_row_s,
+        latency_s=latency_s,
+        latency_sigma=figure("latency_sigma", scripted.latency_sigma),
+        request_s=figure("request_s", 0.0),
         train_token_s=train_token_s,
         logprob_token_s=figure("logprob_token_s", train_token_s / 3 if passes else 0.0),
-        train_row_s=section.train_row_s,
-        chunk_s=section.chunk_s,
-        chunk_groups=section.chunk_groups,
-        train_step_s=section.train_step_s,
+        train_row_s=figure("train_row_s", 0.0 if trains else scripted.train_row_s / config.trainer.dp),
+        chunk_s=figure("chunk_s", 0.0),
+        chunk_groups=section.chunk_groups or algorithm.chunk_groups or max(config.trainer.dp, prompts // 4),
+        train_step_s=figure("train_step_s", 0.0 if trains else scripted.train_step_s),
         controller_s=figure("controller_s", 0.0),
         sync_s=sync_s,
         pause_s=min(figure("pause_s", sync_s), sync_s) if section.pause_s is None else section.pause_s,
-        call_s=section.call_s,
+        call_s=figure("call_s", 0.001),
         gib_per_s=section.gib_per_s,
         put_bytes=section.put_bytes,
         got_bytes=section.got_bytes,
@@ -153,11 +179,17 @@ def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[
     )
 
 
+def _sampler(config: Config, section: SimulationConfig, mode: Mode) -> Sampler:
+    known: dict[str, Sampler] = {name: name for name in get_args(Sampler)}
+    return section.sampler or known.get(config.algorithm.sampler, DEFAULT_SAMPLERS[mode])
+
+
 def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dict[str, float]:
     """Speeds and lengths of a sync run, from its metrics.jsonl: medians over its steps but the first.
 
     The shape of lengths follows from their mean and the longest of a step, as if none had been cut off; the time of a
-    token from that of a step's longest row. Raises UserError when there are no such figures.
+    token from that of a step's longest row. Of a run on the scripted engine and backend, whose seconds are known, what
+    its steps took besides. Raises UserError when there are no such figures.
     """
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
@@ -177,17 +209,40 @@ def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dic
     tokens = rows * (mean + section.prompt_tokens)
     if min(mean, longest, median("time/rollout_s")) <= 0:
         raise UserError(f"--from {run_dir}: its steps generated nothing, expected lengths and times of rollouts")
-    stages = ("rollout", "logprob", "train", "sync")
+    stages = ("rollout", "plan", "logprob", "train", "sync")
     others = [record["time/step_s"] - sum(record.get(f"time/{name}_s") or 0.0 for name in stages) for record in records]
-    return {
+    figures = {
         "response_tokens": mean,
         "response_sigma": sigma_of(mean, longest, rows),
-        "decode_s": max(1e-9, (median("time/rollout_s") - section.request_s) / (longest * waves)),
+        "decode_s": max(1e-9, (median("time/rollout_s") - (section.request_s or 0.0)) / (longest * waves)),
         "train_token_s": max(0.0, median("time/train_s") - median("time/data_wait_s")) / tokens,
         "logprob_token_s": median("time/logprob_s") / tokens,
         "controller_s": max(0.0, statistics.median(others)),
         "sync_s": median("time/sync_s"),
         "pause_s": median("sync/pause_s") or median("time/sync_s"),
+        "chunk_s": median("time/plan_s"),
+    }
+    if config.rollout.engine == config.trainer.backend == "scripted":
+        figures |= _scripted_overheads(records, config, figures)
+    return figures
+
+
+def _scripted_overheads(
+    records: Sequence[Mapping[str, float]], config: Config, figures: Mapping[str, float]
+) -> dict[str, float]:
+    """What the steps of a sync run took besides the seconds that engine and backend were told to take."""
+    scripted, prompts = config.scripted, config.algorithm.prompts_per_step
+    told = build_scenario(config, SimulationConfig(), {})
+    longest = told.draw_latencies(prompts * int(records[-1]["step"])).reshape(-1, prompts).max(axis=1)
+    train_s = scripted.train_row_s * config.rows_per_step / config.trainer.dp + scripted.train_step_s
+    call_s = statistics.median(record["time/data_wait_s"] for record in records)
+    around = [record["time/rollout_s"] - longest[int(record["step"]) - 1] for record in records]
+    beside = [record["time/train_s"] - record["time/data_wait_s"] - train_s for record in records]
+    return {
+        "call_s": call_s,
+        "request_s": max(0.0, statistics.median(around) - 2 * call_s),  # a put and a claim are of that time, too
+        "train_token_s": 0.0,
+        "chunk_s": figures["chunk_s"] + max(0.0, statistics.median(beside)),
     }
 
 

@@ -65,7 +65,7 @@ class Simulation:
             SimulatedEngine(scenario.engine_rows, scenario.decode_s, scenario.decode_row_s)
             for _ in range(scenario.num_engines)
         ]
-        self._lengths = scenario.draw_lengths((scenario.steps + self._staleness + 1) * scenario.prompts_per_step)
+        self._draw((scenario.steps + self._staleness + 1) * scenario.prompts_per_step)
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[int, ...]]] = []
         self._order = itertools.count()
@@ -73,6 +73,8 @@ class Simulation:
         """That engines serve; the step that is trained bears the same number."""
         self._begun: dict[int, int] = {}
         """Version at which each group was begun; until it is trained or dropped."""
+        self._doomed = 0
+        """Groups not ready yet that are too old already: others begin in their place."""
         self._decoding = 0
         self._open = True
         """Engines admit groups."""
@@ -106,7 +108,7 @@ class Simulation:
     def _waiting(self) -> int:
         """Prompts that are allowed to begin and have not."""
         allowed = (self._version + self._staleness + 1) * self._scenario.prompts_per_step + self.run.dropped
-        return allowed - self.run.started if self._open else 0
+        return allowed + self._doomed - self.run.started if self._open else 0
 
     def _admit(self, engines: Iterable[int] | None = None) -> None:
         """Waiting prompts begin on the engine with the fewest rows, as long as that has room.
@@ -126,14 +128,14 @@ class Simulation:
                 waiting -= 1
         for number, groups in begun.items():
             self._collect(number)
-            self._engines[number].join(self._now, groups, self._lengths[groups])
+            self._engines[number].join(self._now, groups, self._work[groups])
         for number in chosen if waiting else begun:
             self._foresee(number)
 
     def _begin(self) -> int:
         group = self.run.started
         if group == len(self._lengths):
-            self._lengths = self._scenario.draw_lengths(2 * group)
+            self._draw(2 * group)
         self.run.started += 1
         self.run.in_flight += 1
         self._decoding += 1
@@ -174,6 +176,7 @@ class Simulation:
         self.run.in_flight -= 1
         self.run.ready += 1
         if self._begun[group] < self._version - self._staleness:
+            self._doomed -= 1
             self._drop([group])
         elif self._window is None:
             key = self._begun[group] if self._sampler == "oldest_version_first" else 0
@@ -203,6 +206,7 @@ class Simulation:
             heapq.heapify(self._blocked)
             self._drop(stale)
             self._grant()
+        self._doomed = sum(version < oldest for version in self._begun.values())
 
     def _drop(self, groups: Collection[int]) -> None:
         for group in groups:
@@ -222,11 +226,10 @@ class Simulation:
     def _train(self) -> None:
         """Begin with a chunk, if the trainer is free and enough is ready."""
         scenario, missing = self._scenario, self._scenario.prompts_per_step - self._step_groups
-        available = len(self._granted)
         wanted = min(scenario.chunk_groups, missing) if self._streaming else missing
-        if self._training or not missing or available < wanted:
+        if self._training or not missing or len(self._granted) < wanted:
             return
-        groups = self._training = [heapq.heappop(self._granted)[2] for _ in range(min(available, missing))]
+        groups = self._training = [heapq.heappop(self._granted)[2] for _ in range(wanted)]
         self.run.ready -= len(groups)
         self._note_depth()
         self._step_staleness += [self._version - self._begun.pop(group) for group in groups]
@@ -287,6 +290,10 @@ class Simulation:
         self._step_groups, self._step_busy_s, self._step_staleness = 0, 0.0, []
 
     # -------------------------------------------------------------- inside
+
+    def _draw(self, num_prompts: int) -> None:
+        self._lengths = self._scenario.draw_lengths(num_prompts)
+        self._work = self._scenario.draw_work(num_prompts, self._lengths)
 
     def _at(self, time: float, handler: Callable[..., None], *arguments: int) -> None:
         heapq.heappush(self._events, (time, next(self._order), handler, arguments))

@@ -26,6 +26,7 @@ PLAIN = replace(
     train_token_s=0.0,
     logprob_token_s=0.0,
     train_step_s=7.0,
+    chunk_groups=1,
     controller_s=0.0,
     sync_s=2.0,
     pause_s=0.0,

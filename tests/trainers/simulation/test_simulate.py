@@ -157,6 +157,8 @@ def test_whatever_the_figures_groups_are_conserved_and_staleness_is_bounded(
         assert run.dropped == 0 or case.sampler[mode] != "in_order"
         assert min(run.depth_ready) >= 0 and min(run.depth_in_flight) >= 0
         allowed = (case.staleness[mode] + 1) * case.prompts_per_step
+        if case.sampler[mode] != "in_order":  # others begin in the place of groups that are too old and still decode
+            allowed += run.dropped + run.in_flight
         assert max(np.add(run.depth_ready, run.depth_in_flight)) <= allowed
         assert sum(step.seconds for step in run.steps) == pytest.approx(run.steps[-1].end_s)
         assert all(step.trainer_busy_s <= step.seconds + 1e-9 for step in run.steps)

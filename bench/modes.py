@@ -1,0 +1,248 @@
+"""`headrace bench step`: steps of `sync`, `streaming` and `async` in the real system, on a scripted engine and trainer.
+
+Everything runs as in training: Ray, directory, store, rollout actor, train worker, controllers, weight syncs. Only the
+model is missing: the engine takes a log-normal latency over each group (sigma 1, all groups at once), the train worker
+a set time over each row. The trainer is as slow as the mean generation: training of a step takes what, averaged over
+the counted steps, the slowest group of a step takes. `sync` must therefore take twice that, and what the other modes
+hide under one another shows.
+
+Seconds a step: the wall time of the counted steps over their number, which is what a run of many steps takes. The
+median of the steps stands beside; the heavy tail counts for less in it. `headrace simulate` is then given what the sync
+run's steps took besides the set times, and its figures for the same groups stand beside the measured ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..trainers.config import Config
+from ..trainers.config_loading import build_config
+from ..trainers.launch import run_training
+from ..trainers.metrics import read_metrics
+from ..trainers.simulation.config import SimulationConfig
+from ..trainers.simulation.scenario import Mode, build_scenario, measure_run
+from ..trainers.simulation.simulate import simulate
+from .conditions import conditions
+from .results import write_records, write_summary
+
+MODES: tuple[Mode, ...] = ("sync", "streaming", "async")
+LAST = 2
+"""Steps at a run's end that are not counted: no rollouts of later steps run beside them."""
+TRAIN_STEP_SHARE = 0.05
+"""Of a step's training, the optimizer's part, which begins when the last row is through."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """Sizes and times of the runs."""
+
+    out: Path
+    """Where the results and the run folders go."""
+    warm: int = 3
+    """Steps before those that count."""
+    counted: int = 30
+    prompts: int = 32
+    """Groups a step."""
+    group_size: int = 2
+    chunk_groups: int = 4
+    """`streaming`: groups trained on together."""
+    sigma: float = 1.0
+    """Of the latencies."""
+    train_s: float = 1.2
+    """Seconds of a step's training, and of its generation on average."""
+    seed: int = 0
+
+    @staticmethod
+    def quick(out: Path) -> StepOptions:
+        """Few and short steps: a trial of the machinery, not a measurement."""
+        return StepOptions(out, warm=1, counted=6, prompts=16, train_s=0.3)
+
+    @property
+    def steps(self) -> int:
+        return self.warm + self.counted + LAST
+
+
+@dataclass(frozen=True, slots=True)
+class ModeResult:
+    """The counted steps of one mode, measured or simulated."""
+
+    mode: Mode
+    seconds: tuple[float, ...]
+    """Wall time of each step, from the end of the one before."""
+    trainer_busy_s: float
+    """Of all of them, in which the train worker computed."""
+    staleness_mean: float
+    """Versions between the policy that made a row's oldest token and the one that was trained on it."""
+    staleness_max: float
+    groups_dropped: int
+    """Too old to be trained on, in the whole run."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds a step."""
+        return sum(self.seconds) / len(self.seconds)
+
+    @property
+    def trainer_idle_share(self) -> float:
+        return min(1.0, max(0.0, 1.0 - self.trainer_busy_s / sum(self.seconds)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What was measured, and what the simulation says of the same."""
+
+    measured: tuple[ModeResult, ...]
+    simulated: tuple[ModeResult, ...]
+    summary: Mapping[str, float]
+    conditions: Mapping[str, Any]
+
+
+def run_steps(options: StepOptions, tell: Callable[[str], None]) -> StepReport:
+    """Run and simulate the modes; writes results.jsonl and summary.json, and each run's folder, into `options.out`.
+
+    Raises UserError when a run is in one of these folders already.
+    """
+    options.out.mkdir(parents=True, exist_ok=True)
+    facts = conditions(
+        **{name: getattr(options, name) for name in ("warm", "counted", "prompts", "group_size", "chunk_groups")},
+        sigma=options.sigma, train_s=options.train_s, seed=options.seed,
+    )  # fmt: skip
+    configs = {mode: mode_config(options, mode) for mode in MODES}
+    measured = []
+    for mode in MODES:
+        tell(f"{mode}: {options.steps} steps")
+        run_training(configs[mode], resume=False)
+        measured.append(measured_steps(configs[mode], mode, options))
+    overheads = measure_run(options.out / "sync", configs["sync"], SimulationConfig())
+    tell("simulating the same")
+    simulated = [simulated_steps(configs[mode], mode, options, overheads) for mode in MODES]
+    summary = summarise(measured, simulated)
+    facts |= {"load_average_after": conditions()["load_average"], "overheads": overheads}
+    records = [_record("measured", result) for result in measured]
+    records += [_record("simulated", result) for result in simulated]
+    write_records(options.out / "results.jsonl", records, facts)
+    write_summary(options.out / "summary.json", summary, facts)
+    return StepReport(tuple(measured), tuple(simulated), summary, facts)
+
+
+def mode_config(options: StepOptions, mode: Mode) -> Config:
+    """The run of one mode: the same prompts, latencies and rows; only how steps are strung together differs."""
+    algorithm: dict[str, Any] = {
+        "mode": mode,
+        "steps": options.steps,
+        "prompts_per_step": options.prompts,
+        "group_size": options.group_size,
+    }
+    if mode == "streaming":
+        algorithm["chunk_groups"] = options.chunk_groups
+    if mode == "async":
+        # Dropped, as the same prompt would take as long again.
+        algorithm |= {"max_staleness": 1, "sampler": "ready_first", "stale_groups": "drop"}
+    rows_s = (1 - TRAIN_STEP_SHARE) * options.train_s
+    return build_config(
+        {
+            "run": {
+                "dir": str(options.out / mode),
+                "name": f"bench-step-{mode}",
+                "seed": options.seed,
+                "trace_step": 5,
+            },
+            "algorithm": algorithm,
+            "rollout": {"engine": "scripted", "max_new_tokens": 32},
+            "data": {"max_prompt_tokens": 32},
+            "trainer": {"backend": "scripted"},
+            "sync": {"in_flight": "keep"},
+            "validation": {"every": 0},
+            "logging": {"tensorboard": False, "progress": False},
+            "scripted": {
+                "latency_s": median_latency(options),
+                "latency_sigma": options.sigma,
+                "train_row_s": rows_s / (options.prompts * options.group_size),
+                "train_step_s": options.train_s - rows_s,
+            },
+        }
+    )
+
+
+def median_latency(options: StepOptions) -> float:
+    """Seconds of a request such that the slowest groups of the counted steps take `train_s` on average."""
+    section = SimulationConfig(latency_s=1.0, latency_sigma=options.sigma)
+    plain = build_scenario(build_config({"run": {"seed": options.seed}}), section, {})
+    slowest = plain.draw_latencies(options.steps * options.prompts).reshape(-1, options.prompts).max(axis=1)
+    return options.train_s / float(slowest[options.warm : -LAST].mean())
+
+
+def measured_steps(config: Config, mode: Mode, options: StepOptions) -> ModeResult:
+    """The counted steps of a finished run, from its metrics.jsonl."""
+    assert config.run.dir is not None
+    records = read_metrics(Path(config.run.dir) / "metrics.jsonl")[0]
+    by_step = {int(record["step"]): record for record in records if record.get("time/step_s")}
+    ends = [by_step[step]["time/elapsed_s"] for step in range(options.warm, options.warm + options.counted + 1)]
+    kept = [by_step[step] for step in range(options.warm + 1, options.warm + options.counted + 1)]
+    return ModeResult(
+        mode,
+        tuple(np.diff(ends).tolist()),
+        trainer_busy_s=sum(record["time/step_s"] - record["time/trainer_idle_s"] for record in kept),
+        staleness_mean=float(np.mean([record["staleness/mean"] for record in kept])),
+        staleness_max=max(record["staleness/max"] for record in by_step.values()),
+        groups_dropped=int(sum(record.get("rollout/groups_stale") or 0 for record in by_step.values())),
+    )
+
+
+def simulated_steps(config: Config, mode: Mode, options: StepOptions, overheads: Mapping[str, float]) -> ModeResult:
+    """The same steps, simulated. overheads: from `measure_run` of the sync run."""
+    run = simulate(build_scenario(config, SimulationConfig(), overheads), mode)
+    kept = run.steps[options.warm : options.warm + options.counted]
+    return ModeResult(
+        mode,
+        tuple(step.seconds for step in kept),
+        trainer_busy_s=sum(step.trainer_busy_s for step in kept),
+        staleness_mean=float(np.mean([step.staleness_mean for step in kept])),
+        staleness_max=float(max(step.staleness_max for step in run.steps)),
+        groups_dropped=run.dropped,
+    )
+
+
+def summarise(measured: Sequence[ModeResult], simulated: Sequence[ModeResult]) -> dict[str, float]:
+    """`step.{mode}.{seconds | median_seconds | trainer_idle_share | staleness_mean | staleness_max}` and
+    `step.{mode}_vs_sync` (over 1: faster), the same under `simulated.`, and
+    `simulated.step.{mode}.relative_difference`: the measured seconds over the simulated ones, less 1."""
+    summary: dict[str, float] = {}
+    for prefix, results in (("", measured), ("simulated.", simulated)):
+        sync_s = next(result.step_s for result in results if result.mode == "sync")
+        for result in results:
+            name = f"{prefix}step.{result.mode}"
+            summary |= {
+                f"{name}.seconds": result.step_s,
+                f"{name}.median_seconds": float(np.median(result.seconds)),
+                f"{name}.trainer_idle_share": result.trainer_idle_share,
+                f"{name}.staleness_mean": result.staleness_mean,
+                f"{name}.staleness_max": result.staleness_max,
+            }
+            if result.mode != "sync":
+                summary[f"{name}_vs_sync"] = sync_s / result.step_s
+    for mode in MODES:
+        ratio = summary[f"step.{mode}.seconds"] / summary[f"simulated.step.{mode}.seconds"]
+        summary[f"simulated.step.{mode}.relative_difference"] = ratio - 1
+    return summary
+
+
+def _record(kind: str, result: ModeResult) -> dict[str, Any]:
+    return {
+        "op": "step",
+        "kind": kind,
+        "mode": result.mode,
+        "runs": len(result.seconds),
+        "seconds": result.step_s,
+        "median_seconds": float(np.median(result.seconds)),
+        "trainer_idle_share": result.trainer_idle_share,
+        "staleness_mean": result.staleness_mean,
+        "staleness_max": result.staleness_max,
+        "groups_dropped": result.groups_dropped,
+        "times_s": [round(seconds, 4) for seconds in result.seconds],
+    }

@@ -1,0 +1,146 @@
+"""The scripted backend: takes its rows as any backend does and, without a model, computes nothing for a set time."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from ...actors.protocols import MicroBatch
+from .checkpoint import draft_of, on_first_rank, publish, start_draft
+from .checkpointer import Checkpointer
+from .config import BackendConfig
+
+NUM_WEIGHTS = 4
+WEIGHT_SIZE = 256
+"""float32 values of each weight: 4 KiB in all, so that a sync is a real one and costs nothing but its calls."""
+
+
+class ScriptedBackend:
+    """See `TrainBackend`. Steps last `train_row_s` for each row of this rank's shard and `train_step_s`; every step
+    that had a token to train on adds 1 to all weights. Log-probs are zeros."""
+
+    def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
+        """Needs a default process group of `world` ranks when `world` > 1, else raises RuntimeError."""
+        if world > 1 and (not dist.is_initialized() or dist.get_world_size() != world):
+            raise RuntimeError(f"scripted backend: needs a default process group of {world} ranks before it is built")
+        self._config = config
+        self._rank, self._world = rank, world
+        self._writes = rank == config.topology.writer(config.topology.place(rank).dp)
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
+        ramp = torch.arange(WEIGHT_SIZE, dtype=torch.float32) / WEIGHT_SIZE
+        self._weights = {f"scripted.{index}.weight": ramp + index for index in range(NUM_WEIGHTS)}
+        self._steps = torch.zeros((), dtype=torch.int64)
+        self._counts: list[float] | None = None
+        """Tokens and rows of the open step that are trained on; None: no step is open."""
+        self._checkpointer = Checkpointer(rank, world)
+
+    # ------------------------------------------------------------ one step
+
+    def begin_step(self, temperature: float = 1.0) -> None:
+        """See `TrainBackend`. Raises ValueError when `temperature` is not above 0."""
+        if self._counts is not None:
+            raise RuntimeError("begin_step: a step is open; finish_step or abort_step comes first")
+        if not temperature > 0:
+            raise ValueError(f"temperature: got {temperature}, expected a number above 0")
+        self._counts = [0.0, 0.0]
+
+    def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
+        """See `TrainBackend`. Needs `response_mask`. Raises RuntimeError when no step is open."""
+        if self._counts is None:
+            raise RuntimeError("accumulate: no step is open")
+        for micro in itertools.islice(micros, count):
+            ends = time.perf_counter() + self._config.train_row_s * len(micro.lengths)
+            mask = micro.batch.jagged("response_mask")
+            rows = torch.repeat_interleave(torch.arange(len(mask.lengths)), torch.from_numpy(mask.lengths))
+            trained = torch.bincount(rows, weights=mask.values.to(torch.float64), minlength=len(mask.lengths))
+            self._counts[0] += float(trained.sum())
+            self._counts[1] += float((trained > 0).sum())
+            time.sleep(max(0.0, ends - time.perf_counter()))
+
+    def finish_step(self) -> dict[str, float]:
+        """See `TrainBackend`. No loss and no gradient: reports `train/tokens`, `train/sequences` (rows with a token to
+        train on) and `train/skipped`."""
+        if self._counts is None:
+            raise RuntimeError("finish_step: no step is open")
+        totals = torch.tensor(self._counts, dtype=torch.float64, device=self._device)
+        self._counts = None
+        if self._world > 1:
+            dist.all_reduce(totals)
+        time.sleep(self._config.train_step_s)
+        tokens, sequences = (totals / self._config.topology.replica_size).tolist()  # siblings have the same rows
+        if tokens:
+            self._steps += 1
+            for weight in self._weights.values():
+                weight += 1.0
+        return {"train/tokens": tokens, "train/sequences": sequences, "train/skipped": 0.0 if tokens else 1.0}
+
+    def abort_step(self) -> None:
+        """See `TrainBackend`."""
+        self._counts = None
+
+    def logprobs(
+        self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
+    ) -> list[torch.Tensor]:
+        """See `TrainBackend`: zeros, at once."""
+        columns = [
+            torch.zeros(len(micro.batch.jagged("input_ids").values), dtype=torch.float32)
+            for micro in itertools.islice(micros, count)
+        ]
+        return columns if self._writes else []
+
+    # ------------------------------------------------------------ weights and state
+
+    def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """See `TrainBackend`. The names are no model's: only the scripted engine takes them."""
+        return {name: (weight.dtype, tuple(weight.shape)) for name, weight in self._weights.items()}
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainBackend`."""
+        for name, weight in self._weights.items():
+            yield name, weight.to(self._device) if self._rank == 0 else weight.new_empty(0)
+
+    def save(self, path: str, *, wait: bool = True) -> None:
+        """See `TrainBackend`. Raises RuntimeError while a step is open."""
+        self._require_closed("save")
+        self._checkpointer.save(path, self._state(), wait=wait)
+
+    def wait_saved(self) -> None:
+        """See `TrainBackend`."""
+        self._checkpointer.wait()
+
+    def load(self, path: str) -> None:
+        """See `TrainBackend`. Raises RuntimeError while a step is open, ValueError for what `save` has not written."""
+        self._require_closed("load")
+        self._checkpointer.load(path, self._state())
+
+    def export_model(self, path: str) -> None:
+        """The weights as `model.safetensors` in the folder `path`; there is no model to add. Raises ValueError when
+        `path` exists."""
+
+        def write() -> None:
+            start_draft(path)
+            save_file(self._weights, f"{draft_of(path)}/model.safetensors")
+            publish(path)
+
+        on_first_rank(write, self._rank, self._world)
+
+    def close(self) -> None:
+        """Drop an open step; finish a checkpoint that is being written, or raise why it is not there."""
+        self.abort_step()
+        self._checkpointer.close()
+
+    # ------------------------------------------------------------ inside
+
+    def _require_closed(self, call: str) -> None:
+        if self._counts is not None:
+            raise RuntimeError(f"{call}: a step is open; finish_step or abort_step comes first")
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return {"steps": self._steps, **self._weights}

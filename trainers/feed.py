@@ -1,0 +1,359 @@
+"""Prompts on their way to the trainer: issued to rollout actors, rolled out, claimed; replaced where lost or of no use.
+
+    position --issue--> rollout actor --put--> ready --claim--> trained on
+                 ^          |  died              |  too old, or no signal (dynamic sampling)
+                 +----------+--------------------+  again, or another prompt instead
+
+stage       waits for                              unblocked by
+claim       groups, by the task's sampler          the commit of the last one, or a rollout that failed
+drain       all rollouts that are under way        their last group being put
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..actors.prompts import base36
+from ..actors.protocols import TRAIN_FIELDS
+from ..actors.rewards.rubric import reward_tag
+from ..actors.rollout_report import RolloutReport
+from ..dataplane.errors import ClaimTimeout, KeysNotFound
+from ..dataplane.meta import KVBatchMeta
+from . import grpo, setups
+from .busy_time import Busy
+from .grpo import PARTITION, Run, State
+from .peers import Call, Peer, PeerFailed, cancel, ended
+from .setups import TASK
+
+LOOK_AFTER_S = 1.0
+"""While groups are waited for, how often the rollouts that bring them are looked after."""
+ALIKE = 1e-6
+"""Rewards of a group that differ by less give no signal."""
+
+
+class TooManyFailedRows(RuntimeError):
+    """More rewards raised in one rollout call than `reward.max_error_share` allows."""
+
+
+@dataclass(slots=True)
+class FeedTally:
+    """What happened to groups in one step."""
+
+    reports: list[RolloutReport] = field(default_factory=list)
+    """Of the rollout calls that ended in it."""
+    dropped: int = 0
+    """Groups without a signal, cleared."""
+    stale: int = 0
+    """Groups too old, cleared."""
+    reissued: int = 0
+    """Groups that a dead rollout actor had not put."""
+    surplus: int = 0
+    """Groups of oversampling that were not needed."""
+    generated: list[Busy] = field(default_factory=list)
+    """When rollout actors generated: calls that ended in the step, and those that are under way."""
+
+
+@dataclass(slots=True)
+class _Issue:
+    """A rollout call under way."""
+
+    call: Call
+    positions: list[int]
+    version: int
+    """That was served when it was issued."""
+
+
+class Feed:
+    """The driver's side of all rollouts of a run. Keeps `state.position` and `state.outstanding`."""
+
+    def __init__(self, run: Run, state: State) -> None:
+        """Prompts that a checkpoint says were on their way are the first to be issued."""
+        algorithm = run.config.algorithm
+        self._run = run
+        self._state = state
+        self._next = state.position
+        self._again = deque((position, False) for position in state.outstanding)
+        """(position, fresh): to be issued before new ones; fresh: generate it even if it was finished before."""
+        self._on_way: dict[int, _Issue] = {}
+        """The call that rolls a prompt out; of those neither claimed nor given up."""
+        self._claimed: set[int] = set()
+        """In the step that is open."""
+        self._issues: list[_Issue] = []
+        self._staleness = algorithm.max_staleness if algorithm.mode == "async" else 0
+        self._overtaking = algorithm.mode == "async" and setups.sampler(run.config) != "in_order"
+        """Whether a group can grow too old: in the prompts' order none does, as rollouts are admitted in time."""
+        self._components = setups.signal_terms(run.config)
+        self._tally = FeedTally()
+
+    # ---------------------------------------------------------------- out
+
+    def top_up(self) -> None:
+        """Issue all prompts that may be under way now: those of the open step, and in `async` of as many later ones as
+        `max_staleness` allows. A step's prompts are then at most so many versions older than what it trains, as they
+        come in order, or are too old and cleared."""
+        self._fill(math.ceil(self._admitted * self._run.config.algorithm.dynamic_sampling.oversample))
+
+    @property
+    def in_flight(self) -> int:
+        """Groups issued, and neither claimed nor given up."""
+        return len(self._on_way)
+
+    def drain(self) -> None:
+        """Wait until all that was issued is put. Raises PeerFailed, TooManyFailedRows."""
+        bound_s = self._run.config.resources.stage_timeout_s
+        with self._run.stage("rollout"):
+            while self._issues:
+                if not self._look_after(bound_s):
+                    late = ", ".join(str(issue.call.peer.info) for issue in self._issues)
+                    raise PeerFailed(f"rollout: no answer within {bound_s:g} s from {late}")
+
+    def settle(self) -> FeedTally:
+        """The open step is trained on: its groups are through. Returns what happened to groups in it."""
+        self._look_after(0.0)
+        self._claimed.clear()
+        self._state.position = self._next
+        self._state.outstanding = sorted([*self._on_way, *(position for position, _ in self._again)])
+        tally, self._tally = self._tally, FeedTally()
+        tally.generated += [self._busy(issue, math.inf) for issue in self._issues]
+        return tally
+
+    # ---------------------------------------------------------------- in
+
+    def claim(self, count: int) -> KVBatchMeta:
+        """Lease `count` whole groups for the open step, their rows in the order of their prompts (so that a step does
+        not depend on which actor put first).
+
+        With dynamic sampling those without a signal are cleared, and other prompts issued instead, up to
+        `max_factor`. Waits up to resources.stage_timeout_s for each claim. Raises PeerFailed, ClaimTimeout,
+        TooManyFailedRows.
+        """
+        parts, wanted = [], count
+        while wanted:
+            meta = self._claim(wanted)
+            useful = self._useful(meta)
+            if not useful.all():
+                self._drop(meta.select(np.flatnonzero(~useful)))
+                meta = meta.select(np.flatnonzero(useful))
+            if len(meta):
+                parts.append(meta)
+                wanted -= len(meta) // self._group_size
+                self._take(meta)
+            self._fill(self._admitted)
+        meta = parts[0].concat(*parts[1:])
+        return meta.select(np.array(sorted(range(len(meta)), key=lambda row: prompt_order(meta.keys[row]))))
+
+    def give_up_surplus(self) -> None:
+        """End the rollouts that are still under way and clear what they put: the step has its groups."""
+        if not self._on_way:
+            return
+        run = self._run
+        with run.stage("surplus"):
+            cancel([issue.call for issue in self._issues], run.config.resources.stage_timeout_s)
+            self._tally.generated += [self._busy(issue, time.monotonic()) for issue in self._issues]
+            self._issues.clear()
+            self._tally.surplus += len(self._on_way)
+            self._on_way.clear()
+            run.client.clear_stale(PARTITION, TASK, TRAIN_FIELDS, self._state.version + 1, whole_groups=True)
+
+    # ---------------------------------------------------------------- issue
+
+    @property
+    def _oldest(self) -> int:
+        """Version of the oldest rows that may be trained on now."""
+        return self._state.version - self._staleness
+
+    @property
+    def _admitted(self) -> int:
+        """Groups of the open step, and of those that may be ahead of it."""
+        algorithm = self._run.config.algorithm
+        return min(1 + self._staleness, algorithm.steps - self._state.step) * algorithm.prompts_per_step
+
+    @property
+    def _group_size(self) -> int:
+        return self._run.config.algorithm.group_size
+
+    def _fill(self, groups: int) -> None:
+        """Issue prompts until so many groups are claimed by the open step, or on their way and can still be trained on:
+        first those that are to be issued again, then new ones."""
+        oldest = self._oldest
+        there = len(self._claimed) + sum(issue.version >= oldest for issue in self._on_way.values())
+        chosen: dict[bool, list[int]] = {False: [], True: []}
+        for _ in range(groups - there):
+            if self._again:
+                position, fresh = self._again.popleft()
+            else:
+                position, fresh = self._next, False
+                self._next += 1
+            chosen[fresh].append(position)
+        for fresh, positions in chosen.items():
+            self._issue(positions, fresh)
+
+    def _issue(self, positions: Sequence[int], fresh: bool) -> None:
+        """Have prompts rolled out, each by the actor that has the fewest on its hands."""
+        run = self._run
+        peers = run.active_rollouts if positions else []
+        hands: list[list[int]] = [[] for _ in peers]
+        loads = [(self._load(peer), number) for number, peer in enumerate(peers)]
+        heapq.heapify(loads)
+        for position in positions:
+            load, number = loads[0]
+            heapq.heapreplace(loads, (load + 1, number))
+            hands[number].append(position)
+        for peer, hand in zip(peers, hands, strict=True):
+            if hand:
+                arguments = (hand, PARTITION, run.sampling, *([True] if fresh else []))
+                issue = _Issue(peer.call("rollout", *arguments), hand, self._state.version)
+                self._issues.append(issue)
+                self._on_way.update(dict.fromkeys(hand, issue))
+
+    def _load(self, peer: Peer) -> int:
+        mine = [issue for issue in self._issues if issue.call.peer is peer]
+        return sum(self._on_way.get(position) is issue for issue in mine for position in issue.positions)
+
+    # ---------------------------------------------------------------- look after
+
+    def _look_after(self, timeout_s: float) -> bool:
+        """Take the answers of calls that have ended, waiting for the first; whether there was one."""
+        outcomes = ended([issue.call for issue in self._issues], "rollout", timeout_s)
+        for call, outcome in outcomes:
+            issue = next(issue for issue in self._issues if issue.call is call)
+            self._issues.remove(issue)
+            if isinstance(outcome, PeerFailed):
+                self._replace(issue, outcome)
+            else:
+                self._report(issue, outcome)
+        return bool(outcomes)
+
+    def _report(self, issue: _Issue, report: RolloutReport) -> None:
+        run = self._run
+        run.tracer.add(issue.call.peer.info.name, report.spans.to_spans())
+        for left in report.left_out:
+            run.engines.leave_out(run.engines.named(left.name), left.reason)
+        if report.failed > run.config.reward.max_error_share * report.rows:
+            raise TooManyFailedRows(
+                f"rewards failed for {report.failed} of {report.rows} rows of {len(issue.positions)} groups, more than "
+                f"reward.max_error_share={run.config.reward.max_error_share:g} allows; the first error was: "
+                f"{report.first_error}"
+            )
+        self._tally.reports.append(report)
+        self._tally.generated.append(self._busy(issue, issue.call.started + report.generate_s))
+
+    def _busy(self, issue: _Issue, end_s: float) -> Busy:
+        return Busy(issue.call.peer.info.name, issue.call.started, end_s)
+
+    def _replace(self, issue: _Issue, failure: PeerFailed) -> None:
+        """An actor died: another takes its place, and what it had not put is issued again. Raises `failure` when that
+        is not what happened, or too often."""
+        if not failure.died:
+            raise failure
+        missing = self._not_put([position for position in issue.positions if self._on_way.get(position) is issue])
+        grpo.replace_actor(self._run, issue.call.peer, issue.call.pid, failure, self._state.version)
+        self._tally.reissued += len(missing)
+        self._issue(missing, False)
+
+    def _not_put(self, positions: Iterable[int]) -> list[int]:
+        """Those of `positions` whose groups are not in the data plane (a group is put as a whole)."""
+        keys = {f"{base36(position)}.0": position for position in positions}
+        missing: list[int] = []
+        while keys:
+            try:
+                self._run.client.lookup(PARTITION, list(keys), TRAIN_FIELDS[:1])
+                break
+            except KeysNotFound as error:  # names some of them
+                missing += [keys.pop(key) for key in error.keys]
+        return sorted(missing)
+
+    # ---------------------------------------------------------------- claim
+
+    def _claim(self, count: int) -> KVBatchMeta:
+        run = self._run
+        bound_s = run.config.resources.stage_timeout_s
+        deadline = time.monotonic() + bound_s
+        with run.stage("claim"):
+            while True:
+                if self._overtaking:
+                    self._clear_stale()
+                    self._fill(self._admitted)
+                left = max(0.0, deadline - time.monotonic())
+                try:
+                    return run.client.claim(
+                        PARTITION, TASK, TRAIN_FIELDS, count * self._group_size, whole_groups=True,
+                        min_version=self._oldest if self._overtaking else None, timeout_s=min(left, LOOK_AFTER_S),
+                    )  # fmt: skip
+                except ClaimTimeout:
+                    replaced = self._tally.reissued
+                    self._look_after(0.0)
+                    if self._tally.reissued > replaced:
+                        deadline = time.monotonic() + bound_s
+                    elif left <= LOOK_AFTER_S:
+                        raise
+
+    def _clear_stale(self) -> None:
+        """Clear groups that are too old; roll them out again, or other prompts instead."""
+        run = self._run
+        keys = run.client.clear_stale(PARTITION, TASK, TRAIN_FIELDS, self._oldest, whole_groups=True)
+        if not keys:
+            return
+        positions = sorted({position_of(key) for key in keys})
+        for position in positions:
+            del self._on_way[position]
+        self._tally.stale += len(positions)
+        if run.config.algorithm.stale_groups == "requeue":
+            self._again.extend((position, True) for position in positions)
+
+    def _useful(self, meta: KVBatchMeta) -> np.ndarray:
+        """bool `[N]`: rows to train on; without dynamic sampling all are. Of groups without a signal, all rows are not,
+        as long as the step may drop groups."""
+        keep = np.ones(len(meta), dtype=bool)
+        dynamic = self._run.config.algorithm.dynamic_sampling
+        if not dynamic.enabled:
+            return keep
+        left = int((dynamic.max_factor - 1.0) * self._run.config.algorithm.prompts_per_step) - self._tally.dropped
+        for group in flat_groups(meta, self._components)[: max(0, left)]:
+            keep &= meta.groups != group
+        return keep
+
+    def _drop(self, meta: KVBatchMeta) -> None:
+        positions = {position_of(key) for key in meta.keys}
+        grpo.retire(self._run, meta)
+        for position in positions:
+            del self._on_way[position]
+        self._tally.dropped += len(positions)
+
+    def _take(self, meta: KVBatchMeta) -> None:
+        for key in meta.keys:
+            position = position_of(key)
+            self._on_way.pop(position, None)
+            self._claimed.add(position)
+
+
+def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> list[int]:
+    """Numbers of the groups whose valid rows all have the same raw reward (the sum of `components`, (name, weight)
+    each), or of which fewer than two are valid; in the receipt's order."""
+    raw = np.zeros(len(meta))
+    for name, weight in components:
+        raw += weight * meta.tags[reward_tag(name)]
+    valid = meta.tags["valid"] > 0
+    flat = []
+    for group in dict.fromkeys(meta.groups.tolist()):
+        rewards = raw[(meta.groups == group) & valid]
+        if len(rewards) < 2 or np.ptp(rewards) < ALIKE:
+            flat.append(group)
+    return flat
+
+
+def position_of(key: str) -> int:
+    """Place in the prompt stream of the row with this key."""
+    return int(key.rpartition(".")[0], 36)
+
+
+def prompt_order(key: str) -> tuple[int, int]:
+    """Sort key of `{prompt_uid}.{sample}`: by place in the stream, then by sample."""
+    return position_of(key), int(key.rpartition(".")[2])
