@@ -17,6 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -122,8 +123,8 @@ class GroupJournal:
             self._end_segment()
             self._refresh()
             for path, segment in list(self._segments.items()):
-                if segment.positions and all(p < first and p not in kept for p in segment.positions):
-                    _remove_unless_open(path)
+                if all(p < first and p not in kept for p in segment.positions):
+                    _remove_unless_written(path, segment.end)
             self._refresh()
 
     def close(self) -> None:
@@ -134,7 +135,7 @@ class GroupJournal:
     # ------------------------------------------------------------ inside
 
     def _refresh(self) -> None:
-        sizes = {Path(entry.path): entry.stat().st_size for entry in _journals(self._folder)}
+        sizes = _sizes(self._folder)
         gone = self._segments.keys() - sizes.keys()
         if gone:
             self._segments = {path: segment for path, segment in self._segments.items() if path not in gone}
@@ -182,7 +183,9 @@ class GroupJournal:
             except FileExistsError:  # of another of the same name, begun at the same time
                 continue
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            return path, descriptor
+            if path.exists():
+                return path, descriptor
+            os.close(descriptor)  # trimmed, empty, before it was locked
 
     def _end_segment(self) -> None:
         if self._open is not None:
@@ -190,21 +193,30 @@ class GroupJournal:
             self._open = None
 
 
-def _journals(folder: Path) -> list[os.DirEntry[str]]:
+def _sizes(folder: Path) -> dict[Path, int]:
+    """Bytes of each segment."""
+    sizes = {}
     with os.scandir(folder) as entries:
-        return [entry for entry in entries if entry.name.endswith(_SUFFIX)]
+        for entry in entries:
+            if entry.name.endswith(_SUFFIX):
+                with suppress(FileNotFoundError):  # trimmed by another writer meanwhile
+                    sizes[Path(entry.path)] = entry.stat().st_size
+    return sizes
 
 
-def _remove_unless_open(path: Path) -> None:
-    """Remove a segment that no process writes to; one that is gone already is no error."""
+def _remove_unless_written(path: Path, end: int) -> None:
+    """Remove a segment, unless a process writes to it, or has since `end` was its last record's. One that is gone
+    already is no error."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDWR)  # NFS locks only what is open for writing
     except FileNotFoundError:
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
-    except BlockingIOError:
+        new, _ = read_heads(path, end)
+        if not new:
+            path.unlink()
+    except (BlockingIOError, FileNotFoundError):
         return
     finally:
         os.close(descriptor)

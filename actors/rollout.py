@@ -58,6 +58,7 @@ class RolloutWorker:
         self._client = client
         self._journal = journal
         self._left_out: list[LeftOut] = []
+        self._open: set[_OpenCall] = set()
         # Users' reward functions may be slow: beside the event loop, so that generation and other calls go on.
         self._scoring = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
 
@@ -66,7 +67,12 @@ class RolloutWorker:
         self._left_out.append(engine)
 
     async def rollout(
-        self, positions: Sequence[int], partition: str, params: SamplingParams, fresh: bool = False
+        self,
+        positions: Sequence[int],
+        partition: str,
+        params: SamplingParams,
+        fresh: bool = False,
+        traced: bool = False,
     ) -> RolloutReport:
         """Roll out the prompts at `positions` of the stream, `params.n` rows each, into `partition`.
 
@@ -75,40 +81,64 @@ class RolloutWorker:
         call is cancelled, the other episodes are ended before the error leaves; groups already put stay.
 
         Groups that the journal has are put as they are, unless `fresh`: then all are generated, and take their place.
+        traced: whether the report is to have spans.
         """
-        tally = RolloutTally()
+        tally, call = RolloutTally(), _OpenCall()
+        self._open.add(call)
+        try:
+            await self._roll_out(call, tally, positions, partition, params, fresh)
+        finally:
+            self._open.discard(call)
+            await _end(list(call.episodes))
+        left_out, self._left_out = self._left_out, []
+        if not traced:
+            tally.spans.clear()
+        return tally.report(self._client.stats.take(), left_out)
+
+    def end_rollouts(self) -> None:
+        """Have the calls of `rollout` that are under way return with the groups that are finished by now."""
+        for call in self._open:
+            call.end()
+
+    async def _roll_out(
+        self,
+        call: _OpenCall,
+        tally: RolloutTally,
+        positions: Sequence[int],
+        partition: str,
+        params: SamplingParams,
+        fresh: bool,
+    ) -> None:
         ends: list[float] = []  # of groups, seconds after the call's start
         finished: asyncio.Queue[asyncio.Task[list[Sample]]] = asyncio.Queue()
         wall, clock = time.time(), time.perf_counter()
         restored = [] if fresh else await self._journaled(positions)
         known = {group.position for group in restored}
-        episodes = {
-            asyncio.create_task(self._episodes(self._prompts, position, params)): position
-            for position in positions
-            if position not in known
-        }
-        try:
-            for task in episodes:
-                task.add_done_callback(lambda _: ends.append(time.perf_counter() - clock))
-                task.add_done_callback(finished.put_nowait)
-            for first in range(0, len(restored), _RESTORED_TOGETHER):
-                groups = restored[first : first + _RESTORED_TOGETHER]
-                await self._put(join([group.rows for group in groups]), partition, tally)
-                for group in groups:
-                    tally.add(group.figures, restored=True)
-            left = len(episodes)
-            while left:
-                done = await _drain(finished)
-                left -= len(done)
-                by_position = {episodes[task]: task.result() for task in done}
-                if not left:
-                    tally.generate_s = ends[-1]
-                    tally.spans += generation_spans(wall, ends, list(episodes.values()))
+        episodes = call.begin(
+            {
+                asyncio.create_task(self._episodes(self._prompts, position, params)): position
+                for position in positions
+                if position not in known
+            }
+        )
+        for task in episodes:
+            task.add_done_callback(lambda _: ends.append(time.perf_counter() - clock))
+            task.add_done_callback(finished.put_nowait)
+        for first in range(0, len(restored), _RESTORED_TOGETHER):
+            groups = restored[first : first + _RESTORED_TOGETHER]
+            await self._put(join([group.rows for group in groups]), partition, tally)
+            for group in groups:
+                tally.add(group.figures, restored=True)
+        left = len(episodes)
+        while left:
+            done = await _drain(finished)
+            left -= len(done)
+            by_position = {episodes[task]: task.result() for task in done if not task.cancelled()}
+            if not left:
+                tally.generate_s = ends[-1]
+                tally.spans += generation_spans(wall, ends, list(episodes.values()))
+            if by_position:
                 await self._score_and_put(by_position, partition, tally)
-        finally:
-            await _end(list(episodes))
-        left_out, self._left_out = self._left_out, []
-        return tally.report(self._client.stats.take(), left_out)
 
     async def validate(self, start: int, count: int, params: SamplingParams) -> ValidationReport:
         """Answer `count` held-out prompts from `start` on, `params.n` samples each; nothing is put.
@@ -234,6 +264,26 @@ def _score_one(rubric: Rubric, sample: Sample) -> Score:
         return Score(reward=0.0, components={}, valid=False, error=f"prompt {sample.prompt.uid!r}: generation aborted")
     tokens = int(np.count_nonzero(sample.response_mask))
     return rubric.score(sample.prompt, sample.text, sample.finish_reason, tokens)
+
+
+class _OpenCall:
+    """A call of `rollout` under way."""
+
+    def __init__(self) -> None:
+        self.episodes: dict[asyncio.Task[list[Sample]], int] = {}
+        """Position of the prompt that each task rolls out."""
+        self._ended = False
+
+    def begin(self, episodes: dict[asyncio.Task[list[Sample]], int]) -> dict[asyncio.Task[list[Sample]], int]:
+        self.episodes = episodes
+        if self._ended:
+            self.end()
+        return episodes
+
+    def end(self) -> None:
+        self._ended = True
+        for task in self.episodes:
+            task.cancel()
 
 
 async def _drain(finished: asyncio.Queue[asyncio.Task[list[Sample]]]) -> list[asyncio.Task[list[Sample]]]:

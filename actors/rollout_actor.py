@@ -142,14 +142,23 @@ class RolloutActor(EngineHost):
     # ---------------------------------------------------------------- work
 
     async def rollout(
-        self, positions: Sequence[int], partition: str, params: SamplingParams, fresh: bool = False
+        self,
+        positions: Sequence[int],
+        partition: str,
+        params: SamplingParams,
+        fresh: bool = False,
+        traced: bool = False,
     ) -> RolloutReport:
         """`RolloutWorker.rollout`."""
-        return await self._built.rollout(positions, partition, params, fresh)
+        return await self._built.rollout(positions, partition, params, fresh, traced)
 
     async def trim_journal(self, first: int, outstanding: Sequence[int]) -> None:
         """`RolloutWorker.trim_journal`."""
         await self._built.trim_journal(first, outstanding)
+
+    async def end_rollouts(self) -> None:
+        """`RolloutWorker.end_rollouts`."""
+        self._built.end_rollouts()
 
     async def validate(self, start: int, count: int, params: SamplingParams) -> ValidationReport:
         """`RolloutWorker.validate`."""

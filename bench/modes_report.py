@@ -25,15 +25,18 @@ HEADER = (
     "simulated idle",
     "off by",
 )
+NOT_SHOWN = ("median", "simulated vs sync", "simulated idle")
+"""Columns of the page that the terminal's table does not have."""
 
 
 def steps_table(report: StepReport) -> Table:
-    """A row a mode."""
+    """A row a mode, without what a narrow terminal has no room for."""
     table = Table(title="headrace bench step", title_justify="left", title_style="bold")
-    for name in HEADER:
-        table.add_column(name, justify="left" if name == "mode" else "right")
+    shown = [number for number, name in enumerate(HEADER) if name not in NOT_SHOWN]
+    for number in shown:
+        table.add_column(HEADER[number], justify="left" if number == 0 else "right")
     for row in _rows(report):
-        table.add_row(*row)
+        table.add_row(*[row[number] for number in shown])
     return table
 
 
@@ -80,7 +83,7 @@ def _row(report: StepReport, measured: ModeResult, simulated: ModeResult) -> tup
         f"{np.median(measured.seconds):.3f}",
         ratio(""),
         f"{measured.trainer_idle_share:.1%}",
-        f"{measured.staleness_mean:.2f} (max {measured.staleness_max:.0f})",
+        f"{measured.staleness_mean:.2f}, max {measured.staleness_max:.0f}",
         f"{simulated.step_s:.3f}",
         ratio("simulated."),
         f"{simulated.trainer_idle_share:.1%}",

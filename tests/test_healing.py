@@ -21,7 +21,7 @@ def kill(run_dir: Path, process, name: str) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 def test_a_killed_rollout_actor_is_replaced(tmp_path: Path, mode: str) -> None:
     """Its engine lives in it: the new one has the version of the others before it answers."""
     run_dir = tmp_path / "run"

@@ -27,17 +27,18 @@ def test_streaming_gives_the_gradients_of_sync(tmp_path: Path) -> None:
         assert alone["staleness/max"] == chunked["staleness/max"] == 0
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_async_stays_within_its_staleness(tmp_path: Path, staleness: int) -> None:
+@pytest.mark.parametrize(("staleness", "in_flight"), [(0, "keep"), (2, "abort")])
+def test_async_stays_within_its_staleness(tmp_path: Path, staleness: int, in_flight: str) -> None:
     run_dir = tmp_path / "run"
     code, output = runs.run(
         run_dir, "validation.every=3", "algorithm.steps=6", "algorithm.mode=async",
-        f"algorithm.max_staleness={staleness}", "sync.in_flight=keep",
+        f"algorithm.max_staleness={staleness}", f"sync.in_flight={in_flight}",
     )  # fmt: skip
     assert code == 0, output
     steps = steps_of(run_dir)
     seen = [step["staleness/max"] for step in steps]
     assert len(steps) == 6 and max(seen) <= staleness
+    assert all(step["rollout/failed_rows"] == 0 for step in steps), "what is cut off goes on"
     if staleness:
         assert max(seen) > 0 and steps[0]["queue/groups_in_flight"] == 2 * 8
 

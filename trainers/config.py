@@ -260,7 +260,8 @@ class SyncConfig(Section):
     bucket_mib: Count = 64
     """Bytes that travel, and are verified, as one."""
     in_flight: Literal["keep", "wait", "abort"] = "wait"
-    """Requests that run when new weights come: go on under them, end first, or end now with what they have."""
+    """Requests that run when new weights come: go on under them, end first, or are cut off and asked for again from
+    where they were. Each token has the version that made it."""
     staging: Literal["auto", "full", "none"] = "auto"
     """`full`: engines receive and verify the whole version beside the one they serve; `none`: straight into their
     parameters, standing still, and unfit to serve if it fails; `auto`: full where memory allows."""

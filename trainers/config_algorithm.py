@@ -18,8 +18,8 @@ class DynamicSamplingConfig(Section):
     """Prompts rolled out for a step, at most, as a multiple of `prompts_per_step`. Beyond it groups without a signal
     are trained on after all, so that a step always has its size."""
     oversample: float = Field(default=1.0, ge=1.0)
-    """Prompts rolled out for a step from the start, as a multiple of `prompts_per_step`: the step takes those that its
-    sampler brings first; what is left over is for the next (`async`), or aborted and cleared."""
+    """`sync`, `streaming`: prompts rolled out for a step from the start, as a multiple of `prompts_per_step`. The step
+    takes those that are ready first; the rest are ended and cleared."""
 
 
 class AlgorithmConfig(Section):

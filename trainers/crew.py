@@ -64,6 +64,8 @@ class Crew:
         """
         if not self.may_replace:
             raise failure
+        if not any(node["Alive"] for node in ray.nodes()):
+            raise failure  # all of Ray went with it: another would wait for a place until its time is up
         self.replaced += 1
         _log.warning("replaced: %s", failure)
         peer.handle = self.starter.again(peer)

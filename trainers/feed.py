@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..actors.prompts import base36
-from ..actors.protocols import TRAIN_FIELDS
+from ..actors.protocols import TRAIN_FIELDS, Span
 from ..actors.rewards.rubric import reward_tag
 from ..actors.rollout_report import RolloutReport
 from ..dataplane.errors import ClaimTimeout, KeysNotFound
@@ -29,7 +29,7 @@ from ..dataplane.meta import KVBatchMeta
 from . import grpo, setups
 from .busy_time import Busy
 from .grpo import PARTITION, Run, State
-from .peers import Call, Peer, PeerFailed, cancel, ended
+from .peers import Call, Peer, PeerFailed, ended, gather_each
 from .setups import TASK
 
 LOOK_AFTER_S = 1.0
@@ -58,6 +58,8 @@ class FeedTally:
     """Groups of oversampling that were not needed."""
     generated: list[Busy] = field(default_factory=list)
     """When rollout actors generated: calls that ended in the step, and those that are under way."""
+    since_s: float = 0.0
+    """`time.monotonic` up to which earlier steps' calls generated."""
 
 
 @dataclass(slots=True)
@@ -68,6 +70,8 @@ class _Issue:
     positions: list[int]
     version: int
     """That was served when it was issued."""
+    fresh: bool
+    """Whether its groups are generated even if they were finished before."""
 
 
 class Feed:
@@ -98,6 +102,7 @@ class Feed:
         """Issue all prompts that may be under way now: those of the open step, and in `async` of as many later ones as
         `max_staleness` allows. A step's prompts are then at most so many versions older than what it trains, as they
         come in order, or are too old and cleared."""
+        self._look_after(0.0)  # an actor whose call has ended has its hands free
         self._fill(math.ceil(self._admitted * self._run.config.algorithm.dynamic_sampling.oversample))
 
     @property
@@ -121,6 +126,7 @@ class Feed:
         self._state.position = self._next
         self._state.outstanding = sorted([*self._on_way, *(position for position, _ in self._again)])
         tally, self._tally = self._tally, FeedTally()
+        self._tally.since_s = max([tally.since_s, *(busy.end_s for busy in tally.generated)])
         tally.generated += [self._busy(issue, math.inf) for issue in self._issues]
         return tally
 
@@ -150,17 +156,21 @@ class Feed:
         return meta.select(np.array(sorted(range(len(meta)), key=lambda row: prompt_order(meta.keys[row]))))
 
     def give_up_surplus(self) -> None:
-        """End the rollouts that are still under way and clear what they put: the step has its groups."""
+        """End the rollouts that are still under way and clear what they put: the step has its groups.
+
+        Raises PeerFailed, TooManyFailedRows.
+        """
         if not self._on_way:
             return
-        run = self._run
-        with run.stage("surplus"):
-            cancel([issue.call for issue in self._issues], run.config.resources.stage_timeout_s)
-            self._tally.generated += [self._busy(issue, time.monotonic()) for issue in self._issues]
-            self._issues.clear()
-            self._tally.surplus += len(self._on_way)
-            self._on_way.clear()
-            run.client.clear_stale(PARTITION, TASK, TRAIN_FIELDS, self._state.version + 1, whole_groups=True)
+        self._tally.surplus += len(self._on_way)
+        self._on_way.clear()
+        peers = dict.fromkeys(issue.call.peer for issue in self._issues)
+        gather_each(
+            [peer.call("end_rollouts") for peer in peers], "surplus", self._run.config.resources.stage_timeout_s
+        )
+        self.drain()  # says who died
+        with self._run.stage("surplus"):
+            self._run.client.clear_stale(PARTITION, TASK, TRAIN_FIELDS, self._state.version + 1, whole_groups=True)
 
     # ---------------------------------------------------------------- issue
 
@@ -208,8 +218,9 @@ class Feed:
             hands[number].append(position)
         for peer, hand in zip(peers, hands, strict=True):
             if hand:
-                arguments = (hand, PARTITION, run.sampling, *([True] if fresh else []))
-                issue = _Issue(peer.call("rollout", *arguments), hand, self._state.version)
+                options = (fresh, True) if run.tracer.awaited else (True,) if fresh else ()
+                call = peer.call("rollout", hand, PARTITION, run.sampling, *options)
+                issue = _Issue(call, hand, self._state.version, fresh)
                 self._issues.append(issue)
                 self._on_way.update(dict.fromkeys(hand, issue))
 
@@ -245,6 +256,13 @@ class Feed:
         self._tally.reports.append(report)
         self._tally.generated.append(self._busy(issue, issue.call.started + report.generate_s))
 
+    def _silent(self, issue: _Issue, why: str) -> None:
+        """A call that tells nothing of itself: that it was under way until now counts all the same, and is traced."""
+        taken_s = time.monotonic() - issue.call.started
+        self._tally.generated.append(self._busy(issue, issue.call.started + taken_s))
+        span = Span(f"generate {issue.positions[0]}-{issue.positions[-1]} {why}", time.time() - taken_s, taken_s)
+        self._run.tracer.add(issue.call.peer.info.name, (span,))
+
     def _busy(self, issue: _Issue, end_s: float) -> Busy:
         return Busy(issue.call.peer.info.name, issue.call.started, end_s)
 
@@ -253,10 +271,11 @@ class Feed:
         is not what happened, or too often."""
         if not failure.died:
             raise failure
+        self._silent(issue, "lost")
         missing = self._not_put([position for position in issue.positions if self._on_way.get(position) is issue])
         grpo.replace_actor(self._run, issue.call.peer, issue.call.pid, failure, self._state.version)
         self._tally.reissued += len(missing)
-        self._issue(missing, False)
+        self._issue(missing, issue.fresh)
 
     def _not_put(self, positions: Iterable[int]) -> list[int]:
         """Those of `positions` whose groups are not in the data plane (a group is put as a whole)."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
-from ..actors.rollout_report import RolloutReport, merge_reports
+from ..actors.rollout_report import merge_reports
 from ..actors.train_worker import WorkerReport
 from ..dataplane.meta import KVBatchMeta
 from .busy_time import covered_s, mean_covered_s
@@ -48,7 +49,7 @@ def step_metrics(
     bound = algorithm.max_staleness if algorithm.mode == "async" else 0
     return {
         **row_figures(meta),
-        **(rollout_figures(rollouts, covered_s(fed.generated, end_s - step_s, end_s)) if rollouts else {}),
+        **(rollout_figures(fed) if rollouts else {}),
         "rollout/groups_dropped": float(fed.dropped),
         "rollout/groups_stale": float(fed.stale),
         "rollout/groups_surplus": float(fed.surplus),
@@ -85,14 +86,18 @@ def row_figures(meta: KVBatchMeta) -> dict[str, float]:
     }
 
 
-def rollout_figures(reports: Sequence[RolloutReport], generating_s: float) -> dict[str, float]:
-    """Of the rollout calls that ended in the step. generating_s: of the step, in which any actor generated."""
-    rollout = merge_reports(reports)
+def rollout_figures(fed: FeedTally) -> dict[str, float]:
+    """Of the rollout calls that ended in the step; NaN tokens a second when they ended no later than those before."""
+    rollout = merge_reports(fed.reports)
+    # Calls run over the ends of steps: their tokens are of the time since the calls that were counted before.
+    until_s = max((busy.end_s for busy in fed.generated if busy.end_s < math.inf), default=fed.since_s)
+    generating_s = covered_s(fed.generated, fed.since_s, until_s)
+    tokens = rollout.response_tokens - rollout.restored_tokens
     return {
         **{f"reward/{name}": value for name, value in rollout.component_means().items()},
         "rollout/truncated_rows": float(rollout.truncated),
         "rollout/restored_rows": float(rollout.restored),
-        "rollout/tokens_per_s": (rollout.response_tokens - rollout.restored_tokens) / max(generating_s, 1e-9),
+        "rollout/tokens_per_s": tokens / generating_s if generating_s > 0 else math.nan,
     }
 
 

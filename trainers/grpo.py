@@ -24,7 +24,7 @@ from ..dataplane.meta import KVBatchMeta
 from ..dataplane.plans import Budget, ShardPlan, plan_shards
 from .advantages.estimator import AdvantageEstimator, RewardRows
 from .config import Config
-from .crew import Crew
+from .crew import START_TIMEOUT_S, Crew
 from .data_plane_watch import DataPlaneWatch
 from .engine_set import EngineSet, NoEngineLeft
 from .heartbeat import Heartbeat
@@ -56,9 +56,10 @@ class Run:
     """Tells the watchdog where the run stands."""
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time a stage of the step, for metrics and trace."""
-        self.heartbeat.enter(name)
+    def stage(self, name: str, bound_s: float | None = None) -> Iterator[None]:
+        """Time a stage of the step, for metrics and trace. bound_s: longer than which the watchdog takes it for stuck;
+        None: a stage's."""
+        self.heartbeat.enter(name, bound_s)
         with self.tracer.span(name) as span:
             yield
         self.heartbeat.leave()
@@ -214,7 +215,7 @@ def replace_actor(run: Run, peer: Peer, pid: int, failure: PeerFailed, version: 
     """
     if peer.info.pid != pid:
         return
-    with run.stage("replace"):
+    with run.stage("replace", 3 * START_TIMEOUT_S):  # build, info, engines
         engine = next((engine for engine in run.engines.engines if engine.peer is peer), None)
         if engine is not None:
             run.engines.leave_out(engine, str(failure))

@@ -81,7 +81,9 @@ class _Training:
         self._watch = watch
         self._tracer = Tracer(config.traced_step, config.run.trace_num_steps, folder.trace_path)
         self._restarts = 0
-        """Processes lost and made good so far, by another in place or by another launch."""
+        """Launches beyond the first."""
+        self._replaced = 0
+        """Actors that another took the place of, in all launches; both count against run.max_restarts."""
         self._begun = False
         """Whether a launch has come as far as its first step: what fails before that would fail again."""
 
@@ -106,19 +108,18 @@ class _Training:
         config, lost = self._config, None
         self._progress.phase("starting Ray, data plane and actors")
         try:
-            with launched(
-                config, model, self._tracer, self._folder.path, state, watch=self._watch, replaced=self._restarts
-            ) as run:
+            with launched(config, model, self._tracer, self._folder.path, state, self._watch) as run:
+                run.crew.replaced, run.crew.max_replaced = self._replaced, config.run.max_restarts - self._restarts
                 try:
                     self._train(run, state)
                 except Exception as error:  # told apart while the others of its processes are there
-                    self._restarts = run.crew.replaced
+                    self._replaced = run.crew.replaced
                     lost = lost_process(error, needed_processes(self._folder.path))
                     raise
         except Exception as error:
             lost = lost or lost_process(error, {})
-            may_go_on = self._begun and self._restarts < config.run.max_restarts and self._watch.reason() is None
-            if lost is None or not may_go_on:
+            left = config.run.max_restarts - self._restarts - self._replaced
+            if lost is None or not self._begun or left <= 0 or self._watch.reason() is not None:
                 raise
         return lost
 
@@ -134,7 +135,7 @@ class _Training:
             folder.resumed(state.step)
 
         def after_step(state: grpo.State, metrics: dict[str, float]) -> None:
-            metrics["run/restarts"] = float(run.crew.replaced)
+            metrics["run/restarts"] = float(self._restarts)
             folder.metrics.log(state.step, metrics)
             self._endpoint.run.publish(state.step, metrics)
             self._progress.update(state.step, metrics)
@@ -163,9 +164,8 @@ class _Training:
         except UserError:
             state = grpo.State()
         where = f"the checkpoint of step {state.step}" if state.step else "the start, as there is no checkpoint yet"
-        self._progress.message(
-            f"{lost}\nrestart {self._restarts} of at most {self._config.run.max_restarts}: going on from {where}"
-        )
+        limit = f"run.max_restarts={self._config.run.max_restarts}"
+        self._progress.message(f"{lost}\nrestart {self._restarts} ({limit}): going on from {where}")
         return state
 
 
@@ -176,14 +176,12 @@ def launched(
     tracer: Tracer,
     folder: Path,
     state: grpo.State,
-    *,
     watch: Watched | None = None,
-    replaced: int = 0,
 ) -> Iterator[grpo.Run]:
     """Ray, data plane and actors, ready to train on from `state`'s place in the prompt stream; all of it gone on
     leaving, however that happens.
 
-    watch: the watchdog, which is told what there is. replaced: of `run.max_restarts`, those that are used up.
+    watch: the watchdog, which is told what there is.
     """
     run_id = uuid.uuid4().hex[:8]
     heartbeat = Heartbeat() if watch is None else watch.heartbeat
@@ -207,7 +205,6 @@ def launched(
         meter = DriverMeter()
         heartbeat.enter("starting the actors", 4 * START_TIMEOUT_S)  # its four waits in a row
         crew = start_crew(config, model, plane, cluster, meter, stack)
-        crew.replaced = replaced
 
         def tell() -> None:
             write_actors(folder, run_id, everyone(plane, crew))

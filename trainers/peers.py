@@ -100,16 +100,6 @@ def ended(calls: Sequence[Call], stage: str, timeout_s: float) -> list[tuple[Cal
     return found
 
 
-def cancel(calls: Sequence[Call], timeout_s: float) -> None:
-    """Have async methods end now, and wait until they have. Raises PeerFailed for one that has not within the time."""
-    for call in calls:
-        ray.cancel(call.ref)
-    _, late = ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=timeout_s) if calls else ([], [])
-    if late:
-        names = ", ".join(str(call.peer.info) for call in calls if call.ref in late)
-        raise PeerFailed(f"cancel: {names} did not end within {timeout_s:g} s")
-
-
 def _settle(calls: Sequence[Call], stage: str, timeout_s: float, *, raising: bool) -> list[Any]:
     start = time.monotonic()
     of_ref = {call.ref: call for call in calls}

@@ -61,8 +61,8 @@ class Progress:
         self._rewards: list[float] = []
         self._lost: dict[str, float] = {}
         """Of LOSSES, by label."""
-        self._overlapping = False
-        """Whether rollouts have been seen to run ahead of the training, or beside it."""
+        self._ahead = self._overlapping = False
+        """Whether rollouts have been seen to run ahead of the training; or beside it."""
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
@@ -102,7 +102,8 @@ class Progress:
             value = metrics.get(key)
             if value is not None:
                 self._lost[label] = value + (self._lost.get(label, 0.0) if per_step else 0.0)
-        self._overlapping |= _overlap(metrics)
+        self._ahead |= any(metrics.get(key) for key in ("queue/groups_in_flight", "staleness/max"))
+        self._overlapping |= self._ahead or _overlap(metrics)
         reward = metrics.get("reward/mean")
         if reward is not None:
             self._rewards.append(reward)
@@ -145,11 +146,9 @@ class Progress:
         flight, ready = (figures.get(f"queue/groups_{state}", 0.0) for state in ("in_flight", "ready"))
         mean, most = (figures.get(f"staleness/{name}", 0.0) for name in ("mean", "max"))
         idle = [f"{side} {figures[key]:.0%}" for side in ("rollout", "train") if (key := f"idle/{side}") in figures]
-        return [
-            ("groups", f"{flight:.0f} in flight, {ready:.0f} ready"),
-            ("staleness", f"{mean:.2g}, at most {most:.0f}"),
-            *([("idle", ", ".join(idle))] if idle else []),
-        ]
+        queue = ("groups", f"{flight:.0f} in flight, {ready:.0f} ready")
+        staleness = ("staleness", f"{mean:.2g}, at most {most:.0f}")
+        return [*((queue, staleness) if self._ahead else ()), *([("idle", ", ".join(idle))] if idle else [])]
 
     def _losses(self) -> list[tuple[str, str]]:
         """(label, count) of what the run lost so far."""
@@ -222,8 +221,6 @@ class Progress:
 
 def _overlap(metrics: Mapping[str, float | None]) -> bool:
     """Whether rollouts and training of a step were not in lock-step: in turns, they are idle for all of it together."""
-    if any(metrics.get(key) for key in ("queue/groups_in_flight", "staleness/max")):
-        return True
     rollout, train = metrics.get("idle/rollout"), metrics.get("idle/train")
     return rollout is not None and train is not None and rollout + train < 1
 

@@ -50,24 +50,25 @@ def stacks_path(folder: str | os.PathLike[str], pid: int) -> Path:
 def collect_stacks(folder: str | os.PathLike[str], pids: Mapping[str, int], timeout_s: float) -> dict[str, str]:
     """Stacks by name of those of `pids` (name -> pid, of this host) that answer; the others have a line that says why
     there are none. Waits `timeout_s` at most for all of them together."""
-    asked, found = {}, {}
+    asked: dict[str, tuple[Path, int]] = {}
+    found: dict[str, str] = {}
     for name, pid in pids.items():
         path = stacks_path(folder, pid)
         # Who has not asked for the signal would die of it.
         if not path.exists() or not is_caught(pid, SIGNAL):
             found[name] = "none: the process is gone, or does not answer the signal for it"
             continue
-        asked[name] = path
+        asked[name] = path, path.stat().st_size
         os.kill(pid, SIGNAL)
     deadline = time.monotonic() + timeout_s
     sizes: dict[str, int] = {}
     while time.monotonic() < deadline:
         time.sleep(SETTLE_S)
-        before, sizes = sizes, {name: path.stat().st_size for name, path in asked.items()}
+        before, sizes = sizes, {name: path.stat().st_size - start for name, (path, start) in asked.items()}
         if all(sizes.values()) and sizes == before:
             break
-    for name, path in asked.items():
-        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    for name, (path, start) in asked.items():
+        text = path.read_bytes()[start:].decode(errors="replace").strip()
         found[name] = text or f"none: no answer to the signal within {timeout_s:g} s"
     return found
 

@@ -122,6 +122,11 @@ class Tracer:
         did at the end of a step in the next."""
         return self.begun and self.step <= self._current <= self.step + self.num_steps
 
+    @property
+    def awaited(self) -> bool:
+        """Whether what starts now may reach into the window: it is under way or still to come."""
+        return 0 < self.step and self._current < self.step + self.num_steps
+
     def span(self, name: str) -> OpenSpan:
         """Time a piece of the driver's work: `with tracer.span("rollout") as span: ...`, then `span.dur_s`."""
         return OpenSpan(name, self)

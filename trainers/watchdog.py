@@ -174,7 +174,7 @@ class Watchdog:
 
 def _append(path: Path, text: str) -> None:
     with open(path, "a", encoding="utf-8") as file:
-        file.write(f"{text}\n")
+        file.write(f"\n{text}\n" if file.tell() else f"{text}\n")
 
 
 def _say(text: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..engines.continued import generate_whole
 from ..engines.protocol import Completion, GenerationEngine, SamplingParams
 from ..protocols import Prompt, Sample
 from ..tokenizer import decode_responses, encode_prompts
@@ -20,7 +21,7 @@ class SingleTurn:
     ) -> list[Sample]:
         """`params.n` samples in order; raises what the engine raises."""
         (prompt_ids,) = encode_prompts(tokenizer, [prompt.text])
-        completions = await engine.generate(prompt.uid, prompt_ids.tolist(), params)
+        completions = await generate_whole(engine, tokenizer, prompt.uid, prompt_ids.tolist(), params)
         texts = response_texts(tokenizer, completions, params)
         return [
             _sample(prompt, index, prompt_ids, completion, text)

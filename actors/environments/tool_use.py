@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..engines.continued import generate_whole
 from ..engines.protocol import SESSION_SEPARATOR, Completion, GenerationEngine, SamplingParams
 from ..protocols import Prompt, Sample
 from ..tokenizer import encode_prompts
@@ -63,7 +64,7 @@ class ToolUse:
             left = params.max_new_tokens - episode.num_response
             of_turn = replace(params, n=1, max_new_tokens=left, stop=(*params.stop, CALL_END))
             request_id = f"{episode.prompt.uid}.{episode.index}{SESSION_SEPARATOR}{turn}"
-            (completion,) = await engine.generate(request_id, episode.ids.tolist(), of_turn)
+            (completion,) = await generate_whole(engine, tokenizer, request_id, episode.ids.tolist(), of_turn)
             (text,) = response_texts(tokenizer, [completion], of_turn)
             episode.add_turn(completion, text)
             call = find_call(text) if completion.finish_reason == "stop" else None

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headrace.actors.engines.protocol import SamplingParams
+from headrace.actors.engines.protocol import GenerationEngine, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments.single_turn import SingleTurn
 from headrace.actors.journal import GroupJournal, JournalConfig
 from headrace.actors.journal_records import JournaledGroup
 from headrace.actors.prompts import PromptStream, base36
-from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA
+from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt, Sample
 from headrace.actors.rewards.exact_match import exact_match
 from headrace.actors.rewards.per_position import per_position
 from headrace.actors.rewards.rubric import Rubric
@@ -64,6 +64,19 @@ class CutJournal(GroupJournal):
         raise Killed
 
 
+class _Noted(SingleTurn):
+    """Tells of each prompt before it is generated."""
+
+    def __init__(self, note: Callable[[Prompt], None]) -> None:
+        self._note = note
+
+    async def run(
+        self, prompt: Prompt, engine: GenerationEngine, tokenizer: Any, params: SamplingParams
+    ) -> list[Sample]:
+        self._note(prompt)
+        return await super().run(prompt, engine, tokenizer, params)
+
+
 class Life:
     """One run, from start to kill. `version` is that of its engine, by which its rows are told from others'."""
 
@@ -80,7 +93,7 @@ class Life:
     ) -> None:
         """latency_s: median of a group's, log-normal. log: where each position is written that is generated."""
         self.generated: list[int] = []
-        """Positions whose group the engine was asked for."""
+        """Positions whose groups were begun to be generated."""
         self.cut_put = ""
         """When it is killed: `before` a put, or `behind` it; "": not there."""
         self._latency_s = latency_s
@@ -113,7 +126,7 @@ class Life:
             engine=ScriptedEngine(
                 self._script, latency_s=self._latency_s, latency_sigma=1.0, seed=self._version, version=self._version
             ),
-            environment=SingleTurn(),
+            environment=_Noted(self._note),
             tokenizer=self._tokenizer,
             rubric=self._rubric,
             prompts=PromptStream(TaskSource("reverse", held_out=False)),
@@ -126,12 +139,14 @@ class Life:
         finally:
             await worker.close()
 
+    def _note(self, prompt: Prompt) -> None:
+        position = int(prompt.uid, 36)
+        self.generated.append(position)
+        if self._log is not None:
+            os.write(self._log, f"{position}\n".encode())
+
     def _script(self, request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
         """Sample 0 is right, sample 1 is not; both say which life they are of."""
-        if sample == 0:
-            self.generated.append(int(request_id, 36))
-            if self._log is not None:
-                os.write(self._log, f"{self.generated[-1]}\n".encode())
         digits = list(prompt_ids[1:-1])
         return [*(reversed(digits) if sample == 0 else [3 + self._version, *digits]), EOS]
 

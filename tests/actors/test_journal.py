@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import resource
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.actors.journal import _remove_unless_written
 from headrace.actors.journal_records import HEAD_BYTES, DamagedJournal, JournaledGroup, encode_record, read_heads
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA
 from headrace.actors.rollout_report import GroupFigures
@@ -238,6 +241,50 @@ def test_a_segment_that_another_writes_stays_until_its_writer_is_gone(tmp_path: 
     mine.trim(11, [])
     assert segments(tmp_path) == [] and mine.find_all([10]) == []
     assert other.find(10) is None and other.find_all([10]) == [], "trimmed by another while it was known"
+
+
+def test_writers_that_trim_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    positions, rounds = itertools.count(), 60
+    firsts: list[int] = []
+
+    def write(writer: str) -> None:
+        journal = open_journal(tmp_path, writer)
+        for _ in range(rounds):
+            position = next(positions)
+            journal.append([group(position)])
+            firsts.append(position - 8)  # a position is appended before 8 later ones are
+            journal.trim(position - 8, [])
+        journal.close()
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(write, f"rollout {number}") for number in range(4)]:
+            done.result()
+    reader = open_journal(tmp_path, "reader")
+    expected = list(range(max(firsts), 4 * rounds))
+    assert [found.position for found in reader.find_all(expected)] == expected
+    reader.trim(4 * rounds, [])
+    assert segments(tmp_path) == []
+
+
+def test_a_segment_that_has_grown_since_it_was_looked_at_stays(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    journal.append([group(0)])
+    [path] = segments(tmp_path)
+    end = path.stat().st_size
+    journal.append([group(9)])
+    journal.close()
+    _remove_unless_written(path, end)
+    assert path.exists()
+    _remove_unless_written(path, path.stat().st_size)
+    assert not path.exists()
+
+
+def test_what_a_kill_left_of_a_first_record_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "rollout-3-1.journal").write_bytes(encode_record(group(7), 0, 0)[:-1])
+    journal = open_journal(tmp_path)
+    journal.append([group(1)])
+    journal.trim(0, [])
+    assert [path.name.startswith("rollout-0") for path in segments(tmp_path)] == [True]
 
 
 def test_files_of_many_lives_stay_bounded_by_what_is_not_covered(tmp_path: Path) -> None:

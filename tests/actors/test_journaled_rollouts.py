@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,11 @@ from headrace.tests.actors.journal_runs import (
     versions_of,
 )
 
-MEASURED = {"generate_s", "reward_s", "put_s", "traffic", "spans", "restored", "restored_tokens"}
+COUNTS = ("rows", "failed", "truncated", "prompt_tokens", "response_tokens", "response_length_max", "reward_sum")
 
 
-def figures(report: RolloutReport) -> dict[str, Any]:
-    found = {field.name: getattr(report, field.name) for field in fields(report) if field.name not in MEASURED}
-    return {**found, **found.pop("component_sums")}
+def figures(report: RolloutReport) -> dict[str, float]:
+    return {**{name: getattr(report, name) for name in COUNTS}, **report.component_sums}
 
 
 def expect_resumed(tokenizer: Any, folder: Path, before: dict[str, dict], finished: set[int], store: StoreKind) -> None:
@@ -166,10 +164,10 @@ def test_other_settings_make_other_groups(tokenizer: Any, tmp_path: Path) -> Non
 @pytest.mark.timeout(180)
 def test_kill_9_at_random_moments(model_folder: str, tmp_path: Path) -> None:
     """Real processes, killed while they append and put; see journal_drill.py."""
-    command = [sys.executable, journal_drill.__file__, model_folder, str(tmp_path), "20"]
+    command = [sys.executable, journal_drill.__file__, model_folder, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     kills = [line for line in done.stdout.splitlines() if line.startswith("killed")]
-    assert len(kills) == 20 and "all groups once" in done.stdout
+    assert len(kills) >= 3 and "all groups once" in done.stdout
     finished = {head.position for path in segments(tmp_path) for _, head in read_heads(path, 0)[0]}
     assert finished == set(range(journal_drill.GROUPS))

@@ -111,7 +111,7 @@ def test_rows_in_the_data_plane(plane: DataPlane, tokenizer: Any) -> None:
     async def run() -> Any:
         engine = ScriptedEngine(right_then_wrong(tokenizer), version=7)
         rollouts = worker(engine, tokenizer, connect_async(plane.handle, name="rollout"))
-        report = await rollouts.rollout(range(10, 14), PARTITION, SamplingParams(n=2, max_new_tokens=12))
+        report = await rollouts.rollout(range(10, 14), PARTITION, SamplingParams(n=2, max_new_tokens=12), traced=True)
         await rollouts.close()
         return report
 
@@ -316,7 +316,14 @@ def test_a_slow_reward_does_not_hold_up_other_calls(tokenizer: Any) -> None:
     asyncio.run(run())
 
 
-def test_aborted_rows_are_not_trained_on(tokenizer: Any) -> None:
+def test_aborted_rows_are_not_trained_on(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an environment that takes what it gets, instead of `generate_whole`."""
+
+    async def cut(engine: Any, tokenizer: Any, *request: Any) -> Any:
+        return await engine.generate(*request)
+
+    monkeypatch.setattr("headrace.actors.environments.single_turn.generate_whole", cut)
+
     async def run() -> None:
         client = FakeClient()
         engine = ScriptedEngine(right_then_wrong(tokenizer), latency_s=30.0, version=5)

@@ -39,8 +39,15 @@ class Actor:
     world: World
     info: ActorInfo
 
-    def call(self, method: str, positions: list[int], partition: str, params: Any, fresh: bool = False) -> Work:
-        assert method == "rollout"
+    def call(self, method: str, *args: Any) -> Any:
+        if method == "rollout":
+            return self._rollout(*args)
+        assert method == "end_rollouts"
+        for work in self.world.works:
+            if work.peer is self:
+                work.left.clear()
+
+    def _rollout(self, positions: list[int], partition: str, params: Any, fresh: bool = False) -> Work:
         work = Work(self, dict.fromkeys(positions, self.world.version), fresh)
         self.world.works.append(work)
         return work
@@ -93,7 +100,7 @@ class World:
         monkeypatch.setattr(feeds, "PARTITION", self.partition)
         monkeypatch.setattr(grpo, "PARTITION", self.partition)
         monkeypatch.setattr(feeds, "ended", self.ended)
-        monkeypatch.setattr(feeds, "cancel", self.cancel)
+        monkeypatch.setattr(feeds, "gather_each", lambda calls, stage, timeout_s: None)
         monkeypatch.setattr(grpo, "replace_actor", self.replace_actor)
         run = SimpleNamespace(
             config=self.config, client=self, sampling=None, active_rollouts=self.actors, stage=self.stage,
@@ -168,9 +175,6 @@ class World:
         self.works = [work for work in self.works if work not in done]
         report = RolloutTally(rows=1).report(Traffic())
         return [(w, PeerFailed("it died", died=True) if w.dead else report) for w in done]
-
-    def cancel(self, works: list[Work], timeout_s: float) -> None:
-        self.works = [work for work in self.works if work not in works]
 
     def replace_actor(self, run: Any, peer: Actor, pid: int, failure: PeerFailed, version: int) -> None:
         """The actor works on under its name; calls of the dead process stay dead."""

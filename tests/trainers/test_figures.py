@@ -7,8 +7,11 @@ import math
 import numpy as np
 import pytest
 
+from headrace.actors.rollout_report import RolloutReport, RolloutTally
+from headrace.dataplane.traffic import Traffic
 from headrace.trainers.busy_time import Busy, covered_s, mean_covered_s
-from headrace.trainers.figures import idle_shares, staleness_figures
+from headrace.trainers.feed import FeedTally
+from headrace.trainers.figures import idle_shares, rollout_figures, staleness_figures
 
 
 def test_idle_is_the_step_without_generating_or_computing() -> None:
@@ -32,6 +35,23 @@ def test_calls_that_overlap_count_once_and_only_within_the_step() -> None:
 def test_an_actor_without_a_call_brings_the_mean_down() -> None:
     calls = [Busy("a", 10.0, 20.0), Busy("a", 12.0, math.inf), Busy("b", 10.0, 12.0)]
     assert mean_covered_s(calls, 3, 10.0, 20.0) == pytest.approx((10 + 2 + 0) / 3)
+
+
+def report(tokens: int, restored: int = 0) -> RolloutReport:
+    tally = RolloutTally(rows=8, response_tokens=tokens, restored_tokens=restored)
+    return tally.report(Traffic())
+
+
+def test_tokens_a_second_are_of_the_time_since_the_calls_before() -> None:
+    # Two calls overlap; the second's first 4 s were the time of a call that an earlier step has counted.
+    calls = [Busy("a", 10.0, 16.0), Busy("a", 12.0, 18.0), Busy("b", 17.0, math.inf)]
+    fed = FeedTally([report(300), report(100, restored=80)], generated=calls, since_s=14.0)
+    assert rollout_figures(fed)["rollout/tokens_per_s"] == pytest.approx(320 / 4)
+
+
+def test_calls_that_ended_before_those_counted_have_no_rate() -> None:
+    fed = FeedTally([report(300)], generated=[Busy("a", 10.0, 13.0)], since_s=14.0)
+    assert math.isnan(rollout_figures(fed)["rollout/tokens_per_s"])
 
 
 def test_staleness_is_shared_out_over_few_keys_that_are_always_there() -> None:

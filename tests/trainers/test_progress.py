@@ -118,7 +118,8 @@ def test_rollouts_ahead_show_how_far_and_who_waits(terminal: bool) -> None:
 
 
 def test_a_streaming_run_shows_idle_shares_as_its_sides_overlap() -> None:
-    assert "idle rollout 30%, train 40%" in shown(SYNC | {"idle/rollout": 0.3, "idle/train": 0.4}, terminal=False)
+    text = shown(SYNC | {"idle/rollout": 0.3, "idle/train": 0.4}, terminal=False)
+    assert "idle rollout 30%, train 40%" in text and "staleness" not in text and "in flight" not in text
 
 
 @pytest.mark.parametrize("terminal", [False, True])

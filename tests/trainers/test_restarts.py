@@ -10,6 +10,7 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
 from headrace.dataplane.errors import ClaimTimeout, DirectoryLost, StoreLost
+from headrace.trainers import restarts
 from headrace.trainers.errors import UserError
 from headrace.trainers.peers import PeerFailed
 from headrace.trainers.restarts import lost_process
@@ -43,7 +44,8 @@ def test_a_lost_process_is_one(error: Exception) -> None:
         RayTaskError("train", "a traceback", ValueError("not finite")),
     ],
 )
-def test_an_error_of_its_own_is_none(error: Exception) -> None:
+def test_an_error_of_its_own_is_none(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "DEATH_S", 0.0)  # nobody is dying here
     assert lost_process(error, ALIVE) is None
 
 

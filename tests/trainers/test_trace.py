@@ -79,11 +79,14 @@ def test_spans_that_reach_into_the_window_are_kept_whenever_they_are_told_of(tmp
 
 def test_processes_tell_one_step_longer_of_what_they_did_in_the_window() -> None:
     tracer = Tracer(2, 2)
-    told = []
+    told, awaited = [], []
     for step in range(1, 7):
         tracer.begin_step(step)
         told.append(tracer.recording)
+        awaited.append(tracer.awaited)
     assert told == [False, True, True, True, False, False]
+    assert awaited == [True, True, True, False, False, False], "a rollout may reach into the window from before it"
+    assert not Tracer(0).awaited
 
 
 def test_a_run_that_goes_back_to_a_checkpoint_before_the_window_traces_it_anew(tmp_path: Path) -> None:

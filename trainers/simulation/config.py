@@ -55,7 +55,9 @@ class SimulationConfig(Section):
     train_row_s: NonNegative | None = None
     """Seconds a row, besides its tokens. None: as `scripted` says with `trainer.backend=scripted`, else 0."""
     chunk_s: NonNegative | None = None
-    """Seconds a chunk of groups: plan, begin. A step of `sync` and `async` has one chunk. None: 0."""
+    """Seconds a chunk of groups, besides its rows. A step of `sync` and `async` has one chunk. None: 0."""
+    plan_s: NonNegative | None = None
+    """Seconds a chunk in which the controller plans it and the trainer waits. None: 0."""
     chunk_groups: Count | None = None
     """`streaming`: groups that are trained on together. None: as `algorithm.chunk_groups`."""
     train_step_s: NonNegative | None = None

@@ -57,6 +57,7 @@ class Scenario:
     logprob_token_s: float
     train_row_s: float
     chunk_s: float
+    plan_s: float
     chunk_groups: int
     train_step_s: float
     controller_s: float
@@ -106,8 +107,8 @@ class Scenario:
         return self.request_s + self.call_s + tokens * self.put_bytes / (self.gib_per_s * GIB)
 
     def read_s(self, tokens: float) -> float:
-        """The trainer's reads of a chunk: a claim, and a get."""
-        return 2 * self.call_s + tokens * self.got_bytes / (self.gib_per_s * GIB)
+        """What the trainer waits for before it computes a chunk that is ready: a claim, the plan, and a get."""
+        return self.plan_s + 2 * self.call_s + tokens * self.got_bytes / (self.gib_per_s * GIB)
 
     def compute_s(self, rows: int, tokens: float) -> float:
         """What the trainer computes for a chunk."""
@@ -166,6 +167,7 @@ def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[
         logprob_token_s=figure("logprob_token_s", train_token_s / 3 if passes else 0.0),
         train_row_s=figure("train_row_s", 0.0 if trains else scripted.train_row_s / config.trainer.dp),
         chunk_s=figure("chunk_s", 0.0),
+        plan_s=figure("plan_s", 0.0),
         chunk_groups=section.chunk_groups or algorithm.chunk_groups or max(config.trainer.dp, prompts // 4),
         train_step_s=figure("train_step_s", 0.0 if trains else scripted.train_step_s),
         controller_s=figure("controller_s", 0.0),
@@ -220,29 +222,29 @@ def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dic
         "controller_s": max(0.0, statistics.median(others)),
         "sync_s": median("time/sync_s"),
         "pause_s": median("sync/pause_s") or median("time/sync_s"),
-        "chunk_s": median("time/plan_s"),
+        "plan_s": median("time/plan_s"),
     }
     if config.rollout.engine == config.trainer.backend == "scripted":
-        figures |= _scripted_overheads(records, config, figures)
+        figures |= _scripted_overheads(records, config)
     return figures
 
 
-def _scripted_overheads(
-    records: Sequence[Mapping[str, float]], config: Config, figures: Mapping[str, float]
-) -> dict[str, float]:
+def _scripted_overheads(records: Sequence[Mapping[str, float]], config: Config) -> dict[str, float]:
     """What the steps of a sync run took besides the seconds that engine and backend were told to take."""
     scripted, prompts = config.scripted, config.algorithm.prompts_per_step
     told = build_scenario(config, SimulationConfig(), {})
     longest = told.draw_latencies(prompts * int(records[-1]["step"])).reshape(-1, prompts).max(axis=1)
     train_s = scripted.train_row_s * config.rows_per_step / config.trainer.dp + scripted.train_step_s
     call_s = statistics.median(record["time/data_wait_s"] for record in records)
-    around = [record["time/rollout_s"] - longest[int(record["step"]) - 1] for record in records]
-    beside = [record["time/train_s"] - record["time/data_wait_s"] - train_s for record in records]
+    around = [record["time/rollout_s"] - float(longest[int(record["step"]) - 1]) for record in records]
+    trained = statistics.median(record["time/train_s"] - record["time/data_wait_s"] for record in records)
+    beside = max(0.0, trained - train_s) / 2  # of two calls: one a chunk, one a step
     return {
         "call_s": call_s,
         "request_s": max(0.0, statistics.median(around) - 2 * call_s),  # a put and a claim are of that time, too
         "train_token_s": 0.0,
-        "chunk_s": figures["chunk_s"] + max(0.0, statistics.median(beside)),
+        "chunk_s": beside,
+        "train_step_s": scripted.train_step_s + beside,
     }
 
 

@@ -65,11 +65,11 @@ def test_each_row_of_a_batch_slows_the_others() -> None:
 def test_data_plane_and_tokens_cost_what_they_should() -> None:
     case = scenario(
         call_s=0.5, put_bytes=2.0, got_bytes=3.0, gib_per_s=100 / 2**30, train_token_s=0.01, logprob_token_s=0.005,
-        train_row_s=0.1, chunk_s=0.25, prompt_tokens=50.0, request_s=1.5, controller_s=0.75,
+        train_row_s=0.1, chunk_s=0.25, plan_s=0.125, prompt_tokens=50.0, request_s=1.5, controller_s=0.75,
     )  # fmt: skip
     group, rows = 2 * 150.0, 8
     put = 1.5 + 0.5 + group * 2.0 / 100
-    read = 2 * 0.5 + 4 * group * 3.0 / 100
+    read = 0.125 + 2 * 0.5 + 4 * group * 3.0 / 100
     train = 0.25 + rows * 0.1 + 4 * group * 0.015 + TRAIN
     step = simulate(case, "sync").steps[-1]
     assert step.seconds == pytest.approx(GENERATE + put + read + train + 0.75 + SYNC)

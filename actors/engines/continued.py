@@ -1,0 +1,74 @@
+"""Completions to their end: what a weight commit cut off (`abort`) goes on where it was, under the new weights.
+
+A partial rollout (Kimi k1.5, arXiv:2501.12599 section 2.6.2): its tokens keep the version that made them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from .protocol import SESSION_SEPARATOR, Completion, GenerationEngine, SamplingParams
+from .stop_texts import StopTexts
+
+
+async def generate_whole(
+    engine: GenerationEngine, tokenizer: Any, request_id: str, prompt_ids: Sequence[int], params: SamplingParams
+) -> list[Completion]:
+    """`engine.generate`, but no completion ends with `abort`: those that do are asked for again from there on.
+
+    tokenizer: finds stop texts that a cut went through. Raises what the engine raises, RuntimeError when it is closed.
+    """
+    completions = await engine.generate(request_id, prompt_ids, params)
+    if all(completion.finish_reason != "abort" for completion in completions):
+        return completions
+    rests = [
+        asyncio.create_task(_to_the_end(engine, tokenizer, f"{request_id}.{index}", prompt_ids, params, completion))
+        for index, completion in enumerate(completions)
+    ]
+    try:
+        return list(await asyncio.gather(*rests))
+    finally:
+        for rest in rests:
+            rest.cancel()
+        await asyncio.gather(*rests, return_exceptions=True)
+
+
+async def _to_the_end(
+    engine: GenerationEngine,
+    tokenizer: Any,
+    name: str,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    completion: Completion,
+) -> Completion:
+    attempt, was_cut = 0, completion.finish_reason == "abort"
+    while completion.finish_reason == "abort":
+        attempt += 1
+        left = params.max_new_tokens - len(completion.token_ids)
+        ids = [*prompt_ids, *completion.token_ids.tolist()]
+        rest = replace(params, n=1, max_new_tokens=left)
+        [more] = await engine.generate(f"{name}{SESSION_SEPARATOR}again{attempt}", ids, rest)
+        completion = _joined(completion, more)
+    return _cut_at_stop(completion, tokenizer, params) if was_cut and params.stop else completion
+
+
+def _joined(first: Completion, more: Completion) -> Completion:
+    return Completion(
+        token_ids=np.concatenate([first.token_ids, more.token_ids]),
+        logprobs=np.concatenate([first.logprobs, more.logprobs]),
+        finish_reason=more.finish_reason,
+        versions=np.concatenate([first.versions, more.versions]),
+    )
+
+
+def _cut_at_stop(completion: Completion, tokenizer: Any, params: SamplingParams) -> Completion:
+    """Behind the first stop text: the engine did not see one that began before the cut."""
+    end = StopTexts(tokenizer, params.stop).first_end(completion.token_ids.tolist())
+    if end is None or end >= len(completion.token_ids):
+        return completion
+    return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", completion.versions[:end])
