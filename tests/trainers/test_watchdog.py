@@ -18,10 +18,12 @@ import psutil
 import pytest
 
 from headrace.trainers import heartbeat
+from headrace.trainers.config_loading import build_config
 from headrace.trainers.heartbeat import Heartbeat, HeartbeatReader
 from headrace.trainers.leftovers import Family, is_running, start_ticks
 from headrace.trainers.watchdog import Watchdog
 from headrace.trainers.watchdog_report import write_actors
+from headrace.trainers.watched import watched
 
 DRIVER = """
 import json, os, signal, subprocess, sys, threading
@@ -223,3 +225,16 @@ def _gone() -> int:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_run_has_a_watchdog_where_its_configuration_says_so(tmp_path: Path, on: bool) -> None:
+    before, started = set(psutil.Process().children()), set()
+    config = build_config({"run": {"dir": str(tmp_path)}, "resources": {"watchdog": on}})
+    with pytest.raises(RuntimeError, match="its own"), watched(config, tmp_path) as under:
+        under.heartbeat.enter("train")
+        started = set(psutil.Process().children()) - before
+        assert len(started) == on and under.reason() is None
+        raise RuntimeError("its own")
+    assert not any(is_running(process.pid) for process in started)
+    assert list(tmp_path.iterdir()) == []
