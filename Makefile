@@ -15,7 +15,7 @@ train: .venv/core.stamp
 	$(BIN)/headrace train $(CONFIG) $(ARGS)
 
 test: .venv/dev.stamp .venv/vllm.stamp
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --durations=15 $(ARGS)
 
 vllm: .venv/vllm.stamp
 

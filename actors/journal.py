@@ -20,12 +20,14 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import xxhash
 
 from .journal_records import JournaledGroup, encode_record, read_group, read_heads
 
 _SUFFIX = ".journal"
+Purpose = Literal["resume", "record", "replay"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,9 @@ class JournalConfig:
     fingerprint: str
     """Of all that decides how a prompt's group comes out besides the policy's weights. Groups of another are not
     found."""
+    purpose: Purpose = "resume"
+    """`resume`: groups without failed rows are kept until a checkpoint covers them; `record`: all are kept for good;
+    `replay`: nothing is written, and a group that is not there is an error."""
 
 
 @dataclass(slots=True)
@@ -61,8 +66,16 @@ class GroupJournal:
     """One writer's access to the journal. May be shared by threads. All calls touch the disk: not for an event loop."""
 
     def __init__(self, config: JournalConfig, writer: str) -> None:
-        """writer: part of its files' names; what is in them stays when another of the same name comes."""
+        """writer: part of its files' names; what is in them stays when another of the same name comes.
+
+        Raises ValueError when there is nothing to replay.
+        """
         self._folder = Path(config.folder)
+        self.purpose: Purpose = config.purpose
+        if self.purpose == "replay" and not self._folder.is_dir():
+            raise ValueError(
+                f"run.replay: {self._folder} is no folder, expected the journal of a run with run.record=true"
+            )
         self._fingerprint = xxhash.xxh3_64_intdigest(config.fingerprint.encode())
         self._writer = re.sub(r"[^A-Za-z0-9]+", "-", writer)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -95,9 +108,20 @@ class GroupJournal:
             self._refresh()
 
     def find_all(self, positions: Iterable[int]) -> list[JournaledGroup]:
-        """`refresh`, and then `find` those of the prompts at `positions` that have a group."""
+        """`refresh`, and then `find` those of the prompts at `positions` that have a group.
+
+        Raises DamagedJournal; ValueError naming a prompt that has none in a replay.
+        """
         self.refresh()
-        return [group for position in positions if (group := self.find(position)) is not None]
+        found = {position: self.find(position) for position in positions}
+        missing = [position for position, group in found.items() if group is None]
+        if missing and self.purpose == "replay":
+            raise ValueError(
+                f"run.replay: {self._folder} holds no group of the prompt at position {missing[0]} (and of "
+                f"{len(missing) - 1} others), expected those of a run of as many steps with the same model, data, "
+                "sampling, rewards and seed"
+            )
+        return [group for group in found.values() if group is not None]
 
     def find(self, position: int) -> JournaledGroup | None:
         """The latest group of the prompt at `position`, as the last `refresh` saw it; None when there is none.
@@ -116,8 +140,10 @@ class GroupJournal:
         """Remove segments, anybody's, that hold settled positions only: below `first` and not in `outstanding`.
 
         Ends the segment being written, so that a later call may remove it. Those that others are writing stay.
-        Idempotent. Raises DamagedJournal.
+        Idempotent; nothing but for `resume`. Raises DamagedJournal.
         """
+        if self.purpose != "resume":
+            return
         kept = set(outstanding)
         with self._lock:
             self._end_segment()

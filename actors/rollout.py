@@ -112,7 +112,7 @@ class RolloutWorker:
         ends: list[float] = []  # of groups, seconds after the call's start
         finished: asyncio.Queue[asyncio.Task[list[Sample]]] = asyncio.Queue()
         wall, clock = time.time(), time.perf_counter()
-        restored = [] if fresh else await self._journaled(positions)
+        restored = [] if fresh else await self._journaled(positions)  # in a replay all of them
         known = {group.position for group in restored}
         episodes = call.begin(
             {
@@ -210,7 +210,7 @@ class RolloutWorker:
     ) -> None:
         """Count finished groups and write them into the journal. `rows` and `scores`: theirs, one after another.
 
-        Those with failed rows are not kept: a mended reward, or an engine that is not cut short, makes them whole.
+        Those with failed rows are kept for a replay only: for a resumed run, a mended reward makes them whole.
         """
         kept, left = [], list(scores)
         parts = rows.split([len(samples) for samples in groups.values()])
@@ -218,7 +218,7 @@ class RolloutWorker:
             figures = group_figures(samples, left[: len(samples)])
             del left[: len(samples)]
             tally.add(figures)
-            if not figures.failed:
+            if not figures.failed or (self._journal is not None and self._journal.purpose == "record"):
                 kept.append(JournaledGroup(position, part, figures))
         if self._journal is not None and kept:
             with _span(tally, "journal"):

@@ -18,10 +18,10 @@ from headrace.trainers.metrics import read_metrics
 @pytest.mark.parametrize(
     ("victim", "store", "extra"),
     [
-        ("rollout 0", "shm", ()),
+        pytest.param("rollout 0", "shm", (), marks=pytest.mark.slow),
         ("train worker 1", "shm", ("trainer.dp=2",)),
         ("unit-0", "simple", ("dataplane.timeout_s=10",)),
-        ("directory", "shm", ("dataplane.timeout_s=10",)),
+        pytest.param("directory", "shm", ("dataplane.timeout_s=10",), marks=pytest.mark.slow),
     ],
 )
 def test_killed_process_is_named_and_nothing_is_left(tmp_path, victim, store, extra):
@@ -112,6 +112,7 @@ def wait_for_checkpoint(run_dir, process, restarts):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_killed_engine_is_left_out_and_the_run_goes_on(tmp_path):
     run_dir = tmp_path / "run"

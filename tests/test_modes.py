@@ -43,6 +43,8 @@ def test_async_stays_within_its_staleness(tmp_path: Path, staleness: int, in_fli
         assert max(seen) > 0 and steps[0]["queue/groups_in_flight"] == 2 * 8
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_deterministic_run_repeats_figure_by_figure(tmp_path: Path) -> None:
     found = []
     for name in ("first", "second"):
@@ -75,3 +77,21 @@ def test_validation_in_the_background_keeps_the_best_and_ends_at_the_target(tmp_
     assert code == 0, output
     lines = [line for line in runs.metrics(run_dir) if "val/exact_match" in line]
     assert [(line["step"], line["val/version"]) for line in lines] == [(0, 0), (3, 2), (5, 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_recorded_run_is_trained_again_without_an_engine(tmp_path: Path) -> None:
+    """Rollouts that overlap the training as timing has it; other loss, same groups."""
+    options = (*SHORT, "algorithm.mode=async", "sync.in_flight=keep", "algorithm.dynamic_sampling.enabled=true")
+    recorded, replayed, other = (tmp_path / name for name in ("recorded", "replayed", "other"))
+    code, output = runs.run(recorded, *options, "run.record=true", "run.checkpoint_every=1")
+    assert code == 0, output
+    code, output = runs.run(replayed, *options, f"run.replay={recorded}", "trainer.dp=2")
+    assert code == 0, output
+    for was, now in zip(steps_of(recorded), steps_of(replayed), strict=True):
+        assert figures(now) == pytest.approx(figures(was), rel=1e-4, abs=1e-5)
+        assert now["staleness/mean"] == was["staleness/mean"]
+        assert now["rollout/groups_dropped"] == was["rollout/groups_dropped"]
+    code, output = runs.run(other, *options, f"run.replay={recorded}", "run.seed=1")
+    assert code == 1 and "holds no group of the" in output, output

@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from headrace.tests import cli_runs as runs
-from headrace.tests.test_end_to_end import FIGURES
 from headrace.tests.test_journal_resume import kill_all
-from headrace.trainers.metrics import read_metrics
+from headrace.tests.test_kill_drill import figures_of
 
 STEPS = 120
 DRILL = (
@@ -34,12 +33,6 @@ VICTIMS = ("rollout 1", "train worker 0", "everything", "unit-0", "directory")
 KILLS = 20
 SOAK_S = 600.0
 SOAK_KILL_S = 20.0
-
-
-def figures_of(run_dir: Path) -> dict[int, list[float]]:
-    """What does not depend on time, of the steps that count."""
-    records, _ = read_metrics(run_dir / "metrics.jsonl")
-    return {line["step"]: [line[name] for name in FIGURES] for line in records if "reward/mean" in line}
 
 
 def num_steps(run_dir: Path) -> int:

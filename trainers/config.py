@@ -36,6 +36,11 @@ class RunConfig(Section):
     journal: bool = True
     """With checkpoints: finished groups are kept on disk until a checkpoint covers them, and a resumed run generates
     none of them again."""
+    record: bool = False
+    """Keep all finished groups on disk, checkpoints or not, so that `run.replay` can train on them again."""
+    replay: str | None = None
+    """Folder of a run with `run.record`: its groups are trained on instead of generated ones. What decides how groups
+    come out (model, data, sampling, rewards, seed) must be as it was there; loss, trainer and mesh may be others."""
     keep_best: bool = False
     """Export the model of the best validation to `best/`."""
     max_restarts: CountOrZero = 3
@@ -364,13 +369,14 @@ class Config(Section):
 
 
 def with_run_dir(config: Config, now: datetime.datetime | None = None) -> Config:
-    """`config` with `run.dir` filled in (absolute); `now` defaults to the local time."""
+    """`config` with `run.dir` filled in, it and `run.replay` absolute; `now` defaults to the local time."""
     folder = config.run.dir
     if folder is None:
         stamp = (now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S")
         folder = os.path.join("runs", f"{config.run.name}-{stamp}")
     folder = os.path.abspath(os.path.expanduser(folder))
-    return config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
+    replay = config.run.replay and os.path.abspath(os.path.expanduser(config.run.replay))
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": folder, "replay": replay})})
 
 
 def resolved_yaml(config: Config) -> str:

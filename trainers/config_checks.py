@@ -169,7 +169,7 @@ def meaning_problems(config: Config) -> list[str]:
         problems.append(
             f"reward.functions: the name {label!r} is taken, expected a `name` of its own for each function"
         )
-    return problems + admission_problems(config) + objective_problems(config)
+    return problems + admission_problems(config) + replay_problems(config) + objective_problems(config)
 
 
 def admission_problems(config: Config) -> list[str]:
@@ -193,6 +193,29 @@ def admission_problems(config: Config) -> list[str]:
         problems.append(
             f"algorithm.sampler: got {algorithm.sampler!r} with run.deterministic=true, expected 'in_order', as others "
             "take groups in the order in which they happen to be ready"
+        )
+    return problems
+
+
+def replay_problems(config: Config) -> list[str]:
+    """Sentences on a run that trains on another's groups."""
+    run, algorithm = config.run, config.algorithm
+    if run.replay is None:
+        return []
+    problems = []
+    if run.record:
+        problems.append("run.record: got true with run.replay, expected false, as nothing new is rolled out")
+    if config.validation.every:
+        problems.append(
+            f"validation.every: got {config.validation.every} with run.replay, expected 0, as there is no engine that "
+            "answers"
+        )
+    if algorithm.dynamic_sampling.oversample > 1 or (
+        algorithm.mode == "async" and algorithm.sampler not in ("auto", "in_order")
+    ):
+        problems.append(
+            f"algorithm.sampler: got {algorithm.sampler!r} with run.replay, expected 'in_order' and no oversampling, "
+            "as a step's groups are then those of the run that is replayed"
         )
     return problems
 

@@ -123,7 +123,7 @@ def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle
     """The engine of the actor `name`; `model` is a local folder or hub id."""
     rollout = config.rollout
     return EngineConfig(
-        kind=rollout.engine,
+        kind="scripted" if config.run.replay else rollout.engine,  # asked for nothing
         model=model,
         dtype=config.model.dtype,
         device=device,
@@ -173,8 +173,9 @@ def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandl
 
 
 def journal(config: Config) -> JournalConfig | None:
-    """Where finished groups are kept; None for a run that is never resumed from a checkpoint."""
-    if not (config.run.journal and config.run.checkpoint_every):
+    """Where finished groups are kept, or come from; None for a run that needs neither."""
+    run = config.run
+    if not (run.record or run.replay or (run.journal and run.checkpoint_every)):
         return None
     rollout = config.rollout
     decisive = {
@@ -187,7 +188,8 @@ def journal(config: Config) -> JournalConfig | None:
         "rewards": [asdict(term) for term in rewards(config)],
     }
     fingerprint = json.dumps(decisive, sort_keys=True, default=str)
-    return JournalConfig(os.path.join(config.run.dir or ".", "journal"), fingerprint)
+    folder = os.path.join(run.replay or run.dir or ".", "journal")
+    return JournalConfig(folder, fingerprint, purpose="replay" if run.replay else "record" if run.record else "resume")
 
 
 def rewards(config: Config) -> tuple[RewardConfig, ...]:

@@ -3,9 +3,9 @@
     python -m headrace.trainers.watchdog DESCRIPTOR PID FOLDER ...      (`watched.py` starts it)
 
 The driver beats (`heartbeat.py`) where a stage begins and ends. A beat that is older than its bound and a margin:
-watchdog.txt in the run's folder, then SIGINT to the driver; if it is not gone in time, its whole family is killed. A
+watchdog.txt in the run's folder, then SIGUSR2 to the driver; if it is not gone in time, its whole family is killed. A
 driver that is gone without a word (kill -9): what it left is killed and removed. One line on standard error says which
-it was; a line on standard output, the driver's to read, comes before the SIGINT.
+it was; a line on standard output, the driver's to read, comes before the signal.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ POLL_S = 1.0
 """How often the heartbeat is read."""
 LOOK_S = 5.0
 """How often the run's processes are looked up: some milliseconds each time."""
+STOP = signal.SIGUSR2
+"""Asks the driver to end. Not SIGINT, which shells have the commands ignore that they start in the background."""
 MARGIN_S = 30.0
 """Beyond a stage's bound: whoever waits in it gives up first, and can say more."""
 GRACE_S = 30.0
@@ -137,8 +139,7 @@ class Watchdog:
         _say(f"{sentence}; stopping the run; report: {path}")
         self._family.look()
         try:
-            # Shells that start a command in the background have it ignore SIGINT.
-            os.kill(self._pid, signal.SIGINT if is_caught(self._pid, signal.SIGINT) else signal.SIGTERM)
+            os.kill(self._pid, STOP if is_caught(self._pid, STOP) else signal.SIGTERM)
         except ProcessLookupError:
             pass
         self._wait_for_end()

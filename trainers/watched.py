@@ -6,11 +6,14 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -42,6 +45,8 @@ class Watched:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         self._reason = b""
+        self._before: Any = None
+        """The handler of its signal that was there before."""
         if not config.resources.watchdog:
             return
         descriptor = shared_memory()
@@ -51,6 +56,8 @@ class Watched:
         finally:
             os.close(descriptor)
         stacks.answer_with_stacks(folder)
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(watchdog.STOP, _stop)
 
     def opened(self, handle: DataPlaneHandle) -> None:
         """The data plane is up."""
@@ -83,6 +90,8 @@ class Watched:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if self._before is not None:
+            signal.signal(watchdog.STOP, self._before)
         stacks.stop_answering()
         stacks.remove_stacks(self._folder)
 
@@ -132,6 +141,10 @@ def _start(config: Config, folder: Path, descriptor: int) -> subprocess.Popen[by
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
     return process
+
+
+def _stop(_signum: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _answer_with_stacks(_actor: object, folder: str) -> None:

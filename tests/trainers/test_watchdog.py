@@ -30,6 +30,7 @@ import json, os, signal, subprocess, sys, threading
 from headrace.trainers import heartbeat, stacks
 
 folder, run_id, manner = sys.argv[1:]
+signal.signal(signal.SIGUSR2, signal.default_int_handler)
 child = [sys.executable, "-c", "import time; time.sleep(600)"]
 stranger = subprocess.Popen(child, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # the driver's, not the run's
 memory = heartbeat.shared_memory()
@@ -65,7 +66,7 @@ try:
         print("waiting", flush=True)
         threading.Event().wait()
     elif manner == "does not stop":
-        signal.signal(signal.SIGINT, lambda *_: None)
+        signal.signal(signal.SIGUSR2, lambda *_: None)
         stand_still()
     else:
         stand_still()
