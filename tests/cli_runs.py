@@ -48,7 +48,8 @@ def run(run_dir: Path, *overrides: str, timeout_s: float = 240) -> tuple[int, st
 def metrics(run_dir: Path) -> list[dict]:
     """The lines of metrics.jsonl."""
     path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be being written
 
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str], timeout_s: float = 180) -> None:

@@ -78,8 +78,7 @@ def test_twenty_kills_at_random_moments_change_no_figure(tmp_path: Path) -> None
     found = figures_of(run_dir)
     assert list(found) == list(expected)
     for step, figures in expected.items():
-        # The engine rounds log-probs by what else is in its batch, and prompts that are issued again come in others.
-        assert found[step] == pytest.approx(figures, rel=1e-5, abs=1e-6), f"step {step}"
+        assert found[step] == pytest.approx(figures, rel=1e-6), f"step {step}"
     assert not runs.shared_memory(run_dir)
 
 

@@ -47,8 +47,8 @@ class RunConfig(Section):
     """Times that the run goes on by itself after one of its processes died: a rollout actor or engine is replaced;
     anything else sends it back to its last checkpoint. 0: the run ends."""
     deterministic: bool = False
-    """`async`, `streaming`: groups are trained on in the order of their prompts and weights change between rollouts
-    only, so that a run with the same seed repeats batch for batch."""
+    """Groups are trained on in the order of their prompts, weights change between rollouts only, and engines generate
+    each group by itself, so that a run with the same seed repeats figure by figure, kills and resumes included."""
     trace_step: CountOrZero = 5
     """The first step whose timeline is written to trace.json (the last one of a shorter run); 0: none."""
     trace_num_steps: Count = 1

@@ -127,7 +127,8 @@ def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle
         model=model,
         dtype=config.model.dtype,
         device=device,
-        max_batch=rollout.max_batch,
+        # What else is in a batch rounds log-probs in the last bit: alone, a group comes out alike whenever it is made.
+        max_batch=config.algorithm.group_size if config.run.deterministic else rollout.max_batch,
         tp=rollout.tp,
         kv_cache_mib=rollout.kv_cache_mib,
         seed=config.run.seed,
