@@ -218,8 +218,7 @@ class Feed:
             hands[number].append(position)
         for peer, hand in zip(peers, hands, strict=True):
             if hand:
-                options = (fresh, True) if run.tracer.awaited else (True,) if fresh else ()
-                call = peer.call("rollout", hand, PARTITION, run.sampling, *options)
+                call = peer.call("rollout", hand, PARTITION, run.sampling, fresh, run.tracer.awaited)
                 issue = _Issue(call, hand, self._state.version, fresh)
                 self._issues.append(issue)
                 self._on_way.update(dict.fromkeys(hand, issue))
@@ -256,11 +255,11 @@ class Feed:
         self._tally.reports.append(report)
         self._tally.generated.append(self._busy(issue, issue.call.started + report.generate_s))
 
-    def _silent(self, issue: _Issue, why: str) -> None:
+    def _lost(self, issue: _Issue) -> None:
         """A call that tells nothing of itself: that it was under way until now counts all the same, and is traced."""
         taken_s = time.monotonic() - issue.call.started
         self._tally.generated.append(self._busy(issue, issue.call.started + taken_s))
-        span = Span(f"generate {issue.positions[0]}-{issue.positions[-1]} {why}", time.time() - taken_s, taken_s)
+        span = Span(f"generate {issue.positions[0]}-{issue.positions[-1]} lost", time.time() - taken_s, taken_s)
         self._run.tracer.add(issue.call.peer.info.name, (span,))
 
     def _busy(self, issue: _Issue, end_s: float) -> Busy:
@@ -271,7 +270,7 @@ class Feed:
         is not what happened, or too often."""
         if not failure.died:
             raise failure
-        self._silent(issue, "lost")
+        self._lost(issue)
         missing = self._not_put([position for position in issue.positions if self._on_way.get(position) is issue])
         grpo.replace_actor(self._run, issue.call.peer, issue.call.pid, failure, self._state.version)
         self._tally.reissued += len(missing)

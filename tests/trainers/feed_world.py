@@ -47,7 +47,7 @@ class Actor:
             if work.peer is self:
                 work.left.clear()
 
-    def _rollout(self, positions: list[int], partition: str, params: Any, fresh: bool = False) -> Work:
+    def _rollout(self, positions: list[int], partition: str, params: Any, fresh: bool, traced: bool) -> Work:
         work = Work(self, dict.fromkeys(positions, self.world.version), fresh)
         self.world.works.append(work)
         return work
