@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError
 
 from .baselines.served import Server
 from .baselines.transferqueue import PROCESS_ENV
@@ -86,7 +86,7 @@ class RayCrew:
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except GetTimeoutError:
             raise HandLost(f"no answer within {timeout_s:g} s") from None
-        except RayActorError as error:
+        except (RayActorError, OutOfMemoryError) as error:
             raise HandLost(f"a benchmark process died: {error}") from None
 
     def restart(self) -> None:

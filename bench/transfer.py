@@ -84,7 +84,7 @@ class TransferOptions:
         return (8,) if self.quick else (2, 4, 8)
 
     def specs(self) -> list[list[LoadSpec]]:
-        """Workloads that are measured in the same rounds stand together."""
+        """Workloads that are measured in the same rounds, as they are compared with one another, stand together."""
         shares = {name: QUICK_WORKLOADS.get(name, 1.0) * self.share if self.quick else self.share for name in WORKLOADS}
         chosen = [LoadSpec(name, shares[name]) for name in self.workloads]
         pair = [spec for spec in chosen if spec.name in TOGETHER]
@@ -178,18 +178,22 @@ def _first_run(
             for name in names
             if name != baselines.SECOND_RUN
         ]
-        everyone = [contender for contender in (*stores, *others) if contender is not None]
         checked = next((name for name in CHECKSUM_WORKLOADS if name in options.workloads), None)
         if pattern.ops - {"step"}:
             for number, specs in enumerate(options.specs()):
-                if number and not options.quick:
-                    crew.restart()  # what earlier workloads left in the processes' heaps adds up to all memory
-                sums: list[Contender] = []
+                sums: list[Contender | None] = []
                 if any(spec.name == checked for spec in specs):
                     sums = _checksummed(open_one, kinds, absent, in_process)
-                results += measure([(crew, contender) for contender in (*everyone, *sums)], specs, pattern, tell)
+                # Two workloads of 256 MiB with all stores' buffers in the same processes is more than 24 GiB hold.
+                turns = [*([store] for store in stores), others] if len(specs) > 1 else [[*stores, *others, *sums]]
+                for part, seated in enumerate(turns):
+                    if number + part and not options.quick:
+                        crew.restart()  # what was left in the processes' heaps adds up to all memory
+                    seats = [(crew, contender) for contender in seated if contender is not None]
+                    results += measure(seats, specs, pattern, tell) if seats else []
                 for contender in sums:
-                    contender.close()
+                    if contender is not None:
+                        contender.close()
         if "step" in pattern.ops:
             for store in stores:
                 if store is not None:
@@ -251,13 +255,14 @@ class _Opener:
         return contender
 
 
-def _checksummed(open_one: _Opener, kinds: Sequence[str], absent: dict[str, str], in_process: bool) -> list[Contender]:
-    made = [
+def _checksummed(
+    open_one: _Opener, kinds: Sequence[str], absent: dict[str, str], in_process: bool
+) -> list[Contender | None]:
+    return [
         open_one(kind + CHECKSUMMED, lambda kind=kind: _store(kind, in_process, checksum=True))
         for kind in kinds
         if kind not in absent
     ]
-    return [contender for contender in made if contender is not None]
 
 
 def _store(kind: str, in_process: bool, *, checksum: bool = False, block_rows: int | None = None) -> StoreContender:
