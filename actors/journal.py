@@ -107,6 +107,11 @@ class GroupJournal:
         with self._lock:
             self._refresh()
 
+    @property
+    def positions(self) -> list[int]:
+        """Of all prompts that have a group, as the last `refresh` saw them, ascending."""
+        return sorted(self._latest)
+
     def find_all(self, positions: Iterable[int]) -> list[JournaledGroup]:
         """`refresh`, and then `find` those of the prompts at `positions` that have a group.
 

@@ -196,9 +196,7 @@ class RolloutWorker:
         """Reward, keep and put finished groups, by position."""
         samples = [sample for group in groups.values() for sample in group]
         with _span(tally, "reward"):
-            clock = time.perf_counter()
             scores = await self._score(samples)
-            tally.reward_s += time.perf_counter() - clock
         batch, tags = rollout_rows(samples, scores, self._rubric.tagged)
         keys = [f"{sample.prompt.uid}.{sample.index}" for sample in samples]
         rows = RolloutRows(keys, self._versions(samples), tags, batch)
@@ -226,9 +224,7 @@ class RolloutWorker:
 
     async def _put(self, rows: RolloutRows, partition: str, tally: RolloutTally) -> None:
         with _span(tally, "put"):
-            clock = time.perf_counter()
             await self._client.put(partition, rows.keys, rows.batch, versions=rows.versions, tags=rows.tags)
-            tally.put_s += time.perf_counter() - clock
 
     def _versions(self, samples: Sequence[Sample]) -> np.ndarray:
         """int64 `[N]`: of each row's oldest token; of the engine for rows that were aborted before the first."""

@@ -33,9 +33,6 @@ class RolloutReport:
     """Each reward's own value, unweighted."""
     generate_s: float
     """Wall seconds from the call's start to its last finished episode."""
-    reward_s: float
-    put_s: float
-    """Seconds in which this actor waited for puts."""
     traffic: bytes
     """This actor's data-plane calls since its last report, as `Traffic.to_bytes`."""
     spans: SpanTable
@@ -50,16 +47,6 @@ class RolloutReport:
     def valid(self) -> int:
         """Rows that did not fail."""
         return self.rows - self.failed
-
-    @property
-    def reward_mean(self) -> float:
-        """Mean total reward of the rows that did not fail; NaN when all did."""
-        return self.reward_sum / self.valid if self.valid else float("nan")
-
-    @property
-    def response_length_mean(self) -> float:
-        """Tokens; NaN without rows."""
-        return self.response_tokens / self.rows if self.rows else float("nan")
 
     def component_means(self) -> dict[str, float]:
         """Mean of each reward's own value over the rows that did not fail."""
@@ -80,8 +67,6 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         reward_sum=sum(r.reward_sum for r in reports),
         component_sums={name: sum(r.component_sums.get(name, 0.0) for r in reports) for name in names},
         generate_s=max((r.generate_s for r in reports), default=0.0),
-        reward_s=max((r.reward_s for r in reports), default=0.0),
-        put_s=max((r.put_s for r in reports), default=0.0),
         traffic=Traffic.sum_of(r.traffic for r in reports).to_bytes(),
         spans=SpanTable.of([span for r in reports for span in r.spans.to_spans()]),
         left_out=tuple(dict.fromkeys(engine for r in reports for engine in r.left_out)),
@@ -156,8 +141,6 @@ class RolloutTally:
     reward_sum: float = 0.0
     component_sums: dict[str, float] = field(default_factory=dict)
     generate_s: float = 0.0
-    reward_s: float = 0.0
-    put_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
     restored: int = 0
     restored_tokens: int = 0
@@ -190,8 +173,6 @@ class RolloutTally:
             reward_sum=self.reward_sum,
             component_sums=self.component_sums,
             generate_s=self.generate_s,
-            reward_s=self.reward_s,
-            put_s=self.put_s,
             traffic=traffic.to_bytes(),
             spans=SpanTable.of(self.spans),
             left_out=tuple(left_out),

@@ -87,6 +87,8 @@ def test_a_run_goes_on_from_its_last_checkpoint_as_if_nothing_had_been(tmp_path,
     for restart, victim in enumerate(victims, start=1):
         assert f"restart {restart} (run.max_restarts=3): going on from the checkpoint of step" in output
         assert victim in output
+    alone = "the train workers alone are restarted, the rollouts go on" in output
+    assert alone == any(victim.startswith("train worker") for victim in victims)
     assert figures_of(run_dir) == uninterrupted
     lines = runs.metrics(run_dir)
     assert [line["event"] for line in lines if "event" in line][1:] == [*("resumed" for _ in victims), "finished"]

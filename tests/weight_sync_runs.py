@@ -61,7 +61,7 @@ def run(folder: Path, model: Path, *overrides: str) -> Iterator[grpo.Run]:
     chosen = [*SMALL, f"model.path={model}", f"run.dir={folder}", *overrides]
     config = with_run_dir(load_config(ROOT / "examples" / "quickstart.yaml", chosen))
     folder.mkdir(parents=True, exist_ok=True)
-    with launched(config, str(model), Tracer(0), folder, grpo.State()) as started:
+    with launched(config, str(model), Tracer(0), folder) as started:
         yield started
 
 
@@ -69,7 +69,7 @@ def step(started: grpo.Run, state: grpo.State) -> Any:
     """One whole step up to the sync; returns its report."""
     started.begin_step(state.step + 1)
     prompts = started.config.algorithm.prompts_per_step
-    feed = Feed(started, state)
+    feed = Feed(started, state, f"train-{state.step}")
     feed.top_up()
     feed.drain()
     meta = feed.claim(prompts)

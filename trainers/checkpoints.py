@@ -60,11 +60,14 @@ class Checkpoints:
         return State(**json.loads(self._path(max(steps)).with_suffix(".json").read_text()))
 
     def load(self, run: Run, state: State) -> None:
-        """Bring all workers to `state`. Collective; any number of ranks."""
-        path = str(self._path(state.step))
-        run.gather([peer.call("load", path) for peer in run.workers], "resume")
+        """Bring all workers, just built, to `state`: that of a whole checkpoint, or of the run's start, at which they
+        are. Collective; any number of ranks."""
         self._trims = []  # calls of actors that may be gone with all others
-        self._last = replace(state, outstanding=list(state.outstanding))
+        self._last = None
+        if state.step:
+            path = str(self._path(state.step))
+            run.gather([peer.call("load", path) for peer in run.workers], "resume")
+            self._last = replace(state, outstanding=list(state.outstanding))
 
     def _trim_journal(self, run: Run) -> None:
         """Have the rollout actors forget the groups that the last checkpoint covers."""

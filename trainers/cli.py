@@ -1,4 +1,4 @@
-"""The command line up to this floor: train, doctor, report. Floors above add theirs.
+"""The command line up to this floor: train, simulate, replay, doctor, report. Floors above add theirs.
 
 Exit codes: 0 done, 1 failed, 2 the user's mistake (one sentence each, no traceback), 130 interrupted.
 Heavy packages (torch, ray, transformers, matplotlib) are imported by the commands that need them, once they need them.
@@ -122,6 +122,29 @@ def _simulate(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def _replay(arguments: argparse.Namespace) -> int:
+    from .rollout_replay import replay_rollouts, write_replay
+
+    console, out = Console(), arguments.out or arguments.run_dir / "replay.json"
+    with console.status("loading the model") as status:
+        report = replay_rollouts(
+            arguments.run_dir, arguments.model, arguments.version, lambda line: status.update(line)
+        )  # fmt: skip
+    write_replay(report, out)
+    alike = report.rows_alike == report.rows
+    console.print(
+        f"version {report.version} ({report.model}): {report.groups} groups, {report.tokens} tokens again in "
+        f"{report.seconds:.1f} s\n"
+        f"rows with the same tokens: {report.rows_alike} of {report.rows}; log-probs of same tokens differ by at most "
+        f"{report.logprob_diff_max:.2g}\n"
+        f"mean reward {report.reward:.4f}, recorded {report.reward_recorded:.4f}; of same rows it differs by at most "
+        f"{report.reward_diff_max:.2g}\n"
+        f"results: {out}",
+        highlight=False,
+    )
+    return DONE if alike else FAILED
+
+
 def _report(arguments: argparse.Namespace) -> int:
     from .report import write_report
 
@@ -168,6 +191,22 @@ def _parse(argv: Sequence[str], add_commands: Callable[[Any], None] | None) -> a
         "--gpus", nargs="+", type=int, default=[], metavar="N", help="numbers of GPUs to simulate, too"
     )
     simulate.set_defaults(command=_simulate)
+
+    replay = commands.add_parser(
+        "replay",
+        help="roll out again what a run has recorded, without a trainer, and compare",
+        description="Roll out again what a run with run.record=true has recorded, without a trainer, and compare: exit "
+        "code 1 when tokens differ. (Its training without an engine: headrace train ... run.replay=RUN_DIR.)",
+    )
+    replay.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run folder")
+    replay.add_argument(
+        "--model", metavar="PATH", help="weights: a folder, a hub id, or `best`; default: what the run started from"
+    )
+    replay.add_argument(
+        "--version", type=int, metavar="N", help="policy version that these are; its groups are rolled out"
+    )
+    replay.add_argument("--out", type=Path, metavar="FILE", help="results; default: RUN_DIR/replay.json")
+    replay.set_defaults(command=_replay)
 
     doctor = commands.add_parser("doctor", help="what this machine can run, and how to fix what it cannot")
     doctor.set_defaults(command=_doctor)

@@ -45,7 +45,8 @@ class RunConfig(Section):
     """Export the model of the best validation to `best/`."""
     max_restarts: CountOrZero = 3
     """Times that the run goes on by itself after one of its processes died: a rollout actor or engine is replaced;
-    anything else sends it back to its last checkpoint. 0: the run ends."""
+    train workers go back to the last checkpoint, under the rollouts where a journal is kept; anything else sends the
+    whole run back to it. 0: the run ends."""
     deterministic: bool = False
     """Groups are trained on in the order of their prompts, weights change between rollouts only, and engines generate
     each group by itself, so that a run with the same seed repeats figure by figure, kills and resumes included."""

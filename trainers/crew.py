@@ -44,7 +44,7 @@ class Crew:
     replaced: int = 0
     """Rollout actors and engines that died and have a successor."""
     on_replaced: list[Callable[[], None]] = field(default_factory=list)
-    """Called when there is one more."""
+    """Called when a peer is another process than before."""
 
     @property
     def peers(self) -> list[Peer]:
@@ -77,6 +77,24 @@ class Crew:
         for call in self.on_replaced:
             call()
 
+    def end(self, peer: Peer) -> None:
+        """Kill its process, whatever it does; returns at once."""
+        ray.kill(cast(ActorHandle, peer.handle), no_restart=True)
+
+    def restart_workers(self) -> None:
+        """End all train workers and build others, from the run's first weights: the peers are they from then on.
+
+        Raises PeerFailed when they do not come up.
+        """
+        for peer in self.workers:
+            self.end(peer)
+            peer.handle = self.starter.again(peer)
+        for peer, info in zip(self.workers, _all(self.workers, "info"), strict=True):
+            peer.info = info
+        _build(self.starter.host, [], self.workers)
+        for call in self.on_replaced:
+            call()
+
 
 def demand(config: Config) -> Demand:
     """What the actors ask of Ray."""
@@ -99,7 +117,7 @@ def start_crew(
     peers = [*hosts, *([] if embedded else rollouts), *workers]
     for peer, info in zip(peers, _all(peers, "info"), strict=True):
         peer.info = info
-    _build(cluster, [peer for peer in peers if peer not in workers], workers)
+    _build(starter.host, [peer for peer in peers if peer not in workers], workers)
     engines = EngineSet(
         [Engine(peer, num) for peer, num in zip(hosts, _all(hosts, "num_workers"), strict=True)], embedded
     )
@@ -122,7 +140,8 @@ class Starter:
         needed = config.rollout.num_engines * config.rollout.tp + config.trainer.topology.world
         self._gpus = min(1.0, cluster.num_gpus / needed)
         self._one_host = cluster.num_nodes == 1
-        self._host = host_address(cluster)
+        self.host = host_address(cluster)
+        """Where the run's processes reach this host's."""
         self._starts: dict[Peer, Callable[[], Any]] = {}
 
     def engine(self, index: int) -> Peer:
@@ -146,7 +165,7 @@ class Starter:
             rank,
             self._model,
             self._plane.handle,
-            host=self._host,
+            host=self.host,
             one_host=self._one_host,
             device="cuda:0" if self._gpus else "cpu",
         )
@@ -172,8 +191,8 @@ def host_address(cluster: Cluster) -> str:
     return ray.util.get_node_ip_address() if cluster.num_nodes > 1 else "127.0.0.1"
 
 
-def _build(cluster: Cluster, others: list[Peer], workers: list[Peer]) -> None:
-    host, port = host_address(cluster), 0
+def _build(host: str, others: list[Peer], workers: list[Peer]) -> None:
+    port = 0
     if len(workers) > 1:
         [port] = gather([workers[0].call("open_rendezvous", host)], "start", START_TIMEOUT_S)
     builds = [peer.call("build") for peer in others] + [peer.call("build", host, port) for peer in workers]

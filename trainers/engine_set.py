@@ -60,6 +60,10 @@ class EngineSet:
             raise NoEngineLeft(f"no engine is left of {len(self.engines)}: {reasons}")
         return found
 
+    def ahead_of(self, version: int) -> bool:
+        """Whether one serves a later version: after train workers went back to a checkpoint, until they catch up."""
+        return any(engine.version > version for engine in self.engines)
+
     def named(self, name: str) -> Engine:
         """The engine called `name`. Raises KeyError."""
         return next(engine for engine in self.engines if engine.name == name)

@@ -12,6 +12,7 @@ drain       all rollouts that are under way        their last group being put
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 import time
 from collections import deque
@@ -21,21 +22,22 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..actors.prompts import base36
-from ..actors.protocols import TRAIN_FIELDS, Span
-from ..actors.rewards.rubric import reward_tag
+from ..actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, Span
 from ..actors.rollout_report import RolloutReport
 from ..dataplane.errors import ClaimTimeout, KeysNotFound
 from ..dataplane.meta import KVBatchMeta
 from . import grpo, setups
 from .busy_time import Busy
-from .grpo import PARTITION, Run, State
+from .feed_groups import flat_groups, position_of, prompt_order
+from .grpo import Run, State
 from .peers import Call, Peer, PeerFailed, ended, gather_each
 from .setups import TASK
 
+_log = logging.getLogger(__name__)
+PARTITION = "train"
+"""Of the data plane, in which rollouts and training meet."""
 LOOK_AFTER_S = 1.0
 """While groups are waited for, how often the rollouts that bring them are looked after."""
-ALIKE = 1e-6
-"""Rewards of a group that differ by less give no signal."""
 
 
 class TooManyFailedRows(RuntimeError):
@@ -72,16 +74,22 @@ class _Issue:
     """That was served when it was issued."""
     fresh: bool
     """Whether its groups are generated even if they were finished before."""
+    ended: bool = False
+    """Whether its actor was killed, as it did not answer in time."""
 
 
 class Feed:
     """The driver's side of all rollouts of a run. Keeps `state.position` and `state.outstanding`."""
 
-    def __init__(self, run: Run, state: State) -> None:
-        """Prompts that a checkpoint says were on their way are the first to be issued."""
+    def __init__(self, run: Run, state: State, partition: str = PARTITION) -> None:
+        """Registers `partition`, which no other feed has had. Prompts that a checkpoint says were on their way are the
+        first to be issued."""
         algorithm = run.config.algorithm
         self._run = run
         self._state = state
+        self._partition = partition
+        task = setups.task(run.config, state.position, state.outstanding)
+        run.client.register(partition, ROLLOUT_SCHEMA, [task], group_size=algorithm.group_size)
         self._next = state.position
         self._again = deque((position, False) for position in state.outstanding)
         """(position, fresh): to be issued before new ones; fresh: generate it even if it was finished before."""
@@ -111,11 +119,12 @@ class Feed:
         return len(self._on_way)
 
     def drain(self) -> None:
-        """Wait until all that was issued is put. Raises PeerFailed, TooManyFailedRows."""
+        """Wait until all that was issued is put; who does not answer in time is replaced. Raises PeerFailed,
+        TooManyFailedRows."""
         bound_s = self._run.config.resources.stage_timeout_s
         with self._run.stage("rollout"):
             while self._issues:
-                if not self._look_after(bound_s):
+                if not self._look_after(bound_s) and not self._end_stuck(bound_s):
                     late = ", ".join(str(issue.call.peer.info) for issue in self._issues)
                     raise PeerFailed(f"rollout: no answer within {bound_s:g} s from {late}")
 
@@ -129,6 +138,13 @@ class Feed:
         self._tally.since_s = max([tally.since_s, *(busy.end_s for busy in tally.generated)])
         tally.generated += [self._busy(issue, math.inf) for issue in self._issues]
         return tally
+
+    def give_up(self) -> None:
+        """No step will be finished any more: wait for what is under way, so that the journal has it, and clear all
+        rows. Raises PeerFailed, TooManyFailedRows."""
+        self._run.client.clear(self._partition)  # puts may be waiting for room
+        self.drain()
+        self._run.client.clear(self._partition)
 
     # ---------------------------------------------------------------- in
 
@@ -170,7 +186,9 @@ class Feed:
         )
         self.drain()  # says who died
         with self._run.stage("surplus"):
-            self._run.client.clear_stale(PARTITION, TASK, TRAIN_FIELDS, self._state.version + 1, whole_groups=True)
+            self._run.client.clear_stale(
+                self._partition, TASK, TRAIN_FIELDS, self._state.version + 1, whole_groups=True
+            )
 
     # ---------------------------------------------------------------- issue
 
@@ -218,7 +236,7 @@ class Feed:
             hands[number].append(position)
         for peer, hand in zip(peers, hands, strict=True):
             if hand:
-                call = peer.call("rollout", hand, PARTITION, run.sampling, fresh, run.tracer.awaited)
+                call = peer.call("rollout", hand, self._partition, run.sampling, fresh, run.tracer.awaited)
                 issue = _Issue(call, hand, self._state.version, fresh)
                 self._issues.append(issue)
                 self._on_way.update(dict.fromkeys(hand, issue))
@@ -240,6 +258,16 @@ class Feed:
             else:
                 self._report(issue, outcome)
         return bool(outcomes)
+
+    def _end_stuck(self, bound_s: float) -> bool:
+        """Kill actors that have not answered a call for `bound_s`: it ends then as that of one that died. Whether there
+        were any."""
+        stuck = [issue for issue in self._issues if issue.call.started < time.monotonic() - bound_s and not issue.ended]
+        for issue in stuck:
+            issue.ended = True
+            _log.warning("stuck: no answer within %g s from %s: it is ended", bound_s, issue.call.peer.info)
+            self._run.crew.end(issue.call.peer)
+        return bool(stuck)
 
     def _report(self, issue: _Issue, report: RolloutReport) -> None:
         run = self._run
@@ -282,7 +310,7 @@ class Feed:
         missing: list[int] = []
         while keys:
             try:
-                self._run.client.lookup(PARTITION, list(keys), TRAIN_FIELDS[:1])
+                self._run.client.lookup(self._partition, list(keys), TRAIN_FIELDS[:1])
                 break
             except KeysNotFound as error:  # names some of them
                 missing += [keys.pop(key) for key in error.keys]
@@ -302,7 +330,7 @@ class Feed:
                 left = max(0.0, deadline - time.monotonic())
                 try:
                     return run.client.claim(
-                        PARTITION, TASK, TRAIN_FIELDS, count * self._group_size, whole_groups=True,
+                        self._partition, TASK, TRAIN_FIELDS, count * self._group_size, whole_groups=True,
                         min_version=self._oldest if self._overtaking else None, timeout_s=min(left, LOOK_AFTER_S),
                     )  # fmt: skip
                 except ClaimTimeout:
@@ -311,12 +339,14 @@ class Feed:
                     if self._tally.reissued > replaced:
                         deadline = time.monotonic() + bound_s
                     elif left <= LOOK_AFTER_S:
-                        raise
+                        if not self._end_stuck(bound_s):
+                            raise
+                        deadline = time.monotonic() + bound_s
 
     def _clear_stale(self) -> None:
         """Clear groups that are too old; roll them out again, or other prompts instead."""
         run = self._run
-        keys = run.client.clear_stale(PARTITION, TASK, TRAIN_FIELDS, self._oldest, whole_groups=True)
+        keys = run.client.clear_stale(self._partition, TASK, TRAIN_FIELDS, self._oldest, whole_groups=True)
         if not keys:
             return
         positions = sorted({position_of(key) for key in keys})
@@ -350,28 +380,3 @@ class Feed:
             position = position_of(key)
             self._on_way.pop(position, None)
             self._claimed.add(position)
-
-
-def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> list[int]:
-    """Numbers of the groups whose valid rows all have the same raw reward (the sum of `components`, (name, weight)
-    each), or of which fewer than two are valid; in the receipt's order."""
-    raw = np.zeros(len(meta))
-    for name, weight in components:
-        raw += weight * meta.tags[reward_tag(name)]
-    valid = meta.tags["valid"] > 0
-    flat = []
-    for group in dict.fromkeys(meta.groups.tolist()):
-        rewards = raw[(meta.groups == group) & valid]
-        if len(rewards) < 2 or np.ptp(rewards) < ALIKE:
-            flat.append(group)
-    return flat
-
-
-def position_of(key: str) -> int:
-    """Place in the prompt stream of the row with this key."""
-    return int(key.rpartition(".")[0], 36)
-
-
-def prompt_order(key: str) -> tuple[int, int]:
-    """Sort key of `{prompt_uid}.{sample}`: by place in the stream, then by sample."""
-    return position_of(key), int(key.rpartition(".")[2])

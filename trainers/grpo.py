@@ -32,8 +32,6 @@ from .peers import Call, DriverMeter, Peer, PeerFailed, gather
 from .trace import Tracer
 from .weight_sync import SyncReport, WeightSync
 
-PARTITION = "train"
-
 
 @dataclass(slots=True)
 class Run:
@@ -102,6 +100,11 @@ class State:
     """Of the stream's next prompt that was never issued."""
     outstanding: list[int] = field(default_factory=list)
     """Positions issued and not yet trained on: they are issued first when the run is resumed."""
+
+    def go_back(self, earlier: State) -> None:
+        """Become what `earlier` is."""
+        self.step, self.version, self.position = earlier.step, earlier.version, earlier.position
+        self.outstanding = list(earlier.outstanding)
 
 
 def with_advantages(run: Run, meta: KVBatchMeta) -> KVBatchMeta:
@@ -185,7 +188,8 @@ def collect(run: Run, replies: list[bytes]) -> list[WorkerReport]:
 
 
 def sync_weights(run: Run, state: State) -> SyncReport:
-    """Bring all engines to `state.version`; those that died are replaced. Raises NoEngineLeft when none could be."""
+    """Bring all engines to `state.version`, but for those that are ahead of it (WeightSync.sync); those that died are
+    replaced. Raises NoEngineLeft when none could be."""
     with run.stage("sync"):
         try:
             report = run.weights.sync(state.version)
@@ -236,4 +240,4 @@ def export_model(run: Run, path: str) -> None:
 def retire(run: Run, meta: KVBatchMeta) -> None:
     """The rows are done with: clear them, which ends their leases."""
     with run.stage("clear"):
-        run.client.clear(PARTITION, meta.keys)
+        run.client.clear(meta.partition, meta.keys)

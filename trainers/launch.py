@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ..actors.protocols import ROLLOUT_SCHEMA
 from ..dataplane.factory import DataPlane, connect, open_data_plane
 from . import grpo, setups
 from .advantages.factory import build_advantages
@@ -23,13 +22,14 @@ from .controllers.factory import controller
 from .crew import START_TIMEOUT_S, Crew, demand, start_crew
 from .data_plane_watch import DataPlaneWatch
 from .errors import UserError
+from .feed import PARTITION, Feed
 from .heartbeat import Heartbeat
 from .leftovers import remove_shared_memory
-from .peers import DriverMeter
+from .peers import DriverMeter, PeerFailed
 from .progress import Progress
 from .prometheus import PrometheusEndpoint
 from .report import write_report
-from .restarts import lost_process
+from .restarts import lost_only_workers, lost_process
 from .run_folder import RunFolder
 from .trace import Tracer
 from .watchdog_report import read_actors, write_actors
@@ -96,6 +96,7 @@ class _Training:
             lost = self._attempt(model, state)
             if lost is None:
                 break
+            gc.collect()  # handles of the Ray that is gone must not meet the next one
             state = self._go_back(lost)
         self._watch.heartbeat.enter("writing the report")
         self._tracer.write(self._folder.trace_path)
@@ -108,7 +109,7 @@ class _Training:
         config, lost = self._config, None
         self._progress.phase("starting Ray, data plane and actors")
         try:
-            with launched(config, model, self._tracer, self._folder.path, state, self._watch) as run:
+            with launched(config, model, self._tracer, self._folder.path, self._watch) as run:
                 run.crew.replaced, run.crew.max_replaced = self._replaced, config.run.max_restarts - self._restarts
                 try:
                     self._train(run, state)
@@ -127,9 +128,9 @@ class _Training:
         config, folder = self._config, self._folder
         checkpoints = Checkpoints(folder.checkpoints_dir)
         self._endpoint.run.watch(run.watch)
+        run.heartbeat.enter("loading the checkpoint")
+        checkpoints.load(run, state)
         if state.step:
-            run.heartbeat.enter("loading the checkpoint")
-            checkpoints.load(run, state)
             grpo.sync_weights(run, state)
         if state.step or self._restarts:
             folder.resumed(state.step)
@@ -144,7 +145,15 @@ class _Training:
                 checkpoints.save(run, state)
 
         self._begun = True
-        controller(config)(run, state, after_step)
+        feed = Feed(run, state)
+        while True:
+            try:
+                controller(config)(run, state, feed, after_step)
+                break
+            except PeerFailed as error:
+                if not self._may_restart_workers(run, error):
+                    raise
+                feed = self._restart_workers(run, state, feed, checkpoints, error)
         self._progress.phase("saving the model")
         run.heartbeat.enter("finishing the last checkpoint")
         checkpoints.finish(run)
@@ -155,10 +164,41 @@ class _Training:
         shutil.rmtree(folder.path / "model", ignore_errors=True)  # of the run that this one resumed
         draft.rename(folder.path / "model")
 
+    def _may_restart_workers(self, run: grpo.Run, error: PeerFailed) -> bool:
+        """Whether train workers were lost and nothing else, and the journal has what they were trained on."""
+        if setups.journal(self._config) is None or self._watch.reason() is not None:
+            return False
+        processes = needed_processes(self._folder.path)
+        return (
+            self._restarts + run.crew.replaced < self._config.run.max_restarts
+            and lost_process(error, processes) is not None
+            and lost_only_workers(run, processes)
+        )
+
+    def _restart_workers(
+        self, run: grpo.Run, state: grpo.State, feed: Feed, checkpoints: Checkpoints, error: PeerFailed
+    ) -> Feed:
+        """Other train workers, at the newest whole checkpoint, while the rollouts under way go on to their end; `state`
+        goes back to it. Returns the feed to go on with.
+
+        Engines keep the version that they serve. What was trained on since comes again, from the journal, and the
+        workers catch up with them.
+        """
+        earlier = self._go_back(f"{error}; the train workers alone are restarted, the rollouts go on")
+        run.crew.max_replaced -= 1
+        run.heartbeat.enter("restarting the train workers", 3 * START_TIMEOUT_S)  # its three waits in a row
+        run.crew.restart_workers()
+        run.weights.forget()
+        run.heartbeat.enter("loading the checkpoint")
+        checkpoints.load(run, earlier)
+        state.go_back(earlier)
+        feed.give_up()
+        self._folder.resumed(state.step)
+        return Feed(run, state, f"{PARTITION}-{self._restarts}")
+
     def _go_back(self, lost: str) -> grpo.State:
         """Where to go on after a loss: the newest whole checkpoint, or the start when there is none."""
         self._restarts += 1
-        gc.collect()  # handles of the Ray that is gone must not meet the next one
         try:
             state = Checkpoints(self._folder.checkpoints_dir).latest_state()
         except UserError:
@@ -175,11 +215,9 @@ def launched(
     model: str,
     tracer: Tracer,
     folder: Path,
-    state: grpo.State,
     watch: Watched | None = None,
 ) -> Iterator[grpo.Run]:
-    """Ray, data plane and actors, ready to train on from `state`'s place in the prompt stream; all of it gone on
-    leaving, however that happens.
+    """Ray, data plane and actors, ready to train; all of it gone on leaving, however that happens.
 
     watch: the watchdog, which is told what there is.
     """
@@ -213,8 +251,6 @@ def launched(
 
         tell()
         crew.on_replaced.append(tell)
-        task = setups.task(config, state.position, state.outstanding)
-        client.register(grpo.PARTITION, ROLLOUT_SCHEMA, [task], group_size=config.algorithm.group_size)
         meter.take()
         stack.callback(heartbeat.enter, "closing", CLOSE_TIMEOUT_S)
         yield grpo.Run(

@@ -1,4 +1,5 @@
-"""Which of a run's failures is the loss of a process, so that going on from the last checkpoint may mend it."""
+"""Which failures are the loss of a process, so that going on from the last checkpoint may mend them; and whether it was
+train workers only."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ from collections.abc import Mapping
 
 from ray.exceptions import RayError, RayTaskError
 
-from ..dataplane.errors import PeerLost
+from ..dataplane.errors import DataPlaneError, PeerLost
+from .grpo import Run
 from .leftovers import is_running
-from .peers import PeerFailed
+from .peers import PeerFailed, gather_each
+from .weight_sync import HEALTH_S
 
 DEATH_S = 1.0
 """The sockets of a process that dies close a moment before it is gone: who talks to it may fail first."""
@@ -28,6 +31,24 @@ def lost_process(error: Exception, processes: Mapping[str, int]) -> str | None:
         return str(error)
     gone = _gone(processes) if processes else []
     return f"{' and '.join(gone)} died: {error}" if gone else None
+
+
+def lost_only_workers(run: Run, processes: Mapping[str, int]) -> bool:
+    """Whether a train worker is gone or does not answer, while everything else of the run is there and answers.
+
+    processes: name -> pid of those of this host.
+    """
+    peers = run.crew.peers
+    answers = gather_each([peer.call("info") for peer in peers], "health", HEALTH_S)
+    silent = [peer for peer, answer in zip(peers, answers, strict=True) if isinstance(answer, PeerFailed)]
+    workers = {peer.info.name for peer in run.workers}
+    if not silent or any(peer.info.name not in workers for peer in silent):
+        return False
+    try:
+        run.client.status(timeout_s=HEALTH_S)
+    except DataPlaneError:
+        return False
+    return all(is_running(pid) for name, pid in processes.items() if name not in workers)
 
 
 def _gone(processes: Mapping[str, int]) -> list[str]:

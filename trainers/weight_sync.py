@@ -58,7 +58,7 @@ class SyncReport:
     aborted: int
     """Requests in flight that were ended."""
     engines: int
-    """That serve the version now."""
+    """That serve the version now, or a later one."""
     left_out: int
     """Engines of the run that do not."""
     spans: tuple[tuple[str, tuple[Span, ...]], ...]
@@ -87,12 +87,16 @@ class WeightSync:
     def sync(self, version: int, engines: Sequence[Engine] | None = None) -> SyncReport:
         """Bring `engines` (None: all of the run) to `version`, the train workers' present weights.
 
-        Engines left out earlier are tried again if they answer. Raises NoEngineLeft when no engine of the run serves
+        Engines left out earlier are tried again if they answer. One that has the version already, or a later one, keeps
+        it: no engine's version ever falls. Raises NoEngineLeft when no engine of the run serves
         the version afterwards, PeerFailed when a train worker died or failed on its own.
         """
-        waiting = self._answering(self._engines.engines if engines is None else engines)
+        asked = self._engines.engines if engines is None else engines
+        waiting = self._answering([engine for engine in asked if engine.version < version])
         tally = _Tally()
         for attempt in range(1, ATTEMPTS + 1):
+            if not waiting:
+                break
             failures = self._attempt(version, waiting, tally, again=attempt > 1)
             failed = [engine for engine in waiting if engine.name in failures]
             alive = self._alive(failed)
@@ -101,14 +105,11 @@ class WeightSync:
                 if attempt == ATTEMPTS or self._direct or engine not in alive:
                     self._engines.leave_out(engine, str(failures[engine.name]))
             waiting = [engine for engine in waiting if engine.version != version and not engine.left_out]
-            if not waiting:
-                break
-        assert self._last is not None
-        serving = [engine for engine in self._engines.active if engine.version == version]
+        serving = [engine for engine in self._engines.active if engine.version >= version]
         return SyncReport(
             version=version,
             bytes_sent=sum(report.bytes_sent for report in tally.sends),
-            num_bytes=self._last.num_bytes,
+            num_bytes=0 if self._last is None else self._last.num_bytes,
             gathers=tally.gathers,
             gather_s=sum(report.gather_s for report in tally.sends),
             pause_s=max((report.pause_s for report in tally.commits), default=0.0),
@@ -119,6 +120,10 @@ class WeightSync:
             left_out=len(self._engines.engines) - len(serving),
             spans=tuple(tally.spans),
         )
+
+    def forget(self) -> None:
+        """The train workers are others: what the last ones sent cannot be had again."""
+        self._last = None
 
     def catch_up(self, engine: Engine) -> None:
         """Bring one engine (new, woken, or left out) to the newest version without the train workers' doing.

@@ -23,9 +23,10 @@ from headrace.dataplane.factory import DataPlane, connect
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.traffic import Traffic
 from headrace.trainers import feed as feeds
-from headrace.trainers import grpo, setups
+from headrace.trainers import grpo
 from headrace.trainers.config import Config
-from headrace.trainers.feed import Feed, position_of
+from headrace.trainers.feed import Feed
+from headrace.trainers.feed_groups import position_of
 from headrace.trainers.peers import PeerFailed
 from headrace.trainers.trace import Tracer
 
@@ -85,6 +86,8 @@ class World:
     generated: list[int] = field(default_factory=list)
     """Positions, each time they are generated."""
     num_dead: int = 0
+    num_lost: int = 0
+    """Train groups."""
 
     def __post_init__(self) -> None:
         self.actors = [Actor(self, ActorInfo(f"rollout {n}", n, "here")) for n in range(3)]
@@ -95,10 +98,6 @@ class World:
         self.partition = f"world-{next(_NUMBER)}"
         self.works.clear()
         self.version = state.version
-        task = setups.task(self.config, state.position, state.outstanding)
-        self.inner.register(self.partition, ROLLOUT_SCHEMA, [task], group_size=self.config.algorithm.group_size)
-        monkeypatch.setattr(feeds, "PARTITION", self.partition)
-        monkeypatch.setattr(grpo, "PARTITION", self.partition)
         monkeypatch.setattr(feeds, "ended", self.ended)
         monkeypatch.setattr(feeds, "gather_each", lambda calls, stage, timeout_s: None)
         monkeypatch.setattr(grpo, "replace_actor", self.replace_actor)
@@ -106,7 +105,13 @@ class World:
             config=self.config, client=self, sampling=None, active_rollouts=self.actors, stage=self.stage,
             tracer=Tracer(0), engines=None,
         )  # fmt: skip
-        return run, Feed(run, state)  # pyright: ignore[reportArgumentType]
+        return run, Feed(run, state, self.partition)  # pyright: ignore[reportArgumentType]
+
+    def begin_again(self, run: Any, feed: Feed, state: grpo.State) -> Feed:
+        """The feed after the one of a train group that is lost: `state` is its checkpoint's. Engines keep theirs."""
+        feed.give_up()
+        self.partition = f"world-{next(_NUMBER)}"
+        return Feed(run, state, self.partition)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:

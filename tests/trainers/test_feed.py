@@ -35,8 +35,9 @@ def settings(mode: str, **algorithm: object) -> Config:
 
 
 def train(world: World, steps: int, monkeypatch: pytest.MonkeyPatch, kills: float = 0.0) -> dict[int, list[int]]:
-    """Positions that each step was trained on, after `steps` steps; with chance `kills` after each one everything is
-    killed and resumed from the last checkpoint, of every third step."""
+    """Positions that each step was trained on, after `steps` steps. With chance `kills` each, everything is killed
+    after one and resumed from the last checkpoint, of every third step; or only the train workers die, before its
+    end."""
     algorithm = world.config.algorithm
     state = grpo.State()
     checkpoint = saved(state)
@@ -51,10 +52,17 @@ def train(world: World, steps: int, monkeypatch: pytest.MonkeyPatch, kills: floa
         meta = claimed[0].concat(*claimed[1:])
         assert len(meta) == PROMPTS * algorithm.group_size
         assert (state.version - meta.versions <= staleness).all(), "staleness"
+        if world.dice.random() < kills:
+            world.num_lost += 1
+            state.go_back(grpo.State(**json.loads(checkpoint)))
+            trained = {step: positions for step, positions in trained.items() if step <= state.step}
+            before, feed = world.partition, world.begin_again(run, feed, state)
+            assert world.inner.status(before).rows == 0
+            continue
         for part in claimed:
             grpo.retire(run, part)
         state.step, state.version = state.step + 1, state.version + 1
-        world.version = state.version
+        world.version = max(world.version, state.version)
         trained[state.step] = positions_of(meta)
         feed.settle()
         if state.step % 3 == 0:
@@ -100,7 +108,7 @@ def drill(plane: DataPlane, name: str, steps: int, monkeypatch: pytest.MonkeyPat
     flat = 0.3 if "dynamic_sampling" in case else 0.0
     world = World(plane, settings(**case), random.Random(name), deaths=0.02, flat=flat)  # pyright: ignore[reportArgumentType]
     trained = train(world, steps, monkeypatch, kills=0.05)
-    assert len(trained) == steps and world.num_dead
+    assert len(trained) == steps and world.num_dead and world.num_lost
     if "order" in name or name in ("sync", "streaming"):
         # With a journal nothing that was finished is generated again, unless it grew too old.
         assert len(world.generated) == len(set(world.generated))

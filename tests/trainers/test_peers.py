@@ -6,7 +6,7 @@ import torch
 
 from headrace.actors.train_worker import TrainShard
 from headrace.codecs import messages
-from headrace.trainers.feed import prompt_order
+from headrace.trainers.feed_groups import prompt_order
 from headrace.trainers.peers import message_bytes
 
 

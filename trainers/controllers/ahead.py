@@ -22,9 +22,9 @@ from ..grpo import Run, State
 from .steps import AfterStep, Steps
 
 
-def run_ahead(run: Run, state: State, after_step: AfterStep) -> None:
+def run_ahead(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
     """Train from `state` to `algorithm.steps`."""
-    steps, feed = Steps(run, state, after_step), Feed(run, state)
+    steps = Steps(run, state, after_step)
     while steps.go_on:
         tally = steps.begin()
         feed.top_up()

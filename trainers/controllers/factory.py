@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..config import Config
+from ..feed import Feed
 from ..grpo import Run, State
 from .ahead import run_ahead
 from .steps import AfterStep
@@ -12,7 +13,7 @@ from .streaming import run_streaming
 from .sync import run_sync
 
 
-def controller(config: Config) -> Callable[[Run, State, AfterStep], None]:
+def controller(config: Config) -> Callable[[Run, State, Feed, AfterStep], None]:
     """The loop of `algorithm.mode`. Raises ValueError for an unknown one."""
     if config.algorithm.mode == "sync":
         return run_sync

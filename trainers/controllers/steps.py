@@ -38,7 +38,7 @@ class Steps:
         self._state = state
         self._after_step = after_step
         self._validation = Validation(run)
-        if run.config.validation.every and state.step == 0:
+        if run.config.validation.every and state.step == 0 and not run.engines.ahead_of(state.version):
             after_step(state, {**self._validation.validate(state), "policy/version": float(state.version)})
 
     @property
@@ -68,7 +68,8 @@ class Steps:
         metrics = {**step_metrics(run, state, fed, tally.passes, meta, seconds, sync), **validated}
         metrics["queue/groups_in_flight"] = float(feed.in_flight)
         config, last = run.config.validation, state.step == run.config.algorithm.steps
-        if config.every and (state.step % config.every == 0 or last):
+        due = config.every and (state.step % config.every == 0 or last)
+        if due and not run.engines.ahead_of(state.version):  # else it was validated before the workers went back
             if config.background and not last:
                 self._validation.start(state)
             else:

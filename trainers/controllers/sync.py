@@ -23,9 +23,9 @@ from ..grpo import Run, State
 from .steps import AfterStep, Steps
 
 
-def run_sync(run: Run, state: State, after_step: AfterStep) -> None:
+def run_sync(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
     """Train from `state` to `algorithm.steps`."""
-    steps, feed = Steps(run, state, after_step), Feed(run, state)
+    steps = Steps(run, state, after_step)
     oversampled = run.config.algorithm.dynamic_sampling.oversample > 1
     while steps.go_on:
         tally = steps.begin()
