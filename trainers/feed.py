@@ -266,7 +266,8 @@ class Feed:
         for issue in stuck:
             issue.ended = True
             _log.warning("stuck: no answer within %g s from %s: it is ended", bound_s, issue.call.peer.info)
-            self._run.crew.end(issue.call.peer)
+            if issue.call.peer.info.pid == issue.call.pid:  # else another has taken its place
+                self._run.crew.end(issue.call.peer)
         return bool(stuck)
 
     def _report(self, issue: _Issue, report: RolloutReport) -> None:
