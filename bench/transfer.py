@@ -184,8 +184,9 @@ def _first_run(
                 sums: list[Contender | None] = []
                 if any(spec.name == checked for spec in specs):
                     sums = _checksummed(open_one, kinds, absent, in_process)
-                # Two workloads of 256 MiB with all stores' buffers in the same processes is more than 24 GiB hold.
-                turns = [*([store] for store in stores), others] if len(specs) > 1 else [[*stores, *others, *sums]]
+                # Two workloads of 256 MiB with everybody's buffers in the same processes is more than 24 GiB hold.
+                everyone = [*stores, *others, *sums]
+                turns = [[one] for one in everyone] if len(specs) > 1 else [everyone]
                 for part, seated in enumerate(turns):
                     if number + part and not options.quick:
                         crew.restart()  # what was left in the processes' heaps adds up to all memory
@@ -216,20 +217,17 @@ def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable
     name, pattern = baselines.SECOND_RUN, options.pattern()
     if options.quick:  # and with few processes, whose start takes longer than all the rest
         pattern = replace(pattern, ops=pattern.ops - {"gets"}, readers=())
-    with ExitStack() as stack:
-        open_one = _Opener(stack, absent, tell)
-        crew, other = _start_crew(stack, options, pattern), _start_crew(stack, options, pattern)
-        store = open_one("mooncake", lambda: _store("mooncake", False))
-        baseline = open_one(name, lambda: baselines.open_baseline(name, CrewHost(other)))
-        if store is None or baseline is None:
-            return []
-        seats = [(crew, store), (other, baseline)]
-        results = []
-        for number, specs in enumerate(options.second_specs()):
-            if number:
-                crew.restart()
-                other.restart()
-            results += measure(seats, specs, pattern, tell)
+    results = []
+    for specs in options.second_specs():
+        # All anew for each: the baseline's clients lend their memory to its master, which does not get over their end.
+        with ExitStack() as stack:
+            open_one = _Opener(stack, absent, tell)
+            crew, other = _start_crew(stack, options, pattern), _start_crew(stack, options, pattern)
+            store = open_one("mooncake", lambda: _store("mooncake", False))
+            baseline = open_one(name, lambda other=other: baselines.open_baseline(name, CrewHost(other)))
+            if store is None or baseline is None:
+                return []
+            results += measure([(crew, store), (other, baseline)], specs, pattern, tell)
     return [
         result if result.contender == name else replace(result, contender=result.contender + PAIRED)
         for result in results

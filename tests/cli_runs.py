@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -63,9 +64,12 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str], time
 
 
 def actors(run_dir: Path) -> dict[str, psutil.Process]:
-    """The run's actors by name."""
-    listed = json.loads((run_dir / "actors.json").read_text())["actors"]
-    return {actor["name"]: psutil.Process(actor["pid"]) for actor in listed}
+    """The run's actors by name, but for those that are gone and not replaced yet."""
+    found = {}
+    for actor in json.loads((run_dir / "actors.json").read_text())["actors"]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[actor["name"]] = psutil.Process(actor["pid"])
+    return found
 
 
 def shared_memory(run_dir: Path) -> list[str]:

@@ -41,7 +41,8 @@ class RemoteEngine:
         self._health: asyncio.Task[None] | None = None
         self._version = 0
         self._num_workers = 1
-        self._closed = False
+        self._leaving: dict[str, asyncio.Future[Any]] = {}
+        """Of cancelled requests, by id: the calls that end them."""
         self.stats = EngineStats()
         """As of the last answer."""
 
@@ -63,14 +64,28 @@ class RemoteEngine:
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """See the protocol; cancelling the call ends the request over there, too."""
         call = messages.encode(GenerateCall(request_id, np.asarray(prompt_ids, dtype=np.int32), params))
+        if request_id in self._leaving:  # Ray keeps no order between the calls of an async actor
+            await asyncio.wait({self._leaving[request_id], self._dead}, return_when=asyncio.FIRST_COMPLETED)
         try:
             reply = messages.decode(await self._call("generate", call), GenerateReply)
         except asyncio.CancelledError:
-            self._handle.abandon.remote(request_id)
+            self._abandon(request_id)
             raise
         self._version = max(self._version, reply.version)
         self.stats = reply.stats
         return reply.completions()
+
+    def _abandon(self, request_id: str) -> None:
+        """Have the request ended over there; nobody waits for it but who uses its id again."""
+
+        def left(task: asyncio.Future[Any]) -> None:
+            self._leaving.pop(request_id, None)
+            if not task.cancelled():
+                task.exception()  # an engine that died has none to end
+
+        leaving = asyncio.ensure_future(self._answer(self._handle.abandon.remote(request_id)))
+        self._leaving[request_id] = leaving
+        leaving.add_done_callback(left)
 
     async def abort(self, request_id: str) -> None:
         await self._call("abort", request_id)
