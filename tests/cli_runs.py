@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -32,7 +33,13 @@ def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
         text=True,
         cwd=run_dir.parent,
         env={**os.environ, "COLUMNS": "200"},
+        preexec_fn=_interruptible,
     )
+
+
+def _interruptible() -> None:
+    """Tests that a shell has started in the background ignore SIGINT, and so would what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run(run_dir: Path, *overrides: str, timeout_s: float = 240) -> tuple[int, str]:
