@@ -40,12 +40,13 @@ def num_steps(run_dir: Path) -> int:
     return sum("reward/mean" in line for line in runs.metrics(run_dir))
 
 
-def kill(run_dir: Path, process: subprocess.Popen[str], victim: str) -> None:
-    """Nothing when it is just being replaced."""
+def kill(run_dir: Path, process: subprocess.Popen[str], victim: str) -> bool:
+    """Nothing when it is just being replaced; whether it was there."""
     below = runs.descendants(process)
-    for name, target in runs.actors(run_dir).items():
-        if name.endswith(victim) and target in below:
-            target.send_signal(signal.SIGKILL)
+    found = [one for name, one in runs.actors(run_dir).items() if name.endswith(victim) and one in below]
+    for target in found:
+        target.send_signal(signal.SIGKILL)
+    return bool(found)
 
 
 @pytest.mark.slow
@@ -98,15 +99,15 @@ def test_ten_minutes_of_kills_leave_memory_and_leases_flat(tmp_path: Path) -> No
     while time.monotonic() < ends:
         assert process.poll() is None, process.communicate()[0]
         if time.monotonic() >= next_kill:
-            kill(run_dir, process, f"rollout {dice.randrange(2)}")
-            kills, next_kill = kills + 1, time.monotonic() + SOAK_KILL_S
+            kills += kill(run_dir, process, f"rollout {dice.randrange(2)}")
+            next_kill = time.monotonic() + SOAK_KILL_S
         for name, one in lasting.items():
             sizes[name].append(one.memory_info().rss)
         time.sleep(1.0)
     os.kill(process.pid, signal.SIGINT)
     process.communicate(timeout=120)
     lines = [line for line in runs.metrics(run_dir) if "reward/mean" in line]
-    assert kills >= SOAK_S / SOAK_KILL_S - 1 and lines[-1]["rollout/actors_replaced"] >= kills - 1
+    assert kills >= SOAK_S / SOAK_KILL_S / 2 and lines[-1]["rollout/actors_replaced"] >= kills - 1
     for name, measured in sizes.items():
         quarter = len(measured) // 4
         early, late = statistics.median(measured[quarter : 2 * quarter]), statistics.median(measured[-quarter:])
