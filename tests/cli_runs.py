@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -25,21 +24,16 @@ SMALL = (
 
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """`headrace train examples/quickstart.yaml` in the background, small, in `run_dir`."""
-    command = [sys.executable, "-m", "headrace.trainers.cli", "train", str(ROOT / "examples" / "quickstart.yaml")]
+    # Tests that a shell has started in the background ignore SIGINT, and so would what they start.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "headrace.trainers.cli", "train"]
     return subprocess.Popen(
-        [*command, f"run.dir={run_dir}", *SMALL, *overrides],
+        [*command, str(ROOT / "examples" / "quickstart.yaml"), f"run.dir={run_dir}", *SMALL, *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=run_dir.parent,
         env={**os.environ, "COLUMNS": "200"},
-        preexec_fn=_interruptible,
     )
-
-
-def _interruptible() -> None:
-    """Tests that a shell has started in the background ignore SIGINT, and so would what they start."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run(run_dir: Path, *overrides: str, timeout_s: float = 240) -> tuple[int, str]:
