@@ -181,20 +181,18 @@ def _first_run(
         checked = next((name for name in CHECKSUM_WORKLOADS if name in options.workloads), None)
         if pattern.ops - {"step"}:
             for number, specs in enumerate(options.specs()):
-                sums: list[Contender | None] = []
+                sums: list[Contender] = []
                 if any(spec.name == checked for spec in specs):
                     sums = _checksummed(open_one, kinds, absent, in_process)
                 # Two workloads of 256 MiB with everybody's buffers in the same processes is more than 24 GiB hold.
-                everyone = [*stores, *others, *sums]
+                everyone = [contender for contender in (*stores, *others, *sums) if contender is not None]
                 turns = [[one] for one in everyone] if len(specs) > 1 else [everyone]
                 for part, seated in enumerate(turns):
                     if number + part and not options.quick:
                         crew.restart()  # what was left in the processes' heaps adds up to all memory
-                    seats = [(crew, contender) for contender in seated if contender is not None]
-                    results += measure(seats, specs, pattern, tell) if seats else []
+                    results += measure([(crew, contender) for contender in seated], specs, pattern, tell)
                 for contender in sums:
-                    if contender is not None:
-                        contender.close()
+                    contender.close()
         if "step" in pattern.ops:
             for store in stores:
                 if store is not None:
@@ -253,14 +251,13 @@ class _Opener:
         return contender
 
 
-def _checksummed(
-    open_one: _Opener, kinds: Sequence[str], absent: dict[str, str], in_process: bool
-) -> list[Contender | None]:
-    return [
+def _checksummed(open_one: _Opener, kinds: Sequence[str], absent: dict[str, str], in_process: bool) -> list[Contender]:
+    made = [
         open_one(kind + CHECKSUMMED, lambda kind=kind: _store(kind, in_process, checksum=True))
         for kind in kinds
         if kind not in absent
     ]
+    return [contender for contender in made if contender is not None]
 
 
 def _store(kind: str, in_process: bool, *, checksum: bool = False, block_rows: int | None = None) -> StoreContender:

@@ -169,11 +169,7 @@ class _Training:
         if setups.journal(self._config) is None or self._watch.reason() is not None:
             return False
         processes = needed_processes(self._folder.path)
-        return (
-            self._restarts + run.crew.replaced < self._config.run.max_restarts
-            and lost_process(error, processes) is not None
-            and lost_only_workers(run, processes)
-        )
+        return run.crew.may_replace and lost_process(error, processes) is not None and lost_only_workers(run, processes)
 
     def _restart_workers(
         self, run: grpo.Run, state: grpo.State, feed: Feed, checkpoints: Checkpoints, error: PeerFailed

@@ -101,11 +101,16 @@ def _recorded(config: Config, run_dir: Path, version: int) -> dict[int, Journale
     except ValueError as error:
         raise UserError(f"{run_dir} has no journal, expected a run with run.record=true") from error
     journal.refresh()
-    groups = {group.position: group for group in journal.find_all(journal.positions)}
-    found = {position: group for position, group in groups.items() if _versions(group) == {version}}
+    found, there = dict[int, JournaledGroup](), set[int]()
+    for position in journal.positions:  # one by one: those of other versions are not kept in memory
+        group = journal.find(position)
+        if group is not None:
+            made_by = _versions(group)
+            there |= made_by
+            if made_by == {version}:
+                found[position] = group
     if not found:
-        there = sorted(set().union(*map(_versions, groups.values()))) if groups else []
-        versions = f"versions {there[0]} to {there[-1]}" if there else "none"
+        versions = f"versions {min(there)} to {max(there)}" if there else "none"
         raise UserError(f"{run_dir} holds no group of version {version}, only of {versions}")
     return found
 
