@@ -35,6 +35,7 @@ from ..actors.engines.vllm.engine import VllmEngine
 from ..actors.transports.protocol import WeightUpdate
 from ..actors.transports.settings import ReceiverConfig, Staging
 from ..codecs import messages
+from .gpu_builtin_transfers import measure_builtin
 from .gpu_weight_peers import CONTEXT, Trainer, TrainerTask, parameter_digests, save_config
 from .weight_peers import Peer
 
@@ -71,6 +72,8 @@ class Setup:
     tp: int = 1
     colocated: int = 0
     """Cycles of sleep, update, wake."""
+    builtin: bool = False
+    """vLLM's own transfers instead of ours."""
 
 
 def setups(size: str, gpus: int, only: Sequence[str]) -> list[Setup]:
@@ -89,6 +92,7 @@ def setups(size: str, gpus: int, only: Sequence[str]) -> list[Setup]:
         "moe": Setup("moe", "none", (Case("ipc", 0, 1, 8, 20),)),
         "tp2": Setup(size, "full", few, tp=2),
         "tp2-none": Setup(size, "none", few, tp=2),
+        "builtin": Setup(size, "none", cases(), builtin=True),
     }
     names = list(only) or [name for name, one in every.items() if one.tp <= max(gpus, 1)]
     return [every[name] for name in names]
@@ -138,6 +142,9 @@ class Bench:
             for trainer in range(needed):
                 self._num_bytes = await self._call(trainer, "ready")
             await self._call(0, "save")
+            if setup.builtin:
+                self.failures += await measure_builtin(model, self._num_bytes, needed, self._call, self.tell)
+                return
             started = time.perf_counter()
             engine = await asyncio.to_thread(self._engine, model, setup)
             self._version = 0
@@ -367,7 +374,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--size", default="2B", choices=("2B", "tiny"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--setups", nargs="*", default=(), metavar="NAME", help="none full moe tp2; default: all")
+    parser.add_argument(
+        "--setups", nargs="*", default=(), metavar="NAME", help="see `setups`; default: all"
+    )
     parser.add_argument("--updates", type=int, default=0, help="per case, instead of each case's own")
     parser.add_argument("--folder", default="", help="where models are written; default: the system's")
     parser.add_argument("--out", default="runs/gpu-weights")

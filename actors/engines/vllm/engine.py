@@ -305,7 +305,7 @@ class VllmEngine:
                 self._updates.expect(version)
             try:
                 if self._asleep and self._process.can_sleep:
-                    await self._process.wake(["weights"])
+                    await self._process.wake("weights")
                 await self._updates.load(version)
                 await self._process.forget_keys_and_values()
                 await self._process.versions.mark(version)

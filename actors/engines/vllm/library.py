@@ -60,7 +60,8 @@ MIN_TEMPERATURE = 0.01
 """vLLM silently samples from this temperature when asked for a lower one that is not 0."""
 
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-"""Not experts: updated in place on an H200 (vLLM 0.26), 6 of 23 parameters of a small MoE were not byte-equal."""
+_PLAIN_EXPERT_KERNELS = ("TRITON", "BATCHED_TRITON")
+"""Those that read experts as checkpoints have them; FlashInfer's swap halves, which no shape shows, CPUs' repack."""
 
 
 def on_cpu() -> bool:
@@ -97,13 +98,20 @@ def in_place_hindrance(model: torch.nn.Module) -> str:
     """
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if method is not None and type(method).__name__ not in _PLAIN_METHODS and not isinstance(module, Attention):
+        if method is not None and not _is_plain(method) and not isinstance(module, Attention):
             return f"{name or type(model).__name__} uses {type(method).__name__}"
         if hasattr(module, "process_weights_after_loading") and not isinstance(module, Attention):
             return f"{name}: {type(module).__name__} derives tensors from its weights"
         if reason := _changed_layout(module):
             return f"{name}.{reason}"
     return ""
+
+
+def _is_plain(method: Any) -> bool:
+    """Whether its kernels read what the loaders write, as it is."""
+    if type(method).__name__ == "UnquantizedFusedMoEMethod":
+        return getattr(method.unquantized_backend, "name", "") in _PLAIN_EXPERT_KERNELS
+    return type(method).__name__ in _PLAIN_METHODS
 
 
 def _changed_layout(module: torch.nn.Module) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -52,7 +52,7 @@ class VllmProcess:
         cpu = library.on_cpu()
         with engine_environment(cpu=cpu, tp=settings.tp):
             try:
-                config = _engine_args(settings, cpu).create_engine_config()
+                config = engine_args(settings, cpu).create_engine_config()
                 library.check_attention(config)
                 self.llm = library.AsyncLLM.from_vllm_config(config, disable_log_stats=True)
             except ValueError as error:
@@ -60,6 +60,8 @@ class VllmProcess:
                 raise ValueError(f"model: vLLM does not run {settings.model!r}: {reason}") from error
         self.versions = TokenVersions(self.llm.engine_core, version)
         self.can_sleep = not cpu
+        self._asleep: set[str] = set()
+        """What memory was given back: `weights`, `kv_cache`."""
         manager: Any = self.llm.engine_core.resources.engine_manager
         engines = [psutil.Process(process.pid) for process in manager.processes]
         self._processes = [*engines, *(child for engine in engines for child in engine.children(recursive=True))]
@@ -121,10 +123,13 @@ class VllmProcess:
     async def sleep(self, level: int) -> None:
         """Give device memory back; nothing may run."""
         await self._bounded("sleep", self.llm.sleep(level))
+        self._asleep = {"weights", "kv_cache"}
 
-    async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Take it again: `weights`, `kv_cache` or all."""
-        await self._bounded("wake_up", self.llm.wake_up(None if tags is None else list(tags)))
+    async def wake(self, *tags: str) -> None:
+        """Take it again: `weights`, `kv_cache`, or what is left to take. vLLM would map memory that is awake anew."""
+        if wanted := self._asleep & (set(tags) or self._asleep):
+            await self._bounded("wake_up", self.llm.wake_up(sorted(wanted)))
+            self._asleep -= wanted
 
     async def end(self) -> None:
         """End all processes; those that do not go in time are killed."""
@@ -163,7 +168,7 @@ class VllmProcess:
             raise
 
 
-def _engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs:
+def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs:
     """vLLM's own settings; log-probs are of the distribution sampled from."""
     options: dict[str, Any] = {"dtype": str(settings.dtype).removeprefix("torch.")}
     if settings.max_model_len is not None:
