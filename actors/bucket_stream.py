@@ -23,6 +23,7 @@ from ..codecs.buckets import BucketEntry, BucketPlan, check_planned, copy_bytes,
 from ..codecs.gpu_digest import device_digest
 from ..codecs.schema import DTYPES
 from .bucket_cache import CachedVersion
+from .transports.bucket_views import BucketViews, Views
 from .transports.protocol import BucketFrame, Encoding, WeightSender, WeightTransferError, WeightUpdate
 
 T = TypeVar("T")
@@ -73,8 +74,10 @@ class BucketStream:
         opened: OpenUpdate,
         draft: CachedVersion | None = None,
         base: CachedVersion | None = None,
+        views: BucketViews | None = None,
     ) -> None:
         """draft: the version's own place in the cache, if there is one. base: the receivers' version (needs a draft).
+        views: of the sender's buffers, kept from update to update.
 
         With a draft the sender's failure does not end the stream: it goes on into the draft, and `report` raises it.
         """
@@ -90,6 +93,9 @@ class BucketStream:
         ]
         self._num_fed = 0
         self._pieces_left = Counter(entry.bucket for entry in plan.entries)
+        self._views = views or BucketViews()
+        self._places: Views = {}
+        """Where weights lie in `_out`, on a GPU."""
         self._out: torch.Tensor | None = None
         """The bucket that is being filled; the sender's buffer, or a view of the draft."""
         self._digest: xxhash.xxh3_64 | None = None
@@ -108,13 +114,14 @@ class BucketStream:
         if name != planned:
             raise ValueError(f"{self._label}: weight {name!r} came after {self._num_fed} others, expected {planned!r}")
         check_planned(entries[0], tensor)
-        whole = tensor.detach().contiguous()
+        whole: torch.Tensor | None = None
         for entry in entries:
             if self._out is None:
                 self._out = self._begin(entry.bucket)
             if self._out.is_cuda:
-                queue_piece(entry, whole, self._out)
+                queue_piece(entry, tensor, self._out, self._places.get(name))
             else:
+                whole = tensor.detach().contiguous() if whole is None else whole
                 write_piece(entry, whole, self._out, self._digest)
             self._pieces_left[entry.bucket] -= 1
             if not self._pieces_left[entry.bucket]:
@@ -164,6 +171,8 @@ class BucketStream:
         if out is None:
             assert self._draft is not None
             out = self._draft.bucket(bucket)
+        if out.is_cuda:
+            self._places = self._views.inside(self._opened.plan, bucket, out)
         return out
 
     def _end(self, bucket: int, out: torch.Tensor) -> None:

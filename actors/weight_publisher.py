@@ -18,6 +18,7 @@ import torch
 from ..codecs.buckets import BucketPlan, plan_buckets
 from .bucket_cache import BucketCache, CachedVersion
 from .bucket_stream import BucketStream, OpenUpdate, SendReport
+from .transports.bucket_views import BucketViews
 from .transports.protocol import ReceiverGroup, WeightSender, WeightTransferError, WeightUpdate
 
 WeightSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -58,6 +59,7 @@ class WeightPublisher:
         self._opened: OpenUpdate | None = None
         self._planned: tuple[list[tuple[str, tuple[torch.dtype, tuple[int, ...]]]], BucketPlan] | None = None
         """The last plan, which most updates use again, and what it is of."""
+        self._views = BucketViews()
         self._finished: WeightUpdate | None = None
         """The newest version that the sender has finished."""
 
@@ -111,7 +113,7 @@ class WeightPublisher:
         try:
             with self._publishing(update, cached=False) as opened:
                 with self._writing(opened) as draft, self._reading(update.base) as base:
-                    stream = BucketStream(self._sender, opened, draft, base)
+                    stream = BucketStream(self._sender, opened, draft, base, self._views)
                     for name, tensor in gather:
                         stream.feed(name, tensor)
                     stream.finish()

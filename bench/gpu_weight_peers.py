@@ -98,6 +98,7 @@ class Trainer:
         with torch.device(self.device):
             self._model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, task.dtype)).eval()
         self._weights = {name: one.detach() for name, one in self._model.named_parameters()}
+        self._specs = {name: (one.dtype, tuple(one.shape)) for name, one in self._weights.items()}
         self._version = -1
         self._publisher: WeightPublisher | None = None
         self._num_publishers = 0
@@ -143,8 +144,7 @@ class Trainer:
 
     def open(self, version: int, num_workers: int) -> bytes:
         assert self._publisher is not None
-        specs = {name: (one.dtype, tuple(one.shape)) for name, one in self._weights.items()}
-        return messages.encode(self._publisher.open(version, specs, [ReceiverGroup("engine", num_workers)]))
+        return messages.encode(self._publisher.open(version, self._specs, [ReceiverGroup("engine", num_workers)]))
 
     def publish(self, update: bytes) -> dict[str, float]:
         """Seconds of its parts."""
@@ -172,10 +172,11 @@ class Trainer:
 
     def builtin_send(self, packed_bytes: int) -> None:
         """By vLLM's `nccl`. packed_bytes: of its buffers; 0: tensor by tensor."""
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+        from vllm.distributed.weight_transfer import nccl_engine
 
         packed = {"packed": True, "packed_buffer_size_bytes": packed_bytes} if packed_bytes else {}
-        NCCLWeightTransferEngine.trainer_send_weights(iter(self._weights.items()), {"group": self._builtin, **packed})
+        transfer: Any = nccl_engine.NCCLWeightTransferEngine
+        transfer.trainer_send_weights(iter(self._weights.items()), {"group": self._builtin, **packed})
         self._wait()
 
     def builtin_handles(self) -> str:

@@ -80,19 +80,18 @@ def setups(size: str, gpus: int, only: Sequence[str]) -> list[Setup]:
     """All, or those named in `only`."""
     far = 1 if gpus > 1 else 0
 
-    def cases(*extra_mib: int) -> tuple[Case, ...]:
+    def cases(*sizes: int) -> tuple[Case, ...]:
         places = [("ipc", 0)] + [("collective", far), ("ipc", far)] * far
-        found = [Case(kind, gpu, 256, running) for kind, gpu in places for running in (32, 0)]
-        return (*found, *(Case(kind, gpu, mib, 0) for kind, gpu in places for mib in extra_mib))
+        return tuple(Case(kind, gpu, mib, running) for kind, gpu in places for mib in sizes for running in (32, 0))
 
     few = (Case("ipc", 0, 256, 32, 5), Case("ipc", 0, 256, 0, 5))
     every = {
-        "none": Setup(size, "none", cases(128, 512), colocated=3),
-        "full": Setup(size, "full", cases(1024), colocated=3),
+        "none": Setup(size, "none", cases(256, 512), colocated=3),
+        "full": Setup(size, "full", cases(256), colocated=3),
         "moe": Setup("moe", "none", (Case("ipc", 0, 1, 8, 20),)),
         "tp2": Setup(size, "full", few, tp=2),
         "tp2-none": Setup(size, "none", few, tp=2),
-        "builtin": Setup(size, "none", cases(), builtin=True),
+        "builtin": Setup(size, "none", cases(256), builtin=True),
     }
     names = list(only) or [name for name, one in every.items() if one.tp <= max(gpus, 1)]
     return [every[name] for name in names]
@@ -374,9 +373,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--size", default="2B", choices=("2B", "tiny"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument(
-        "--setups", nargs="*", default=(), metavar="NAME", help="see `setups`; default: all"
-    )
+    parser.add_argument("--setups", nargs="*", default=(), metavar="NAME", help="see `setups`; default: all")
     parser.add_argument("--updates", type=int, default=0, help="per case, instead of each case's own")
     parser.add_argument("--folder", default="", help="where models are written; default: the system's")
     parser.add_argument("--out", default="runs/gpu-weights")

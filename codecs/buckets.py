@@ -8,6 +8,7 @@ Buckets end to end, each rounded up to ALIGN, therefore hold every tensor in one
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
+from . import messages
 from .gpu_digest import device_digest
 from .memory import fresh
 from .schema import DTYPES
@@ -44,16 +46,22 @@ class BucketEntry:
     """0 for a tensor without elements."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BucketPlan:
-    """What lies where. Plain data for `messages.encode`; sender and receiver use the same one."""
+    """What lies where; sender and receiver use the same one. Plain data for `messages`, as which it is kept: most
+    updates have the plan of the one before, and 300 entries cost a millisecond to write, read and compare."""
 
     entries: tuple[BucketEntry, ...]
     """By bucket, then offset: in the order of the tensors."""
     sizes: tuple[int, ...]
     """Bytes of each bucket."""
 
-    @property
+    @functools.cached_property
+    def message(self) -> bytes:
+        """For `read_plan`."""
+        return messages.encode(self)
+
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The tensors' names, in order."""
         return tuple(dict.fromkeys(entry.name for entry in self.entries))
@@ -69,6 +77,13 @@ class BucketPlan:
             raise ValueError(f"bucket {bucket}: the plan has {len(self.sizes)} buckets")
         first = bisect.bisect_left(self.entries, bucket, key=_bucket_of)
         return self.entries[first : bisect.bisect_right(self.entries, bucket, lo=first, key=_bucket_of)]
+
+
+@functools.lru_cache(maxsize=4)
+def read_plan(message: bytes) -> BucketPlan:
+    """The same object for the same bytes, as long as few other plans are read in between. Raises ValueError when they
+    are none."""
+    return messages.decode(message, BucketPlan)
 
 
 def plan_buckets(named: Mapping[str, tuple[torch.dtype, Sequence[int]]], bucket_bytes: int) -> BucketPlan:
@@ -124,15 +139,18 @@ def write_piece(
         digest.update(out[end : end + gap].numpy().data)
 
 
-def queue_piece(entry: BucketEntry, whole: torch.Tensor, out: torch.Tensor) -> None:
-    """`write_piece` into a bucket on a GPU, of a tensor that was found to be as planned and is contiguous: three calls
-    of torch, as a model of 300 weights has 10 ms for all of them."""
+def queue_piece(entry: BucketEntry, tensor: torch.Tensor, out: torch.Tensor, place: torch.Tensor | None) -> None:
+    """`write_piece` into a bucket on a GPU, of a tensor that was found to be as planned. place: where the tensor lies
+    in `out`, in its own dtype and shape, if all of it does; then this is one call of torch, as a model of 300 weights
+    has 10 ms for all of them."""
     end = entry.offset + entry.nbytes
     gap = min(-end % ALIGN, len(out) - end)
     if gap:
         out[end : end + gap] = 0
-    if entry.nbytes:
-        flat = whole.view(-1).view(torch.uint8)
+    if place is not None:
+        place.copy_(tensor.detach())
+    elif entry.nbytes:
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         out[entry.offset : end].copy_(flat[entry.begin : entry.begin + entry.nbytes])
 
 

@@ -15,7 +15,6 @@ import functools
 
 import torch
 
-from ...codecs import messages
 from ...codecs.gpu_digest import as_signed
 from .bounds import Bound
 from .control_link import Note, listen
@@ -157,7 +156,7 @@ class CollectiveSender(Sender):
         assert self._meeting is not None
         name = f"group-{self._meeting.port}-{self._num_groups}"
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        roll.tell(Note("start", f"{name}|{backend}", self._meeting.port, messages.encode(update.plan)))
+        roll.tell(Note("start", f"{name}|{backend}", self._meeting.port, update.plan.message))
         if not kept and roll.world > 1:
             join = functools.partial(self._join, self._meeting.port, name, roll.world, bound)
             self._group = bounded(join, bound, "making the group", lambda: self._look(update, "making the group"))

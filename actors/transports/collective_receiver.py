@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 
 import torch
 
-from ...codecs import messages
-from ...codecs.buckets import BucketPlan
+from ...codecs.buckets import BucketPlan, read_plan
 from .bounds import Bound
 from .control_link import Hello, Link, Note
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
@@ -18,6 +18,8 @@ from .receiving import Receiver, Stream, bucket_offsets
 from .rendezvous import Broadcast, Group, bounded, meet
 
 _RING = 2
+_AHEAD_S = 1e-3
+"""How long the thread that reads ahead holds up the one that takes over."""
 _SLICE_S = 0.05
 """How long is waited for one thing before the others are looked at."""
 
@@ -52,7 +54,7 @@ class CollectiveReceiver(Receiver):
                 raise bound.error(f"the sender at {host}:{port} did not start it: not all receivers are here")
             notes: deque[Note] = deque()
             self._join(update, rank, link, start, host, bound, notes)
-            return CollectiveStream(update, messages.decode(start.data, BucketPlan), bound, link, notes, self)
+            return CollectiveStream(update, read_plan(start.data), bound, link, notes, self)
         except OSError as error:
             link.close()
             raise bound.error(f"the sender at {host}:{port} is lost: {error}") from error
@@ -128,12 +130,30 @@ class CollectiveStream(Stream):
         self._notes = notes
         self._ended = False
         self._done = False
+        self._wanted_now = False
+        self._reading = threading.Lock()
+        """Held by the thread that receives: one ahead, then the one that iterates."""
+        self._failure: Exception | None = None
+        """Of the one ahead."""
 
     def receive_into(self, memory: torch.Tensor) -> None:
         if memory.device == self.device:
             self._wanted = memory
 
+    def read_ahead(self) -> None:
+        with self._reading:
+            try:
+                while not (self._ended or self._wanted_now or len(self._under_way) == _RING or not self.bound.left_s):
+                    self._hear(_AHEAD_S, "waiting for the first buckets")
+                    self._begin_next(_RING, wait=False)
+            except Exception as error:  # raised in the thread that iterates
+                self._failure = error
+
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
+        self._wanted_now = True
+        with self._reading:
+            if self._failure is not None:
+                raise self._failure
         while True:
             self._begin_next(_RING, wait=not self._under_way)
             if not self._under_way:

@@ -82,7 +82,7 @@ class CudaIpcSender(PagedSender):
         if self._page is not None:
             self._page.remove("another update was begun")
         place = str(torch.cuda.get_device_properties(self._device).uuid)
-        self._page = self._announce(update, Contents(update.plan, ring=self._handles, place=place))
+        self._page = self._announce(update, Contents(update.plan.message, ring=self._handles, place=place))
         return str(self._page.path)
 
     def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:

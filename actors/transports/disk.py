@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from ...codecs import messages
-from ...codecs.buckets import ALIGN, BucketPlan
+from ...codecs.buckets import ALIGN, BucketPlan, read_plan
 from ...dataplane.stores.shm_folder import PREFIX
 from .background import BackgroundSender
 from .bounds import Bound
@@ -72,7 +72,7 @@ class DiskSender(BackgroundSender):
             raise OSError(errno.ENOSPC, f"weights: no room for {nbytes} bytes in {self.folder}: {free} are free")
         path = self.folder / f"v{update.version}-{update.number}"
         path.mkdir()
-        _write_file(path / "plan", messages.encode(update.plan))
+        _write_file(path / "plan", update.plan.message)
         self._kept.append((update.version, path))
         self._frames = []
         return str(path)
@@ -113,7 +113,7 @@ class DiskReceiver(Receiver):
     def _open(self, update: WeightUpdate, rank: int, bound: Bound) -> Stream:
         path = Path(update.location)
         try:
-            plan = messages.decode((path / "plan").read_bytes(), BucketPlan)
+            plan = read_plan((path / "plan").read_bytes())
         except FileNotFoundError:
             raise _gone(path, bound, "at the start") from None
         except ValueError as error:

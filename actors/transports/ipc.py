@@ -69,7 +69,7 @@ class IpcSender(PagedSender):
     def _begin(self, update: OpenUpdate) -> str:
         self._offsets = bucket_offsets(update.plan)
         slot = self._free_slot(update, max(self._offsets[-1], ALIGN))
-        slot.page = self._announce(update, Contents(update.plan, slot.path.name))
+        slot.page = self._announce(update, Contents(update.plan.message, slot.path.name))
         self._slots.append(slot)
         return str(slot.page.path)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ...codecs import messages
-from ...codecs.buckets import BucketPlan
+from ...codecs.buckets import BucketPlan, read_plan
 from ...dataplane.stores.shm_folder import PREFIX, ROOT, remove_stale_folders
 from .bounds import TICK_S, Bound
 from .control_page import OPEN, WHOLE, WITHDRAWN, ControlPage, Lease
@@ -37,7 +37,8 @@ _LOOK_S = 0.05
 class Contents:
     """What a control page says about its update."""
 
-    plan: BucketPlan
+    layout: bytes
+    """The plan, a message."""
     slot: str = ""
     """CPU: file name of the bytes, bucket b at `bucket_offsets(plan)[b]`."""
     ring: tuple[bytes, ...] = ()
@@ -45,6 +46,11 @@ class Contents:
     them."""
     place: str = ""
     """GPU: which one they are on."""
+
+    @property
+    def plan(self) -> BucketPlan:
+        """Raises ValueError when the layout is none."""
+        return read_plan(self.layout)
 
 
 class PagedSender(Sender):
@@ -146,6 +152,7 @@ def join(update: WeightUpdate, bound: Bound) -> tuple[ControlPage, Lease, Conten
         page = ControlPage.open(path)
         lease = Lease(path, bound.end)
         contents = messages.decode(page.contents, Contents)
+        read_plan(contents.layout)
     except (FileNotFoundError, ValueError) as error:
         if lease is not None:
             lease.release()

@@ -8,15 +8,14 @@ prepare(update) -> arriving(update) -> committed    without room for two: receiv
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ...codecs.bucket_delta import apply_sparse
 from ...codecs.buckets import BucketPlan, expect_all, read_bucket
-from ...codecs.schema import DTYPES
+from .bucket_views import BucketViews
 from .factory import build_receiver
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
 from .receiving import Receiver, Stream, bucket_offsets
@@ -58,7 +57,7 @@ class WeightInbox:
         self._base: StagedWeights | None = None
         self._spare: torch.Tensor | None = None
         """Memory of a version that is not needed any more."""
-        self._views = _Views()
+        self._views = BucketViews()
         self._chosen: Staging | None = None
         self._dropped: int | None = None
         self._closed = False
@@ -124,6 +123,13 @@ class WeightInbox:
                 with self._lock:
                     self._arriving = None
 
+    def read_ahead(self) -> None:
+        """Without staging: let what comes first arrive before `arriving` is asked for it; what goes wrong, that
+        raises. By the thread that prepared; returns when no more can come before that."""
+        arriving = self._arriving
+        if arriving is not None and arriving[2] is not None:
+            arriving[2].read_ahead()
+
     def arriving(self, update: WeightUpdate) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Without staging: whole tensors of the joined `update` as soon as all their pieces are there, verified; valid
         until the next list. The update is whole only when the iterator ends.
@@ -136,10 +142,9 @@ class WeightInbox:
         stream = arriving[2]
         pieces: dict[str, torch.Tensor] = {}
         read = set()
-        last = {entry.name: entry.bucket for entry in stream.plan.entries}
         try:
             for frame, payload in stream:
-                yield self._whole_tensors(stream.plan, frame, payload, pieces, last)
+                yield self._whole_tensors(stream.plan, frame, payload, pieces)
                 read.add(frame.bucket)
             _expect_whole(stream, read)
         finally:
@@ -229,11 +234,8 @@ class WeightInbox:
                 target.copy_(payload)
             read.add(frame.bucket)
         _expect_whole(stream, read)
-        if owner is None and memory.is_cuda:
-            named = self._views.of(plan, -1, memory, lambda: tensors_in(plan, memory))
-        else:
-            named = tensors_in(plan, memory)
-        return StagedWeights(update.version, dict(named), plan, memory, owner)
+        views = self._views if owner is None else BucketViews()  # a stream's memory is not to be kept
+        return StagedWeights(update.version, dict(views.all(plan, memory)), plan, memory, owner)
 
     def _whole_tensors(
         self,
@@ -241,18 +243,15 @@ class WeightInbox:
         frame: BucketFrame,
         payload: torch.Tensor,
         pieces: dict[str, torch.Tensor],
-        last: dict[str, int],
     ) -> list[tuple[str, torch.Tensor]]:
         """Tensors that are whole with this bucket: views of it, or put together in `pieces` over several buckets."""
         bucket = frame.bucket
-        if payload.is_cuda:
-            inside = self._views.of(plan, bucket, payload, lambda: _views_in(plan, bucket, payload, last))
-        else:
-            inside = _views_in(plan, bucket, payload, last)
+        inside = self._views.inside(plan, bucket, payload)
         apart = tuple(entry for entry in plan.in_bucket(bucket) if entry.name not in inside)
         if apart:
             read_bucket(BucketPlan(apart, plan.sizes), bucket, payload, pieces)
-        whole = [(entry.name, pieces.pop(entry.name)) for entry in apart if last[entry.name] == bucket]
+        ended = [entry.name for entry in apart if self._views.last_bucket(plan, entry.name) == bucket]
+        whole = [(name, pieces.pop(name)) for name in ended]
         return [*inside.items(), *whole]
 
     def _expect_base(self, update: WeightUpdate, stream: Stream) -> StagedWeights | None:
@@ -303,56 +302,6 @@ class WeightInbox:
             staged.stream.close()
         else:
             self._spare = staged.memory
-
-
-def tensors_in(plan: BucketPlan, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-    """HF name -> view of the whole tensor in `memory`, uint8, in which bucket b lies at `bucket_offsets(plan)[b]`."""
-    offsets, named = bucket_offsets(plan), {}
-    for entry in plan.entries:
-        if entry.begin == 0 and entry.name not in named:
-            dtype = DTYPES[entry.dtype]
-            nbytes = int(np.prod(entry.shape, dtype=np.int64)) * dtype.itemsize
-            begin = offsets[entry.bucket] + entry.offset
-            named[entry.name] = memory[begin : begin + nbytes].view(dtype).view(entry.shape)
-    return named
-
-
-def _views_in(plan: BucketPlan, bucket: int, payload: torch.Tensor, last: dict[str, int]) -> dict[str, torch.Tensor]:
-    """Views of the tensors that lie in one bucket's payload whole."""
-    named = {}
-    for entry in plan.in_bucket(bucket):
-        if entry.begin == 0 and last[entry.name] == bucket:
-            flat = payload[entry.offset : entry.offset + entry.nbytes]
-            named[entry.name] = flat.view(DTYPES[entry.dtype]).view(entry.shape)
-    return named
-
-
-class _Views:
-    """Views of tensors in buffers on a GPU, kept from update to update as buffers and plans are: making them anew
-    costs milliseconds, and an update takes ten."""
-
-    def __init__(self) -> None:
-        self._plan: BucketPlan | None = None
-        self._made: dict[tuple[int, int, int], dict[str, torch.Tensor]] = {}
-
-    def of(
-        self, plan: BucketPlan, bucket: int, buffer: torch.Tensor, make: Callable[[], dict[str, torch.Tensor]]
-    ) -> dict[str, torch.Tensor]:
-        """What `make` gives for this bucket in this buffer; to be called with every bucket of an update, in order."""
-        if self._plan is not plan:  # the first bucket of another update
-            if self._plan != plan:
-                self._made.clear()
-            self._plan = plan
-        key = (bucket, buffer.data_ptr(), len(buffer))
-        if key not in self._made:
-            if len(self._made) > 4 * len(plan.sizes):  # of a sender that is gone, whose buffers they would keep
-                self._made.clear()
-            self._made[key] = make()
-        return self._made[key]
-
-    def clear(self) -> None:
-        """Let go of the buffers."""
-        self._plan, self._made = None, {}
 
 
 def _apply(stream: Stream, frame: BucketFrame, payload: torch.Tensor, target: torch.Tensor) -> None:

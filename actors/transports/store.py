@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...codecs import messages
 from ...codecs.batch import Ragged
-from ...codecs.buckets import BucketPlan
+from ...codecs.buckets import BucketPlan, read_plan
 from ...codecs.schema import Field, Kind, Schema
 from ...dataplane.client import DataPlaneClient
 from ...dataplane.errors import DataPlaneError, KeysNotFound, RowsCleared
@@ -81,7 +80,7 @@ class StoreSender(BackgroundSender):
                 self._clear(old)
             self._expect_room(update, rows.nbytes)
             self._kept.append(rows)
-            self._put(update, "plan", {"plan": messages.encode(update.plan)})
+            self._put(update, "plan", {"plan": update.plan.message})
         except DataPlaneError as error:
             raise self._failed(update, "the store", error) from error
         return update.location
@@ -185,7 +184,7 @@ class _Reader:
         found = self.row("plan")
         if found is None:
             raise self._gone("at the start")
-        return messages.decode(found[0]["plan"], BucketPlan)
+        return read_plan(bytes(found[0]["plan"]))
 
     def expect_there(self, when: str) -> None:
         """Raises when the update was ended or withdrawn."""

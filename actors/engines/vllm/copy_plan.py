@@ -11,6 +11,7 @@ loaders, and says why.
 from __future__ import annotations
 
 import bisect
+import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -185,22 +186,23 @@ class _Watch(TorchDispatchMode):
 
 
 class ParameterPlaces:
-    """Which modules and parameters a model has, and in what memory. Asked at every update, so it looks straight into
-    the modules' own tables: 0.1 ms for a model of 30 layers."""
+    """Which modules and parameters a model has, and in what memory. Asked at every update, while the engine stands
+    still, so it looks straight into the modules' own tables: 0.1 ms for a model of 30 layers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        modules = list(model.modules())
-        self._children = [(one._modules, dict(one._modules)) for one in modules if one._modules]
-        self._parameters = [(one._parameters, dict(one._parameters)) for one in modules if one._parameters]
-        self._tensors = [tensor for _, own in self._parameters for tensor in own.values() if tensor is not None]
+        tables = [table for one in model.modules() for table in (one._modules, one._parameters) if table]
+        self._tables: list[tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...]]] = [
+            (table, tuple(table), tuple(table.values())) for table in tables
+        ]
+        self._tensors = list(model.parameters())
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
     def stand(self) -> bool:
         """Whether all of them are still the same, where they were."""
-        for live, before in (*self._children, *self._parameters):
-            if len(live) != len(before) or any(live.get(name) is not one for name, one in before.items()):
+        for live, names, before in self._tables:
+            if len(live) != len(names) or not all(map(operator.is_, map(live.get, names), before)):
                 return False
-        return [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+        return [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses
 
 
 class _Areas:

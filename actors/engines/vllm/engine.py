@@ -28,7 +28,7 @@ from ..protocol import (
 )
 from . import library
 from .names import WeightNames
-from .process import ProcessSettings, VllmProcess
+from .process import ProcessSettings, VllmProcess, all_of
 from .requests import BusyClock, RequestChecks, RunningRequest, completion, nothing
 from .updates import WeightUpdates
 
@@ -236,16 +236,18 @@ class VllmEngine:
 
     async def _freeze(self, mode: PauseMode) -> tuple[int, int]:
         """(requests that were kept, requests that were ended). `wait` is as `keep` on an engine that is frozen: there
-        nothing ends."""
+        nothing ends. vLLM itself is only asked to when it has requests: new ones wait here."""
+        self._process.expect_alive()
         self._flowing.clear()
         running = [request for request in self._in_flight.values() if request.submitted]
         if not self._frozen:
             if mode == "wait":
                 for request in running:
                     await request.done.wait()
-            await self._process.pause()
-            self._frozen = True
-            self._busy.change(paused=True)
+            if not all(request.done.is_set() for request in running):
+                await self._process.pause()
+                self._frozen = True
+                self._busy.change(paused=True)
         running = [request for request in running if not request.done.is_set()]
         if mode == "abort":
             await self._end(running)
@@ -256,9 +258,10 @@ class VllmEngine:
         """Go on, unless something else keeps the engine from it."""
         if self._flowing.is_set() or self._held or self._asleep or self._broken:
             return
-        await self._process.resume()
-        self._frozen = False
-        self._busy.change(paused=False)
+        if self._frozen:
+            await self._process.resume()
+            self._frozen = False
+            self._busy.change(paused=False)
         self._flowing.set()
 
     async def reset_prefix_cache(self) -> None:
@@ -306,9 +309,8 @@ class VllmEngine:
             try:
                 if self._asleep and self._process.can_sleep:
                     await self._process.wake("weights")
-                await self._updates.load(version)
-                await self._process.forget_keys_and_values()
-                await self._process.versions.mark(version)
+                await all_of(self._updates.load(version), self._process.forget_keys_and_values())
+                await self._process.mark(version)
             except Exception as error:
                 raise await self._break(version, error) from error
             loaded = time.perf_counter()
@@ -360,8 +362,8 @@ class VllmEngine:
             if not self._asleep:
                 return
             if self._process.can_sleep:
-                await self._process.wake()
-                await self._process.pause()  # vLLM goes on by itself once all its memory is back
+                await self._process.wake()  # vLLM goes on by itself once all its memory is back, without requests
+                self._frozen = False
             self._asleep = 0
             await self._thaw()
 

@@ -23,6 +23,7 @@ try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.model_executor.layers.attention import Attention
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         from vllm.platforms import current_platform
@@ -97,6 +98,8 @@ def in_place_hindrance(model: torch.nn.Module) -> str:
     nothing quantised, repacked or derived.
     """
     for name, module in model.named_modules():
+        if isinstance(module, QuantizeMethodBase):  # looked at as its layer's method
+            continue
         method = getattr(module, "quant_method", None)
         if method is not None and not _is_plain(method) and not isinstance(module, Attention):
             return f"{name or type(model).__name__} uses {type(method).__name__}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -106,12 +106,17 @@ class VllmProcess:
         Not `AsyncLLM.pause_generation`: that sleeps 20 ms for outputs to come through, which `drain` knows exactly.
         """
         await self._bounded("pause", self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
-        self.llm._run_output_handler()  # it runs from the first request on, and there may have been none
+        self.llm._run_output_handler()  # it runs from the first request on, which may be on its way
         await self.versions.drain()
 
     async def resume(self) -> None:
         """Go on."""
         await self._bounded("resume", self.llm.resume_generation())
+
+    async def mark(self, version: int) -> None:
+        """Tokens that have not come in yet are of `version`."""
+        self.llm._run_output_handler()  # it runs from the first request on, and there may have been none
+        await self.versions.mark(version)
 
     async def forget_keys_and_values(self) -> None:
         """Nothing that was computed so far is used again: cached prefixes go, and requests that were frozen (only
@@ -130,6 +135,11 @@ class VllmProcess:
         if wanted := self._asleep & (set(tags) or self._asleep):
             await self._bounded("wake_up", self.llm.wake_up(sorted(wanted)))
             self._asleep -= wanted
+
+    def expect_alive(self) -> None:
+        """Raises EngineDied when the engine process is known to have died."""
+        if self.llm.errored:
+            raise EngineDied("vLLM's engine process died")
 
     async def end(self) -> None:
         """End all processes; those that do not go in time are killed."""
@@ -166,6 +176,13 @@ class VllmProcess:
             if type(error) is Exception:  # how vLLM passes on what was raised in its process
                 raise RuntimeError(f"vLLM: {error}") from error
             raise
+
+
+async def all_of(*calls: Coroutine[Any, Any, None]) -> None:
+    """Begun at once, in this order, and awaited to the end. Raises what the first of those that failed did."""
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
 
 
 def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs:

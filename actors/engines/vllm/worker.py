@@ -148,6 +148,9 @@ class StagedWeightEngine(library.WeightTransferEngine):
             self._inbox.drop(update.version)
         self._state = state
         self._link.tell(number, state)
+        if state.phase == "ready" and self._inbox is not None:
+            with torch.cuda.stream(self._stream):
+                self._inbox.read_ahead()
 
     def _load_arriving(self, inbox: WeightInbox, names: WeightNames, update: WeightUpdate) -> None:
         """Load bucket by bucket as they arrive. An error leaves the model in pieces."""
@@ -172,7 +175,6 @@ class WeightWorker:
     """Mixed into vLLM's worker: what the engine calls by name. Arguments and results are msgpack."""
 
     weight_transfer_engine: Any
-    _weight_update_active: bool
 
     def headrace_drop(self, version: int) -> None:
         """Forget a prepared version."""
@@ -180,18 +182,16 @@ class WeightWorker:
 
     def headrace_load(self, version: int) -> bytes:
         """Load a prepared version whole; a LoadReport, which names the error of one that broke off."""
-        worker: Any = self
         engine: StagedWeightEngine = self.weight_transfer_engine
         started = time.perf_counter()
         error, in_transfer = "", False
         try:
-            worker.start_weight_update()
-            worker.update_weights({"version": version})
-            worker.finish_weight_update()
+            engine.start_weight_update()
+            engine.receive_weights(StagedVersion(version))
+            engine.finish_weight_update()
             engine.committed(version)
         except Exception as failure:  # raised by the engine, for all workers at once
             error, in_transfer = f"{type(failure).__name__}: {failure}", isinstance(failure, WeightTransferError)
-            self._weight_update_active = False
             engine.loader.abandon()
         return messages.encode(LoadReport(time.perf_counter() - started, engine.loader.way, error, in_transfer))
 
