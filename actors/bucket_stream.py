@@ -8,7 +8,6 @@ Beside the tensor in hand it holds one bucket: the sender's buffer, or with a ba
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -88,11 +87,9 @@ class BucketStream:
         self._base = base
         self._failure: Exception | None = None
         plan = opened.plan
-        self._planned = [
-            (name, list(entries)) for name, entries in itertools.groupby(plan.entries, lambda entry: entry.name)
-        ]
+        self._planned = plan.weights
         self._num_fed = 0
-        self._pieces_left = Counter(entry.bucket for entry in plan.entries)
+        self._pieces_left = dict(plan.pieces)
         self._views = views or BucketViews()
         self._places: Views = {}
         """Where weights lie in `_out`, on a GPU."""
@@ -110,10 +107,14 @@ class BucketStream:
         Raises ValueError when it is not the one that is planned next, and what the sender raises, unless there is a
         draft.
         """
-        planned, entries = self._planned[self._num_fed] if self._num_fed < len(self._planned) else ("no more", [])
-        if name != planned:
-            raise ValueError(f"{self._label}: weight {name!r} came after {self._num_fed} others, expected {planned!r}")
-        check_planned(entries[0], tensor)
+        upto = self._num_fed
+        if upto == len(self._planned) or name != self._planned[upto][0]:
+            planned = self._planned[upto][0] if upto < len(self._planned) else "no more"
+            raise ValueError(f"{self._label}: weight {name!r} came after {upto} others, expected {planned!r}")
+        entries = self._planned[upto][1]
+        place = self._places.get(name)
+        if place is None or place.dtype != tensor.dtype or place.shape != tensor.shape:
+            check_planned(entries[0], tensor)
         whole: torch.Tensor | None = None
         for entry in entries:
             if self._out is None:

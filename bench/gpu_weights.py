@@ -45,8 +45,9 @@ TOKENS_BETWEEN = 4
 """Every request makes at least so many between updates: then all that it keeps was computed anew."""
 PROMPT = list(range(3, 19))
 LONGEST = CONTEXT - len(PROMPT) - 1
-NOISE = (0.02, 0.5)
-"""(mean, largest) difference of log-probs allowed between vLLM's and Transformers' kernels in bfloat16."""
+NOISE = {"2B": (0.02, 0.5), "tiny": (0.02, 0.5), "moe": (0.04, 1.0)}
+"""(mean, largest) difference of log-probs allowed between vLLM's and Transformers' kernels in bfloat16; scores that
+differ in the last bit give a few tokens other experts. Between versions it is 1.3 and more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,7 @@ class Bench:
                 await self._flowing(engine)
                 for number in range(case.in_flight):
                     await engine.abort(f"{first}-{number}")
-                await self._check_tokens(case, first, await asyncio.gather(*requests))
+                await self._check_tokens(setup.size, case, first, await asyncio.gather(*requests))
         except Exception as error:  # the other cases go on
             self.expect(False, f"{case}: {type(error).__name__}: {error}")
             traceback.print_exc()
@@ -220,6 +221,7 @@ class Bench:
         parts = await publishing
         return {
             "update_s": committed - start,
+            "announced_s": committed - announced,
             "open_s": announced - start,
             "prepare_s": prepared - announced,
             "commit_s": committed - prepared,
@@ -266,7 +268,7 @@ class Bench:
             self.tell("bytes", version=self._version, equal=right, wrong=wrong)
         self.expect(wrong == 0 or self._device == "cpu", f"version {self._version}: {wrong} parameters differ")
 
-    async def _check_tokens(self, case: Case, first: int, completions: list[list[Completion]]) -> None:
+    async def _check_tokens(self, size: str, case: Case, first: int, completions: list[list[Completion]]) -> None:
         """Every token has a version; log-probs are those of its version's weights with all that came before."""
         every = [one for some in completions for one in some]
         for one in every:
@@ -299,7 +301,8 @@ class Bench:
             largest=float(difference.max()),
             other_versions=float(control.mean()),
         )
-        self.expect(difference.mean() < NOISE[0] and difference.max() < NOISE[1], f"{case}: log-probs differ")
+        mean, largest = NOISE[size]
+        self.expect(difference.mean() < mean and difference.max() < largest, f"{case}: log-probs differ")
 
     async def _colocated(self, engine: VllmEngine, cycle: int, setup: Setup) -> None:
         """The trainer on the engine's GPU, which the engine leaves to it in between."""
@@ -313,11 +316,13 @@ class Bench:
         await engine.wake()
         awake = time.perf_counter()
         await self._check_bytes(engine, 0, setup.tp)
-        completions = await engine.generate(f"awake-{self._version}", PROMPT, SamplingParams(max_new_tokens=32))
+        completions = await engine.generate(f"awake-{self._version}", PROMPT, SamplingParams(max_new_tokens=256))
         one = completions[0]
         logprobs = await self._call(0, "logprobs", self._version, [[*PROMPT, *one.token_ids.tolist()]])
         difference = np.abs(logprobs[0][len(PROMPT) - 1 :] - one.logprobs)
-        self.expect(difference.mean() < NOISE[0] and (one.versions == self._version).all(), "wrong after waking")
+        self.expect(
+            difference.mean() < NOISE[setup.size][0] and (one.versions == self._version).all(), "wrong after waking"
+        )
         self.tell(
             "colocated",
             staging=setup.staging,

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,6 +67,17 @@ class BucketPlan:
     def names(self) -> tuple[str, ...]:
         """The tensors' names, in order."""
         return tuple(dict.fromkeys(entry.name for entry in self.entries))
+
+    @functools.cached_property
+    def weights(self) -> tuple[tuple[str, tuple[BucketEntry, ...]], ...]:
+        """(name, its entries), in order."""
+        by_name = itertools.groupby(self.entries, lambda entry: entry.name)
+        return tuple((name, tuple(entries)) for name, entries in by_name)
+
+    @functools.cached_property
+    def pieces(self) -> Mapping[int, int]:
+        """How many entries a bucket has."""
+        return Counter(entry.bucket for entry in self.entries)
 
     @property
     def num_bytes(self) -> int:

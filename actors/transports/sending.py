@@ -40,6 +40,7 @@ class Sender:
 
     kind = ""
     lasting = False
+    parts = 1
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s

@@ -309,7 +309,7 @@ class VllmEngine:
             try:
                 if self._asleep and self._process.can_sleep:
                     await self._process.wake("weights")
-                await all_of(self._updates.load(version), self._process.forget_keys_and_values())
+                await all_of(self._process.forget_keys_and_values(), self._updates.load(version))
                 await self._process.mark(version)
             except Exception as error:
                 raise await self._break(version, error) from error
