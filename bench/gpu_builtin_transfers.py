@@ -76,7 +76,7 @@ async def _measure_backend(
     try:
         await _join(backend, transfers[0], llm, call)
         for transfer in transfers:
-            specs = await call(transfer.trainer, "specs")
+            specs = await call(transfer.trainer, "builtin", "specs")
             rows = []
             for number in range(WARM_UPS + UPDATES):
                 await call(transfer.trainer, "change", 1000 + number)
@@ -107,7 +107,7 @@ async def _join(backend: str, transfer: Transfer, llm: library.AsyncLLM, call: C
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        joining = asyncio.ensure_future(call(transfer.trainer, "builtin_join", port))
+        joining = asyncio.ensure_future(call(transfer.trainer, "builtin", "join", port))
         info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
         await llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
         await joining
@@ -123,11 +123,11 @@ async def _update(
     start = time.perf_counter()
     sending: asyncio.Future[Any] | None = None
     if transfer.backend == "ipc":
-        info["ipc_handles_pickled"] = await call(transfer.trainer, "builtin_handles")
+        info["ipc_handles_pickled"] = await call(transfer.trainer, "builtin", "handles")
     else:
         nbytes = transfer.packed_mib << 20
         info |= {"packed": True, "packed_buffer_size_bytes": nbytes} if nbytes else {}
-        sending = asyncio.ensure_future(call(transfer.trainer, "builtin_send", nbytes))
+        sending = asyncio.ensure_future(call(transfer.trainer, "builtin", "send", nbytes))
     await llm.collective_rpc("start_weight_update")
     await llm.collective_rpc("update_weights", kwargs={"update_info": info})
     await llm.collective_rpc("finish_weight_update")

@@ -6,8 +6,6 @@ the log-probs that an engine's tokens must have, its own bytes those that an eng
 
 from __future__ import annotations
 
-import base64
-import pickle
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +20,6 @@ import xxhash
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch._C._distributed_c10d import FileStore
-from torch.multiprocessing.reductions import reduce_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ..actors.transports.factory import build_sender
@@ -31,6 +28,7 @@ from ..actors.transports.settings import SenderConfig
 from ..actors.weight_publisher import PublisherConfig, WeightPublisher
 from ..codecs import messages
 from ..codecs.gpu_digest import device_digest
+from .baselines.vllm_transfers import BuiltinSender
 
 CONTEXT = 2048
 LARGE: dict[str, Any] = dict(
@@ -103,8 +101,7 @@ class Trainer:
         self._publisher: WeightPublisher | None = None
         self._num_publishers = 0
         self._flat: torch.Tensor | None = None
-        self._builtin: Any = None
-        """vLLM's own communicator."""
+        self._builtin = BuiltinSender(self._weights)
 
     def ready(self) -> int:
         """Bytes of the weights, which are of version 0."""
@@ -159,31 +156,9 @@ class Trainer:
 
     # ---------------------------------------------------------------- vLLM's own transfers
 
-    def specs(self) -> list[tuple[str, str, list[int]]]:
-        """(name, dtype, shape) of every weight."""
-        weights = self._weights.items()
-        return [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in weights]
-
-    def builtin_join(self, port: int) -> None:
-        """vLLM's group of trainer and engine."""
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init
-
-        self._builtin = trainer_init({"master_address": "127.0.0.1", "master_port": port, "world_size": 2})
-
-    def builtin_send(self, packed_bytes: int) -> None:
-        """By vLLM's `nccl`. packed_bytes: of its buffers; 0: tensor by tensor."""
-        from vllm.distributed.weight_transfer import nccl_engine
-
-        packed = {"packed": True, "packed_buffer_size_bytes": packed_bytes} if packed_bytes else {}
-        transfer: Any = nccl_engine.NCCLWeightTransferEngine
-        transfer.trainer_send_weights(iter(self._weights.items()), {"group": self._builtin, **packed})
-        self._wait()
-
-    def builtin_handles(self) -> str:
-        """For vLLM's `ipc`: its handles of all weights, as it wants them pickled."""
-        place = str(torch.cuda.get_device_properties(self.device).uuid)
-        handles = [{place: reduce_tensor(one)[1]} for one in self._weights.values()]
-        return base64.b64encode(pickle.dumps(handles)).decode()
+    def builtin(self, method: str, *args: Any) -> Any:
+        """A method of BuiltinSender."""
+        return getattr(self._builtin, method)(*args)
 
     # ---------------------------------------------------------------- checks
 

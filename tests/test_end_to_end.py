@@ -50,6 +50,7 @@ def test_two_ranks_with_log_prob_passes_and_a_light_driver(tmp_path):
     assert "http://" not in report.replace("http://www.w3.org", "") and "https://" not in report
 
 
+@pytest.mark.slow  # a resume that equals the whole run is also in test_kill_drill
 @pytest.mark.timeout(600)
 def test_resume_goes_on_where_the_checkpoint_stands(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -25,7 +25,7 @@ def send(engine: Engine, number: signal.Signals) -> None:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("transport", ["ipc", "collective"])
+@pytest.mark.parametrize("transport", [pytest.param("ipc", marks=pytest.mark.slow), "collective"])
 def test_stopped_and_killed_engines(tmp_path: Path, transport: str) -> None:
     folder = runs.model_folder(tmp_path / "model", "tied")
     overrides = (

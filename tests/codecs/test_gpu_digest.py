@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -56,3 +61,23 @@ def test_a_view_at_any_byte_is_digested_as_its_copy() -> None:
 def test_a_gpu_finds_the_same(size: int) -> None:
     data = payload(size)
     assert int(device_digest(data.cuda())) == int(device_digest(data))
+
+
+INTERPRETED = """
+import torch
+from headrace.codecs import gpu_digest, gpu_digest_kernel
+
+weights = gpu_digest._weights(torch.device("cpu"))
+for size in (0, 1, 5, 4098, 4099, 4100, 32768, 32769, 100_003):
+    words = torch.randint(-(2**62), 2**62, (size,), generator=torch.Generator().manual_seed(size)) * 3
+    expected, found = gpu_digest._weighted_sum(words, weights), gpu_digest_kernel.weighted_sum(words, weights)
+    assert int(expected) == int(found), (size, expected, found)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_the_kernel_sums_as_torch_does() -> None:
+    """In Triton's interpreter, which needs no GPU; on one, `device_digest` uses no kernel that was not seen to."""
+    command = [sys.executable, "-c", INTERPRETED]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -123,20 +123,40 @@ def test_without_staging_tensors_come_as_they_are_whole(crew: Callable[..., Crew
     peers = crew(kind)
     for worker in (0, 1):
         peers.workers["engine-1", worker].call("choose", "none").expect()
-    for version in (1, 2, 3):
+    for version, ahead_s in ((1, None), (2, 0.0), (3, 0.2)):
         named = weights(version)
         plan = plan_of(named, 128)
         update = peers.sender.begin(version, plan, peers.groups)
         for peer in peers.of(peers.groups[:1]):
             peer.start("prepare", update)
         for peer in peers.of(peers.groups[1:]):
-            peer.start("arrive", update, version, 50)
+            peer.start("arrive", update, version, 50, ahead_s)
         publish(peers.sender, plan, named)
         for peer in peers.of(peers.groups[:1]):
             peer.answer().expect()
         for peer in peers.of(peers.groups[1:]):
             assert peer.answer().expect()
         peers.commit(version, peers.groups[:1])
+
+
+def test_what_goes_wrong_ahead_of_the_reader_is_raised_to_it(crew: Callable[..., Crew], kind: str) -> None:
+    peers = crew(kind)
+    for worker in (0, 1):
+        peers.workers["engine-1", worker].call("choose", "none").expect()
+    named = weights(1)
+    plan = plan_of(named, 128)
+    update = peers.sender.begin(1, plan, peers.groups)
+    readers = peers.of(peers.groups[1:])
+    for peer in peers.of(peers.groups):
+        peer.start("arrive" if peer in readers else "prepare", update, *((1, 50, 1.0) if peer in readers else ()))
+
+    def abort(bucket: int, buffer: torch.Tensor) -> None:
+        if bucket == 2:
+            peers.sender.abort("changed its mind")
+
+    assert "changed its mind" in outcome(lambda: publish(peers.sender, plan, named, tamper=abort)).error
+    for peer in peers.of(peers.groups):
+        assert "changed its mind" in peer.answer().error
 
 
 def test_a_drop_ends_a_reception(crew: Callable[..., Crew], kind: str) -> None:

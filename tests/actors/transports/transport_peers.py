@@ -151,10 +151,15 @@ class ReceiverHost:
         finally:
             receiving.checksum = original
 
-    def arrive(self, update: WeightUpdate, seed: int, rows: int) -> bool:
-        """Without staging: whether the tensors that came are those of `weights(seed, rows)`."""
+    def arrive(self, update: WeightUpdate, seed: int, rows: int, ahead_s: float | None = None) -> bool:
+        """Without staging: whether the tensors that came are those of `weights(seed, rows)`. ahead_s: how long what
+        comes first is received by another thread, before this one takes over."""
         self._inbox.prepare(update)
         assert self._inbox.staged is None
+        if ahead_s is not None:
+            ahead = threading.Thread(target=self._inbox.read_ahead)
+            ahead.start()
+            ahead.join(ahead_s)
         got = {}
         for tensors in self._inbox.arriving(update):
             got |= {name: tensor.clone() for name, tensor in tensors}
