@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..codecs.buckets import ALIGN, BucketPlan, plan_buckets
+from ..codecs.buckets import BucketPlan, plan_buckets
 from .bucket_cache import BucketCache, CachedVersion
 from .bucket_stream import BucketStream, OpenUpdate, SendReport
 from .transports.bucket_views import BucketViews
@@ -160,8 +160,8 @@ class WeightPublisher:
 
     def _plan(self, specs: WeightSpecs) -> BucketPlan:
         if self._planned is None or self._planned[0] != list(specs.items()):
-            part = self._config.bucket_bytes // self._sender.parts // ALIGN * ALIGN
-            self._planned = list(specs.items()), plan_buckets(specs, max(part, ALIGN))
+            self._views.clear()
+            self._planned = list(specs.items()), plan_buckets(specs, self._config.bucket_bytes)
         return self._planned[1]
 
     def _has_whole(self, version: int) -> bool:
@@ -198,6 +198,7 @@ class WeightPublisher:
                 self._finished = update
             except BaseException as error:
                 self._sender.abort(f"{type(error).__name__}: {error}")
+                self._views.clear()  # the sender may leave its buffers to whoever still reads them
                 raise
             finally:
                 self._opened = None

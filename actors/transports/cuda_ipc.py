@@ -31,10 +31,7 @@ from .protocol import BucketFrame, WeightUpdate
 from .receiving import bucket_offsets
 from .sending import OpenUpdate
 
-_PARTS = 2
-"""Into which a bucket is cut: while one is filled, the GPU has another to digest, send or load. Two processes on one
-GPU take turns, and each turn that one of them has nothing to do in is lost."""
-RING = 2 * _PARTS
+RING = 2
 _TICK_S = 2e-5
 """Between two looks at the page: a bucket takes a few hundred microseconds."""
 _JOINED = 1
@@ -58,8 +55,6 @@ class _Handle:
 
 class CudaIpcSender(PagedSender):
     """Publishes from a GPU. See WeightSender."""
-
-    parts = _PARTS
 
     def __init__(self, run_id: str, timeout_s: float, device: torch.device, root: Path = ROOT) -> None:
         """Raises ValueError when a living sender of the same run has the folder, or the host has no shared memory."""

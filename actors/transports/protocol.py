@@ -89,8 +89,7 @@ class WeightSender(Protocol):
     def buffer(self, bucket: int, nbytes: int) -> torch.Tensor:
         """uint8 `[nbytes]`, where the bucket's payload is to be written, on the sender's device.
 
-        Waits while two buckets, or twice as many as their `parts`, are in flight. Raises WeightTransferError when a
-        receiver is gone or late.
+        Waits while two buckets are in flight. Raises WeightTransferError when a receiver is gone or late.
         """
         ...
 
@@ -112,11 +111,6 @@ class WeightSender(Protocol):
     def abort(self, reason: str) -> None:
         """End the open update: receivers raise WeightTransferError with `reason`, at the latest after the timeout.
         What was published of it is gone. Idempotent; legal from another thread."""
-        ...
-
-    @property
-    def parts(self) -> int:
-        """Into how many a bucket is best cut: so many times two are in flight, in the memory of two."""
         ...
 
     @property

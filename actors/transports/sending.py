@@ -40,7 +40,6 @@ class Sender:
 
     kind = ""
     lasting = False
-    parts = 1
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s

@@ -19,7 +19,6 @@ class MemorySender:
     def __init__(self, *, lasting: bool = False, fails_at: str = "", device: str = "cpu") -> None:
         self.device = device
         self.lasting = lasting
-        self.parts = 1
         self.fails_at = fails_at
         """`buffer 3`, `send 3` or `finish`; cleared when it has."""
         self.calls: list[str] = []

@@ -2,12 +2,12 @@
 
     receive   in a thread: receive into staging, verify, compare names and shapes; the worker goes on generating.
               Announced over the worker's link, which also says what became of it (`links`)
-    load      vLLM's weight-update session: start_weight_update, update_weights(version), finish_weight_update
+    load      the steps of vLLM's weight-update session, start, receive and finish, in one call
     drop      forget a staged version, or end its reception
 
 `WeightWorker` is mixed into vLLM's worker, its methods are called by name (`collective_rpc`); the rest is a weight
-transfer engine of vLLM's own API, registered as `headrace`. Of that API only the load session is used: its
-`update_weights` runs in the worker's one thread, and nothing would be generated while weights arrive.
+transfer engine of vLLM's own API, registered as `headrace`. vLLM's own session would receive in the
+worker's one thread: nothing would be generated while weights arrive.
 """
 
 from __future__ import annotations
@@ -90,10 +90,6 @@ class StagedWeightEngine(library.WeightTransferEngine):
             self.loader.load(staged.named.items())
         else:
             self._load_arriving(inbox, names, self._update)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        # The base class also calls torch.accelerator.synchronize: the loader does, once a session.
-        self.receive_weights(self.parse_update_info(update_info))
 
     def finish_weight_update(self) -> None:
         self.loader.finish()
