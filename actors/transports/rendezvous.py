@@ -5,6 +5,7 @@ Members meet at a TCP store of the sender's, on a port of the system's choice.
 
 from __future__ import annotations
 
+import atexit
 import socket
 import threading
 import time
@@ -21,6 +22,8 @@ from .bounds import Bound
 T = TypeVar("T")
 _GPU_TICK_S = 5e-5
 _MOMENT_S = 0.05
+_EXIT_S = 5.0
+"""Most that a process waits at its end for groups that it has left."""
 _GRACE_S = 30.0
 """A group's own bounds lie behind those of whoever uses it."""
 
@@ -95,7 +98,9 @@ class Group:
         if backend is not None:
             held = [backend, self._store]
             del backend
-            threading.Thread(target=_end, args=(held, self.device), daemon=True, name="headrace-leave").start()
+            leaving = threading.Thread(target=_end, args=(held, self.device), daemon=True, name="headrace-leave")
+            _leaving.add(leaving)
+            leaving.start()
 
 
 class Broadcast:
@@ -152,7 +157,19 @@ def bounded(call: Callable[[], T], bound: Bound, what: str, look: Callable[[], N
     return found[0]
 
 
+_leaving: set[threading.Thread] = set()
+
+
 def _end(held: list[Any], device: torch.device) -> None:
     if device.type == "cuda":
         held[0].abort()  # kernels that wait for a lost peer would block the device
     held.clear()
+    _leaving.discard(threading.current_thread())
+
+
+@atexit.register
+def _wait_for_leaving() -> None:
+    """A thread that is in a group's destructor when the interpreter ends aborts the process."""
+    until = time.monotonic() + _EXIT_S
+    for leaving in list(_leaving):
+        leaving.join(max(0.0, until - time.monotonic()))
