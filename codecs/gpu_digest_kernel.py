@@ -18,17 +18,20 @@ MAX_WORDS = (1 << 31) - _BLOCK * _STEPS
 """Most that one call takes: they are counted in 32 bits."""
 
 
-@triton.jit
-def _weighted_sum(
-    words: Any, weights: Any, out: Any, num_words: Any, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr
-) -> None:
+@triton.jit(do_not_specialize=["num_words"])
+def _weighted_sum(words, weights, out, num_words, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    # Triton reads these annotations: it knows its own, and no others.
     start = tl.program_id(0) * BLOCK * STEPS
     total = tl.zeros([BLOCK], dtype=tl.int64)
-    for step in range(STEPS):
-        at = start + step * BLOCK + tl.arange(0, BLOCK)
-        inside = at < num_words
-        word = tl.load(words + at, mask=inside, other=0)
-        total += word * tl.load(weights + at % COLUMNS, mask=inside, other=0)
+    if start + BLOCK * STEPS <= num_words:  # nothing to leave out: two words a load
+        for step in range(STEPS):
+            at = start + step * BLOCK + tl.arange(0, BLOCK)
+            total += tl.load(words + at) * tl.load(weights + at % COLUMNS)
+    else:
+        for step in range(STEPS):
+            at = start + step * BLOCK + tl.arange(0, BLOCK)
+            word = tl.load(words + at, mask=at < num_words, other=0)
+            total += word * tl.load(weights + at % COLUMNS)
     tl.atomic_add(out, tl.sum(total, axis=0))
 
 
@@ -39,5 +42,6 @@ def weighted_sum(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     if len(words):
         grid: Any = (triton.cdiv(len(words), _BLOCK * _STEPS),)
         launch: Any = _weighted_sum[grid]
-        launch(words, weights, out, len(words), COLUMNS=len(weights), BLOCK=_BLOCK, STEPS=_STEPS, num_warps=8)
+        with torch.cuda.device_of(words):  # Triton launches on the current device
+            launch(words, weights, out, len(words), COLUMNS=len(weights), BLOCK=_BLOCK, STEPS=_STEPS, num_warps=8)
     return out[0]
