@@ -59,6 +59,7 @@ def test_a_deterministic_run_repeats_figure_by_figure(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow  # background validation also runs in test_healing
 def test_validation_in_the_background_keeps_the_best_and_ends_at_the_target(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     code, output = runs.run(

@@ -18,6 +18,7 @@ from headrace.bench.modes import MODES, ModeResult, StepOptions
 TINY = replace(StepOptions.quick(Path("unused")), warm=1, counted=3, prompts=8, train_s=0.25)
 
 
+@pytest.mark.slow
 def test_a_short_run_writes_the_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
