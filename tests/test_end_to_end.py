@@ -14,9 +14,8 @@ def steps_of(run_dir):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "kinds", [("shm", "simple"), pytest.param(("local", "shm", "ray", "simple"), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [("shm", "simple"), ("local", "shm", "ray", "simple")])
 def test_stores_give_identical_metrics(tmp_path, kinds):
     seen = {}
     for kind in kinds:

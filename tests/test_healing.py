@@ -43,6 +43,7 @@ def test_a_killed_rollout_actor_is_replaced(tmp_path: Path, mode: str) -> None:
     assert not runs.shared_memory(run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_killed_engine_is_replaced(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

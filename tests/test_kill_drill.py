@@ -20,7 +20,7 @@ from headrace.trainers.metrics import read_metrics
     [
         pytest.param("rollout 0", "shm", (), marks=pytest.mark.slow),
         ("train worker 1", "shm", ("trainer.dp=2",)),
-        ("unit-0", "simple", ("dataplane.timeout_s=10",)),
+        pytest.param("unit-0", "simple", ("dataplane.timeout_s=10",), marks=pytest.mark.slow),
         pytest.param("directory", "shm", ("dataplane.timeout_s=10",), marks=pytest.mark.slow),
     ],
 )

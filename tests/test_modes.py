@@ -27,7 +27,7 @@ def test_streaming_gives_the_gradients_of_sync(tmp_path: Path) -> None:
         assert alone["staleness/max"] == chunked["staleness/max"] == 0
 
 
-@pytest.mark.parametrize(("staleness", "in_flight"), [(0, "keep"), (2, "abort")])
+@pytest.mark.parametrize(("staleness", "in_flight"), [(0, "keep"), pytest.param(2, "abort", marks=pytest.mark.slow)])
 def test_async_stays_within_its_staleness(tmp_path: Path, staleness: int, in_flight: str) -> None:
     run_dir = tmp_path / "run"
     code, output = runs.run(
