@@ -1,7 +1,7 @@
 """vLLM 0.26's own weight transfers (0.30 has others), beside ours: same model, engine settings, check of every byte.
 
 Timed from `start_weight_update` to the end of `finish_weight_update`; of ipc also the making of its handles. No pause,
-no reset of the prefix cache: no request runs. Ours are timed with both.
+as no request runs, and no reset of the prefix cache. Ours are timed with that reset.
 """
 
 from __future__ import annotations
