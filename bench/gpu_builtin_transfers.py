@@ -20,7 +20,7 @@ import torch
 from ..actors.engines.vllm import library
 from ..actors.engines.vllm.environment import engine_environment
 from ..actors.engines.vllm.process import ProcessSettings, engine_args
-from .gpu_weight_peers import CONTEXT, parameter_digests
+from .gpu_weight_peers import CONTEXT, KV_CACHE_BYTES, MAX_NUM_SEQS, parameter_digests
 
 WARM_UPS = 2
 UPDATES = 10
@@ -60,8 +60,8 @@ async def _measure_backend(
         model=str(model),
         dtype=torch.bfloat16,
         tp=1,
-        max_num_seqs=64,
-        kv_cache_bytes=4 << 30,
+        max_num_seqs=MAX_NUM_SEQS,
+        kv_cache_bytes=KV_CACHE_BYTES,
         gpu_memory_utilization=0.9,
         seed=0,
         enforce_eager=False,
@@ -85,11 +85,10 @@ async def _measure_backend(
             (expected,) = await call(transfer.trainer, "digests", 1, False)
             differ = sum(found[0].get(name) != digest for name, digest in expected.items())
             seconds = statistics.median(rows[WARM_UPS:])
-            place = f"gpu{transfer.trainer}->gpu0"
             tell(
                 "builtin",
                 backend=backend,
-                place=place,
+                place=f"gpu{transfer.trainer}->gpu0",
                 packed_mib=transfer.packed_mib,
                 update_s=seconds,
                 gb_per_s=num_bytes / seconds / 1e9,
@@ -103,16 +102,16 @@ async def _measure_backend(
 
 async def _join(backend: str, transfer: Transfer, llm: library.AsyncLLM, call: Call) -> None:
     info: dict[str, Any] = {}
+    joining: asyncio.Future[Any] | None = None
     if backend == "nccl":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         joining = asyncio.ensure_future(call(transfer.trainer, "builtin", "join", port))
         info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
-        await llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
+    await llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
+    if joining is not None:
         await joining
-    else:
-        await llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
 
 
 async def _update(

@@ -31,6 +31,8 @@ from ..codecs.gpu_digest import device_digest
 from .baselines.vllm_transfers import BuiltinSender
 
 CONTEXT = 2048
+MAX_NUM_SEQS = 64
+KV_CACHE_BYTES = 4 << 30
 LARGE: dict[str, Any] = dict(
     model_type="qwen3",
     vocab_size=151936,

@@ -152,7 +152,7 @@ def join(update: WeightUpdate, bound: Bound) -> tuple[ControlPage, Lease, Conten
         page = ControlPage.open(path)
         lease = Lease(path, bound.end)
         contents = messages.decode(page.contents, Contents)
-        read_plan(contents.layout)
+        read_plan(contents.layout)  # what is wrong with it is told here
     except (FileNotFoundError, ValueError) as error:
         if lease is not None:
             lease.release()
