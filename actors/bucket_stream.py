@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from ..codecs.bucket_delta import encode_sparse
-from ..codecs.buckets import BucketEntry, BucketPlan, check_planned, copy_bytes, queue_piece, write_piece
+from ..codecs.buckets import BucketEntry, BucketPlan, check_planned, copy_bytes, queue_whole, write_piece
 from ..codecs.gpu_digest import device_digest
 from ..codecs.schema import DTYPES
 from .bucket_cache import CachedVersion
@@ -112,22 +112,18 @@ class BucketStream:
             planned = self._planned[upto][0] if upto < len(self._planned) else "no more"
             raise ValueError(f"{self._label}: weight {name!r} came after {upto} others, expected {planned!r}")
         entries = self._planned[upto][1]
+        out = self._out = self._begin(entries[0].bucket) if self._out is None else self._out
         place = self._places.get(name)
-        if place is None or place.dtype != tensor.dtype or place.shape != tensor.shape:
+        if place is not None and place.dtype == tensor.dtype and place.shape == tensor.shape:
+            queue_whole(entries[0], tensor, out, place)
+            self._count(entries[0], out)
+        else:
             check_planned(entries[0], tensor)
-        whole: torch.Tensor | None = None
-        for entry in entries:
-            if self._out is None:
-                self._out = self._begin(entry.bucket)
-            if self._out.is_cuda:
-                queue_piece(entry, tensor, self._out, self._places.get(name))
-            else:
-                whole = tensor.detach().contiguous() if whole is None else whole
-                write_piece(entry, whole, self._out, self._digest)
-            self._pieces_left[entry.bucket] -= 1
-            if not self._pieces_left[entry.bucket]:
-                self._end(entry.bucket, self._out)
-                self._out = None
+            whole = tensor.detach().contiguous()
+            for entry in entries:
+                out = self._out = self._begin(entry.bucket) if self._out is None else self._out
+                write_piece(entry, whole, out, self._digest)
+                self._count(entry, out)
         self._num_fed += 1
 
     def copy(self, bucket: int, source: torch.Tensor) -> None:
@@ -165,6 +161,13 @@ class BucketStream:
     def _label(self) -> str:
         return f"weights: version {self._opened.update.version}"
 
+    def _count(self, entry: BucketEntry, out: torch.Tensor) -> None:
+        """The entry is in its bucket `out`."""
+        self._pieces_left[entry.bucket] -= 1
+        if not self._pieces_left[entry.bucket]:
+            self._end(entry.bucket, out)
+            self._out = None
+
     def _begin(self, bucket: int) -> torch.Tensor:
         """Where to fill the bucket."""
         out = self._buffer(bucket, self._opened.plan.sizes[bucket]) if self._base is None else None
@@ -172,8 +175,7 @@ class BucketStream:
         if out is None:
             assert self._draft is not None
             out = self._draft.bucket(bucket)
-        if out.is_cuda:
-            self._places = self._views.inside(self._opened.plan, bucket, out)
+        self._places = self._views.inside(self._opened.plan, bucket, out) if out.is_cuda else {}
         return out
 
     def _end(self, bucket: int, out: torch.Tensor) -> None:

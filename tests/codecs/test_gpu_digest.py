@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -61,40 +56,3 @@ def test_a_view_at_any_byte_is_digested_as_its_copy() -> None:
 def test_a_gpu_finds_the_same(size: int) -> None:
     data = payload(size)
     assert int(device_digest(data.cuda())) == int(device_digest(data))
-
-
-INTERPRETED = """
-import torch
-from headrace.codecs import gpu_digest, gpu_digest_kernel
-
-weights = gpu_digest._weights(torch.device("cpu"))
-for size in (0, 1, 5, 4098, 4099, 4100, 32768, 32769, 100_003):
-    words = torch.randint(-(2**62), 2**62, (size,), generator=torch.Generator().manual_seed(size)) * 3
-    expected, found = gpu_digest._weighted_sum(words, weights), gpu_digest_kernel.weighted_sum(words, weights)
-    assert int(expected) == int(found), (size, expected, found)
-"""
-
-
-COMPILED = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from headrace.codecs import gpu_digest_kernel
-
-signature = dict(words="*i64", weights="*i64", out="*i64", num_words="i32")
-sizes = dict(COLUMNS=4099, BLOCK=gpu_digest_kernel._BLOCK, STEPS=gpu_digest_kernel._STEPS)
-signature |= dict.fromkeys(sizes, "constexpr")
-aligned = {(argument,): [["tt.divisibility", 16]] for argument in range(3)}
-source = ASTSource(gpu_digest_kernel._weighted_sum, signature, sizes, aligned)
-found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=8))
-assert found.asm["cubin"] and "ld.global.v2.b64" in found.asm["ptx"]
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("script", [INTERPRETED, COMPILED], ids=["sums as torch does", "compiles for Hopper"])
-def test_the_kernel_without_a_gpu(script: str) -> None:
-    """Triton interprets it, and compiles it; on a GPU, `device_digest` uses none that was not seen to sum rightly."""
-    interpret = {"TRITON_INTERPRET": "1"} if script is INTERPRETED else {}
-    done = subprocess.run([sys.executable, "-c", script], env=os.environ | interpret, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

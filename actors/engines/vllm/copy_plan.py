@@ -11,6 +11,7 @@ loaders, and says why.
 from __future__ import annotations
 
 import bisect
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -68,23 +69,21 @@ class CopyPlan:
         is still where it was."""
         return len(names) == len(self.specs) and all(map(self.specs.__contains__, names)) and self.places.stand()
 
-    def fits(self, weights: Sequence[tuple[str, torch.Tensor]]) -> bool:
-        """Whether these are weights that were recorded."""
-        return all(
-            self.specs.get(name) == (tensor.dtype, tuple(tensor.shape)) and tensor.is_contiguous()
-            for name, tensor in weights
-        )
-
-    def load(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Copy weights that fit into the parameters; on a GPU the copies are queued on the current stream."""
+    def load(self, weights: Sequence[tuple[str, torch.Tensor]]) -> bool:
+        """Copy weights into the parameters; on a GPU the copies are queued on the current stream. False, and nothing
+        is done, when they are not all as those that were recorded."""
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for name, tensor in weights:
+            dtype, shape = self.specs.get(name, (None, ()))
+            if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+                return False
             for copy in self.copies.get(name, ()):
                 targets.append(copy.target)
                 sources.append(tensor if copy.part is None else copy.part.of(tensor))
         if targets:
             _copy_all(targets, sources, non_blocking=True)
+        return True
 
 
 class PlanRecorder:
@@ -187,22 +186,28 @@ class _Watch(TorchDispatchMode):
 
 class ParameterPlaces:
     """Which modules and parameters a model has, and in what memory. Asked at every update, while the engine stands
-    still, so it looks straight into the modules' own tables: 0.1 ms for a model of 30 layers."""
+    still, so it looks straight into the modules' own tables, without a loop of Python's: 0.1 ms for 30 layers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        tables = [table for one in model.modules() for table in (one._modules, one._parameters) if table]
-        self._tables: list[tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...]]] = [
-            (table, tuple(table), tuple(table.values())) for table in tables
-        ]
+        self._tables = [table for one in model.modules() for table in (one._modules, one._parameters)]
+        self._members = self._present()
+        self._sizes = [*map(len, self._tables)]
         self._tensors = list(model.parameters())
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
     def stand(self) -> bool:
         """Whether all of them are still the same, where they were."""
-        for live, names, before in self._tables:
-            if len(live) != len(names) or not all(map(operator.is_, map(live.get, names), before)):
-                return False
-        return [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses
+        present = self._present()
+        return (
+            len(present) == len(self._members)
+            and all(map(operator.is_, present, self._members))
+            and [*map(len, self._tables)] == self._sizes
+            and [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses
+        )
+
+    def _present(self) -> list[Any]:
+        """Modules and parameters, table by table."""
+        return [*itertools.chain.from_iterable(map(dict.values, self._tables))]
 
 
 class _Areas:

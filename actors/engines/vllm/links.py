@@ -1,4 +1,4 @@
-"""A socket from the engine to each worker, beside vLLM's own way: announcements there, states of reception back.
+"""A socket from the engine to each worker, beside vLLM's own way: orders there, what became of them back.
 
 vLLM's engine process answers calls between two steps of the model, and makes no step meanwhile. A version on its way
 would have it answer dozens, each late. What goes through here disturbs nobody: a thread of the worker listens.
@@ -19,38 +19,41 @@ from pathlib import Path
 from ....codecs import messages
 from ...transports.protocol import WeightUpdate
 from ..protocol import EngineDied
-from .wire import PrepareState
+from .wire import LoadReport, PrepareState
 
 _LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerState:
-    """What a worker says: once when it comes, and at every change."""
+class Order:
+    """What the engine says: one of the two."""
 
-    worker: int
     number: int
-    """Of the announcement."""
-    state: PrepareState
+    prepare: WeightUpdate | None = None
+    load: int | None = None
+    """A version that was prepared."""
 
 
 @dataclass(frozen=True, slots=True)
-class Announcement:
-    """What the engine says."""
+class Answer:
+    """What a worker says: its number when it comes, and then what became of each order."""
 
-    number: int
-    update: WeightUpdate
+    worker: int
+    number: int = 0
+    """Of the order."""
+    state: PrepareState | None = None
+    report: LoadReport | None = None
 
 
 class WorkerLinks:
-    """The engine's end; belongs to one event loop."""
+    """The engine's end; belongs to one event loop, where one order at a time is given and awaited."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._folder = ""
         self._server: asyncio.Server | None = None
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._states: dict[int, PrepareState] = {}
+        self._answers: dict[int, Answer] = {}
         self._number = 0
         self._lost: set[int] = set()
         self._changed = asyncio.Condition()
@@ -62,29 +65,19 @@ class WorkerLinks:
         self._server = await asyncio.start_unix_server(self._serve, path)
         return path
 
-    async def announce(self, update: WeightUpdate) -> None:
-        """Tell all workers to receive `update`. Raises EngineDied."""
-        self._states.clear()
-        self._number += 1
-        data = messages.encode(Announcement(self._number, update))
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._lost or len(self._writers) == self._num_workers)
-        self._expect_all()
-        for writer in self._writers.values():
-            writer.write(_LENGTH.pack(len(data)) + data)
+    async def prepare(self, update: WeightUpdate) -> list[PrepareState]:
+        """Have all workers receive `update`. What became of it, of all; when one has failed, of those that are through
+        by then. Raises EngineDied."""
+        await self._order(prepare=update)
+        await self._until(lambda: any(one.state and one.state.phase == "failed" for one in self._answers.values()))
+        return [one.state for _, one in sorted(self._answers.items()) if one.state is not None]
 
-    async def states(self) -> list[PrepareState]:
-        """Of all workers, each through with what was announced last; when one has failed, of those that are by then.
-        Raises EngineDied."""
-
-        def over() -> bool:
-            failed = any(state.phase == "failed" for state in self._states.values())
-            return bool(self._lost) or failed or len(self._states) == self._num_workers
-
-        async with self._changed:
-            await self._changed.wait_for(over)
-        self._expect_all()
-        return [self._states[worker] for worker in sorted(self._states)]
+    async def load(self, version: int) -> list[LoadReport]:
+        """Have all workers load what they prepared, and wait for all of them. Nothing may run meanwhile. Raises
+        EngineDied."""
+        await self._order(load=version)
+        await self._until(lambda: False)
+        return [one.report for _, one in sorted(self._answers.items()) if one.report is not None]
 
     async def close(self) -> None:
         """Idempotent."""
@@ -95,6 +88,22 @@ class WorkerLinks:
             server.close()
             shutil.rmtree(self._folder, ignore_errors=True)
 
+    async def _order(self, *, prepare: WeightUpdate | None = None, load: int | None = None) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._lost or len(self._writers) == self._num_workers)
+        self._expect_all()
+        self._answers.clear()
+        self._number += 1
+        data = messages.encode(Order(self._number, prepare, load))
+        for writer in self._writers.values():
+            writer.write(_LENGTH.pack(len(data)) + data)
+
+    async def _until(self, over: Callable[[], bool]) -> None:
+        """Until `over`, or all have answered."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._lost or len(self._answers) == self._num_workers or over())
+        self._expect_all()
+
     def _expect_all(self) -> None:
         if self._lost:
             raise EngineDied(f"vLLM's worker {min(self._lost)} has ended its connection; its process died")
@@ -104,12 +113,12 @@ class WorkerLinks:
         try:
             while True:
                 (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-                said = messages.decode(await reader.readexactly(length), WorkerState)
-                worker = said.worker
+                answer = messages.decode(await reader.readexactly(length), Answer)
+                worker = answer.worker
                 async with self._changed:
                     self._writers[worker] = writer
-                    if said.number == self._number and said.state.phase != "none":
-                        self._states[worker] = said.state
+                    if answer.number == self._number and self._number:
+                        self._answers[worker] = answer
                     self._changed.notify_all()
         except (asyncio.IncompleteReadError, ConnectionError):
             async with self._changed:
@@ -123,22 +132,18 @@ class WorkerLinks:
 class WorkerLink:
     """A worker's end."""
 
-    def __init__(self, path: str, worker: int, receive: Callable[[int, WeightUpdate], None]) -> None:
-        """receive: called in a thread for every announcement, with its number, one after another."""
+    def __init__(self, path: str, worker: int, follow: Callable[[Order], None]) -> None:
+        """follow: called in a thread for every order, one after another."""
         self._worker = worker
-        self._receive = receive
+        self._follow = follow
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
-        self.tell(0, PrepareState(-1, "none"))
+        self._send(Answer(worker))
         threading.Thread(target=self._listen, name="weights-link", daemon=True).start()
 
-    def tell(self, number: int, state: PrepareState) -> None:
-        """Let the engine know what became of an announcement; when it is gone, nobody needs to."""
-        data = messages.encode(WorkerState(self._worker, number, state))
-        try:
-            self._socket.sendall(_LENGTH.pack(len(data)) + data)
-        except OSError:
-            return
+    def answer(self, order: Order, *, state: PrepareState | None = None, report: LoadReport | None = None) -> None:
+        """Let the engine know what became of an order; when it is gone, nobody needs to."""
+        self._send(Answer(self._worker, order.number, state, report))
 
     def close(self) -> None:
         """Idempotent."""
@@ -149,11 +154,17 @@ class WorkerLink:
         finally:
             self._socket.close()
 
+    def _send(self, answer: Answer) -> None:
+        data = messages.encode(answer)
+        try:
+            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        except OSError:
+            return
+
     def _listen(self) -> None:
         try:
             with self._socket.makefile("rb") as incoming:
                 while head := incoming.read(_LENGTH.size):
-                    told = messages.decode(incoming.read(*_LENGTH.unpack(head)), Announcement)
-                    self._receive(told.number, told.update)
+                    self._follow(messages.decode(incoming.read(*_LENGTH.unpack(head)), Order))
         except (OSError, ValueError, struct.error):
             return  # the engine is gone, or has closed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from .names import WeightNames
 
 
 class ModelLoader:
-    """Replaces all weights of one model; `start -> load* -> finish`.
+    """Replaces all weights of one model; `[look ->] start -> load* -> finish`.
 
     In place, weights are written into the live parameters: legal only while those are still as the model's loaders made
     them. The first time by the loaders, which are watched; from then on by the copies that they made (`copy_plan`), as
@@ -30,15 +30,23 @@ class ModelLoader:
         self._refused: tuple[ParameterPlaces, str] | None = None
         """For which parameters there can be no plan, and why."""
         self._recorder: PlanRecorder | None = None
+        self._looked: Collection[str] | None = None
+        """Weights that the plan was found to be good for."""
         self.in_place = False
         """Whether the session that is open writes into live parameters."""
         self.way = ""
         """How the last session loaded: `in place`, by copies; `in place by the loaders: `, `layerwise: ` and why."""
 
+    def look(self, sent: Collection[str]) -> None:
+        """What `start` would spend half a millisecond on, beforehand: whether the plan is good for weights `sent`."""
+        self._looked = sent if self._plan is not None and self._plan.loads(sent) else None
+
     def start(self, names: WeightNames | None, sent: Collection[str]) -> None:
         """Open a session, in which the weights `sent` (HF names) will come; names: of the model."""
         self._names, self._recorder = names, None
-        if self._plan is not None and self._plan.loads(sent):
+        if self._looked != sent:
+            self.look(sent)
+        if self._looked is not None:
             self.in_place, self.way = True, "in place"
             return
         self._plan = None
@@ -55,21 +63,33 @@ class ModelLoader:
             self._recorder = PlanRecorder(self._model)
             self.way = "in place by the loaders: the first time"
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load(
+        self, weights: Iterable[tuple[str, torch.Tensor]], check: Callable[[str, torch.Tensor], None] | None = None
+    ) -> None:
         """Load some weights under their HF names; any split, but each once a session. On a GPU the copies are queued
-        on the current stream."""
+        on the current stream. check: raises for a weight that is not the model's; asked unless such were loaded
+        before."""
         weights = list(weights)
-        if self._plan is not None and self._plan.fits(weights):
-            with torch.no_grad():
-                self._plan.load(weights)
-        elif self._recorder is not None:
+        with torch.no_grad():
+            if self._plan is not None and self._plan.load(weights):
+                return
+        if check is not None:
+            for name, tensor in weights:
+                check(name, tensor)
+        if self._recorder is not None:
             with self._recorder.watching(weights):
                 self._load(weights)
         else:
             self._load(weights)
 
     def finish(self) -> None:
-        """Close the session: repacked, in place for the kernels, done on the device."""
+        """Close the session: repacked, in place for the kernels, done on the device. Raises RuntimeError when somebody
+        replaced parameters meanwhile."""
+        if self._looked is not None:
+            self._looked = None
+            assert self._plan is not None
+            if not self._plan.places.stand():  # while the GPU still copies
+                raise RuntimeError("parameters of the model were replaced while weights were loaded into it")
         if not self.in_place:
             with library.set_current_vllm_config(self._config):
                 library.finalize_layerwise_reload(self._model, self._config.model_config)
@@ -86,7 +106,7 @@ class ModelLoader:
     def abandon(self) -> None:
         """End a session that broke off. The weights are in pieces, but the next session starts as if there had been
         none: layerwise reload would go on counting from where this one stopped."""
-        self._recorder = None
+        self._recorder, self._looked = None, None
         if not self.in_place:
             with library.set_current_vllm_config(self._config):
                 library.finalize_layerwise_reload(self._model, self._config.model_config)

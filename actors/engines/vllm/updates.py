@@ -10,8 +10,8 @@ from collections.abc import Callable
 from ...transports.protocol import WeightTransferError, WeightUpdate
 from ...transports.settings import ReceiverConfig
 from .links import WorkerLinks
-from .process import VllmProcess
-from .wire import LoadReport, PrepareState
+from .process import CALL_PATIENCE_S, VllmProcess
+from .wire import PrepareState
 
 _PREPARE_BOUNDS = 20
 """A version must have come within so many times the bound of a single wait: a thread that hangs is noticed."""
@@ -28,6 +28,7 @@ class WeightUpdates:
         self.turn = asyncio.Lock()
         """Held while a version is prepared, and by the engine while it commits one."""
         self._arriving: int | None = None
+        self._loading: int | None = None
         self.prepared: int | None = None
         """The version that can be loaded."""
         self.way = ""
@@ -54,8 +55,7 @@ class WeightUpdates:
                 await self.drop(self.prepared)
             self._arriving = update.version
             try:
-                await self._links.announce(update)
-                await self._arrival(update)
+                await self._receive(update)
             except BaseException:
                 await asyncio.shield(self.drop(update.version))
                 raise
@@ -69,17 +69,23 @@ class WeightUpdates:
             raise ValueError(f"weights: version {version} is not the prepared one ({self.prepared})")
 
     async def drop(self, version: int) -> None:
-        """Forget a prepared version, or end its reception. Idempotent."""
+        """Forget a prepared version, or end its reception; one that is being loaded is loaded whole. Idempotent."""
         if self.prepared == version:
             self.prepared = None
-        if self._opened:
+        if self._opened and version != self._loading:
             await self._process.call("headrace_drop", version)
 
     async def load(self, version: int) -> None:
         """Replace all weights while nothing runs. Raises WeightTransferError, when the version did not arrive whole,
-        or RuntimeError: either way the model is in pieces then."""
-        self.prepared = None
-        reports = await self._process.call("headrace_load", version, returns=LoadReport)
+        or RuntimeError: either way the model is in pieces then; EngineDied."""
+        self.prepared, self._loading = None, version
+        try:
+            async with asyncio.timeout(CALL_PATIENCE_S):
+                reports = await self._links.load(version)
+        except TimeoutError:
+            raise RuntimeError(f"weights of version {version}: not loaded within {CALL_PATIENCE_S:.0f} s") from None
+        finally:
+            self._loading = None
         failed = [report for report in reports if report.error]
         if failed:
             told = "; ".join(
@@ -93,12 +99,12 @@ class WeightUpdates:
         """Idempotent."""
         await self._links.close()
 
-    async def _arrival(self, update: WeightUpdate) -> None:
-        """Until all workers have it."""
+    async def _receive(self, update: WeightUpdate) -> None:
+        """In all workers."""
         started, bound_s = time.perf_counter(), _PREPARE_BOUNDS * update.timeout_s
         try:
             async with asyncio.timeout(bound_s):
-                states = await self._links.states()
+                states = await self._links.prepare(update)
         except TimeoutError:
             raise WeightTransferError(
                 f"weights of version {update.version}: the workers have not finished after {bound_s:.1f} s"

@@ -1,13 +1,14 @@
-"""What lives in vLLM's worker processes: weights arrive in a thread of their own, and are loaded on command.
+"""What lives in vLLM's worker processes: weights arrive in a thread of their own, and are loaded there on command.
 
-    receive   in a thread: receive into staging, verify, compare names and shapes; the worker goes on generating.
-              Announced over the worker's link, which also says what became of it (`links`)
-    load      the steps of vLLM's weight-update session, start, receive and finish, in one call
+    prepare   receive into staging, verify, compare names and shapes; the worker goes on generating
+    load      the steps of vLLM's weight-update session, start, receive and finish; nothing else runs meanwhile
     drop      forget a staged version, or end its reception
 
-`WeightWorker` is mixed into vLLM's worker, its methods are called by name (`collective_rpc`); the rest is a weight
-transfer engine of vLLM's own API, registered as `headrace`. vLLM's own session would receive in the
-worker's one thread: nothing would be generated while weights arrive.
+The first two are ordered over the worker's link and done in its thread (`links`). The third is a call of vLLM's:
+`WeightWorker` is mixed into its worker, the methods are called by name (`collective_rpc`). The rest is a weight
+transfer engine of vLLM's own API, registered as `headrace`. vLLM's own session would receive in the worker's one
+thread, where nothing would be generated while weights arrive, and is asked for through its engine process, which takes
+a millisecond there and one back.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ from typing import Any
 
 import torch
 
-from ....codecs import messages
 from ...transports.protocol import WeightTransferError, WeightUpdate
 from ...transports.settings import ReceiverConfig
 from ...transports.staging import WeightInbox
 from . import library
-from .links import WorkerLink
+from .links import Order, WorkerLink
 from .loading import ModelLoader
 from .names import WeightNames
 from .wire import BACKEND, LoadReport, PrepareState
@@ -75,7 +75,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         self._names = WeightNames(init_info.model)
         rank = self.parallel_config.rank
         self._inbox = WeightInbox(replace(config, device=str(self.device)), rank)
-        self._link = WorkerLink(init_info.link, rank, self._receive)
+        self._link = WorkerLink(init_info.link, rank, self._follow)
 
     def start_weight_update(self) -> None:
         self.loader.start(self._names, () if self._inbox is None else self._inbox.names)
@@ -106,7 +106,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         if self._link is not None:
             self._link.close()
 
-    # ---------------------------------------------------------------- receiving
+    # ---------------------------------------------------------------- the engine's orders
 
     def drop(self, version: int) -> None:
         """Forget a prepared version; a reception that runs ends with an error. Idempotent."""
@@ -115,23 +115,28 @@ class StagedWeightEngine(library.WeightTransferEngine):
         if self._update is not None and self._update.version == version:
             self._update = None
 
-    def committed(self, version: int) -> None:
-        """`version` was loaded whole."""
-        inbox, _ = self._opened()
-        inbox.committed(version)
-        self._update = None
+    def _follow(self, order: Order) -> None:
+        """In the link's thread."""
+        assert self._link is not None
+        with torch.cuda.stream(self._stream):  # of None: no more than this thread's own
+            if order.prepare is not None:
+                state = self._prepare(order.prepare)
+                self._link.answer(order, state=state)
+                if state.phase == "ready" and self._inbox is not None:
+                    self._inbox.read_ahead()
+                    self.loader.look(self._inbox.names)
+            elif order.load is not None:
+                self._link.answer(order, report=self._load(order.load))
 
-    def _receive(self, number: int, update: WeightUpdate) -> None:
-        """In the link's thread; what is prepared already is dropped."""
+    def _prepare(self, update: WeightUpdate) -> PrepareState:
+        """What was prepared before is dropped."""
         state = PrepareState(update.version, "ready")
         self._update, self._state = update, PrepareState(update.version, "receiving")
-        assert self._link is not None
         try:
             inbox, names = self._opened()
-            with torch.cuda.stream(self._stream):  # of None: no more than this thread's own
-                inbox.prepare(update)
-                if (staged := inbox.staged) is not None:
-                    names.check(staged.named)
+            inbox.prepare(update)
+            if (staged := inbox.staged) is not None:
+                names.check(staged.named)
             if self._stream is not None:
                 self._stream.synchronize()
         except WeightTransferError as error:
@@ -143,22 +148,37 @@ class StagedWeightEngine(library.WeightTransferEngine):
         if state.phase == "failed" and self._inbox is not None:
             self._inbox.drop(update.version)
         self._state = state
-        self._link.tell(number, state)
-        if state.phase == "ready" and self._inbox is not None:
-            with torch.cuda.stream(self._stream):
-                self._inbox.read_ahead()
+        return state
+
+    def _load(self, version: int) -> LoadReport:
+        """All of it, or in pieces: then the report names the error."""
+        started = time.perf_counter()
+        error, in_transfer = "", False
+        try:
+            # A last step of requests that have ended may still be running: nobody gets what it makes.
+            self.start_weight_update()
+            self.receive_weights(StagedVersion(version))
+            self.finish_weight_update()
+            inbox, _ = self._opened()
+            inbox.committed(version)
+            self._update = None
+        except Exception as failure:  # raised by the engine, for all workers at once
+            error, in_transfer = f"{type(failure).__name__}: {failure}", isinstance(failure, WeightTransferError)
+            try:
+                self.loader.abandon()
+            except Exception as another:
+                error += f"; and on giving up {type(another).__name__}: {another}"
+        return LoadReport(time.perf_counter() - started, self.loader.way, error, in_transfer)
 
     def _load_arriving(self, inbox: WeightInbox, names: WeightNames, update: WeightUpdate) -> None:
         """Load bucket by bucket as they arrive. An error leaves the model in pieces."""
         got: set[str] = set()
         for whole in inbox.arriving(update):
-            for name, tensor in whole:
-                names.check_one(name, tensor)
-                got.add(name)
+            got.update(name for name, _ in whole)
             if not self.loader.in_place:
                 # Layerwise reload keeps tensors until their layer is whole; these are gone with the next bucket.
                 whole = [(name, tensor.clone()) for name, tensor in whole]
-            self.loader.load(whole)
+            self.loader.load(whole, names.check_one)
         names.check_complete(got)
 
     def _opened(self) -> tuple[WeightInbox, WeightNames]:
@@ -175,21 +195,6 @@ class WeightWorker:
     def headrace_drop(self, version: int) -> None:
         """Forget a prepared version."""
         self.weight_transfer_engine.drop(version)
-
-    def headrace_load(self, version: int) -> bytes:
-        """Load a prepared version whole; a LoadReport, which names the error of one that broke off."""
-        engine: StagedWeightEngine = self.weight_transfer_engine
-        started = time.perf_counter()
-        error, in_transfer = "", False
-        try:
-            engine.start_weight_update()
-            engine.receive_weights(StagedVersion(version))
-            engine.finish_weight_update()
-            engine.committed(version)
-        except Exception as failure:  # raised by the engine, for all workers at once
-            error, in_transfer = f"{type(failure).__name__}: {failure}", isinstance(failure, WeightTransferError)
-            engine.loader.abandon()
-        return messages.encode(LoadReport(time.perf_counter() - started, engine.loader.way, error, in_transfer))
 
     def headrace_close(self) -> None:
         """Let go of receivers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from headrace.actors.engines.vllm.copy_plan import CopyPlan, PlanRecorder
 from headrace.actors.engines.vllm.names import WeightNames
 from headrace.tests.actors.vllm.builder import build, save_model
+from headrace.tests.actors.vllm.test_copy_plan import Fused, record, weights
 
 pytestmark = pytest.mark.vllm
 
@@ -41,9 +43,8 @@ def repeat_plan(worker: Any, folder: str) -> str:
         plan = recorder.plan()
         if not isinstance(plan, CopyPlan):
             return plan
-        if not plan.loads(names.required) or not plan.fits(sent(2)):
+        if not plan.loads(names.required) or not plan.load(sent(2)):
             return "the plan is not of these weights"
-        plan.load(sent(2))
         repeated = {name: parameter.clone() for name, parameter in model.named_parameters()}
         load(sent(2))
         different = [name for name, one in model.named_parameters() if not torch.equal(one, repeated[name])]
@@ -68,3 +69,46 @@ def test_a_plan_does_what_vllms_loaders_do(model: tuple[str, int]) -> None:
             await engine.close()
 
     assert asyncio.run(main()) == [""] * tp
+
+
+def loader_with_plan(model: Fused) -> Any:
+    """As after a first session."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what vLLM imports
+        loading = importlib.import_module("headrace.actors.engines.vllm.loading")
+    loader = loading.ModelLoader(model, None)
+    loader._plan = record(model, model.load, weights(0))
+    return loader
+
+
+def test_parameters_replaced_in_mid_session_are_found() -> None:
+    """The plan is looked at before the session; what was copied since went to memory that nobody computes with."""
+    model, sent = Fused(), weights(0)
+    loader = loader_with_plan(model)
+    for replaced in (False, True):
+        loader.look(list(sent))
+        loader.start(None, list(sent))
+        loader.load(weights(1).items())
+        if not replaced:
+            loader.finish()
+            assert loader.way == "in place" and torch.equal(model.norm, weights(1)["norm"])
+            continue
+        model.norm = torch.nn.Parameter(model.norm.detach().clone())
+        with pytest.raises(RuntimeError, match="were replaced while weights were loaded"):
+            loader.finish()
+
+
+def test_a_weight_that_the_plan_does_not_know_is_checked() -> None:
+    model, sent = Fused(), weights(0)
+    loader = loader_with_plan(model)
+    loader.start(None, list(sent))
+    asked: list[str] = []
+
+    def check(name: str, tensor: torch.Tensor) -> None:
+        asked.append(name)
+        raise ValueError(f"{name} is unknown")
+
+    loader.load(sent.items(), check)
+    assert not asked
+    with pytest.raises(ValueError, match="nrom is unknown"):
+        loader.load([("nrom", sent["norm"])], check)
