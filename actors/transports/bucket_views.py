@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from ...codecs.buckets import BucketPlan
+from ...codecs.buckets import BucketEntry, BucketPlan
 from ...codecs.schema import DTYPES
 from .receiving import bucket_offsets
 
@@ -24,6 +24,7 @@ class BucketViews:
         self._plan: BucketPlan | None = None
         self._last: dict[str, int] = {}
         """The bucket that a weight ends in."""
+        self._parts: dict[int, tuple[BucketEntry, ...]] = {}
         self._made: dict[tuple[int, int, int], Views] = {}
 
     def inside(self, plan: BucketPlan, bucket: int, buffer: torch.Tensor) -> Views:
@@ -32,10 +33,17 @@ class BucketViews:
         made = self._kept(bucket, buffer)
         if not made:
             for entry in plan.in_bucket(bucket):
-                if entry.begin == 0 and self._last[entry.name] == bucket:
+                if not self._is_part(entry):
                     flat = buffer[entry.offset : entry.offset + entry.nbytes]
                     made[entry.name] = flat.view(DTYPES[entry.dtype]).view(entry.shape)
         return made
+
+    def parts(self, plan: BucketPlan, bucket: int) -> tuple[BucketEntry, ...]:
+        """What the bucket has of weights that lie in several."""
+        self._turn_to(plan)
+        if bucket not in self._parts:
+            self._parts[bucket] = tuple(filter(self._is_part, plan.in_bucket(bucket)))
+        return self._parts[bucket]
 
     def all(self, plan: BucketPlan, memory: torch.Tensor) -> Views:
         """All weights in `memory`, uint8, in which bucket b lies at `bucket_offsets(plan)[b]`."""
@@ -60,11 +68,15 @@ class BucketViews:
         """Let go of the buffers."""
         self._made = {}
 
+    def _is_part(self, entry: BucketEntry) -> bool:
+        return entry.begin > 0 or self._last[entry.name] != entry.bucket
+
     def _turn_to(self, plan: BucketPlan) -> None:
         if self._plan is not plan:
             if self._plan != plan:
                 self._made = {}
                 self._last = {entry.name: entry.bucket for entry in plan.entries}
+                self._parts = {}
             self._plan = plan
 
     def _kept(self, bucket: int, buffer: torch.Tensor) -> Views:

@@ -12,11 +12,10 @@ next bucket's work.
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ import torch
 from ...codecs import messages
 from ...codecs.gpu_digest import as_signed
 from ...dataplane.stores.shm_folder import ROOT
+from .afterwards import Afterwards
 from .bounds import Bound, worker_name
 from .control_page import ControlPage, Lease, lease_holders
 from .paged import Contents, PagedSender, PagedStream
@@ -63,11 +63,12 @@ class CudaIpcSender(PagedSender):
         self._ring: list[torch.Tensor] = []
         self._digests = torch.empty(0, dtype=torch.int64, device=device)
         self._handles: tuple[bytes, ...] = ()
+        self._place = ""
         self._page: ControlPage | None = None
         self._last: list[int | None] = [None] * RING
         """The bucket that each buffer had last, of the open update."""
         self._num_payloads = 0
-        self._outbox = _Outbox(device)
+        self._outbox = Afterwards(device, "headrace-ipc-frames")
 
     def _begin(self, update: OpenUpdate) -> str:
         nbytes = max((1, *update.plan.sizes))
@@ -77,12 +78,12 @@ class CudaIpcSender(PagedSender):
             room = max(_DIGESTS, len(update.plan.sizes))
             self._digests = torch.zeros(room, dtype=torch.int64, device=self._device)
             self._handles = tuple(_export(one) for one in (*self._ring, self._digests.view(torch.uint8)))
+            self._place = _place(self._device)
         self._last = [None for _ in range(RING)]
         self._num_payloads = 0
         if self._page is not None:
             self._page.remove("another update was begun")
-        place = str(torch.cuda.get_device_properties(self._device).uuid)
-        self._page = self._announce(update, Contents(update.plan.message, ring=self._handles, place=place))
+        self._page = self._announce(update, Contents(update.plan.message, ring=self._handles, place=self._place))
         return str(self._page.path)
 
     def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
@@ -100,12 +101,12 @@ class CudaIpcSender(PagedSender):
             self._digests[frame.bucket] = as_signed(frame.checksum) if digest is None else digest
             self._last[self._num_payloads % RING] = frame.bucket
             self._num_payloads += 1
-        self._outbox.put(self._page, frame)
+        self._outbox.put(partial(self._page.publish, frame))
 
     def _finish(self, update: OpenUpdate) -> None:
         assert self._page is not None
+        self._outbox.put(self._page.mark_whole)
         self._wait(update, len(update.plan.sizes))
-        self._page.mark_whole()
 
     def _abort(self, update: OpenUpdate, reason: str) -> None:
         if self._page is not None:
@@ -150,40 +151,6 @@ class CudaIpcSender(PagedSender):
         bound.wait(through, lambda: told(late, "is late"), _TICK_S)
 
 
-class _Outbox:
-    """Publishes frames in order, each when the GPU has done what was queued before it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._frames: queue.SimpleQueue[tuple[ControlPage, BucketFrame, torch.cuda.Event] | None] = queue.SimpleQueue()
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="headrace-ipc-frames", daemon=True)
-        self._thread.start()
-
-    def put(self, page: ControlPage, frame: BucketFrame) -> None:
-        """Publish `frame` when the current stream has come to here."""
-        self._frames.put((page, frame, _mark(torch.cuda.current_stream(self._device))))
-
-    def check(self) -> None:
-        """Raises what the GPU failed with."""
-        if self._failure is not None:
-            raise self._failure
-
-    def close(self) -> None:
-        """Return when all is published."""
-        self._frames.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (item := self._frames.get()) is not None:
-            page, frame, event = item
-            try:
-                event.synchronize()
-                page.publish(frame)
-            except RuntimeError as error:  # raised by whoever waits for receivers
-                self._failure = error
-
-
 class CudaIpcStream(PagedStream):
     """Payloads are views of the sender's ring; copies, when they are wanted elsewhere or the ring is on another GPU."""
 
@@ -206,14 +173,13 @@ class CudaIpcStream(PagedStream):
         self._rank = rank
         self.device = ring[0].device
         self._offsets = bucket_offsets(contents.plan)
-        self._far = contents.place != str(torch.cuda.get_device_properties(self.device).uuid)
+        self._far = contents.place != cache.place
         self._wanted: torch.Tensor | None = None
         self._used: list[torch.cuda.Event | None] = [None] * RING
         """Until when copies of payloads from another GPU are used."""
         self._num_payloads = 0
         self._copies = torch.cuda.Stream(self.device)
-        self._reading: deque[tuple[int, torch.cuda.Event]] = deque()
-        """Buckets, and until when the sender's bytes of them are read."""
+        self._counting = threading.Lock()
         page.counts[rank] = _JOINED
 
     def receive_into(self, memory: torch.Tensor) -> None:
@@ -232,14 +198,14 @@ class CudaIpcStream(PagedStream):
             target = self._target(frame, number)
             if target is None:
                 yield frame, payload
-                self._reading.append((bucket, _mark(current)))
+                self._through(bucket, current)
                 continue
             with torch.cuda.stream(self._copies):
                 if (used := self._used[number]) is not None:
                     self._copies.wait_event(used)
                 target.copy_(payload)
                 copied = _mark(self._copies)
-            self._reading.append((bucket, copied))
+            self._through(bucket, self._copies)
             current.wait_event(copied)
             yield frame, target
             self._used[number] = _mark(current)
@@ -255,20 +221,26 @@ class CudaIpcStream(PagedStream):
             return None
         return self._cache.near(number)[: frame.nbytes]
 
+    def _through(self, bucket: int, stream: torch.cuda.Stream) -> None:
+        """What `stream` has by now been given to do with the sender's bytes of the bucket is all."""
+        if bucket < len(self.plan.sizes) - 1:  # the last counts when the digests were found right: `_confirm`
+            self._cache.afterwards.put(partial(self._count, bucket + 1), stream)
+
+    def _count(self, num_buckets: int) -> None:
+        with self._counting:
+            if self._page.counts[self._rank] < num_buckets + _JOINED:
+                self._page.counts[self._rank] = num_buckets + _JOINED
+
     def _check_page(self, when: str) -> None:
         super()._check_page(when)
-        # The last one counts when the digests were found right: `_confirm`.
-        while self._reading and self._reading[0][0] < len(self.plan.sizes) - 1 and self._reading[0][1].query():
-            bucket, _ = self._reading.popleft()
-            self._page.counts[self._rank] = bucket + 1 + _JOINED
+        self._cache.afterwards.check()
 
     def _digests(self) -> torch.Tensor:
         # All are there: the sender publishes a frame after its digest.
         return self._sent_digests[: len(self.plan.sizes)]
 
     def _confirm(self) -> None:
-        self._reading.clear()  # all is over; looks at the page must not count single buckets any more
-        self._page.counts[self._rank] = len(self.plan.sizes) + _JOINED
+        self._count(len(self.plan.sizes))
         super()._confirm()
 
     def _close(self) -> None:
@@ -284,6 +256,10 @@ class RingCache:
         self._handles: tuple[bytes, ...] = ()
         self._ring: list[torch.Tensor] = []
         self._near: list[torch.Tensor] = []
+        self.afterwards = Afterwards(device, "headrace-ipc-counts")
+        """Tells senders what was read."""
+        self.place = ""
+        """Which GPU this process is on."""
 
     def open(self, handles: tuple[bytes, ...], bound: Bound) -> list[torch.Tensor]:
         """Raises WeightTransferError when they cannot be opened here."""
@@ -293,7 +269,8 @@ class RingCache:
                 "use sync.transport=collective, store or disk"
             )
         if handles != self._handles:
-            self.close()
+            self._forget()
+            self.place = _place(self._device)
             try:
                 self._ring = [_import(handle, self._device) for handle in handles]
             except RuntimeError as error:
@@ -308,6 +285,10 @@ class RingCache:
         return self._near[number]
 
     def close(self) -> None:
+        self.afterwards.close()
+        self._forget()
+
+    def _forget(self) -> None:
         self._ring, self._near, self._handles = [], [], ()
 
 
@@ -316,6 +297,10 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record(stream)
     return event
+
+
+def _place(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _export(buffer: torch.Tensor) -> bytes:

@@ -8,7 +8,7 @@ prepare(update) -> arriving(update) -> committed    without room for two: receiv
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -130,10 +130,14 @@ class WeightInbox:
         if arriving is not None and arriving[2] is not None:
             arriving[2].read_ahead()
 
-    def arriving(self, update: WeightUpdate) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Without staging: whole tensors of the joined `update` as soon as all their pieces are there, verified; valid
-        until the next list. The update is whole only when the iterator ends.
+    def arriving(
+        self, update: WeightUpdate, place: Callable[[str], torch.Tensor | None] = lambda name: None
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Without staging: whole tensors of the joined `update` as soon as all their pieces are there; valid until the
+        next list. Verified, and the update whole, only when the iterator ends.
 
+        place: asked for a weight that comes in several buckets; where it is to be put together, contiguous and in the
+        dtype and shape that it is sent in, if that matters.
         Raises WeightTransferError, ValueError when `update` was not joined.
         """
         arriving = self._arriving
@@ -144,7 +148,7 @@ class WeightInbox:
         read = set()
         try:
             for frame, payload in stream:
-                yield self._whole_tensors(stream.plan, frame, payload, pieces)
+                yield self._whole_tensors(stream.plan, frame, payload, pieces, place)
                 read.add(frame.bucket)
             _expect_whole(stream, read)
         finally:
@@ -243,14 +247,18 @@ class WeightInbox:
         frame: BucketFrame,
         payload: torch.Tensor,
         pieces: dict[str, torch.Tensor],
+        place: Callable[[str], torch.Tensor | None],
     ) -> list[tuple[str, torch.Tensor]]:
         """Tensors that are whole with this bucket: views of it, or put together in `pieces` over several buckets."""
         bucket = frame.bucket
         inside = self._views.inside(plan, bucket, payload)
-        apart = tuple(entry for entry in plan.in_bucket(bucket) if entry.name not in inside)
-        if apart:
-            read_bucket(BucketPlan(apart, plan.sizes), bucket, payload, pieces)
-        ended = [entry.name for entry in apart if self._views.last_bucket(plan, entry.name) == bucket]
+        parts = self._views.parts(plan, bucket)
+        if parts:
+            for entry in parts:
+                if entry.name not in pieces and (given := place(entry.name)) is not None:
+                    pieces[entry.name] = given
+            read_bucket(BucketPlan(parts, plan.sizes), bucket, payload, pieces)
+        ended = [entry.name for entry in parts if self._views.last_bucket(plan, entry.name) == bucket]
         whole = [(name, pieces.pop(name)) for name in ended]
         return [*inside.items(), *whole]
 

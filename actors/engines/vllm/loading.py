@@ -13,7 +13,7 @@ from .names import WeightNames
 
 
 class ModelLoader:
-    """Replaces all weights of one model; `[look ->] start -> load* -> finish`.
+    """Replaces all weights of one model; `start -> load* -> finish -> [look]`.
 
     In place, weights are written into the live parameters: legal only while those are still as the model's loaders made
     them. The first time by the loaders, which are watched; from then on by the copies that they made (`copy_plan`), as
@@ -30,24 +30,24 @@ class ModelLoader:
         self._refused: tuple[ParameterPlaces, str] | None = None
         """For which parameters there can be no plan, and why."""
         self._recorder: PlanRecorder | None = None
+        self._sent: Collection[str] = ()
+        """Names of the session's weights."""
         self._looked: Collection[str] | None = None
         """Weights that the plan was found to be good for."""
+        self._missing = 0
+        """How many of them the session has not loaded."""
         self.in_place = False
         """Whether the session that is open writes into live parameters."""
         self.way = ""
         """How the last session loaded: `in place`, by copies; `in place by the loaders: `, `layerwise: ` and why."""
 
-    def look(self, sent: Collection[str]) -> None:
-        """What `start` would spend half a millisecond on, beforehand: whether the plan is good for weights `sent`."""
-        self._looked = sent if self._plan is not None and self._plan.loads(sent) else None
-
     def start(self, names: WeightNames | None, sent: Collection[str]) -> None:
         """Open a session, in which the weights `sent` (HF names) will come; names: of the model."""
-        self._names, self._recorder = names, None
+        self._names, self._recorder, self._sent = names, None, sent
         if self._looked != sent:
-            self.look(sent)
+            self.look()
         if self._looked is not None:
-            self.in_place, self.way = True, "in place"
+            self.in_place, self.way, self._missing = True, "in place", len(sent)
             return
         self._plan = None
         hindrance = library.in_place_hindrance(self._model)
@@ -68,10 +68,13 @@ class ModelLoader:
     ) -> None:
         """Load some weights under their HF names; any split, but each once a session. On a GPU the copies are queued
         on the current stream. check: raises for a weight that is not the model's; asked unless such were loaded
-        before."""
+        before. Raises RuntimeError when somebody replaced parameters meanwhile."""
         weights = list(weights)
         with torch.no_grad():
             if self._plan is not None and self._plan.load(weights):
+                self._missing -= len(weights)
+                if not self._missing:
+                    self._confirm()  # while the GPU still copies
                 return
         if check is not None:
             for name, tensor in weights:
@@ -85,11 +88,7 @@ class ModelLoader:
     def finish(self) -> None:
         """Close the session: repacked, in place for the kernels, done on the device. Raises RuntimeError when somebody
         replaced parameters meanwhile."""
-        if self._looked is not None:
-            self._looked = None
-            assert self._plan is not None
-            if not self._plan.places.stand():  # while the GPU still copies
-                raise RuntimeError("parameters of the model were replaced while weights were loaded into it")
+        self._confirm()
         if not self.in_place:
             with library.set_current_vllm_config(self._config):
                 library.finalize_layerwise_reload(self._model, self._config.model_config)
@@ -103,6 +102,15 @@ class ModelLoader:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
+    def look(self) -> None:
+        """What `start` would spend half a millisecond on, beforehand: whether the plan is good for the same weights
+        again."""
+        self._looked = self._sent if self._plan is not None and self._plan.loads(self._sent) else None
+
+    def place(self, name: str) -> torch.Tensor | None:
+        """Where to write the weight for it to be loaded; None: only `load` can. Within a session."""
+        return None if self._looked is None or self._plan is None else self._plan.place(name)
+
     def abandon(self) -> None:
         """End a session that broke off. The weights are in pieces, but the next session starts as if there had been
         none: layerwise reload would go on counting from where this one stopped."""
@@ -110,6 +118,12 @@ class ModelLoader:
         if not self.in_place:
             with library.set_current_vllm_config(self._config):
                 library.finalize_layerwise_reload(self._model, self._config.model_config)
+
+    def _confirm(self) -> None:
+        """Once a session: that the parameters which were written are those that the model computes with."""
+        looked, self._looked = self._looked, None
+        if looked is not None and self._plan is not None and not self._plan.places.stand():
+            raise RuntimeError("parameters of the model were replaced while weights were loaded into it")
 
     def _load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         named = weights if self._names is None else self._names.checkpoint(weights)

@@ -124,9 +124,9 @@ class StagedWeightEngine(library.WeightTransferEngine):
                 self._link.answer(order, state=state)
                 if state.phase == "ready" and self._inbox is not None:
                     self._inbox.read_ahead()
-                    self.loader.look(self._inbox.names)
             elif order.load is not None:
                 self._link.answer(order, report=self._load(order.load))
+                self.loader.look()
 
     def _prepare(self, update: WeightUpdate) -> PrepareState:
         """What was prepared before is dropped."""
@@ -173,7 +173,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
     def _load_arriving(self, inbox: WeightInbox, names: WeightNames, update: WeightUpdate) -> None:
         """Load bucket by bucket as they arrive. An error leaves the model in pieces."""
         got: set[str] = set()
-        for whole in inbox.arriving(update):
+        for whole in inbox.arriving(update, self.loader.place):
             got.update(name for name, _ in whole)
             if not self.loader.in_place:
                 # Layerwise reload keeps tensors until their layer is whole; these are gone with the next bucket.

@@ -85,17 +85,17 @@ def test_parameters_replaced_in_mid_session_are_found() -> None:
     """The plan is looked at before the session; what was copied since went to memory that nobody computes with."""
     model, sent = Fused(), weights(0)
     loader = loader_with_plan(model)
-    for replaced in (False, True):
-        loader.look(list(sent))
+    for _ in range(2):
         loader.start(None, list(sent))
         loader.load(weights(1).items())
-        if not replaced:
-            loader.finish()
-            assert loader.way == "in place" and torch.equal(model.norm, weights(1)["norm"])
-            continue
-        model.norm = torch.nn.Parameter(model.norm.detach().clone())
-        with pytest.raises(RuntimeError, match="were replaced while weights were loaded"):
-            loader.finish()
+        loader.finish()
+        assert loader.way == "in place" and torch.equal(model.norm, weights(1)["norm"])
+        loader.look()
+    model.norm = torch.nn.Parameter(model.norm.detach().clone())
+    loader.start(None, list(sent))
+    with pytest.raises(RuntimeError, match="were replaced while weights were loaded"):
+        loader.load(weights(1).items())
+    loader.abandon()
 
 
 def test_a_weight_that_the_plan_does_not_know_is_checked() -> None:
@@ -112,3 +112,22 @@ def test_a_weight_that_the_plan_does_not_know_is_checked() -> None:
     assert not asked
     with pytest.raises(ValueError, match="nrom is unknown"):
         loader.load([("nrom", sent["norm"])], check)
+
+
+def test_a_weight_in_pieces_is_put_together_where_it_belongs() -> None:
+    model, sent = Fused(), weights(1)
+    loader = loader_with_plan(model)
+    assert loader.place("norm") is None, "no session is open"
+    loader.start(None, list(sent))
+    assert loader.place("gate") is None, "a worker loads half of it"
+    assert loader.place("down") is None and loader.place("nrom") is None
+    placed = loader.place("embedding")
+    assert placed is not None and placed.shape == sent["embedding"].shape
+    placed[:4], placed[4:] = sent["embedding"][:4], sent["embedding"][4:]
+    loader.load([("embedding", placed), *((name, one) for name, one in sent.items() if name != "embedding")])
+    loader.finish()
+    expected = Fused()
+    with torch.no_grad():
+        expected.load(sent)
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(parameter, dict(model.named_parameters())[name]), name
