@@ -95,7 +95,7 @@ def setups(size: str, gpus: int, only: Sequence[str]) -> list[Setup]:
 
     few = (Case("ipc", 0, 256, 32, 5), Case("ipc", 0, 256, 0, 5))
     every = {
-        "none": Setup(size, "none", cases(256, 512), colocated=3),
+        "none": Setup(size, "none", cases(256, 512, 1024), colocated=3),
         "full": Setup(size, "full", cases(256), colocated=3),
         "moe": Setup("moe", "none", (Case("ipc", 0, 1, 8, 20),)),
         "tp2": Setup(size, "full", few, tp=2),

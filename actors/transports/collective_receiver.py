@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -18,8 +17,6 @@ from .receiving import Receiver, Stream, bucket_offsets
 from .rendezvous import Broadcast, Group, bounded, meet
 
 _RING = 2
-_AHEAD_S = 1e-3
-"""How long the thread that reads ahead holds up the one that takes over."""
 _SLICE_S = 0.05
 """How long is waited for one thing before the others are looked at."""
 
@@ -130,30 +127,23 @@ class CollectiveStream(Stream):
         self._notes = notes
         self._ended = False
         self._done = False
-        self._wanted_now = False
-        self._reading = threading.Lock()
-        """Held by the thread that receives: one ahead, then the one that iterates."""
         self._failure: Exception | None = None
-        """Of the one ahead."""
+        """Of reading ahead."""
 
     def receive_into(self, memory: torch.Tensor) -> None:
         if memory.device == self.device:
             self._wanted = memory
 
     def read_ahead(self) -> None:
-        with self._reading:
-            try:
-                while not (self._ended or self._wanted_now or len(self._under_way) == _RING or not self.bound.left_s):
-                    self._hear(_AHEAD_S, "waiting for the first buckets")
-                    self._begin_next(_RING, wait=False)
-            except Exception as error:  # raised in the thread that iterates
-                self._failure = error
+        try:
+            while not self._ended and len(self._under_way) < _RING:
+                self._begin_next(_RING, wait=True)
+        except Exception as error:  # raised to who iterates
+            self._failure = error
 
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
-        self._wanted_now = True
-        with self._reading:
-            if self._failure is not None:
-                raise self._failure
+        if self._failure is not None:
+            raise self._failure
         while True:
             self._begin_next(_RING, wait=not self._under_way)
             if not self._under_way:

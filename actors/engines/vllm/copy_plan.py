@@ -86,7 +86,6 @@ class CopyPlan:
             _copy_all(targets, sources, non_blocking=True)
         return True
 
-
     def place(self, name: str) -> torch.Tensor | None:
         """Where the weight lies in the parameters in one piece, if it does; what is written there is loaded."""
         copies = self.copies.get(name, ())

@@ -28,7 +28,7 @@ from ..protocol import (
 )
 from . import library
 from .names import WeightNames
-from .process import ProcessSettings, VllmProcess, all_of
+from .process import ProcessSettings, VllmProcess
 from .requests import BusyClock, RequestChecks, RunningRequest, completion, nothing
 from .updates import WeightUpdates
 
@@ -309,7 +309,8 @@ class VllmEngine:
             try:
                 if self._asleep and self._process.can_sleep:
                     await self._process.wake("weights")
-                await all_of(self._process.forget_keys_and_values(), self._updates.load(version))
+                # In the same interpreter as a single worker, which it would keep from beginning.
+                await self._updates.load(version, self._process.forget_keys_and_values)
                 await self._process.mark(version)
             except Exception as error:
                 raise await self._break(version, error) from error

@@ -12,13 +12,15 @@ import socket
 import struct
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ....codecs import messages
 from ...transports.protocol import WeightUpdate
 from ..protocol import EngineDied
+from .process import all_of
 from .wire import LoadReport, PrepareState
 
 _LENGTH = struct.Struct("<I")
@@ -36,7 +38,8 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a worker says: its number when it comes, and then what became of each order."""
+    """What a worker says: its number when it comes, and then what became of each order: one of the last two; neither
+    when it has begun to load."""
 
     worker: int
     number: int = 0
@@ -53,6 +56,7 @@ class WorkerLinks:
         self._folder = ""
         self._server: asyncio.Server | None = None
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._begun: set[int] = set()
         self._answers: dict[int, Answer] = {}
         self._number = 0
         self._lost: set[int] = set()
@@ -72,11 +76,15 @@ class WorkerLinks:
         await self._until(lambda: any(one.state and one.state.phase == "failed" for one in self._answers.values()))
         return [one.state for _, one in sorted(self._answers.items()) if one.state is not None]
 
-    async def load(self, version: int) -> list[LoadReport]:
-        """Have all workers load what they prepared, and wait for all of them. Nothing may run meanwhile. Raises
-        EngineDied."""
+    async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]]) -> list[LoadReport]:
+        """Have all workers load what they prepared, and wait for all of them. No step may run meanwhile.
+
+        meanwhile: what else is to be done; begun when the workers have something to wait for, and awaited. Raises
+        EngineDied, and what it raises.
+        """
         await self._order(load=version)
-        await self._until(lambda: False)
+        await self._until(lambda: len(self._begun | self._answers.keys()) == self._num_workers)
+        await all_of(meanwhile(), self._until(lambda: False))
         return [one.report for _, one in sorted(self._answers.items()) if one.report is not None]
 
     async def close(self) -> None:
@@ -92,6 +100,7 @@ class WorkerLinks:
         async with self._changed:
             await self._changed.wait_for(lambda: self._lost or len(self._writers) == self._num_workers)
         self._expect_all()
+        self._begun.clear()
         self._answers.clear()
         self._number += 1
         data = messages.encode(Order(self._number, prepare, load))
@@ -117,8 +126,10 @@ class WorkerLinks:
                 worker = answer.worker
                 async with self._changed:
                     self._writers[worker] = writer
-                    if answer.number == self._number and self._number:
+                    if answer.number == self._number and (answer.state or answer.report):
                         self._answers[worker] = answer
+                    elif answer.number == self._number:
+                        self._begun.add(worker)
                     self._changed.notify_all()
         except (asyncio.IncompleteReadError, ConnectionError):
             async with self._changed:
@@ -142,7 +153,7 @@ class WorkerLink:
         threading.Thread(target=self._listen, name="weights-link", daemon=True).start()
 
     def answer(self, order: Order, *, state: PrepareState | None = None, report: LoadReport | None = None) -> None:
-        """Let the engine know what became of an order; when it is gone, nobody needs to."""
+        """Let the engine know what became of an order, or that its load has begun; when it is gone, nobody needs to."""
         self._send(Answer(self._worker, order.number, state, report))
 
     def close(self) -> None:

@@ -34,8 +34,8 @@ class ModelLoader:
         """Names of the session's weights."""
         self._looked: Collection[str] | None = None
         """Weights that the plan was found to be good for."""
-        self._missing = 0
-        """How many of them the session has not loaded."""
+        self._confirmed = False
+        """Whether it was found so within the session."""
         self.in_place = False
         """Whether the session that is open writes into live parameters."""
         self.way = ""
@@ -47,7 +47,7 @@ class ModelLoader:
         if self._looked != sent:
             self.look()
         if self._looked is not None:
-            self.in_place, self.way, self._missing = True, "in place", len(sent)
+            self.in_place, self.way, self._confirmed = True, "in place", False
             return
         self._plan = None
         hindrance = library.in_place_hindrance(self._model)
@@ -68,13 +68,12 @@ class ModelLoader:
     ) -> None:
         """Load some weights under their HF names; any split, but each once a session. On a GPU the copies are queued
         on the current stream. check: raises for a weight that is not the model's; asked unless such were loaded
-        before. Raises RuntimeError when somebody replaced parameters meanwhile."""
+        before. Raises RuntimeError when somebody has replaced parameters since `look`."""
         weights = list(weights)
         with torch.no_grad():
             if self._plan is not None and self._plan.load(weights):
-                self._missing -= len(weights)
-                if not self._missing:
-                    self._confirm()  # while the GPU still copies
+                if weights:
+                    self._confirm()  # while the GPU copies, and the next ones are on their way
                 return
         if check is not None:
             for name, tensor in weights:
@@ -86,9 +85,8 @@ class ModelLoader:
             self._load(weights)
 
     def finish(self) -> None:
-        """Close the session: repacked, in place for the kernels, done on the device. Raises RuntimeError when somebody
-        replaced parameters meanwhile."""
-        self._confirm()
+        """Close the session: repacked, in place for the kernels, done on the device."""
+        self._looked = None
         if not self.in_place:
             with library.set_current_vllm_config(self._config):
                 library.finalize_layerwise_reload(self._model, self._config.model_config)
@@ -120,10 +118,13 @@ class ModelLoader:
                 library.finalize_layerwise_reload(self._model, self._config.model_config)
 
     def _confirm(self) -> None:
-        """Once a session: that the parameters which were written are those that the model computes with."""
-        looked, self._looked = self._looked, None
-        if looked is not None and self._plan is not None and not self._plan.places.stand():
-            raise RuntimeError("parameters of the model were replaced while weights were loaded into it")
+        """Once a session: that the parameters which are written are those that the model computes with."""
+        if self._looked is None or self._confirmed:
+            return
+        assert self._plan is not None
+        if not self._plan.places.stand():
+            raise RuntimeError("parameters of the model were replaced since the last weights were loaded")
+        self._confirmed = True
 
     def _load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         named = weights if self._names is None else self._names.checkpoint(weights)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from ...transports.protocol import WeightTransferError, WeightUpdate
 from ...transports.settings import ReceiverConfig
@@ -75,13 +76,15 @@ class WeightUpdates:
         if self._opened and version != self._loading:
             await self._process.call("headrace_drop", version)
 
-    async def load(self, version: int) -> None:
-        """Replace all weights while nothing runs. Raises WeightTransferError, when the version did not arrive whole,
+    async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Replace all weights while no step runs. meanwhile: see `WorkerLinks.load`.
+
+        Raises what it raises; WeightTransferError, when the version did not arrive whole,
         or RuntimeError: either way the model is in pieces then; EngineDied."""
         self.prepared, self._loading = None, version
         try:
             async with asyncio.timeout(CALL_PATIENCE_S):
-                reports = await self._links.load(version)
+                reports = await self._links.load(version, meanwhile)
         except TimeoutError:
             raise RuntimeError(f"weights of version {version}: not loaded within {CALL_PATIENCE_S:.0f} s") from None
         finally:

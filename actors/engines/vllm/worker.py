@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +66,8 @@ class StagedWeightEngine(library.WeightTransferEngine):
         self._update: WeightUpdate | None = None
         self._link: WorkerLink | None = None
         self._state = PrepareState(-1, "none")
+        self._begun: Callable[[], None] = lambda: None
+        """To be called when a load has something to wait for."""
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         """What is received does not wait for the model's steps, nor they for it."""
 
@@ -88,6 +92,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         if staged is not None:
             assert staged.version == update_info.version
             self.loader.load(staged.named.items())
+            self._begun()
         else:
             self._load_arriving(inbox, names, self._update)
 
@@ -117,15 +122,17 @@ class StagedWeightEngine(library.WeightTransferEngine):
 
     def _follow(self, order: Order) -> None:
         """In the link's thread."""
-        assert self._link is not None
+        link = self._link
+        assert link is not None
         with torch.cuda.stream(self._stream):  # of None: no more than this thread's own
             if order.prepare is not None:
                 state = self._prepare(order.prepare)
-                self._link.answer(order, state=state)
+                link.answer(order, state=state)
                 if state.phase == "ready" and self._inbox is not None:
                     self._inbox.read_ahead()
             elif order.load is not None:
-                self._link.answer(order, report=self._load(order.load))
+                self._begun = partial(link.answer, order)
+                link.answer(order, report=self._load(order.load))
                 self.loader.look()
 
     def _prepare(self, update: WeightUpdate) -> PrepareState:
@@ -174,11 +181,14 @@ class StagedWeightEngine(library.WeightTransferEngine):
         """Load bucket by bucket as they arrive. An error leaves the model in pieces."""
         got: set[str] = set()
         for whole in inbox.arriving(update, self.loader.place):
+            first = not got
             got.update(name for name, _ in whole)
             if not self.loader.in_place:
                 # Layerwise reload keeps tensors until their layer is whole; these are gone with the next bucket.
                 whole = [(name, tensor.clone()) for name, tensor in whole]
             self.loader.load(whole, names.check_one)
+            if first and got:
+                self._begun()
         names.check_complete(got)
 
     def _opened(self) -> tuple[WeightInbox, WeightNames]:

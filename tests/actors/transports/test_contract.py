@@ -123,14 +123,14 @@ def test_without_staging_tensors_come_as_they_are_whole(crew: Callable[..., Crew
     peers = crew(kind)
     for worker in (0, 1):
         peers.workers["engine-1", worker].call("choose", "none").expect()
-    for version, ahead_s in ((1, None), (2, 0.0), (3, 0.2)):
+    for version, ahead, bucket_bytes in ((1, False, 128), (2, True, 128), (3, True, 1 << 20)):
         named = weights(version)
-        plan = plan_of(named, 128)
+        plan = plan_of(named, bucket_bytes)
         update = peers.sender.begin(version, plan, peers.groups)
         for peer in peers.of(peers.groups[:1]):
             peer.start("prepare", update)
         for peer in peers.of(peers.groups[1:]):
-            peer.start("arrive", update, version, 50, ahead_s)
+            peer.start("arrive" if not ahead else "arrive_ahead", update, version, 50)
         publish(peers.sender, plan, named)
         for peer in peers.of(peers.groups[:1]):
             peer.answer().expect()
@@ -148,7 +148,7 @@ def test_what_goes_wrong_ahead_of_the_reader_is_raised_to_it(crew: Callable[...,
     update = peers.sender.begin(1, plan, peers.groups)
     readers = peers.of(peers.groups[1:])
     for peer in peers.of(peers.groups):
-        peer.start("arrive" if peer in readers else "prepare", update, *((1, 50, 1.0) if peer in readers else ()))
+        peer.start("arrive_ahead" if peer in readers else "prepare", update, *((1, 50) if peer in readers else ()))
 
     def abort(bucket: int, buffer: torch.Tensor) -> None:
         if bucket == 2:

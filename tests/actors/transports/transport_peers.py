@@ -151,20 +151,21 @@ class ReceiverHost:
         finally:
             receiving.checksum = original
 
-    def arrive(self, update: WeightUpdate, seed: int, rows: int, ahead_s: float | None = None) -> bool:
-        """Without staging: whether the tensors that came are those of `weights(seed, rows)`. ahead_s: how long what
-        comes first is received by another thread, before this one takes over."""
+    def arrive(self, update: WeightUpdate, seed: int, rows: int, *, ahead: bool = False) -> bool:
+        """Without staging: whether the tensors that came are those of `weights(seed, rows)`. ahead: receive what comes
+        first before asking for it."""
         self._inbox.prepare(update)
         assert self._inbox.staged is None
-        if ahead_s is not None:
-            ahead = threading.Thread(target=self._inbox.read_ahead)
-            ahead.start()
-            ahead.join(ahead_s)
+        if ahead:
+            self._inbox.read_ahead()
         got = {}
         for tensors in self._inbox.arriving(update):
             got |= {name: tensor.clone() for name, tensor in tensors}
         sent = weights(seed, rows)
         return equal({name: got[name] for name in sent}, sent) and len(got) == len(sent)
+
+    def arrive_ahead(self, update: WeightUpdate, seed: int, rows: int) -> bool:
+        return self.arrive(update, seed, rows, ahead=True)
 
     def holds(self, seed: int, rows: int) -> bool:
         staged = self._inbox.staged

@@ -93,7 +93,7 @@ def test_parameters_replaced_in_mid_session_are_found() -> None:
         loader.look()
     model.norm = torch.nn.Parameter(model.norm.detach().clone())
     loader.start(None, list(sent))
-    with pytest.raises(RuntimeError, match="were replaced while weights were loaded"):
+    with pytest.raises(RuntimeError, match="were replaced since the last weights"):
         loader.load(weights(1).items())
     loader.abandon()
 
