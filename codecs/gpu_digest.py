@@ -13,7 +13,7 @@ import functools
 import numpy as np
 import torch
 
-_WORD = 8
+WORD = 8
 _COLUMNS = 4099
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -25,22 +25,27 @@ def device_digest(payload: torch.Tensor) -> torch.Tensor:
     The same bytes give the same digest on any device.
     """
     length = len(payload)
-    if (payload.data_ptr() if payload.is_cuda else payload.storage_offset()) % _WORD:
+    if (payload.data_ptr() if payload.is_cuda else payload.storage_offset()) % WORD:
         payload = payload.clone()  # words must start where words can
-    num_words = length // _WORD
-    words = payload[: num_words * _WORD].view(torch.int64)
-    weights = _weights(payload.device)
+    num_words = length // WORD
+    words = payload[: num_words * WORD].view(torch.int64)
+    weights = column_weights(payload.device)
     rows = num_words // _COLUMNS
     sums = words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0)
     rest = words[rows * _COLUMNS :]
     if len(rest):
         sums[: len(rest)].add_(rest)  # one row more, not a full one
     found = (sums * weights).sum()
-    if length % _WORD:
-        last = torch.zeros(_WORD, dtype=torch.uint8, device=payload.device)
-        last[: length % _WORD] = payload[num_words * _WORD :]
+    if length % WORD:
+        last = torch.zeros(WORD, dtype=torch.uint8, device=payload.device)
+        last[: length % WORD] = payload[num_words * WORD :]
         found = found + last.view(torch.int64)[0] * weights[num_words % _COLUMNS]
-    return found + as_signed(length * _GOLDEN)
+    return found + length_part(length)
+
+
+def length_part(nbytes: int) -> int:
+    """What a payload's length adds to the digest."""
+    return as_signed(nbytes * _GOLDEN)
 
 
 def as_signed(digest: int) -> int:
@@ -50,8 +55,8 @@ def as_signed(digest: int) -> int:
 
 
 @functools.cache
-def _weights(device: torch.device) -> torch.Tensor:
-    """int64 `[_COLUMNS]`, odd."""
+def column_weights(device: torch.device) -> torch.Tensor:
+    """int64 `[_COLUMNS]`, odd: what word i counts, i modulo their number."""
     state = (np.arange(1, _COLUMNS + 1, dtype=np.uint64)) * np.uint64(_GOLDEN)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)

@@ -6,10 +6,13 @@ Making 300 views anew costs milliseconds, and an update between GPUs takes ten.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from ...codecs.buckets import BucketEntry, BucketPlan
+from ...codecs.gpu_scatter import Scatter, scatter_kernel
 from ...codecs.schema import DTYPES
 from .receiving import bucket_offsets
 
@@ -87,3 +90,48 @@ class BucketViews:
         if key not in self._made and self._plan is not None and len(self._made) > 4 * len(self._plan.sizes):
             self._made = {}  # of a sender that is gone, whose buffers they would keep
         return self._made.setdefault(key, {})
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """How a bucket on a GPU is taken."""
+
+    scatter: Scatter
+    placed: frozenset[str]
+    """The weights that it brings, all or a piece, to where they belong."""
+
+
+class BucketLandings:
+    """Those of one plan and one model's places at a time."""
+
+    def __init__(self) -> None:
+        self._plan: BucketPlan | None = None
+        self._places: Mapping[str, torch.Tensor] = {}
+        self._made: dict[int, Landing] = {}
+
+    def of(self, plan: BucketPlan, bucket: int, places: Mapping[str, torch.Tensor], device: torch.device) -> Landing:
+        """places: by HF name, where weights belong; kept are those of the mapping that was given last, which must not
+        change. A place is left out when it is not contiguous, on `device`, and in the weight's dtype and shape."""
+        if self._plan is not plan or self._places is not places:
+            self._plan, self._places, self._made = plan, places, {}
+        if bucket not in self._made:
+            pieces, names = [], []
+            for entry in plan.in_bucket(bucket):
+                place = places.get(entry.name)
+                if place is not None and _is_for(place, entry, device):
+                    flat = place.detach().view(-1).view(torch.uint8)
+                    pieces.append((entry.offset, flat[entry.begin : entry.begin + entry.nbytes]))
+                    names.append(entry.name)
+            self._made[bucket] = Landing(
+                Scatter(plan.sizes[bucket], pieces, device, scatter_kernel(device)), frozenset(names)
+            )
+        return self._made[bucket]
+
+    def clear(self) -> None:
+        """Let go of the places."""
+        self._plan, self._places, self._made = None, {}, {}
+
+
+def _is_for(place: torch.Tensor, entry: BucketEntry, device: torch.device) -> bool:
+    spec = place.dtype, tuple(place.shape), place.device
+    return place.is_contiguous() and spec == (DTYPES[entry.dtype], entry.shape, device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ class Stream:
     memory: torch.Tensor | None = None
     """uint8: payloads of whole buckets lie there, bucket b at `bucket_offsets(plan)[b]`, until `close`."""
 
+    take: Callable[[BucketFrame, torch.Tensor], torch.Tensor] | None = None
+    """Called instead of `device_digest` with every payload on a GPU: it finds the digest on the way to where the bytes
+    belong."""
+
     def __init__(self, update: WeightUpdate, plan: BucketPlan, bound: Bound) -> None:
         self.update = update
         self.plan = plan
@@ -39,7 +43,7 @@ class Stream:
                 self.give_up(error)
                 raise
             if payload.is_cuda and frame.nbytes:
-                found[frame.bucket] = device_digest(payload)
+                found[frame.bucket] = device_digest(payload) if self.take is None else self.take(frame, payload)
             expected += 1
             yield frame, payload
         if expected != len(self.plan.sizes):

@@ -8,14 +8,15 @@ prepare(update) -> arriving(update) -> committed    without room for two: receiv
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
 from ...codecs.bucket_delta import apply_sparse
 from ...codecs.buckets import BucketPlan, expect_all, read_bucket
-from .bucket_views import BucketViews
+from .bucket_views import BucketLandings, BucketViews, Landing
 from .factory import build_receiver
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
 from .receiving import Receiver, Stream, bucket_offsets
@@ -58,6 +59,7 @@ class WeightInbox:
         self._spare: torch.Tensor | None = None
         """Memory of a version that is not needed any more."""
         self._views = BucketViews()
+        self._landings = BucketLandings()
         self._chosen: Staging | None = None
         self._dropped: int | None = None
         self._closed = False
@@ -131,14 +133,14 @@ class WeightInbox:
             arriving[2].read_ahead()
 
     def arriving(
-        self, update: WeightUpdate, place: Callable[[str], torch.Tensor | None] = lambda name: None
+        self, update: WeightUpdate, places: Mapping[str, torch.Tensor] = MappingProxyType({})
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Without staging: whole tensors of the joined `update` as soon as all their pieces are there; valid until the
         next list. Verified, and the update whole, only when the iterator ends.
 
-        place: asked for a weight that comes in several buckets; where it is to be put together, contiguous and in the
-        dtype and shape that it is sent in, if that matters.
-        Raises WeightTransferError, ValueError when `update` was not joined.
+        places: by name, where weights belong, if they may be written there at once: on a GPU, contiguous and in the
+        dtype and shape that they are sent in. Such a tensor comes as its place. The mapping must not change; the same
+        one is best given again. Raises WeightTransferError, ValueError when `update` was not joined.
         """
         arriving = self._arriving
         if arriving is None or arriving[0] != update.version or arriving[2] is None:
@@ -146,9 +148,11 @@ class WeightInbox:
         stream = arriving[2]
         pieces: dict[str, torch.Tensor] = {}
         read = set()
+        plan = stream.plan
+        stream.take = lambda frame, payload: self._landing(plan, frame, payload, places).scatter(payload)
         try:
             for frame, payload in stream:
-                yield self._whole_tensors(stream.plan, frame, payload, pieces, place)
+                yield self._whole_tensors(plan, frame, payload, pieces, places)
                 read.add(frame.bucket)
             _expect_whole(stream, read)
         finally:
@@ -195,6 +199,7 @@ class WeightInbox:
             self._release(staged)
         self._spare = None
         self._views.clear()
+        self._landings.clear()
         receivers, self._receivers = self._receivers, {}
         for receiver in receivers.values():
             receiver.close()
@@ -247,20 +252,23 @@ class WeightInbox:
         frame: BucketFrame,
         payload: torch.Tensor,
         pieces: dict[str, torch.Tensor],
-        place: Callable[[str], torch.Tensor | None],
+        places: Mapping[str, torch.Tensor],
     ) -> list[tuple[str, torch.Tensor]]:
         """Tensors that are whole with this bucket: views of it, or put together in `pieces` over several buckets."""
         bucket = frame.bucket
         inside = self._views.inside(plan, bucket, payload)
         parts = self._views.parts(plan, bucket)
-        if parts:
-            for entry in parts:
-                if entry.name not in pieces and (given := place(entry.name)) is not None:
-                    pieces[entry.name] = given
-            read_bucket(BucketPlan(parts, plan.sizes), bucket, payload, pieces)
+        placed = self._landing(plan, frame, payload, places).placed if payload.is_cuda and frame.nbytes else ()
+        if apart := tuple(entry for entry in parts if entry.name not in placed):
+            read_bucket(BucketPlan(apart, plan.sizes), bucket, payload, pieces)
         ended = [entry.name for entry in parts if self._views.last_bucket(plan, entry.name) == bucket]
-        whole = [(name, pieces.pop(name)) for name in ended]
-        return [*inside.items(), *whole]
+        whole = [(name, places[name] if name in placed else pieces.pop(name)) for name in ended]
+        return [*((name, places[name] if name in placed else view) for name, view in inside.items()), *whole]
+
+    def _landing(
+        self, plan: BucketPlan, frame: BucketFrame, payload: torch.Tensor, places: Mapping[str, torch.Tensor]
+    ) -> Landing:
+        return self._landings.of(plan, frame.bucket, places, payload.device)
 
     def _expect_base(self, update: WeightUpdate, stream: Stream) -> StagedWeights | None:
         if update.base is None:

@@ -79,19 +79,17 @@ class CopyPlan:
             if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
                 return False
             for copy in self.copies.get(name, ()):
-                if tensor.data_ptr() != copy.target.data_ptr():  # else it is there: see `place`
+                if tensor.data_ptr() != copy.target.data_ptr():  # else it is there: see `targets`
                     targets.append(copy.target)
                     sources.append(tensor if copy.part is None else copy.part.of(tensor))
         if targets:
             _copy_all(targets, sources, non_blocking=True)
         return True
 
-    def place(self, name: str) -> torch.Tensor | None:
-        """Where the weight lies in the parameters in one piece, if it does; what is written there is loaded."""
-        copies = self.copies.get(name, ())
-        if len(copies) != 1 or copies[0].part is not None or not copies[0].target.is_contiguous():
-            return None
-        return copies[0].target
+    def targets(self) -> Mapping[str, torch.Tensor]:
+        """Where weights lie in the parameters in one piece, those that do; what is written there is loaded."""
+        whole = {name: copies[0] for name, copies in self.copies.items() if len(copies) == 1}
+        return {name: copy.target for name, copy in whole.items() if copy.part is None and copy.target.is_contiguous()}
 
 
 class PlanRecorder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ import torch
 from . import library
 from .copy_plan import CopyPlan, ParameterPlaces, PlanRecorder
 from .names import WeightNames
+
+_NOWHERE: Mapping[str, torch.Tensor] = {}
 
 
 class ModelLoader:
@@ -27,6 +29,8 @@ class ModelLoader:
         self._config = vllm_config
         self._names: WeightNames | None = None
         self._plan: CopyPlan | None = None
+        self._targets = _NOWHERE
+        """The plan's."""
         self._refused: tuple[ParameterPlaces, str] | None = None
         """For which parameters there can be no plan, and why."""
         self._recorder: PlanRecorder | None = None
@@ -93,7 +97,7 @@ class ModelLoader:
         if self._recorder is not None:
             found = self._recorder.plan()
             if isinstance(found, CopyPlan):
-                self._plan = found
+                self._plan, self._targets = found, found.targets()
             else:
                 self._refused = ParameterPlaces(self._model), found
             self._recorder = None
@@ -105,9 +109,11 @@ class ModelLoader:
         again."""
         self._looked = self._sent if self._plan is not None and self._plan.loads(self._sent) else None
 
-    def place(self, name: str) -> torch.Tensor | None:
-        """Where to write the weight for it to be loaded; None: only `load` can. Within a session."""
-        return None if self._looked is None or self._plan is None else self._plan.place(name)
+    @property
+    def places(self) -> Mapping[str, torch.Tensor]:
+        """Within a session: where weights may be written, by name, for `load` to find them there. The same mapping as
+        long as the parameters stand."""
+        return _NOWHERE if self._looked is None else self._targets
 
     def abandon(self) -> None:
         """End a session that broke off. The weights are in pieces, but the next session starts as if there had been

@@ -180,7 +180,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
     def _load_arriving(self, inbox: WeightInbox, names: WeightNames, update: WeightUpdate) -> None:
         """Load bucket by bucket as they arrive. An error leaves the model in pieces."""
         got: set[str] = set()
-        for whole in inbox.arriving(update, self.loader.place):
+        for whole in inbox.arriving(update, self.loader.places):
             first = not got
             got.update(name for name, _ in whole)
             if not self.loader.in_place:

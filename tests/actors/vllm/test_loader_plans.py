@@ -78,6 +78,7 @@ def loader_with_plan(model: Fused) -> Any:
         loading = importlib.import_module("headrace.actors.engines.vllm.loading")
     loader = loading.ModelLoader(model, None)
     loader._plan = record(model, model.load, weights(0))
+    loader._targets = loader._plan.targets()
     return loader
 
 
@@ -114,18 +115,18 @@ def test_a_weight_that_the_plan_does_not_know_is_checked() -> None:
         loader.load([("nrom", sent["norm"])], check)
 
 
-def test_a_weight_in_pieces_is_put_together_where_it_belongs() -> None:
+def test_weights_may_be_written_where_they_belong() -> None:
     model, sent = Fused(), weights(1)
     loader = loader_with_plan(model)
-    assert loader.place("norm") is None, "no session is open"
+    assert not loader.places, "no session is open"
     loader.start(None, list(sent))
-    assert loader.place("gate") is None, "a worker loads half of it"
-    assert loader.place("down") is None and loader.place("nrom") is None
-    placed = loader.place("embedding")
-    assert placed is not None and placed.shape == sent["embedding"].shape
-    placed[:4], placed[4:] = sent["embedding"][:4], sent["embedding"][4:]
-    loader.load([("embedding", placed), *((name, one) for name, one in sent.items() if name != "embedding")])
+    places = loader.places
+    assert places.keys() == {"embedding", "norm"}, "of the others, a worker loads parts"
+    written = {name: place.copy_(sent[name]) for name, place in places.items()}
+    loader.load((sent | written).items())
+    assert loader.places is places
     loader.finish()
+    assert not loader.places
     expected = Fused()
     with torch.no_grad():
         expected.load(sent)

@@ -1,0 +1,102 @@
+"""Taking a bucket on a GPU: its pieces are copied to where they belong, and its digest is found on the way."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .gpu_digest import WORD, column_weights, device_digest, length_part
+
+_copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+_START = 64
+"""Pieces start at multiples of so many bytes in a payload."""
+_TARGET = 16
+"""And where they are copied to, at multiples of so many."""
+
+_log = logging.getLogger(__name__)
+
+
+class Scatter:
+    """What is to be done with one bucket's payload, again and again."""
+
+    def __init__(
+        self, nbytes: int, pieces: Sequence[tuple[int, torch.Tensor]], device: torch.device, kernel: Any
+    ) -> None:
+        """nbytes: of the payload. pieces: (first byte in the payload, where it is copied to: uint8 `[n]`, contiguous,
+        on `device`), in order. kernel: from `scatter_kernel`; None: torch, in two passes."""
+        self._nbytes = nbytes
+        self._pieces = [(begin, target) for begin, target in pieces if len(target)]
+        fits = 0 < nbytes < WORD << 31 and nbytes % WORD == 0
+        fits &= all(
+            begin % _START == 0 and len(target) % WORD == 0 and target.data_ptr() % _TARGET == 0
+            for begin, target in self._pieces
+        )
+        self._kernel = kernel if fits else None
+        self._table = None if self._kernel is None else self._rows(self._kernel.SEGMENT).to(device)
+
+    def __call__(self, payload: torch.Tensor) -> torch.Tensor:
+        """`device_digest` of the payload (uint8 `[nbytes]`, contiguous), and its pieces are copied; both are queued on
+        the current stream. What aligns the start of what comes behind a piece is zero."""
+        if len(payload) != self._nbytes:
+            raise ValueError(f"payload: got {len(payload)} bytes, expected {self._nbytes}")
+        if self._kernel is not None and payload.data_ptr() % _TARGET == 0:
+            found = self._kernel.scatter(payload.view(torch.int64), self._table, column_weights(payload.device))
+            return found[0] + length_part(self._nbytes)
+        if self._pieces:
+            targets = [target for _, target in self._pieces]
+            _copy_all(targets, [payload[begin : begin + len(target)] for begin, target in self._pieces])
+        return device_digest(payload)
+
+    def _rows(self, segment: int) -> torch.Tensor:
+        """The kernel's table: pieces, and what lies between them, in segments."""
+        rows: list[np.ndarray] = []
+        end = 0
+
+        def add(begin: int, upto: int, address: int) -> None:
+            starts = np.arange(begin // WORD, upto // WORD, segment, dtype=np.int64)
+            sizes = np.minimum(upto // WORD - starts, segment)
+            addresses = address + (starts - begin // WORD) * WORD if address else np.zeros_like(starts)
+            rows.append(np.stack([starts, sizes, addresses], 1))
+
+        for begin, target in self._pieces:
+            add(end, begin, 0)
+            end = begin + len(target)
+            add(begin, end, target.data_ptr())
+            end = -(-end // _START) * _START if end < self._nbytes else end
+        add(end, self._nbytes, 0)
+        return torch.from_numpy(np.concatenate(rows))
+
+
+@functools.cache
+def scatter_kernel(device: torch.device) -> Any:
+    """The module of the kernel, once it was seen to do what torch does; None, and a warning, where it does not."""
+    if device.type != "cuda":
+        return None
+    try:
+        from . import gpu_scatter_kernel as kernel
+
+        if check(kernel, device):
+            return kernel
+        reason = "its results are wrong"
+    except Exception as error:  # no Triton, no compiler, a driver it does not know
+        reason = f"{type(error).__name__}: {error}"
+    _log.warning("weights: buckets on %s are read twice, there is no Triton kernel: %s", device, reason)
+    return None
+
+
+def check(kernel: Any, device: torch.device) -> bool:
+    """Whether the kernel does what torch does: with a piece of a few words, and one that several programs share."""
+    first, second = _START, 2 * kernel.SEGMENT * WORD + 5 * WORD
+    nbytes = 3 * _START + second + 10 * WORD
+    payload = torch.arange(nbytes, device=device).mul_(41).to(torch.uint8)
+    payload[3 * _START + second : 4 * _START + second - 5 * WORD] = 0  # the gap up to what comes next
+    targets = [torch.zeros(length, dtype=torch.uint8, device=device) for length in (first, second)]
+    pieces = [(_START, targets[0]), (3 * _START, targets[1])]
+    found = Scatter(nbytes, pieces, device, kernel)(payload)
+    copied = all(torch.equal(target, payload[begin : begin + len(target)]) for begin, target in pieces)
+    return copied and bool(found == device_digest(payload))

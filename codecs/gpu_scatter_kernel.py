@@ -1,0 +1,57 @@
+"""`gpu_scatter` as one Triton kernel: a payload is read once, where torch reads it twice.
+
+Needs Triton, which CUDA builds of torch bring, and a C compiler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024
+_STEPS = 16
+SEGMENT = _BLOCK * _STEPS
+"""Words, of 8 bytes, that one program takes at most."""
+
+
+@triton.jit
+def _scatter(payload, table, weights, out, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    # Triton reads these annotations: it knows its own, and no others.
+    row = table + tl.program_id(0) * 3
+    begin = tl.multiple_of(tl.load(row).to(tl.int32), 8)
+    num_words = tl.load(row + 1).to(tl.int32)
+    target = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.int64)), 16)
+    kept = tl.load(row + 2) != 0
+    total = tl.zeros([BLOCK], dtype=tl.int64)
+    if num_words == BLOCK * STEPS:  # nothing to leave out: two words a load
+        for step in range(STEPS):
+            at = step * BLOCK + tl.arange(0, BLOCK)
+            word = tl.load(payload + begin + at)
+            if kept:
+                tl.store(target + at, word)
+            total += word * tl.load(weights + (begin + at) % COLUMNS)
+    else:
+        for step in range(STEPS):
+            at = step * BLOCK + tl.arange(0, BLOCK)
+            word = tl.load(payload + begin + at, mask=at < num_words, other=0)
+            if kept:
+                tl.store(target + at, word, mask=at < num_words)
+            total += word * tl.load(weights + (begin + at) % COLUMNS)
+    tl.atomic_add(out, tl.sum(total, axis=0))
+
+
+def scatter(words: torch.Tensor, table: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """int64 `[1]`: the sum of `words[i] * weights[i % len(weights)]` modulo 2**64 over all that `table` names, which is
+    copied; queued on the current stream.
+
+    words, weights: int64, contiguous. table: int64 `[rows, 3]`: first word, a multiple of 8, number of words, at most
+    SEGMENT, and the address that they are copied to, a multiple of 16; 0: they are not. All on one GPU.
+    """
+    out = torch.zeros(1, dtype=torch.int64, device=words.device)
+    launch: Any = _scatter[(len(table),)]
+    with torch.cuda.device_of(words):  # Triton launches on the current device
+        launch(words, table, weights, out, COLUMNS=len(weights), BLOCK=_BLOCK, STEPS=_STEPS, num_warps=4)
+    return out
