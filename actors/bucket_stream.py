@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -205,8 +206,8 @@ class BucketStream:
     def _hand_over(self, bucket: int, encoding: Encoding, out: torch.Tensor, digest: xxhash.xxh3_64 | None) -> None:
         """digest: of a payload on the CPU; the GPU finds its own, and nobody waits for that."""
         if out.is_cuda:
-            frame, found = BucketFrame(bucket, encoding, len(out), 0), device_digest(out)
-            self._attempt(f"bucket {bucket}", lambda: self._sender.send(frame, found))
+            frame = BucketFrame(bucket, encoding, len(out), 0)
+            self._attempt(f"bucket {bucket}", lambda: self._sender.send(frame, partial(device_digest, out)))
         else:
             assert digest is not None
             frame = BucketFrame(bucket, encoding, len(out), digest.intdigest())

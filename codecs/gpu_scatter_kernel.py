@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 _BLOCK = 1024
-_STEPS = 16
+_STEPS = 8
 SEGMENT = _BLOCK * _STEPS
 """Words, of 8 bytes, that one program takes at most."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
@@ -49,7 +50,7 @@ class BackgroundSender(Sender):
         self._await(update, self._writes[number], f"no room for bucket {bucket}: an earlier one is being written")
         return self._ring[number][:nbytes]
 
-    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: torch.Tensor | None) -> None:
+    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
         if frame.nbytes:
             number = self._num_payloads % _RING
             payload = self._ring[number][: frame.nbytes]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -25,6 +26,8 @@ from .sending import OpenUpdate, Sender
 
 KIND = "collective"
 _RING = 2
+_START_TICK_S = 5e-5
+"""Between two looks at who has come: all of them wait for the last."""
 _SLICE_S = 0.05
 """How long is waited for one thing before the others are looked at."""
 
@@ -77,10 +80,8 @@ class CollectiveSender(Sender):
         self._await(update, number, f"no room for bucket {bucket}, not taken")
         return self._ring[number][:nbytes]
 
-    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: torch.Tensor | None) -> None:
+    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
         self._start(update)
-        if frame.nbytes and self._device.type == "cuda":
-            self._digests[frame.bucket] = as_signed(frame.checksum) if digest is None else digest
         roll = self._expect_roll()
         roll.tell(Note("frame", frame=frame))
         if frame.nbytes and roll.world > 1:
@@ -91,6 +92,8 @@ class CollectiveSender(Sender):
             except RuntimeError as error:
                 raise self._broken(update, f"bucket {frame.bucket} was not taken", error) from error
             self._num_payloads += 1
+        if frame.nbytes and self._device.type == "cuda":  # while the payload travels
+            self._digests[frame.bucket] = as_signed(frame.checksum) if digest is None else digest()
 
     def _finish(self, update: OpenUpdate) -> None:
         self._start(update)
@@ -145,7 +148,7 @@ class CollectiveSender(Sender):
             self._look(update, "at the start")
             return len(roll.groups) == roll.world - 1
 
-        bound.wait(all_here, lambda: roll.blame("not here"))
+        bound.wait(all_here, lambda: roll.blame("not here"), _START_TICK_S)
         kept = self._group is not None and self._members == update.receivers
         kept = kept and all(name == self._group.name for name in roll.groups.values() if self._group is not None)
         if not kept:

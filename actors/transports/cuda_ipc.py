@@ -13,7 +13,7 @@ next bucket's work.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,10 +95,10 @@ class CudaIpcSender(PagedSender):
             self._wait(update, before + 1)
         return self._ring[number][:nbytes]
 
-    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: torch.Tensor | None) -> None:
+    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
         assert self._page is not None
         if frame.nbytes:
-            self._digests[frame.bucket] = as_signed(frame.checksum) if digest is None else digest
+            self._digests[frame.bucket] = as_signed(frame.checksum) if digest is None else digest()
             self._last[self._num_payloads % RING] = frame.bucket
             self._num_payloads += 1
         self._outbox.put(partial(self._page.publish, frame))

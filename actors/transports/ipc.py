@@ -79,7 +79,7 @@ class IpcSender(PagedSender):
             raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, planned are {room} at most")
         return self._slots[-1].memory[self._offsets[bucket] : self._offsets[bucket] + nbytes]
 
-    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: torch.Tensor | None) -> None:
+    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
         self._page.publish(frame)
 
     def _finish(self, update: OpenUpdate) -> None:

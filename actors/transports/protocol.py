@@ -10,7 +10,7 @@ wait on either side is bounded by the update's `timeout_s`; every error names ve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -93,11 +93,11 @@ class WeightSender(Protocol):
         """
         ...
 
-    def send(self, frame: BucketFrame, digest: torch.Tensor | None = None) -> None:
+    def send(self, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None = None) -> None:
         """Let receivers have what was written into the buffer of `frame.bucket`. Returns at once.
 
-        digest: of a payload on a GPU, its `gpu_digest.device_digest`, queued on the current stream like the payload
-        itself: it then stands for `frame.checksum`, and nobody need wait for it before the update's end.
+        digest: of a payload on a GPU; queues its `gpu_digest.device_digest` on the current stream, as the payload was:
+        that then stands for `frame.checksum`, and nobody need wait for it before the update's end.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -86,7 +86,7 @@ class Sender:
         update.buffered = bucket
         return buffer
 
-    def send(self, frame: BucketFrame, digest: torch.Tensor | None = None) -> None:
+    def send(self, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None = None) -> None:
         """See the protocol. `same` buckets need no buffer."""
         update = self._expect_open()
         if frame.bucket != update.num_sent or (frame.nbytes and frame.bucket != update.buffered):
@@ -135,7 +135,7 @@ class Sender:
     def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         raise NotImplementedError
 
-    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: torch.Tensor | None) -> None:
+    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
         raise NotImplementedError
 
     def _finish(self, update: OpenUpdate) -> None:

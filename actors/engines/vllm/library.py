@@ -79,6 +79,18 @@ def check_attention(config: Any) -> None:
         )
 
 
+def keep_prefills_whole(config: Any) -> None:
+    """Have no prompt, nor a kept request that is computed anew, cut at the token budget of a step.
+
+    vLLM 0.26 to 0.32 on CPUs: a step that ends within one rewinds the generator of a seeded request by an offset that
+    CPU generators have not got: the engine process dies. Delete when it does without.
+    """
+    if on_cpu():
+        scheduler = config.scheduler_config
+        scheduler.enable_chunked_prefill = False
+        scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, config.model_config.max_model_len)
+
+
 def forget_moe_kernels(model: torch.nn.Module) -> None:
     """Have the next load set the experts' kernels up as the first one did.
 

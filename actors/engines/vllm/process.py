@@ -54,6 +54,7 @@ class VllmProcess:
             try:
                 config = engine_args(settings, cpu).create_engine_config()
                 library.check_attention(config)
+                library.keep_prefills_whole(config)
                 self.llm = library.AsyncLLM.from_vllm_config(config, disable_log_stats=True)
             except ValueError as error:
                 reason = " ".join(str(error).split())

@@ -81,6 +81,19 @@ def test_a_sample_does_not_depend_on_what_else_runs(subject: Subject) -> None:
     subject.run(main())
 
 
+def test_more_tokens_than_a_step_takes(subject: Subject) -> None:
+    """Seeded prompts of 3600 tokens at once, 2048 a step: none of them is cut in two, which would end the engine."""
+    params = SamplingParams(max_new_tokens=4, seed=3)
+    prompts = [[(start + step) % 30 + 5 for step in range(400)] for start in range(9)]
+
+    async def main() -> None:
+        calls = [subject.engine.generate(f"long{number}", prompt, params) for number, prompt in enumerate(prompts)]
+        for prompt, found in zip(prompts, await asyncio.gather(*calls), strict=True):
+            subject.expect_logprobs(prompt, found, params)
+
+    subject.run(main())
+
+
 def test_prompts_that_do_not_fit(subject: Subject) -> None:
     for prompt, params, message in (
         ([], SamplingParams(), "no tokens"),
