@@ -160,7 +160,10 @@ class ReceiverHost:
             self._inbox.read_ahead()
         got = {}
         sent = weights(seed, rows)
-        places = {name: torch.zeros_like(one, device=self._config.device) for name, one in [*sent.items()][::2]}
+        places = {
+            name: torch.zeros(one.shape, dtype=one.dtype, device=self._config.device)
+            for name, one in [*sent.items()][::2]
+        }
         for tensors in self._inbox.arriving(update, places):
             for name, tensor in tensors:
                 got[name] = tensor.clone()
