@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from headrace.tests.actors.memory_sender import MemorySender
 class DiscardingSender(MemorySender):
     """Has the two buffers in flight, and forgets what was in them."""
 
-    def send(self, frame: BucketFrame, digest: torch.Tensor | None = None) -> None:
+    def send(self, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None = None) -> None:
         self._step(f"send {frame.bucket}", frame.bucket)
         memory = self._ring[frame.bucket % 2]
         assert memory is not None and checksum(memory[: frame.nbytes]) == frame.checksum

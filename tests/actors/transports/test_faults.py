@@ -172,7 +172,7 @@ def losing(sender: Sender, bucket: int) -> Iterator[None]:
     """Bucket `bucket` never leaves the sender, which does not know."""
     original = sender._send
 
-    def send(update: OpenUpdate, frame: BucketFrame, digest: torch.Tensor | None) -> None:
+    def send(update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
         if frame.bucket != bucket:
             original(update, frame, digest)
 

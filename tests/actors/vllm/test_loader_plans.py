@@ -77,8 +77,9 @@ def loader_with_plan(model: Fused) -> Any:
         warnings.simplefilter("ignore")  # of what vLLM imports
         loading = importlib.import_module("headrace.actors.engines.vllm.loading")
     loader = loading.ModelLoader(model, None)
-    loader._plan = record(model, model.load, weights(0))
-    loader._targets = loader._plan.targets()
+    plan = record(model, model.load, weights(0))
+    assert isinstance(plan, CopyPlan)
+    loader._plan, loader._targets = plan, plan.targets()
     return loader
 
 
