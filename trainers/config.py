@@ -263,8 +263,9 @@ class SyncConfig(Section):
     transport: Literal["auto", "collective", "ipc", "store", "disk"] = "auto"
     """`collective`: broadcast (NCCL on GPUs, gloo on CPUs); `ipc`: shared memory of one host; `store`: through the data
     plane's store; `disk`: safetensors files. `auto`: ipc on one host, else collective."""
-    bucket_mib: Count = 64
-    """Bytes that travel, and are verified, as one."""
+    bucket_mib: Count | None = None
+    """What travels, and is verified, as one; two are in flight. Unset: 512 between GPUs (`ipc`, `collective`), else
+    64."""
     in_flight: Literal["keep", "wait", "abort"] = "wait"
     """Requests that run when new weights come: go on under them, end first, or are cut off and asked for again from
     where they were. Each token has the version that made it."""

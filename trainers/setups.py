@@ -214,10 +214,11 @@ def worker_setup(
     config: Config, rank: int, model: str, handle: DataPlaneHandle, *, host: str, one_host: bool, device: str
 ) -> WorkerSetup:
     """Train worker `rank`. host: the address at which engines reach it."""
-    sync = config.sync
+    sync, kind = config.sync, transport(config, one_host=one_host)
+    bucket_bytes = bucket_mib(config, kind, device) << 20
     sender = SenderConfig(
         run_id=handle.run_id,
-        bucket_bytes=sync.bucket_mib << 20,
+        bucket_bytes=bucket_bytes,
         timeout_s=sync.timeout_s,
         host=host,
         folder=sync.dir or os.path.join(config.run.dir or ".", "weights"),
@@ -233,11 +234,18 @@ def worker_setup(
         timeout_s=config.resources.stage_timeout_s,
         data_plane=handle,
         backend=partial(build_backend, backend_config(config, model)),
-        sender=partial(build_sender, transport(config, one_host=one_host), sender),
+        sender=partial(build_sender, kind, sender),
         weights=PublisherConfig(
-            bucket_bytes=sync.bucket_mib << 20, timeout_s=sync.timeout_s, delta=sync.delta, cache=sync.cache
+            bucket_bytes=bucket_bytes, timeout_s=sync.timeout_s, delta=sync.delta, cache=sync.cache
         ),
     )
+
+
+def bucket_mib(config: Config, kind: str, device: str) -> int:
+    """Of weights that leave a trainer on `device` by transport `kind`."""
+    if config.sync.bucket_mib is not None:
+        return config.sync.bucket_mib
+    return 512 if device.startswith("cuda") and kind in ("ipc", "collective") else 64
 
 
 def backend_config(config: Config, model: str) -> BackendConfig:

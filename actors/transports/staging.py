@@ -16,6 +16,7 @@ import torch
 
 from ...codecs.bucket_delta import apply_sparse
 from ...codecs.buckets import BucketPlan, expect_all, read_bucket
+from ...codecs.gpu_scatter import scatter_kernel
 from .bucket_views import BucketLandings, BucketViews, Landing
 from .factory import build_receiver
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
@@ -110,6 +111,7 @@ class WeightInbox:
                         )
                         stream.give_up(error)
                         raise error
+                    scatter_kernel(stream.device)  # compiled now, once, and not when the engine stands still
                     joined = kept = True
                     return
                 staged = self._receive(update, stream)

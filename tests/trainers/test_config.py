@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from headrace.trainers.config import Config, resolved_yaml, with_run_dir
 from headrace.trainers.config_loading import build_config, load_config
 from headrace.trainers.errors import ConfigError, UserError
+from headrace.trainers.setups import bucket_mib
 
 
 def load(tmp_path: Path, text: str, *overrides: str) -> Config:
@@ -216,3 +217,11 @@ def test_a_mesh_of_megatron(tmp_path: Path) -> None:
     small = "trainer: {backend: megatron, tp: 2, cp: 2, tokens_per_microbatch: 765}\nrollout: {max_new_tokens: 250}"
     [found] = problems(tmp_path, small)
     assert "got 765, expected at least 768, the longest row" in found and "rounded up to a multiple of 8" in found
+
+
+def test_buckets_are_larger_between_gpus(tmp_path: Path) -> None:
+    unset, given = load(tmp_path, ""), load(tmp_path, "sync: {bucket_mib: 8}")
+    for kind in ("ipc", "collective", "store", "disk"):
+        assert bucket_mib(unset, kind, "cpu") == 64
+        assert bucket_mib(unset, kind, "cuda:1") == (512 if kind in ("ipc", "collective") else 64)
+        assert bucket_mib(given, kind, "cuda") == 8
