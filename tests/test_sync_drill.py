@@ -25,7 +25,8 @@ def send(engine: Engine, number: signal.Signals) -> None:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("transport", [pytest.param("ipc", marks=pytest.mark.slow), "collective"])
+@pytest.mark.slow  # each fault by itself: tests/actors/transports/test_faults.py, tests/actors/vllm/test_failures.py
+@pytest.mark.parametrize("transport", ["ipc", "collective"])
 def test_stopped_and_killed_engines(tmp_path: Path, transport: str) -> None:
     folder = runs.model_folder(tmp_path / "model", "tied")
     overrides = (

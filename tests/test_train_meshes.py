@@ -36,9 +36,8 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "mesh", [name if name == "megatron pp2" else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
-)
+@pytest.mark.slow  # the meshes by themselves: tests/trainers/megatron, tests/trainers/test_backend_*.py
+@pytest.mark.parametrize("mesh", MESHES)
 def test_the_first_step_is_that_of_one_rank(tmp_path, alone, mesh):
     run_dir = tmp_path / "run"
     code, output = runs.run(run_dir, *PASSES, *MESHES[mesh], "algorithm.steps=2")
