@@ -12,7 +12,7 @@ from .engines.calls import GenerateCall, GenerateReply
 from .engines.factory import EngineConfig, build_engine
 from .engines.protocol import EngineStats, GenerationEngine, PauseMode
 from .protocols import ActorInfo
-from .transports.protocol import WeightUpdate
+from .weights.transports.protocol import WeightUpdate
 
 CONCURRENCY = 1 << 16
 """`max_concurrency` of an engine actor: requests in flight must not keep `pause`, `abort` or `info` waiting."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..trainers import cli
+from .. import cli
 from ..trainers.errors import UserError
 
 _EPILOG = """examples:
@@ -92,8 +92,16 @@ def _out(parser: argparse.ArgumentParser) -> None:
 
 
 def _transfer(arguments: argparse.Namespace) -> int:
-    from .report import failures, tables, write_report
-    from .transfer import PATTERNS, QUICK_STORES, QUICK_WORKLOADS, STORES, WORKLOADS, TransferOptions, run_transfer
+    from .transfer.benchmark import (
+        PATTERNS,
+        QUICK_STORES,
+        QUICK_WORKLOADS,
+        STORES,
+        WORKLOADS,
+        TransferOptions,
+        run_transfer,
+    )
+    from .transfer.report import failures, tables, write_report
 
     options = TransferOptions(
         out=_folder(arguments, "transfer"),
@@ -150,7 +158,7 @@ def _chosen_sizes(given: Sequence[int] | None, every: Sequence[int]) -> tuple[in
 
 
 def _weights(arguments: argparse.Namespace) -> int:
-    from .weights import SIZES, TRANSPORT_KINDS, WeightOptions, run_weights, weights_table
+    from .weights.benchmark import SIZES, TRANSPORT_KINDS, WeightOptions, run_weights, weights_table
 
     out = _folder(arguments, "weights")
     plain = WeightOptions.quick(out) if arguments.quick else WeightOptions(out)

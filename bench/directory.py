@@ -18,13 +18,12 @@ from rich.table import Table
 from ..codecs.blocks import BlockLayout
 from ..codecs.schema import Field, Kind, Schema
 from ..dataplane.config import DataPlaneConfig, StoreConfig
-from ..dataplane.directory import ClaimRows, Directory
+from ..dataplane.directory.directory import ClaimRows, Directory
+from ..dataplane.directory.partition import Grouping, PutRows
 from ..dataplane.factory import connect, open_data_plane
-from ..dataplane.grouping import Grouping
-from ..dataplane.partition import PutRows
-from ..trainers.cluster import Cluster, Demand
+from ..trainers.cluster.ray_cluster import Cluster, Demand
 from .conditions import conditions
-from .results import write_records, write_summary
+from .transfer.results import write_records, write_summary
 
 NUM_FIELDS = 10
 GROUP_SIZE = 8

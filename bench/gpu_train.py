@@ -30,8 +30,8 @@ from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from ..actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, MicroBatch
-from ..actors.replica_reader import ReplicaReader
-from ..actors.step_rows import TrainShard
+from ..actors.train.reader import ReplicaReader
+from ..actors.train.step_rows import TrainShard
 from ..codecs.batch import Batch, Jagged
 from ..dataplane.config import DataPlaneConfig, StoreConfig
 from ..dataplane.factory import connect, open_data_plane

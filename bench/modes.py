@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from ..trainers.config import Config
-from ..trainers.config_loading import build_config
-from ..trainers.launch import run_training
-from ..trainers.metrics import read_metrics
+from ..trainers.config.config import Config
+from ..trainers.config.load import build_config
+from ..trainers.observe.metrics import read_metrics
+from ..trainers.run.launch import run_training
 from ..trainers.simulation.config import SimulationConfig
 from ..trainers.simulation.scenario import Mode, build_scenario, measure_run
 from ..trainers.simulation.simulate import simulate
 from .conditions import conditions
-from .results import write_records, write_summary
+from .transfer.results import write_records, write_summary
 
 MODES: tuple[Mode, ...] = ("sync", "streaming", "async")
 LAST = 2

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from .conditions import one_line
-from .figures import COLOURS
 from .modes import LAST, MODES, ModeResult, StepOptions, StepReport
+from .transfer.plots import COLOURS
 
 HEADER = (
     "mode",

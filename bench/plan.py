@@ -15,7 +15,7 @@ from rich.table import Table
 
 from .conditions import conditions
 from .plan_case import GROUP_SIZE, LENGTHS, MAX_TOKENS, TOKENS_PER_MICROBATCH, PlanCase, PlanResult, plan_here
-from .results import write_records, write_summary
+from .transfer.results import write_records, write_summary
 
 SIZES = ((512, 8), (1024, 8), (1024, 64), (2048, 64), (16_384, 8), (16_384, 64), (16_384, 1024))
 LARGE_SIZES = ((131_072, 8), (131_072, 64), (131_072, 1024), (1 << 20, 8), (1 << 20, 64), (1 << 20, 1024))

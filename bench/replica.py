@@ -21,7 +21,7 @@ import ray
 import torch
 from rich.table import Table
 
-from ..actors.step_rows import TrainShard
+from ..actors.train.step_rows import TrainShard
 from ..codecs.batch import Batch, Jagged
 from ..dataplane.client import DataPlaneClient
 from ..dataplane.config import DataPlaneConfig, StoreConfig
@@ -31,10 +31,10 @@ from ..dataplane.meta import KVBatchMeta
 from ..dataplane.plans import Budget, plan_shards
 from ..dataplane.topology import Topology
 from ..trainers.errors import UserError
-from .baselines.transferqueue import PROCESS_ENV
 from .conditions import conditions
 from .replica_rank import SCHEMA, WAYS, RankTask, WayResult, run_rank
-from .results import write_records, write_summary
+from .transfer.baselines.transferqueue import PROCESS_ENV
+from .transfer.results import write_records, write_summary
 
 SIZES = (2, 4, 8)
 """Ranks of the replica."""

@@ -22,10 +22,10 @@ import torch.distributed as dist
 import xxhash
 
 from ..actors.protocols import ROLLOUT_SCHEMA
-from ..actors.replica_reader import ReplicaReader, build_links
-from ..actors.step_rows import TrainShard
-from ..codecs.padding import from_padded, to_padded
-from ..codecs.runs import as_bytes
+from ..actors.train.reader import ReplicaReader, build_links
+from ..actors.train.step_rows import TrainShard
+from ..codecs.gather import as_bytes
+from ..codecs.jagged import from_padded, to_padded
 from ..codecs.schema import Kind
 from ..dataplane.client import DataPlaneClient
 from ..dataplane.factory import connect

@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from . import messages
-from .gpu_digest import device_digest
+from .gpu_scatter import device_digest
 from .memory import fresh
 from .schema import DTYPES
 

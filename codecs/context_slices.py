@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from .batch import Batch, Column, Jagged
+from .gather import as_bytes, copy_runs, exclusive_cumsum
 from .memory import fresh
-from .runs import as_bytes, copy_runs, exclusive_cumsum
 
 
 def chunks(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> tuple[np.ndarray, np.ndarray]:

@@ -12,15 +12,15 @@ import numpy as np
 from ..codecs.batch import Batch
 from ..codecs.schema import Schema
 from .block_store import BlockStore
-from .client_stats import ClientStats
-from .directory import Outcome
+from .directory.directory import Outcome
+from .directory.requests import body_of
+from .directory.samplers import TaskConfig
 from .handle import DataPlaneHandle
-from .links import Link
 from .meta import KVBatchMeta
 from .operations import Ask, Fields, Operations, Steps, Work
-from .requests import body_of
-from .samplers import TaskConfig
+from .rpc.links import Link
 from .status import DataPlaneStatus
+from .traffic import ClientStats
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 
-from .requests import Room
+from .directory.requests import Room
 
 RECENT_PUTS = 8
 SLACK_PART = 4

@@ -17,8 +17,8 @@ from .block_store import BlockStore, StoreHost, StoreSpec
 from .client import DataPlaneClient
 from .config import DataPlaneConfig
 from .handle import DataPlaneHandle
-from .links import InProcessLink, Link, in_process_link
-from .socket_link import SocketLink
+from .rpc.links import InProcessLink, Link, in_process_link
+from .rpc.socket_link import SocketLink
 
 
 class DataPlane:
@@ -44,7 +44,7 @@ class DataPlane:
         if link is not None:
             link.close()
         if actor is not None:
-            from .directory_actor import stop_actor
+            from .rpc.actor import stop_actor
 
             stop_actor(actor)
             remove_leftovers(self.handle.store)
@@ -77,7 +77,7 @@ def open_data_plane(
         return DataPlane(DataPlaneHandle(run_id, config, link.host.spec, "", None, link.peer), link, None, os.getpid())
     import ray
 
-    from .directory_actor import actor_name, start_actor
+    from .rpc.actor import actor_name, start_actor
 
     if not ray.is_initialized():
         raise ValueError("open_data_plane: Ray is not initialised; call ray.init() before, or pass in_process=True")

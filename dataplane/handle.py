@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .block_store import StoreSpec
 from .config import DataPlaneConfig
-from .frames import DirectoryAddress
+from .rpc.frames import DirectoryAddress
 
 
 @dataclass(frozen=True, slots=True)

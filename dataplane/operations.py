@@ -17,20 +17,19 @@ from ..codecs.batch import Batch
 from ..codecs.blocks import EncodedBlock, RowSource, encode_blocks
 from ..codecs.jagged import pack
 from ..codecs.schema import Schema
-from . import requests
 from .block_io import check_readable, column_bytes, cut, read_rows, rows_a_block, write_blocks
 from .block_store import BlockStore
-from .client_stats import ClientStats
 from .compact import check_keys, pack_keys, unpack_keys
 from .credit import Credit
-from .directory import Outcome
+from .directory import requests
+from .directory.directory import Outcome
+from .directory.partition import ClaimRows, Grouping, PutRows, check_distinct
+from .directory.samplers import TaskConfig
 from .errors import DataPlaneError, DataPlaneTimeout, RowsCleared, SchemaMismatch
-from .grouping import Grouping
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta, check_tags
-from .partition import ClaimRows, PutRows, check_distinct
-from .samplers import TaskConfig
 from .status import DataPlaneStatus
+from .traffic import ClientStats
 
 _logger = logging.getLogger(__name__)
 

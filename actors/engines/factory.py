@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ...codecs.imports import import_object
 from ...codecs.schema import DTYPES
-from ...dataplane.imports import import_object
-from ..tokenizer import load_tokenizer
-from ..transports.settings import ReceiverConfig
+from ..weights.transports.protocol import ReceiverConfig
 from .protocol import GenerationEngine
+from .tokenizer import load_tokenizer
 
 ENGINE_KINDS = ("hf", "vllm", "scripted")
 
@@ -62,7 +62,7 @@ def build_engine(config: EngineConfig) -> GenerationEngine:
 
 
 def _build_hf(config: EngineConfig) -> GenerationEngine:
-    from .hf import HfEngine  # here, so that scripted runs do not wait for transformers' model code
+    from .hf.engine import HfEngine  # here, so that scripted runs do not wait for transformers' model code
 
     return HfEngine(
         config.model,

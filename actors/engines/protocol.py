@@ -8,7 +8,7 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
-from ..transports.protocol import WeightUpdate
+from ..weights.transports.protocol import WeightUpdate
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What happens to requests in flight: `keep` freezes them where they are, and they go on after `resume`; `wait` lets

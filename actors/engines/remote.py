@@ -10,7 +10,7 @@ import numpy as np
 from ray.exceptions import RayError, RayTaskError
 
 from ...codecs import messages
-from ..transports.protocol import WeightUpdate
+from ..weights.transports.protocol import WeightUpdate
 from .calls import GenerateCall, GenerateReply
 from .protocol import CommitReport, Completion, EngineDied, EngineStats, PauseMode, SamplingParams
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ..transports.protocol import WeightTransferError, WeightUpdate
+from ..weights.transports.protocol import WeightTransferError, WeightUpdate
 from .protocol import (
     SESSION_SEPARATOR,
     CommitReport,

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..transports.protocol import WeightUpdate
-from ..transports.settings import ReceiverConfig
-from .incoming import IncomingWeights
+from ..weights.transports.protocol import ReceiverConfig, WeightUpdate
+from .incoming_weights import IncomingWeights
 from .protocol import CommitReport, Completion, EngineBroken, EngineStats, PauseMode, SamplingParams, expect_pause_mode
 from .stop_texts import StopTexts
 

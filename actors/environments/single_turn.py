@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ..engines.continued import generate_whole
+from ..engines.continuation import generate_whole
 from ..engines.protocol import Completion, GenerationEngine, SamplingParams
+from ..engines.tokenizer import decode_responses, encode_prompts
 from ..protocols import Prompt, Sample
-from ..tokenizer import decode_responses, encode_prompts
 
 
 class SingleTurn:

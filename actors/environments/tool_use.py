@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ..engines.continued import generate_whole
+from ..engines.continuation import generate_whole
 from ..engines.protocol import SESSION_SEPARATOR, Completion, GenerationEngine, SamplingParams
+from ..engines.tokenizer import encode_prompts
 from ..protocols import Prompt, Sample
-from ..tokenizer import encode_prompts
 from .single_turn import response_texts
 from .tools import Tool
 

@@ -6,7 +6,7 @@ import ast
 import operator
 from collections.abc import Callable, Mapping, Sequence
 
-from ...dataplane.imports import import_object
+from ...codecs.imports import import_object
 
 Tool = Callable[[str], str]
 """From the text of a call's arguments to the text of its result. What it raises is told to the policy."""

@@ -9,12 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from ...dataplane.imports import import_object
+from ...codecs.imports import import_object
 from ..protocols import Reward
-from .exact_match import exact_match
-from .format import Format
-from .overlong import Overlong
-from .per_position import per_position
+from .builtin import Format, Overlong, exact_match, per_position
 from .rubric import TOKENS, Rubric, takes_tokens
 
 _FUNCTIONS: dict[str, Reward] = {"exact_match": exact_match, "per_position": per_position}

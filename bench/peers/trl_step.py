@@ -17,9 +17,9 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]  # not a dependency of Headrace
 
-from headrace.actors.prompts import PromptStream
-from headrace.actors.rewards.per_position import per_position
-from headrace.actors.tasks import TaskSource
+from headrace.actors.rewards.builtin import per_position
+from headrace.actors.rollout.prompts import PromptStream
+from headrace.actors.rollout.tasks import TaskSource
 
 STEPS, WARM = 40, 10
 

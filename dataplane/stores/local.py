@@ -11,9 +11,9 @@ import numpy as np
 
 from ...codecs import messages
 from ..block_store import StoreSpec, Want
+from ..directory.requests import body_of
 from ..errors import RowsCleared
-from ..links import Link
-from ..requests import body_of
+from ..rpc.links import Link
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ import numpy as np
 from ...codecs.blocks import ALIGN, BlockLayout
 from ..block_store import StoreSpec, Want
 from ..errors import RowsCleared, StoreLost
+from .deadline import received_part
 from .mooncake_client import NOT_FOUND, UNFINISHED, MooncakeClient
 from .mooncake_master import MasterAddress, MooncakeMaster
-from .received import received_part
 
 _logger = logging.getLogger(__name__)
 

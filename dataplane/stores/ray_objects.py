@@ -24,8 +24,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..block_store import StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
+from .deadline import received_part
 from .ray_processes import end_actors
-from .received import received_part
 
 _logger = logging.getLogger(__name__)
 

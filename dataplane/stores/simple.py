@@ -33,9 +33,8 @@ from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, create_zm
 
 from ..block_store import StoreSpec, Want
 from ..errors import RowsCleared, StoreLost
-from .freed_memory import keep_freed_memory
+from .deadline import keep_freed_memory, received_part
 from .ray_processes import end_actors
-from .received import received_part
 
 _logger = logging.getLogger(__name__)
 

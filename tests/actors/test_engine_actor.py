@@ -21,7 +21,7 @@ from headrace.actors.engines.factory import EngineConfig, build_engine
 from headrace.actors.engines.protocol import Completion, EngineDied, EngineStats, SamplingParams
 from headrace.actors.engines.remote import RemoteEngine
 from headrace.codecs import messages
-from headrace.tests.actors.weight_updates import Publisher, receiver, scaled
+from headrace.tests.actors.weights.weight_updates import Publisher, receiver, scaled
 
 PROMPT = [5, 6, 7, 13]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bench import cli
-from headrace.bench import transfer as transfer_module
+from headrace.bench.transfer import benchmark as transfer_module
 
 
 def test_the_command_has_everything(capsys: pytest.CaptureFixture[str]):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.actors.engines.scripted import request_latency
-from headrace.actors.prompts import base36
+from headrace.actors.rollout.prompts import base36
 from headrace.bench import cli, modes
 from headrace.bench.modes import MODES, ModeResult, StepOptions
 

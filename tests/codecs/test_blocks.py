@@ -14,8 +14,7 @@ from headrace.codecs.blocks import (
     read_header,
     verify,
 )
-from headrace.codecs.jagged import pack, unpack
-from headrace.codecs.padding import to_padded
+from headrace.codecs.jagged import pack, to_padded, unpack
 from headrace.codecs.schema import Field, Kind, Schema
 
 SCHEMA = Schema(

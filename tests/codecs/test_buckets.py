@@ -17,7 +17,7 @@ from headrace.codecs.buckets import (
     read_bucket,
     write_piece,
 )
-from headrace.codecs.gpu_digest import device_digest
+from headrace.codecs.gpu_scatter import device_digest
 from headrace.codecs.messages import decode, encode
 from headrace.codecs.schema import DTYPES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.codecs.gpu_digest import device_digest
+from headrace.codecs.gpu_scatter import device_digest
 
 SIZES = [0, 1, 7, 8, 9, 4096, 4099 * 8 - 1, 4099 * 8, 4099 * 8 + 1, 3 * 4099 * 8 + 77, 1 << 20]
 

@@ -10,8 +10,7 @@ import sys
 import pytest
 import torch
 
-from headrace.codecs.gpu_digest import device_digest
-from headrace.codecs.gpu_scatter import Scatter, check, scatter_kernel
+from headrace.codecs.gpu_scatter import Scatter, check, device_digest, scatter_kernel
 from headrace.tests.codecs.test_gpu_digest import payload
 
 CPU = torch.device("cpu")
@@ -34,7 +33,7 @@ def test_a_payload_of_another_size_is_refused() -> None:
 INTERPRETED = """
 import torch
 from headrace.codecs import gpu_scatter, gpu_scatter_kernel
-from headrace.codecs.gpu_digest import device_digest
+from headrace.codecs.gpu_scatter import device_digest
 
 cpu = torch.device("cpu")
 assert gpu_scatter.check(gpu_scatter_kernel, cpu)

@@ -6,8 +6,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict
 
 from headrace.codecs.batch import Jagged, Ragged
-from headrace.codecs.jagged import concat, pack, select_rows, slice_rows, unpack
-from headrace.codecs.padding import from_padded, to_padded
+from headrace.codecs.jagged import concat, from_padded, pack, select_rows, slice_rows, to_padded, unpack
 from headrace.codecs.schema import Field, Kind, Schema
 
 SCHEMA = Schema(

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from headrace.codecs.batch import Batch, Jagged
 from headrace.codecs.blocks import RowSource, assemble, encode_block, read_header, verify
-from headrace.codecs.jagged import concat, pack, select_rows, slice_rows, to_tensordict, unpack
+from headrace.codecs.jagged import concat, from_padded, pack, select_rows, slice_rows, to_padded, to_tensordict, unpack
 from headrace.codecs.objects import encode
-from headrace.codecs.padding import from_padded, to_padded
 from headrace.codecs.schema import DTYPES, Field, Kind, Schema
 
 modest = settings(max_examples=60, deadline=None)

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
-from headrace.dataplane.client_stats import ClientStats
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import ClaimTimeout, RowsCleared
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.status import DataPlaneStatus
+from headrace.dataplane.traffic import ClientStats
 from headrace.tests.dataplane.rows import fresh_run_id
 
 PARTITION = "flow"

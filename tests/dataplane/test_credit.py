@@ -15,9 +15,9 @@ from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.client import DataPlaneClient
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.credit import MAX_BYTES, Credit
+from headrace.dataplane.directory.requests import Room
 from headrace.dataplane.errors import AlreadyWritten, CapacityExceeded, RowsCleared
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
-from headrace.dataplane.requests import Room
 from headrace.tests.dataplane.rows import fresh_run_id
 
 SCHEMA = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (50_000,))])

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from headrace.dataplane.histogram import EDGES, NUM_BUCKETS, at_most, bucket_of, percentile
+from headrace.dataplane.traffic import EDGES, NUM_BUCKETS, at_most, bucket_of, percentile
 
 RESOLUTION = 2**0.25
 

@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .estimator import AdvantageEstimator
-from .gdpo import GdpoAdvantage
-from .grpo import GrpoAdvantage
-from .reinforce_pp import Baseline, ReinforcePpAdvantage
-from .rloo import RlooAdvantage
+from .estimators import Baseline, GdpoAdvantage, GrpoAdvantage, ReinforcePpAdvantage, RlooAdvantage
 
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gdpo"]
 

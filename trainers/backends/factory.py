@@ -15,7 +15,7 @@ def build_backend(config: BackendConfig, rank: int, world: int) -> TrainBackend:
     if world != config.topology.world:
         raise ValueError(f"world: got {world} ranks, expected the {config.topology.world} of {config.topology}")
     if config.kind == "fsdp":
-        from .fsdp import FsdpBackend  # transformers: seconds of import that a dry run must not pay
+        from .fsdp.backend import FsdpBackend  # transformers: seconds of import that a dry run must not pay
 
         return FsdpBackend(config, rank, world)
     if config.kind == "megatron":

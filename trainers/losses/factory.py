@@ -6,20 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .aggregation import Aggregation, AggregationKind
-from .cispo import Cispo
-from .correction import Correction
+from .correction import Correction, IcePop, MaskedSequences, TruncatedSequences, TruncatedTokens
 from .entropy import EntropyBonus
-from .gspo import Gspo
-from .icepop import IcePop
 from .key_checks import correction_bounds, loss_problems
 from .kl import KlKind, ReferenceKl, RewardKl
-from .objective import Objective
+from .objective import Cispo, Gspo, Objective, PpoClip, Reinforce
 from .policy_term import PolicyTerm
-from .ppo_clip import PpoClip
-from .reinforce import Reinforce
-from .sequence_is import MaskedSequences, TruncatedSequences
 from .terms import LossTerm, PolicyLoss
-from .tis import TruncatedTokens
 
 ObjectiveKind = Literal["ppo_clip", "gspo", "cispo", "reinforce"]
 CorrectionKind = Literal["none", "tis", "icepop", "sequence", "sequence_mask"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..config_section import Count, CountOrZero, NonNegative, Positive, Section, Share
+from ..config.section import Count, CountOrZero, NonNegative, Positive, Section, Share
 
 
 class SimulationConfig(Section):

@@ -14,7 +14,7 @@ import numpy as np
 from rich.table import Table
 
 from ... import __version__
-from ..config import Config
+from ..config.config import Config
 from ..errors import UserError
 from .config import SimulationConfig
 from .scenario import MODES, Mode, Scenario, build_scenario, measure_run

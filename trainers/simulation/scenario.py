@@ -11,9 +11,9 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from ..config import Config
+from ..config.config import Config
 from ..errors import UserError
-from ..metrics import read_metrics
+from ..observe.metrics import read_metrics
 from .config import SimulationConfig
 
 Mode = Literal["sync", "async", "streaming"]
@@ -97,7 +97,7 @@ class Scenario:
     def draw_latencies(self, num_prompts: int) -> np.ndarray:
         """float64 `[num_prompts]`: seconds, the same that the scripted engine takes over the stream's first prompts."""
         from ...actors.engines.scripted import request_latency  # torch, which nothing else here needs
-        from ...actors.prompts import base36
+        from ...actors.rollout.prompts import base36
 
         ids = map(base36, range(num_prompts))
         return np.array([request_latency(uid, self.seed, self.latency_s, self.latency_sigma) for uid in ids])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...dataplane.samplers import StreamProgress
+from ...dataplane.directory.samplers import StreamProgress
 from .engine import SimulatedEngine
 from .scenario import Mode, Scenario
 

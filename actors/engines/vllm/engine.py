@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...transports.protocol import WeightTransferError, WeightUpdate
-from ...transports.settings import ReceiverConfig
+from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from ..protocol import (
     CommitReport,
     Completion,

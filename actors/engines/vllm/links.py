@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ....codecs import messages
-from ...transports.protocol import WeightUpdate
+from ...weights.transports.protocol import WeightUpdate
 from ..protocol import EngineDied
 from .process import all_of
 from .wire import LoadReport, PrepareState

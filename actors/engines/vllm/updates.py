@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from ...transports.protocol import WeightTransferError, WeightUpdate
-from ...transports.settings import ReceiverConfig
+from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from .links import WorkerLinks
 from .process import CALL_PATIENCE_S, VllmProcess
 from .wire import PrepareState

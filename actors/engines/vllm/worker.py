@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from ...transports.protocol import WeightTransferError, WeightUpdate
-from ...transports.settings import ReceiverConfig
-from ...transports.staging import WeightInbox
+from ...weights.inbox import WeightInbox
+from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
 from . import library
 from .links import Order, WorkerLink
 from .loading import ModelLoader

@@ -21,8 +21,8 @@ from headrace.trainers.losses.aggregation import Aggregation
 from headrace.trainers.losses.entropy import EntropyBonus
 from headrace.trainers.losses.factory import LossConfig, build_loss
 from headrace.trainers.losses.kl import ReferenceKl
+from headrace.trainers.losses.objective import PpoClip
 from headrace.trainers.losses.policy_term import PolicyTerm
-from headrace.trainers.losses.ppo_clip import PpoClip
 from headrace.trainers.losses.terms import Denominator, LossInputs, PolicyLoss, TermSums
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from headrace.trainers.config import Config
+from headrace.trainers.config.config import Config
 from headrace.trainers.simulation.config import SimulationConfig
 from headrace.trainers.simulation.scenario import MODES, Scenario, build_scenario
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from headrace.trainers.config import Config
-from headrace.trainers.config_loading import build_config
+from headrace.trainers.config.config import Config
+from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.simulation.config import SimulationConfig
 from headrace.trainers.simulation.report import SimulateOptions, run_simulation, simulation_table

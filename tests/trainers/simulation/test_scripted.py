@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from headrace.actors.engines.scripted import request_latency
-from headrace.actors.prompts import base36
-from headrace.trainers.config_loading import build_config
+from headrace.actors.rollout.prompts import base36
+from headrace.trainers.config.load import build_config
 from headrace.trainers.simulation.config import SimulationConfig
 from headrace.trainers.simulation.scenario import Scenario, build_scenario, measure_run
 from headrace.trainers.simulation.simulate import simulate

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
-from ....codecs.runs import exclusive_cumsum
+from ....codecs.gather import exclusive_cumsum
 
 _SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 has it, 2.11 has not
 

@@ -32,15 +32,7 @@ from .model import build_model
 from .row_sums import sum_rows, whole_counts
 from .rows import PackedRows, pack_rows
 from .training_state import TrainingState
-from .updates import (
-    Swapped,
-    apply,
-    build_optimizer,
-    clear_gradients,
-    reference_copy,
-    sum_gradients,
-    wrap_model,
-)
+from .updates import Swapped, apply, build_optimizer, clear_gradients, reference_copy, sum_gradients, wrap_model
 
 
 class MegatronBackend:

@@ -14,7 +14,7 @@ import torch
 
 from ....actors.protocols import MicroBatch
 from ....codecs.context_slices import chunks
-from ....codecs.runs import exclusive_cumsum
+from ....codecs.gather import exclusive_cumsum
 from ....dataplane.topology import Place, Topology
 from .attention import AttentionPlan, plan_attention, runs
 

@@ -1,0 +1,1 @@
+"""The `hf` engine: Hugging Face causal LMs in the process that asks, batched over concurrent requests."""

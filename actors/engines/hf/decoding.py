@@ -1,0 +1,229 @@
+"""The decoding loop of the `hf` engine: one batch of prompts to sampled tokens, their log-probs and their versions.
+
+Why not `model.generate`: it prefills the same prompt once per sample and carries finished rows to the end. Here a
+prompt is prefilled once for all its samples, and finished rows leave the batch; log-probs are gathered step by step,
+so that no [steps, B, V] tensor is held. And it can stop between two steps, let the weights change, and go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from ..protocol import Completion, SamplingParams
+from ..sampling import draw, log_distribution, uniforms
+from ..stop_texts import StopTexts
+
+COMPACT_BELOW = 0.75
+"""Finished rows leave the cache when fewer than this share of its rows still runs: dropping them copies the cache."""
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRequest:
+    """One prompt of a batch."""
+
+    prompt_ids: np.ndarray
+    """int64 `[L]`, L >= 1."""
+    keys: np.ndarray
+    """uint64 `[n]`: one random stream per sample (`sampling.row_keys`); n samples are drawn."""
+
+
+class Decoding:
+    """A batch under way. Used by one thread at a time; what it holds on the device goes with it."""
+
+    def __init__(
+        self,
+        model: Any,
+        requests: Sequence[DecodeRequest],
+        params: SamplingParams,
+        stop_ids: np.ndarray,
+        stop_texts: StopTexts | None = None,
+    ) -> None:
+        """Nothing is computed yet. Requests share `params` (`n`, `seed` and `stop` are not read).
+
+        model: a Hugging Face causal LM in eval mode. stop_ids: int64, tokens that end a row and are kept in it.
+        """
+        self._model = model
+        self._requests = requests
+        self._params = params
+        self._rows = _Rows(requests, params.max_new_tokens, stop_ids, stop_texts)
+        self._window: _Window | None = None
+        self._tokens: torch.Tensor | None = None
+        """int64 `[B]`: the window's last tokens, which no forward pass has seen; None before the first one."""
+        self._step = 0
+
+    @torch.inference_mode()
+    def run(self, version: int, interrupt: threading.Event) -> bool:
+        """Decode until all rows have ended, or up to the next step once `interrupt` is set. Returns whether all have.
+
+        version: of the model's weights now; they may change between two runs. Each token's forward pass and draw are
+        of one run, so its version is exact; keys and values of the tokens before stay as they were made.
+        """
+        rows = self._rows
+        while self._step < self._params.max_new_tokens and rows.running.any():
+            if interrupt.is_set():
+                return False
+            window = self._advance()
+            tokens, logprobs = _sample(window.logits, self._params, rows.keys[window.rows], self._step)
+            rows.record(window.rows, self._step, tokens.cpu().numpy(), logprobs.cpu().numpy(), version)
+            self._tokens = tokens
+            self._step += 1
+        return True
+
+    def _advance(self) -> _Window:
+        """The forward pass that gives the next tokens' logits."""
+        if self._window is None or self._tokens is None:
+            self._window = _Window(self._model, self._requests)
+            return self._window
+        live = self._rows.running[self._window.rows]
+        if live.sum() < COMPACT_BELOW * len(live):
+            keep = np.flatnonzero(live)
+            self._window.keep(keep)
+            self._tokens = self._tokens[torch.from_numpy(keep).to(self._tokens.device)]
+        self._window.advance(self._tokens)
+        return self._window
+
+    def end(self, request: int) -> None:
+        """Abort what still runs of a request, the `request`-th; between two runs only."""
+        self._rows.end(request)
+
+    def completions(self, request: int) -> list[Completion]:
+        """What the `request`-th request has, in order; between two runs only.
+
+        Raises FloatingPointError when the model's logits were not finite.
+        """
+        return self._rows.completions(request)
+
+
+def _sample(
+    logits: torch.Tensor, params: SamplingParams, keys: np.ndarray, step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int64 `[B]` tokens, float32 `[B]` log-probs) of one step from logits `[B, V]`."""
+    log_probs = log_distribution(logits, params.temperature, params.top_p, params.top_k)
+    if params.temperature == 0.0:
+        tokens = log_probs.argmax(dim=-1)
+    else:
+        tokens = draw(log_probs, torch.from_numpy(uniforms(keys, step)).to(log_probs.device))
+    return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
+
+
+class _Rows:
+    """What every row of the batch has produced; R rows: the requests' samples, one request after another."""
+
+    def __init__(
+        self,
+        requests: Sequence[DecodeRequest],
+        max_new_tokens: int,
+        stop_ids: np.ndarray,
+        stop_texts: StopTexts | None,
+    ) -> None:
+        self.bounds = np.cumsum([0, *(len(request.keys) for request in requests)])
+        self.keys = np.concatenate([request.keys for request in requests])
+        self.stop_ids = stop_ids
+        self.stop_texts = stop_texts
+        shape = (len(self.keys), max_new_tokens)
+        self.tokens = np.zeros(shape, dtype=np.int32)
+        self.logprobs = np.zeros(shape, dtype=np.float32)
+        self.versions = np.zeros(max_new_tokens, dtype=np.int32)
+        """Of each step: rows start together, so their tokens of a step are of one version."""
+        self.lengths = np.zeros(len(self.keys), dtype=np.int64)
+        self.reasons = np.full(len(self.keys), "length", dtype="U6")
+        self.running = np.ones(len(self.keys), dtype=bool)
+        self.lost_at: dict[int, int] = {}
+        """Row -> version of its first token whose log-prob is not finite."""
+
+    def record(self, rows: np.ndarray, step: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        """Take one step's tokens of `rows`."""
+        active = self.running[rows]
+        written = rows[active]
+        self.tokens[written, step] = tokens[active]
+        self.logprobs[written, step] = kept = logprobs[active]
+        if not np.isfinite(kept).all():
+            for row in written[~np.isfinite(kept)].tolist():
+                self.lost_at.setdefault(row, version)
+        self.versions[step] = version
+        self.lengths[written] = step + 1
+        stops = (tokens[active, None] == self.stop_ids).any(axis=1)
+        if self.stop_texts is not None:
+            stops |= self.stop_texts.ended([self.tokens[row, : step + 1] for row in written])
+        stopped = written[stops]
+        self.reasons[stopped] = "stop"
+        self.running[stopped] = False
+
+    def end(self, request: int) -> None:
+        own = slice(self.bounds[request], self.bounds[request + 1])
+        self.reasons[own][self.running[own] & (self.lengths[own] < self.tokens.shape[1])] = "abort"
+        self.running[own] = False
+
+    def completions(self, request: int) -> list[Completion]:
+        own = range(self.bounds[request], self.bounds[request + 1])
+        lost = [self.lost_at[row] for row in own if row in self.lost_at] if self.lost_at else []
+        if lost:
+            raise FloatingPointError(f"the model's logits are not finite under policy version {min(lost)}")
+        return [
+            Completion(
+                token_ids=self.tokens[row, : self.lengths[row]].copy(),
+                logprobs=self.logprobs[row, : self.lengths[row]].copy(),
+                finish_reason=str(self.reasons[row]),
+                versions=self.versions[: self.lengths[row]].copy(),
+            )
+            for row in own
+        ]
+
+
+class _Window:
+    """The rows still in the key-value cache, B of them, and the logits of their next token."""
+
+    def __init__(self, model: Any, requests: Sequence[DecodeRequest]) -> None:
+        self.model = model
+        self.cache = DynamicCache(config=model.config)
+        lengths = np.array([len(request.prompt_ids) for request in requests])
+        width = int(lengths.max())
+        ids = np.zeros((len(requests), width), dtype=np.int64)
+        mask = (
+            np.arange(width) >= (width - lengths)[:, None]
+        )  # left padding: every row's next token is in the last column
+        ids[mask] = np.concatenate([request.prompt_ids for request in requests])
+        device = model.device
+        # Without padding no mask is needed at all, and attention without one is quicker.
+        self.mask = None if mask.all() else torch.from_numpy(mask).to(device=device, dtype=torch.int64)
+        positions = torch.from_numpy(np.maximum(mask.cumsum(axis=1) - 1, 0)).to(device)
+        self.next_position = torch.from_numpy(lengths).to(device)[:, None]
+        self.logits = self._forward(torch.from_numpy(ids).to(device), positions)
+        self.rows = np.arange(len(requests))
+        self.keep(np.repeat(self.rows, [len(request.keys) for request in requests]))
+        self.rows = np.arange(len(self.rows))
+
+    def keep(self, indices: np.ndarray) -> None:
+        """Keep the window's rows at `indices`, in that order; an index may repeat."""
+        self.rows = self.rows[indices]
+        at = torch.from_numpy(indices).to(self.model.device)
+        self.cache.batch_select_indices(at)
+        self.logits = self.logits[at]
+        self.next_position = self.next_position[at]
+        if self.mask is not None:
+            self.mask = self.mask[at]
+
+    def advance(self, tokens: torch.Tensor) -> None:
+        """Feed one token per row, int64 `[B]`."""
+        if self.mask is not None:
+            self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
+        self.logits = self._forward(tokens[:, None], self.next_position)
+        self.next_position = self.next_position + 1
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        output = self.model(
+            input_ids=ids,
+            attention_mask=self.mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]

@@ -1,0 +1,325 @@
+"""The `hf` engine: Hugging Face causal LMs in this process, batched over concurrent requests. The embedded default."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...weights.transports.protocol import ReceiverConfig, WeightUpdate
+from ..incoming_weights import IncomingWeights
+from ..parameters import ParameterSet
+from ..prompt_checks import checked_prompt
+from ..protocol import CommitReport, Completion, EngineBroken, EngineStats, PauseMode, SamplingParams, expect_pause_mode
+from ..sampling import row_keys
+from ..stop_texts import StopTexts
+from ..tokenizer import load_tokenizer
+from .decoding import DecodeRequest, Decoding
+from .model import load_model, model_stop_ids
+from .requests import Batch, Pending
+
+_ASLEEP = "asleep: wake it first"
+_CLOSED = "closed"
+
+
+class HfEngine:
+    """Decodes in one thread, a batch at a time: what is pending when the thread is free and shares sampling parameters.
+
+    Randomness: a sample is a function of (weights, prompt, `params.seed`, `request_id`, its index); without
+    `params.seed` the engine's own `seed` stands in. It does not depend on what else runs in the batch (beyond the last
+    bits of floating point), and global random generators are left alone.
+
+    Stop tokens are the model's own end tokens (its generation config) and `params.stop_token_ids`.
+    Weights change between two decoding steps at the earliest. A request that goes on (`keep`) has the keys and values
+    of its earlier tokens as the older weights made them.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        max_batch: int = 256,
+        seed: int = 0,
+        receiver: ReceiverConfig | None = None,
+        version: int = 0,
+    ) -> None:
+        """Load `path`, a local folder or a hub id.
+
+        max_batch: rows decoded together; a request is never split, so one with a larger `n` runs alone.
+        receiver: None when weights never change. version: the policy version that the loaded weights stand for.
+        Raises ValueError when there is no such model, or it is no decoder-only causal LM.
+        """
+        if max_batch < 1:
+            raise ValueError(f"max_batch: got {max_batch}, expected at least 1")
+        self._path = path
+        self._model: Any = load_model(path, dtype).to(torch.device(device))
+        self._device = torch.device(device)
+        self._parameters = ParameterSet(self._model)
+        self._incoming: IncomingWeights[list[tuple[str, torch.Tensor]]] = IncomingWeights(
+            receiver, self._parameters.match
+        )
+        self._max_batch = max_batch
+        self._seed = seed
+        self._version = version
+        text_config = self._model.config.get_text_config()
+        self._context: int | None = getattr(text_config, "max_position_embeddings", None)
+        self._vocab_size: int = self._model.get_input_embeddings().num_embeddings
+        self._stop_ids = model_stop_ids(self._model)
+        self._tokenizer: Any = None  # loaded for the first stop text
+        self._in_flight: dict[str, Pending] = {}
+        self._held: deque[Pending] = deque()  # came while paused
+        self._queue: deque[Pending] = deque()
+        self._batch: Batch | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine")
+        self._exclusive = asyncio.Lock()  # held while a batch decodes or weights change
+        self._interrupt = threading.Event()  # has the thread come back at the next step
+        self._serving: asyncio.Task[None] | None = None
+        self._paused = False  # new requests are held
+        self._frozen = False  # nor does a batch decode
+        self._unusable = ""
+        self._broken = ""
+        self.stats = EngineStats()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def num_workers(self) -> int:
+        return 1
+
+    # ---------------------------------------------------------------- requests
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        """`params.n` completions, in order. Cancelling the call ends the request at the next decoding step.
+
+        Raises ValueError for a prompt that does not fit (empty, too long, unknown ids) or an id that is in flight,
+        FloatingPointError when the weights give non-finite logits, EngineBroken when they were dropped, RuntimeError
+        when asleep or closed.
+        """
+        if self._unusable:
+            raise RuntimeError(f"request {request_id!r}: the engine is {self._unusable}")
+        if self._broken:
+            raise EngineBroken(f"request {request_id!r}: {self._broken}")
+        if request_id in self._in_flight:
+            raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
+        prompt = checked_prompt(request_id, prompt_ids, params, context=self._context, vocab_size=self._vocab_size)
+        keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)
+        pending = Pending(DecodeRequest(prompt, keys), params, asyncio.get_running_loop().create_future())
+        self._in_flight[request_id] = pending
+        (self._held if self._paused else self._queue).append(pending)
+        self._serve_on()
+        try:
+            return await pending.future
+        finally:
+            del self._in_flight[request_id]
+            if pending.future.cancelled():
+                self._end(pending)
+
+    async def abort(self, request_id: str) -> None:
+        pending = self._in_flight.get(request_id)
+        if pending is not None:
+            self._end(pending)
+
+    def _end(self, pending: Pending) -> None:
+        """Settle a request with what it has: at once when it is not decoding, else after the running step."""
+        for queue in (self._held, self._queue):
+            if pending in queue:
+                queue.remove(pending)
+                pending.settle_empty()
+                return
+        pending.aborted = True
+        self._interrupt.set()
+        if self._batch is not None and not self._batch.stepping:
+            self._batch.settle_aborted(self.stats)
+            if self._batch.done:
+                self._batch = None
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        expect_pause_mode(mode)
+        self._paused = True
+        self._frozen = self._frozen or mode == "keep"  # what is frozen stays so until `resume`
+        if mode == "abort":
+            for pending in list(self._in_flight.values()):
+                self._end(pending)
+        if self._frozen:
+            self._interrupt.set()
+            async with self._exclusive:
+                return
+        while self._num_running and self._paused and not self._frozen and self._usable:
+            self._serve_on()
+            if self._serving is not None:
+                await asyncio.wait({self._serving})
+
+    async def resume(self) -> None:
+        self._paused = self._frozen = False
+        self._queue.extend(self._held)
+        self._held.clear()
+        self._serve_on()
+
+    async def reset_prefix_cache(self) -> None:
+        """Nothing to forget: keys and values of a batch go with it."""
+
+    # ---------------------------------------------------------------- weights
+
+    async def prepare_weights(self, update: WeightUpdate) -> None:
+        """See the protocol. A tied parameter may come under any of its names, or several times if equal. Other float
+        dtypes are converted."""
+        await self._incoming.prepare(update, lambda: self._version - bool(self._broken))
+
+    async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
+        """See the protocol. An engine that is paused stays paused, and what is frozen is kept or ended."""
+        self._incoming.expect(version)
+        if self._unusable:
+            raise RuntimeError(f"weights: the engine is {self._unusable}")
+        clock = time.perf_counter()
+        was_paused, running = self._paused, self._num_running
+        await self.pause(in_flight)
+        paused = time.perf_counter()
+        try:
+            kept = self._num_running
+            # Whole even if this call is cancelled: else the old version's name would stand on the new weights.
+            await asyncio.shield(self._swap(version))
+        finally:
+            if not was_paused:
+                await self.resume()
+        done = time.perf_counter()
+        return CommitReport(version, paused - clock, done - paused, kept, running if in_flight == "abort" else 0)
+
+    async def _swap(self, version: int) -> None:
+        async with self._incoming.committing(version) as pairs, self._exclusive:
+            await self._in_thread(self._parameters.copy, pairs)
+            self._version = version
+            self._broken = ""
+
+    async def drop_weights(self, version: int) -> None:
+        self._incoming.drop(version)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Wait for the running batch, unless it is frozen; then 1: move the weights to host memory (a no-op in effect
+        on the CPU), 2: drop them. Keys and values of a frozen batch stay where they are."""
+        if level not in (1, 2):
+            raise ValueError(f"sleep level: got {level}, expected 1 or 2")
+        self._unusable = self._unusable or _ASLEEP
+        async with self._exclusive:
+            if self._unusable != _ASLEEP:
+                return
+            if level == 2:
+                self._broken = "its weights were dropped (sleep level 2), commit a version"
+                self._parameters.drop()
+            await self._in_thread(self._move, torch.device("cpu"))
+
+    async def wake(self) -> None:
+        async with self._exclusive:
+            if self._unusable != _ASLEEP:
+                return
+            await self._in_thread(self._move, self._device)
+            self._parameters.refresh(self._model)
+            self._parameters.allocate()
+            self._unusable = ""
+        self._serve_on()
+
+    async def close(self) -> None:
+        """End: queued requests raise RuntimeError, running ones return what they have. Idempotent."""
+        self._unusable = _CLOSED
+        for queue in (self._held, self._queue):
+            while queue:
+                queue.popleft().fail(RuntimeError("the engine was closed before the request ran"))
+        for pending in list(self._in_flight.values()):
+            self._end(pending)
+        async with self._exclusive:
+            self._thread.shutdown(wait=False)
+        self._incoming.close()
+
+    # ---------------------------------------------------------------- the batch loop
+
+    @property
+    def _usable(self) -> bool:
+        return not self._unusable and not self._broken
+
+    @property
+    def _num_running(self) -> int:
+        """Requests that are not answered and were not held back."""
+        return len(self._queue) + (0 if self._batch is None else self._batch.num_open)
+
+    def _serve_on(self) -> None:
+        """Have what is pending decoded, if that may be now."""
+        if (self._batch is None and not self._queue) or self._frozen or not self._usable:
+            return
+        if self._serving is None or self._serving.done():
+            self._serving = asyncio.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        """Decode until nothing is pending, or nothing may be decoded."""
+        await asyncio.sleep(0)  # calls made in the same loop turn join the first batch
+        while (self._batch is not None or self._queue) and not self._frozen and self._usable:
+            async with self._exclusive:
+                if not self._frozen and self._usable:
+                    await self._decode_on()
+
+    async def _decode_on(self) -> None:
+        """Decode the batch, or a new one, up to its end or an interruption; settle who has ended."""
+        if self._batch is None:
+            if not self._queue:
+                return
+            self._batch = Batch(self._take())
+        batch = self._batch
+        self._interrupt.clear()
+        started = time.perf_counter()
+        batch.stepping = True
+        try:
+            finished = await self._in_thread(self._run, batch, self._version)
+        except Exception as error:  # belongs to the callers: every one of them gets it
+            batch.fail(error)
+            finished = True
+        finally:
+            batch.stepping = False
+        self.stats.busy_s += time.perf_counter() - started
+        batch.settle(self.stats) if finished else batch.settle_aborted(self.stats)
+        if batch.done:
+            self._batch = None
+
+    def _run(self, batch: Batch, version: int) -> bool:
+        if batch.decoding is None:
+            params = batch.params
+            stop_ids = np.union1d(self._stop_ids, np.array(params.stop_token_ids, dtype=np.int64))
+            requests = [pending.request for pending in batch.pendings]
+            batch.decoding = Decoding(self._model, requests, params, stop_ids, self._stop_texts(params.stop))
+        return batch.decoding.run(version, self._interrupt)
+
+    def _stop_texts(self, texts: tuple[str, ...]) -> StopTexts | None:
+        if not texts:
+            return None
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._path)
+        return StopTexts(self._tokenizer, texts)
+
+    def _take(self) -> list[Pending]:
+        """The oldest request and, in order, those that share its sampling parameters, up to max_batch rows."""
+        first = self._queue[0].batch_key
+        taken: list[Pending] = []
+        left: deque[Pending] = deque()
+        num_rows = 0
+        for pending in self._queue:
+            fits = pending.batch_key == first and (not taken or num_rows + pending.params.n <= self._max_batch)
+            (taken if fits else left).append(pending)
+            num_rows += pending.params.n if fits else 0
+        self._queue = left
+        return taken
+
+    async def _in_thread(self, function: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def _move(self, device: torch.device) -> None:
+        self._model.to(device)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()

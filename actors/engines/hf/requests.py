@@ -1,0 +1,103 @@
+"""Requests of the `hf` engine: those that wait, and those that decode together."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from ..protocol import Completion, EngineStats, SamplingParams
+from .decoding import DecodeRequest, Decoding
+
+
+class Pending:
+    """A generate call that waits for its completions."""
+
+    __slots__ = ("request", "params", "future", "aborted")
+
+    def __init__(self, request: DecodeRequest, params: SamplingParams, future: asyncio.Future) -> None:
+        self.request = request
+        self.params = params
+        self.future = future
+        self.aborted = False
+
+    @property
+    def batch_key(self) -> tuple:
+        """Requests decode together when this is the same."""
+        p = self.params
+        return (p.temperature, p.top_p, p.top_k, p.max_new_tokens, p.stop_token_ids, p.stop)
+
+    def settle(self, completions: list[Completion]) -> None:
+        if not self.future.done():
+            self.future.set_result(completions)
+
+    def settle_empty(self) -> None:
+        """It was aborted before its first token."""
+        self.settle([empty_completion() for _ in range(self.params.n)])
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class Batch:
+    """Requests that decode together. Methods run in the event loop, and none while the thread is `stepping`."""
+
+    def __init__(self, pendings: list[Pending]) -> None:
+        self.pendings = pendings
+        self.params = pendings[0].params
+        """What they share; `n` and `seed` are the first one's."""
+        self.decoding: Decoding | None = None
+        self.stepping = False
+        """Whether the thread has the decoding now."""
+        self._open = dict(enumerate(pendings))
+        self._counted = False
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are not answered."""
+        return len(self._open)
+
+    @property
+    def done(self) -> bool:
+        return not self._open
+
+    def settle_aborted(self, stats: EngineStats) -> None:
+        """Answer aborted requests with what they have."""
+        assert not self.stepping
+        for index in [index for index, pending in self._open.items() if pending.aborted]:
+            if self.decoding is None:
+                self._open.pop(index).settle_empty()
+                continue
+            self.decoding.end(index)
+            self._settle(index, stats)
+
+    def settle(self, stats: EngineStats) -> None:
+        """Answer all: their rows have ended."""
+        for index in list(self._open):
+            self._settle(index, stats)
+
+    def _settle(self, index: int, stats: EngineStats) -> None:
+        assert self.decoding is not None
+        pending = self._open.pop(index)
+        try:
+            completions = self.decoding.completions(index)
+        except FloatingPointError as error:
+            pending.fail(error)
+            return
+        stats.batches += not self._counted
+        self._counted = True
+        stats.rows += len(completions)
+        stats.tokens += sum(len(completion.token_ids) for completion in completions)
+        pending.settle(completions)
+
+    def fail(self, error: Exception) -> None:
+        """Every request that is not answered raises `error`."""
+        for pending in self._open.values():
+            pending.fail(error)
+        self._open.clear()
+
+
+def empty_completion() -> Completion:
+    """Of a request that was aborted before its first token."""
+    return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", np.zeros(0, np.int32))

@@ -1,0 +1,108 @@
+"""Versions of the weights on their way into an engine of this process: received and checked, not served yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+import torch
+
+from ..weights.inbox import WeightInbox
+from ..weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
+
+Ready = TypeVar("Ready")
+
+
+class IncomingWeights(Generic[Ready]):
+    """Holds at most one version, and what the engine made of it when it was checked. Methods run in the event loop."""
+
+    def __init__(self, receiver: ReceiverConfig | None, check: Callable[[Mapping[str, torch.Tensor]], Ready]) -> None:
+        """check: in a thread, from HF name -> tensor to what the commit needs; raises ValueError when they do not fit.
+
+        receiver: None when weights never change. Always stages in full, so that a commit cannot fail half way.
+        """
+        self._inbox = None if receiver is None else WeightInbox(replace(receiver, staging="full"), 0)
+        self._check = check
+        self._turn = asyncio.Lock()
+        self._arriving: int | None = None
+        self._dropped = False
+        """Whether what arrives is not wanted any more."""
+        self._committing: int | None = None
+        self._ready: tuple[int, Ready] | None = None
+
+    async def prepare(self, update: WeightUpdate, served: Callable[[], int]) -> None:
+        """Receive, verify and check `update`; `served` is the version it is to follow. See GenerationEngine."""
+        if self._inbox is None:
+            raise RuntimeError("weights: this engine was built without a weight receiver")
+        if self._arriving is not None:
+            self.drop(self._arriving)  # what was announced last is wanted
+        async with self._turn:
+            if update.version <= served():
+                raise ValueError(f"weights: got version {update.version}, expected one above the current {served()}")
+            if self._ready is not None:
+                self.drop(self._ready[0])
+            self._arriving, self._dropped = update.version, False
+            work = asyncio.ensure_future(asyncio.to_thread(self._receive, self._inbox, update))
+            try:
+                ready = await asyncio.shield(work)
+                if self._dropped:
+                    raise WeightTransferError(f"weights: version {update.version} was dropped while it was checked")
+            except BaseException:  # cancelled calls, too: the thread ends with the reception, and only then the turn
+                self._inbox.drop(update.version)
+                await asyncio.wait({work})
+                work.exception()
+                raise
+            finally:
+                self._arriving = None
+            self._ready = (update.version, ready)
+
+    def _receive(self, inbox: WeightInbox, update: WeightUpdate) -> Ready:
+        inbox.prepare(update)
+        staged = inbox.staged
+        if staged is None or staged.version != update.version:
+            raise WeightTransferError(f"weights: version {update.version} was dropped while it arrived")
+        return self._check(staged.named)
+
+    def expect(self, version: int) -> Ready:
+        """What `check` made of `version`. Raises ValueError when that is not the prepared one."""
+        if self._ready is None or self._ready[0] != version:
+            prepared = "none" if self._ready is None else self._ready[0]
+            raise ValueError(f"weights: got version {version} to commit, expected the prepared one, {prepared}")
+        return self._ready[1]
+
+    @asynccontextmanager
+    async def committing(self, version: int) -> AsyncIterator[Ready]:
+        """What `check` made of `version`, safe from `drop` and `prepare` meanwhile; served when the block ends well.
+
+        Raises ValueError when `version` is not the prepared one.
+        """
+        async with self._turn:
+            ready = self.expect(version)
+            self._committing = version
+            try:
+                yield ready
+            finally:
+                self._committing = None
+            assert self._inbox is not None
+            self._ready = None
+            self._inbox.committed(version)  # what was staged is let go of, or kept as base of a later one
+
+    def drop(self, version: int) -> None:
+        """Forget `version`, or end its reception. Idempotent; too late once it is being committed."""
+        if version == self._committing:
+            return
+        if self._ready is not None and self._ready[0] == version:
+            self._ready = None
+        if version == self._arriving:
+            self._dropped = True
+        if self._inbox is not None:
+            self._inbox.drop(version)
+
+    def close(self) -> None:
+        """End what arrives and let go of all of it. Idempotent."""
+        self._ready = None
+        if self._inbox is not None:
+            self._inbox.close()

@@ -1,0 +1,1 @@
+"""Rollout: the actor that turns prompts into rewarded rows, its journal, and the prompt stream."""

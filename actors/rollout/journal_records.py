@@ -1,0 +1,157 @@
+"""One record of the journal: a finished group as bytes, and the way through a segment file from record to record.
+
+bytes 0-7    magic and format version
+bytes 8-47   fingerprint, position, stamp, bytes of the body, xxh3 of the body
+bytes 48-55  xxh3 of bytes 0-47
+then         body: 8 bytes length of the contents, contents (`codecs/messages.py`), the parts of the rows' block
+             (`codecs/blocks.py`), one after another
+
+Both checksums make a record that was cut short by a kill, which is the end of its file, different from one whose bytes
+have changed, of which nothing may be taken.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from ...codecs import messages
+from ...codecs.batch import Batch
+from ...codecs.blocks import BlockLayout, RowSource, assemble, encode_block, read_header
+from ...codecs.gather import exclusive_cumsum
+from .report import GroupFigures
+from .rows import RolloutRows
+
+MAGIC = b"hrjrnl01"
+_HEAD = struct.Struct("<8sQqQQQ")
+_DIGEST = struct.Struct("<Q")
+HEAD_BYTES = _HEAD.size + _DIGEST.size
+
+
+class DamagedJournal(RuntimeError):
+    """A record's bytes are not those that were written: names the file and where in it the record begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournaledGroup:
+    """One finished group."""
+
+    position: int
+    """Of its prompt in the run's prompt stream."""
+    rows: RolloutRows
+    figures: GroupFigures
+    """For the report of whoever puts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHead:
+    """What stands before a record's body."""
+
+    fingerprint: int
+    """Of what the group was made with (`JournalConfig.fingerprint`), hashed."""
+    position: int
+    stamp: int
+    """Grows from record to record: of one position's the highest counts."""
+    nbytes: int
+    """Of the body."""
+    digest: int
+    """xxh3 of the body."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """A body without its rows."""
+
+    keys: list[str]
+    versions: np.ndarray
+    tags: dict[str, np.ndarray]
+    figures: GroupFigures
+    layout: BlockLayout
+
+
+def encode_record(group: JournaledGroup, fingerprint: int, stamp: int) -> bytes:
+    """The group as one record."""
+    rows = group.rows
+    block = encode_block(rows.batch, 0, rows.batch.num_rows, checksum=False)
+    contents = messages.encode(_Contents(rows.keys, rows.versions, dict(rows.tags), group.figures, block.layout))
+    body = b"".join((_DIGEST.pack(len(contents)), contents, *(part.data for part in block.parts)))
+    head = _HEAD.pack(MAGIC, fingerprint, group.position, stamp, len(body), xxhash.xxh3_64_intdigest(body))
+    return b"".join((head, _DIGEST.pack(xxhash.xxh3_64_intdigest(head)), body))
+
+
+def read_heads(path: Path, start: int) -> tuple[list[tuple[int, RecordHead]], int]:
+    """(offset, head) of every whole record from byte `start` on, and where the last of them ends.
+
+    A record that ends behind the file is none, nor is anything behind it: its writer was killed in the middle of it, or
+    is at it. Bodies are not read. Raises DamagedJournal, FileNotFoundError.
+    """
+    found = []
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(descriptor).st_size
+        while start + HEAD_BYTES <= size:
+            head = _decode_head(os.pread(descriptor, HEAD_BYTES, start), path, start)
+            if start + HEAD_BYTES + head.nbytes > size:
+                break
+            found.append((start, head))
+            start += HEAD_BYTES + head.nbytes
+    finally:
+        os.close(descriptor)
+    return found, start
+
+
+def read_group(path: Path, offset: int) -> JournaledGroup:
+    """The group of the record that begins at byte `offset`, in memory of its own.
+
+    Raises DamagedJournal, FileNotFoundError.
+    """
+    with open(path, "rb") as file:
+        file.seek(offset)
+        head = _decode_head(file.read(HEAD_BYTES), path, offset)
+        body = file.read(head.nbytes)
+    if len(body) != head.nbytes:
+        raise _damaged(path, offset, f"its body has {len(body)} bytes, but {head.nbytes} were written")
+    found = xxhash.xxh3_64_intdigest(body)
+    if found != head.digest:
+        raise _damaged(path, offset, f"xxh3 of its body is {found:016x}, but {head.digest:016x} was written")
+    end = _DIGEST.size + _DIGEST.unpack_from(body)[0]
+    contents = messages.decode(memoryview(body)[_DIGEST.size : end], _Contents)
+    batch = _decode_rows(np.frombuffer(body, dtype=np.uint8, offset=end), contents.layout)
+    rows = RolloutRows(contents.keys, contents.versions, contents.tags, batch)
+    return JournaledGroup(head.position, rows, contents.figures)
+
+
+def _damaged(path: Path, offset: int, what: str) -> DamagedJournal:
+    return DamagedJournal(
+        f"journal: {path}, record at byte {offset}: {what}; remove the file to have its groups generated again"
+    )
+
+
+def _decode_head(data: bytes, path: Path, offset: int) -> RecordHead:
+    if len(data) != HEAD_BYTES:
+        raise _damaged(path, offset, f"its head has {len(data)} bytes, expected {HEAD_BYTES}")
+    [written] = _DIGEST.unpack_from(data, _HEAD.size)
+    found = xxhash.xxh3_64_intdigest(data[: _HEAD.size])
+    if found != written:
+        raise _damaged(path, offset, f"xxh3 of its head is {found:016x}, but {written:016x} was written")
+    magic, *rest = _HEAD.unpack_from(data)
+    if magic != MAGIC:
+        raise _damaged(path, offset, f"it begins with {magic!r}, expected {MAGIC!r}")
+    return RecordHead(*rest)
+
+
+def _decode_rows(data: np.ndarray, layout: BlockLayout) -> Batch:
+    """The rows of a whole block whose parts lie one after another in `data` (uint8 1-D)."""
+    ends = np.cumsum(layout.part_bytes)
+    parts = dict(enumerate(np.split(data, ends[:-1])))
+    schema, num_rows, lengths = read_header(parts[0])
+    tokens = np.zeros(num_rows, dtype=np.int64) if lengths is None else lengths.astype(np.int64)
+    source = RowSource(
+        tuple(schema), np.zeros(num_rows, dtype=np.int32), np.arange(num_rows, dtype=np.int32), exclusive_cumsum(tokens)
+    )
+    return assemble(schema, tokens, [source], [layout], [parts])

@@ -1,0 +1,181 @@
+"""What rollout actors tell the driver: figures only, no row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...dataplane.traffic import Traffic
+from ..engines.router import LeftOut
+from ..protocols import Sample, Score, Span, SpanTable
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutReport:
+    """One `rollout` call, or several merged. Sums, so that reports of several actors merge exactly."""
+
+    rows: int
+    failed: int
+    """Rows whose reward raised or whose generation was aborted: masked, in no reward figure."""
+    first_error: str
+    """Of the first failed row; "" when none failed."""
+    truncated: int
+    """Rows cut by max_new_tokens."""
+    prompt_tokens: int
+    """Of all rows; a group's prompt counts once per row."""
+    response_tokens: int
+    response_length_max: int
+    reward_sum: float
+    """Of the rows that did not fail, like component_sums."""
+    component_sums: Mapping[str, float]
+    """Each reward's own value, unweighted."""
+    generate_s: float
+    """Wall seconds from the call's start to its last finished episode."""
+    traffic: bytes
+    """This actor's data-plane calls since its last report, as `Traffic.to_bytes`."""
+    spans: SpanTable
+    left_out: tuple[LeftOut, ...] = ()
+    """Engines that were left out since the last report; their requests went to others."""
+    restored: int = 0
+    """Rows that the journal had and nobody generated; the other figures count them as those that were."""
+    restored_tokens: int = 0
+    """Their response tokens."""
+
+    @property
+    def valid(self) -> int:
+        """Rows that did not fail."""
+        return self.rows - self.failed
+
+    def component_means(self) -> dict[str, float]:
+        """Mean of each reward's own value over the rows that did not fail."""
+        return {name: total / self.valid for name, total in self.component_sums.items()} if self.valid else {}
+
+
+def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
+    """One report of what several actors did at the same time: counts and traffic add up, seconds are the longest's."""
+    names = dict.fromkeys(name for report in reports for name in report.component_sums)
+    return RolloutReport(
+        rows=sum(r.rows for r in reports),
+        failed=sum(r.failed for r in reports),
+        first_error=next((r.first_error for r in reports if r.first_error), ""),
+        truncated=sum(r.truncated for r in reports),
+        prompt_tokens=sum(r.prompt_tokens for r in reports),
+        response_tokens=sum(r.response_tokens for r in reports),
+        response_length_max=max((r.response_length_max for r in reports), default=0),
+        reward_sum=sum(r.reward_sum for r in reports),
+        component_sums={name: sum(r.component_sums.get(name, 0.0) for r in reports) for name in names},
+        generate_s=max((r.generate_s for r in reports), default=0.0),
+        traffic=Traffic.sum_of(r.traffic for r in reports).to_bytes(),
+        spans=SpanTable.of([span for r in reports for span in r.spans.to_spans()]),
+        left_out=tuple(dict.fromkeys(engine for r in reports for engine in r.left_out)),
+        restored=sum(r.restored for r in reports),
+        restored_tokens=sum(r.restored_tokens for r in reports),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """One `validate` call."""
+
+    rows: int
+    exact_match: float
+    """Share of responses that equal the answer, surrounding white space aside; 0.0 without rows."""
+    reward: float
+    """Mean total reward of the rows that did not fail; 0.0 when there are none."""
+    failed: int
+    """Rows whose reward raised."""
+    first_error: str
+    response_length_mean: float
+    """Tokens; 0.0 without rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFigures:
+    """What some rows, a group's mostly, add to a report; fields as there."""
+
+    rows: int
+    failed: int
+    first_error: str
+    truncated: int
+    prompt_tokens: int
+    response_tokens: int
+    response_length_max: int
+    reward_sum: float
+    component_sums: dict[str, float]
+
+
+def group_figures(samples: Sequence[Sample], scores: Sequence[Score]) -> GroupFigures:
+    """The figures of scored samples."""
+    lengths = [int(np.count_nonzero(sample.response_mask)) for sample in samples]
+    failed = [score for score in scores if not score.valid]
+    component_sums: dict[str, float] = {}
+    for score in scores:
+        for name, value in score.components.items() if score.valid else ():
+            component_sums[name] = component_sums.get(name, 0.0) + value
+    return GroupFigures(
+        rows=len(samples),
+        failed=len(failed),
+        first_error=next((score.error for score in failed if score.error), ""),
+        truncated=sum(sample.finish_reason == "length" for sample in samples),
+        prompt_tokens=sum(len(sample.input_ids) for sample in samples) - sum(lengths),
+        response_tokens=sum(lengths),
+        response_length_max=max(lengths, default=0),
+        reward_sum=sum(score.reward for score in scores if score.valid),
+        component_sums=component_sums,
+    )
+
+
+@dataclass(slots=True)
+class RolloutTally:
+    """A RolloutReport in the making."""
+
+    rows: int = 0
+    failed: int = 0
+    first_error: str = ""
+    truncated: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    response_length_max: int = 0
+    reward_sum: float = 0.0
+    component_sums: dict[str, float] = field(default_factory=dict)
+    generate_s: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+    restored: int = 0
+    restored_tokens: int = 0
+
+    def add(self, group: GroupFigures, *, restored: bool = False) -> None:
+        """Count a group. restored: it is from the journal."""
+        self.rows += group.rows
+        self.failed += group.failed
+        self.first_error = self.first_error or group.first_error
+        self.truncated += group.truncated
+        self.prompt_tokens += group.prompt_tokens
+        self.response_tokens += group.response_tokens
+        self.response_length_max = max(self.response_length_max, group.response_length_max)
+        self.reward_sum += group.reward_sum
+        for name, total in group.component_sums.items():
+            self.component_sums[name] = self.component_sums.get(name, 0.0) + total
+        if restored:
+            self.restored += group.rows
+            self.restored_tokens += group.response_tokens
+
+    def report(self, traffic: Traffic, left_out: Sequence[LeftOut] = ()) -> RolloutReport:
+        return RolloutReport(
+            rows=self.rows,
+            failed=self.failed,
+            first_error=self.first_error,
+            truncated=self.truncated,
+            prompt_tokens=self.prompt_tokens,
+            response_tokens=self.response_tokens,
+            response_length_max=self.response_length_max,
+            reward_sum=self.reward_sum,
+            component_sums=self.component_sums,
+            generate_s=self.generate_s,
+            traffic=traffic.to_bytes(),
+            spans=SpanTable.of(self.spans),
+            left_out=tuple(left_out),
+            restored=self.restored,
+            restored_tokens=self.restored_tokens,
+        )

@@ -1,0 +1,86 @@
+"""Built-in generated tasks: prompts and answers made from a seed, nothing to download.
+
+A task's training and held-out prompts are disjoint: a prompt is held out when its text hashes into one bucket of ten.
+Both are endless, and prompt i is a function of (seed, split, i).
+"""
+
+from __future__ import annotations
+
+import difflib
+import random
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..protocols import PromptRow
+
+_HELD_OUT_BUCKETS = 10
+_TRIES = 10_000
+
+
+def reverse(rng: random.Random, *, min_digits: int = 3, max_digits: int = 8) -> PromptRow:
+    """`r48213=` -> `31284`: digits, min_digits to max_digits of them, each length as likely."""
+    digits = "".join(rng.choices("0123456789", k=rng.randint(min_digits, max_digits)))
+    return PromptRow(f"r{digits}=", digits[::-1], {"num_digits": len(digits)})
+
+
+def arithmetic(rng: random.Random, *, min_digits: int = 1, max_digits: int = 2) -> PromptRow:
+    """`12+30=` -> `42`: sums of two numbers without leading zeros, each number of digits as likely."""
+    left, right = (_number(rng, rng.randint(min_digits, max_digits)) for _ in range(2))
+    return PromptRow(f"{left}+{right}=", str(left + right), {"left": left, "right": right})
+
+
+def _number(rng: random.Random, num_digits: int) -> int:
+    return rng.randrange(10 ** (num_digits - 1) if num_digits > 1 else 0, 10**num_digits)
+
+
+TASKS: dict[str, Callable[..., PromptRow]] = {"reverse": reverse, "arithmetic": arithmetic}
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a prompt belongs to the held-out part, whatever the seed."""
+    return zlib.crc32(text.encode()) % _HELD_OUT_BUCKETS == 0
+
+
+class TaskSource:
+    """A task's prompts as a PromptSource of endless size."""
+
+    size = None
+
+    def __init__(self, task: str, *, held_out: bool, seed: int = 0, options: Mapping[str, Any] | None = None) -> None:
+        """options: `min_digits`, `max_digits`. Raises ValueError in one sentence for an unknown task or option."""
+        if task not in TASKS:
+            near = difflib.get_close_matches(task, TASKS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"data: no built-in task {task!r}, expected one of {', '.join(TASKS)}{hint}")
+        self.name = f"task:{task}"
+        self._make = TASKS[task]
+        self._held_out = held_out
+        self._seed = seed
+        self._options = _checked_options(task, dict(options or {}))
+        self.row(0)  # an option range that leaves one of the two parts without prompts shows here
+
+    def row(self, index: int) -> PromptRow:
+        """Prompt `index` of this part of the task."""
+        part = "held_out" if self._held_out else "train"
+        rng = random.Random(f"{self._seed}/{part}/{index}")
+        for _ in range(_TRIES):
+            row = self._make(rng, **self._options)
+            if is_held_out(row.text) == self._held_out:
+                return row
+        raise ValueError(f"data.options: {self._options} leave {self.name} no {part} prompts, expected a wider range")
+
+
+def _checked_options(task: str, options: dict[str, Any]) -> dict[str, int]:
+    defaults: dict[str, int] = TASKS[task].__kwdefaults__ or {}
+    for name, value in options.items():
+        if name not in defaults:
+            near = difflib.get_close_matches(name, defaults, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"data.options: task {task!r} has no {name!r}, expected {', '.join(defaults)}{hint}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"data.options.{name}: got {value!r}, expected a whole number of at least 1")
+    merged = {**defaults, **options}
+    if merged["min_digits"] > merged["max_digits"]:
+        raise ValueError(f"data.options: min_digits={merged['min_digits']} is above max_digits={merged['max_digits']}")
+    return merged

@@ -1,0 +1,304 @@
+"""The rollout worker: prompts in by position, rewarded rows out into the data plane; the driver sees figures only.
+
+    positions -> prompts -> environment + engine (all at once) -> rewards -> journal -> put, group by group -> report
+        |                                                                                ^
+        +-- those that the journal has, from before a kill ------------------------------+
+
+Groups that are finished while the one before is being put share the next put.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ...dataplane.async_client import AsyncDataPlaneClient
+from ..engines.protocol import GenerationEngine, SamplingParams
+from ..engines.router import LeftOut
+from ..protocols import Environment, Sample, Score, Span
+from ..rewards.rubric import Rubric
+from .journal import GroupJournal
+from .journal_records import JournaledGroup
+from .prompts import PromptStream
+from .report import RolloutReport, RolloutTally, ValidationReport, group_figures
+from .rows import RolloutRows, join, rollout_rows
+
+_RESTORED_TOGETHER = 16
+"""Groups of the journal that share a put."""
+
+
+class RolloutWorker:
+    """An engine, its environment, rewards and prompts, and a data-plane client. Calls may run concurrently."""
+
+    def __init__(
+        self,
+        *,
+        engine: GenerationEngine,
+        environment: Environment,
+        tokenizer: Any,
+        rubric: Rubric,
+        prompts: PromptStream,
+        held_out: PromptStream | None,
+        client: AsyncDataPlaneClient,
+        journal: GroupJournal | None = None,
+    ) -> None:
+        """held_out: prompts of `validate`; None when the run has none. journal: None to keep none."""
+        self._engine = engine
+        self._environment = environment
+        self._tokenizer = tokenizer
+        self._rubric = rubric
+        self._prompts = prompts
+        self._held_out = held_out
+        self._client = client
+        self._journal = journal
+        self._left_out: list[LeftOut] = []
+        self._open: set[_OpenCall] = set()
+        # Users' reward functions may be slow: beside the event loop, so that generation and other calls go on.
+        self._scoring = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
+
+    def note_left_out(self, engine: LeftOut) -> None:
+        """Have the next report say that `engine` gets no more requests."""
+        self._left_out.append(engine)
+
+    async def rollout(
+        self,
+        positions: Sequence[int],
+        partition: str,
+        params: SamplingParams,
+        fresh: bool = False,
+        traced: bool = False,
+    ) -> RolloutReport:
+        """Roll out the prompts at `positions` of the stream, `params.n` rows each, into `partition`.
+
+        Rows are keyed `{prompt_uid}.{sample}`; each finished group is put as a whole. A row that failed is put too,
+        masked: response_mask and log-probs 0, tags `valid` and `reward` 0. When an episode or a put fails, or the
+        call is cancelled, the other episodes are ended before the error leaves; groups already put stay.
+
+        Groups that the journal has are put as they are, unless `fresh`: then all are generated, and take their place.
+        traced: whether the report is to have spans.
+        """
+        tally, call = RolloutTally(), _OpenCall()
+        self._open.add(call)
+        try:
+            await self._roll_out(call, tally, positions, partition, params, fresh)
+        finally:
+            self._open.discard(call)
+            await _end(list(call.episodes))
+        left_out, self._left_out = self._left_out, []
+        if not traced:
+            tally.spans.clear()
+        return tally.report(self._client.stats.take(), left_out)
+
+    def end_rollouts(self) -> None:
+        """Have the calls of `rollout` that are under way return with the groups that are finished by now."""
+        for call in self._open:
+            call.end()
+
+    async def _roll_out(
+        self,
+        call: _OpenCall,
+        tally: RolloutTally,
+        positions: Sequence[int],
+        partition: str,
+        params: SamplingParams,
+        fresh: bool,
+    ) -> None:
+        ends: list[float] = []  # of groups, seconds after the call's start
+        finished: asyncio.Queue[asyncio.Task[list[Sample]]] = asyncio.Queue()
+        wall, clock = time.time(), time.perf_counter()
+        restored = [] if fresh else await self._journaled(positions)  # in a replay all of them
+        known = {group.position for group in restored}
+        episodes = call.begin(
+            {
+                asyncio.create_task(self._episodes(self._prompts, position, params)): position
+                for position in positions
+                if position not in known
+            }
+        )
+        for task in episodes:
+            task.add_done_callback(lambda _: ends.append(time.perf_counter() - clock))
+            task.add_done_callback(finished.put_nowait)
+        for first in range(0, len(restored), _RESTORED_TOGETHER):
+            groups = restored[first : first + _RESTORED_TOGETHER]
+            await self._put(join([group.rows for group in groups]), partition, tally)
+            for group in groups:
+                tally.add(group.figures, restored=True)
+        left = len(episodes)
+        while left:
+            done = await _drain(finished)
+            left -= len(done)
+            by_position = {episodes[task]: task.result() for task in done if not task.cancelled()}
+            if not left:
+                tally.generate_s = ends[-1]
+                tally.spans += generation_spans(wall, ends, list(episodes.values()))
+            if by_position:
+                await self._score_and_put(by_position, partition, tally)
+
+    async def validate(self, start: int, count: int, params: SamplingParams) -> ValidationReport:
+        """Answer `count` held-out prompts from `start` on, `params.n` samples each; nothing is put.
+
+        Raises ValueError when the run has no held-out prompts.
+        """
+        if self._held_out is None:
+            raise ValueError("validation: the run has no held-out prompts, expected data.validation to be set")
+        episodes = [
+            asyncio.create_task(self._episodes(self._held_out, position, params))
+            for position in range(start, start + count)
+        ]
+        try:
+            groups = await asyncio.gather(*episodes)
+        finally:
+            await _end(episodes)
+        samples = [sample for group in groups for sample in group]
+        scores = await self._score(samples)
+        tally = RolloutTally()
+        tally.add(group_figures(samples, scores))
+        exact = sum(bool(s.prompt.answer) and s.text.strip() == s.prompt.answer.strip() for s in samples)
+        return ValidationReport(
+            rows=tally.rows,
+            exact_match=exact / tally.rows if tally.rows else 0.0,
+            reward=tally.reward_sum / (tally.rows - tally.failed) if tally.rows > tally.failed else 0.0,
+            failed=tally.failed,
+            first_error=tally.first_error,
+            response_length_mean=tally.response_tokens / tally.rows if tally.rows else 0.0,
+        )
+
+    async def trim_journal(self, first: int, outstanding: Sequence[int]) -> None:
+        """A checkpoint covers all prompts below position `first` but `outstanding`: `GroupJournal.trim`."""
+        if self._journal is not None:
+            await asyncio.to_thread(self._journal.trim, first, outstanding)
+
+    async def close(self) -> None:
+        """Close engine, journal and client. Idempotent."""
+        await self._engine.close()
+        self._scoring.shutdown(wait=False, cancel_futures=True)
+        if self._journal is not None:
+            self._journal.close()
+        await self._client.close()
+
+    # ------------------------------------------------------------ inside
+
+    async def _episodes(self, prompts: PromptStream, position: int, params: SamplingParams) -> list[Sample]:
+        return await self._environment.run(prompts[position], self._engine, self._tokenizer, params)
+
+    async def _journaled(self, positions: Sequence[int]) -> list[JournaledGroup]:
+        """Those of the prompts' groups that the journal has."""
+        journal = self._journal
+        return [] if journal is None else await asyncio.to_thread(journal.find_all, positions)
+
+    async def _score_and_put(self, groups: Mapping[int, list[Sample]], partition: str, tally: RolloutTally) -> None:
+        """Reward, keep and put finished groups, by position."""
+        samples = [sample for group in groups.values() for sample in group]
+        with _span(tally, "reward"):
+            scores = await self._score(samples)
+        batch, tags = rollout_rows(samples, scores, self._rubric.tagged)
+        keys = [f"{sample.prompt.uid}.{sample.index}" for sample in samples]
+        rows = RolloutRows(keys, self._versions(samples), tags, batch)
+        await self._keep(rows, scores, groups, tally)
+        await self._put(rows, partition, tally)
+
+    async def _keep(
+        self, rows: RolloutRows, scores: Sequence[Score], groups: Mapping[int, list[Sample]], tally: RolloutTally
+    ) -> None:
+        """Count finished groups and write them into the journal. `rows` and `scores`: theirs, one after another.
+
+        Those with failed rows are kept for a replay only: for a resumed run, a mended reward makes them whole.
+        """
+        kept, left = [], list(scores)
+        parts = rows.split([len(samples) for samples in groups.values()])
+        for (position, samples), part in zip(groups.items(), parts, strict=True):
+            figures = group_figures(samples, left[: len(samples)])
+            del left[: len(samples)]
+            tally.add(figures)
+            if not figures.failed or (self._journal is not None and self._journal.purpose == "record"):
+                kept.append(JournaledGroup(position, part, figures))
+        if self._journal is not None and kept:
+            with _span(tally, "journal"):
+                await asyncio.to_thread(self._journal.append, kept)
+
+    async def _put(self, rows: RolloutRows, partition: str, tally: RolloutTally) -> None:
+        with _span(tally, "put"):
+            await self._client.put(partition, rows.keys, rows.batch, versions=rows.versions, tags=rows.tags)
+
+    def _versions(self, samples: Sequence[Sample]) -> np.ndarray:
+        """int64 `[N]`: of each row's oldest token; of the engine for rows that were aborted before the first."""
+        versions = np.array([sample.version for sample in samples], dtype=np.int64)
+        return np.where(versions < 0, self._engine.version, versions)
+
+    async def _score(self, samples: list[Sample]) -> list[Score]:
+        return await asyncio.get_running_loop().run_in_executor(self._scoring, _score_all, self._rubric, samples)
+
+
+def generation_spans(wall: float, ends: Sequence[float], positions: Sequence[int]) -> list[Span]:
+    """One call's generation for the trace: all of it, until its first group, and its tail, in which the last quarter of
+    its groups was still under way.
+
+    wall: Unix time of its start; ends: seconds after it at which each group was finished, ascending.
+    """
+    first, last = min(positions), max(positions)
+    prompts = f"{first}" if first == last else f"{first}-{last}"
+    spans = [Span(f"generate {prompts}", wall, ends[-1])]
+    if len(ends) > 1:
+        tail_s = ends[3 * len(ends) // 4 - 1]
+        spans += [Span("first group", wall, ends[0]), Span("tail", wall + tail_s, ends[-1] - tail_s)]
+    return spans
+
+
+def _score_all(rubric: Rubric, samples: Sequence[Sample]) -> list[Score]:
+    return [_score_one(rubric, sample) for sample in samples]
+
+
+def _score_one(rubric: Rubric, sample: Sample) -> Score:
+    if sample.finish_reason == "abort":
+        # Cut off by us, not ended by the policy: its reward would say nothing about the policy.
+        return Score(reward=0.0, components={}, valid=False, error=f"prompt {sample.prompt.uid!r}: generation aborted")
+    tokens = int(np.count_nonzero(sample.response_mask))
+    return rubric.score(sample.prompt, sample.text, sample.finish_reason, tokens)
+
+
+class _OpenCall:
+    """A call of `rollout` under way."""
+
+    def __init__(self) -> None:
+        self.episodes: dict[asyncio.Task[list[Sample]], int] = {}
+        """Position of the prompt that each task rolls out."""
+        self._ended = False
+
+    def begin(self, episodes: dict[asyncio.Task[list[Sample]], int]) -> dict[asyncio.Task[list[Sample]], int]:
+        self.episodes = episodes
+        if self._ended:
+            self.end()
+        return episodes
+
+    def end(self) -> None:
+        self._ended = True
+        for task in self.episodes:
+            task.cancel()
+
+
+async def _drain(finished: asyncio.Queue[asyncio.Task[list[Sample]]]) -> list[asyncio.Task[list[Sample]]]:
+    """At least one finished task, and all others that are finished by now."""
+    done = [await finished.get()]
+    while not finished.empty():
+        done.append(finished.get_nowait())
+    return done
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel what still runs and wait until it has ended, so that nothing outlives its call."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def _span(tally: RolloutTally, name: str) -> Iterator[None]:
+    wall, clock = time.time(), time.perf_counter()
+    yield
+    tally.spans.append(Span(name, wall, time.perf_counter() - clock))

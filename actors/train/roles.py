@@ -1,0 +1,344 @@
+"""How a rank comes by its microbatches: it reads for itself, or as leader for its replica, or is sent them.
+
+Each role's `prepare` runs in the prefetch thread and does all that waits; what it returns is called by the thread that
+computes, and gives the microbatch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ...codecs.batch import Batch
+from ...codecs.context_slices import piece_lengths, slice_batch
+from ...codecs.jagged import concat
+from ...codecs.schema import Schema
+from ...dataplane.topology import Place, Topology
+from ..protocols import MicroBatch, Span
+from .links import Part, ReplicaLinks
+from .stage_fields import stage_fields
+from .step_rows import ColumnCache, StepRows, TrainShard, cut, load_of
+from .wire import (
+    PROLOGUE_BYTES,
+    Header,
+    PlanMismatch,
+    Prologue,
+    ReplicaError,
+    ReplicaLost,
+    RowFacts,
+    aligned,
+    buffer_bytes,
+    decode_header,
+    describe,
+    encode_error,
+    encode_header,
+    fill_buffer,
+    raise_error,
+    read_buffer,
+)
+
+_logger = logging.getLogger(__name__)
+
+FAREWELL_S = 2.0
+"""Bound of telling siblings that their leader has given a pass up."""
+
+SHOWN_S = 1e-4
+"""Shorter spans are left out: columns that are here already take microseconds, and reports go through the driver."""
+
+Deliver = Callable[[], MicroBatch]
+
+
+class Role(Protocol):
+    """One step's microbatches for one rank."""
+
+    def prepare(self, index: int, fields: Sequence[str], stop: threading.Event) -> Deliver:
+        """Microbatch `index` with those of `fields` that this rank's stage uses; all of it that waits."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """The pass ended early here; no `prepare` is under way. Bounded; raises nothing that is the network's."""
+        ...
+
+
+class RankView:
+    """What a rank needs of whole rows, and where it wants it. Also times what the roles do."""
+
+    def __init__(self, topology: Topology, rank: int, schema: Schema, device: torch.device) -> None:
+        self.topology = topology
+        self.rank = rank
+        self.place = topology.place(rank)
+        self.schema = schema
+        self.device = device
+        self.spans: list[Span] = []
+        """Grows from two threads; taken when neither is at work."""
+        self.broadcast_bytes = 0
+        """Sent as leader: prologues, headers and buffers, once for each part."""
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Note a piece of work for the trace, `{what} {microbatch}`, unless it was too short to be seen there."""
+        start, clock = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            taken_s = time.perf_counter() - clock
+            if taken_s >= SHOWN_S:
+                self.spans.append(Span(name, start, taken_s))
+
+    def slice(self, batch: Batch, lengths: np.ndarray, place: Place) -> Batch:
+        """Of whole rows, what the context-parallel rank at `place` computes."""
+        topology = self.topology
+        return batch if topology.cp == 1 else slice_batch(batch, lengths, topology.pad_multiple, topology.cp, place.cp)
+
+    def sent_lengths(self, lengths: np.ndarray) -> np.ndarray:
+        """int64 `[N]`: tokens of each row that this rank is sent."""
+        topology = self.topology
+        return (
+            lengths if topology.cp == 1 else piece_lengths(lengths, topology.pad_multiple, topology.cp, self.place.cp)
+        )
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """uint8 `[nbytes]`, pinned when it goes on to a GPU."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+    def landed(self, header: Header, lengths: np.ndarray, buffer: torch.Tensor) -> Batch:
+        """This rank's columns out of a buffer, on the device. lengths: int64 `[N]`, of the whole rows."""
+        return read_buffer(header, self.schema, self.sent_lengths(lengths), buffer.to(self.device, non_blocking=True))
+
+    def place_on_device(self, batch: Batch, lengths: np.ndarray) -> Batch:
+        """`batch` as this rank gets it when nobody sends it: one copy to the GPU, none on the CPU."""
+        if self.device.type == "cpu":
+            return batch
+        header = describe(batch, None)
+        buffer = self.host_memory(buffer_bytes(header))
+        fill_buffer(batch, header, buffer)
+        return self.landed(header, lengths, buffer)
+
+
+def _micro(batch: Batch, facts: RowFacts) -> MicroBatch:
+    return MicroBatch(batch, facts.lengths, facts.advantages, facts.group_ids, facts.group_tokens)
+
+
+class Independent:
+    """Reads its own fields for itself, and slices them."""
+
+    def __init__(self, view: RankView, rows: StepRows) -> None:
+        self._view = view
+        self._rows = rows
+        self._own = ColumnCache()
+
+    def prepare(self, index: int, fields: Sequence[str], stop: threading.Event) -> Deliver:
+        view, facts = self._view, self._rows.facts(range(index, index + 1))
+        wanted = stage_fields(view.topology, view.place, fields)
+        missing = self._own.missing(index, wanted)
+        if missing:
+            with view.span(f"read {index}"):
+                whole = self._rows.columns(index, missing)
+            self._own.add(index, view.place_on_device(view.slice(whole, facts.lengths, view.place), facts.lengths))
+        return lambda: _micro(self._own.batch(index, wanted, len(facts.lengths)), facts)
+
+    def give_up(self, reason: str) -> None:
+        """Nobody waits for this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A load made ready for a part."""
+
+    part: Part
+    header: Header
+    on_host: list[torch.Tensor]
+    """uint8, what goes over gloo: prologue, and the header with the buffer behind it, or without."""
+    on_device: torch.Tensor | None
+    """uint8, pinned: the buffer where it goes over NCCL."""
+
+
+class Leader:
+    """Reads each column once for the whole replica, and sends every part what it needs and has not got."""
+
+    def __init__(self, view: RankView, rows: StepRows, links: ReplicaLinks, shard: TrainShard) -> None:
+        self._view = view
+        self._rows = rows
+        self._links = links
+        self._digest = shard.digest
+        self._sizes = shard.sizes.tolist()
+        self._own = ColumnCache()
+        self._sent: dict[tuple[Part, int], set[str]] = {}
+        self._next: int | None = None
+        """The load that the siblings wait for, by its first microbatch; None while one is on its way."""
+
+    def prepare(self, index: int, fields: Sequence[str], stop: threading.Event) -> Deliver:
+        load = load_of(index, len(self._sizes))
+        parcels = self._send(load, fields, stop) if index == load.start else []
+        whole = self._rows.columns(index, fields)
+        return lambda: self._deliver(index, load, fields, whole, parcels)
+
+    def _send(self, load: range, fields: Sequence[str], stop: threading.Event) -> list[Parcel]:
+        """Read a load, and broadcast it as far as that is the host's business."""
+        view, links = self._view, self._links
+        self._next = load.start
+        try:
+            with view.span(f"read {_text(load)}"):
+                whole = [self._rows.columns(number, fields) for number in load]
+            batch, facts = whole[0] if len(whole) == 1 else concat(whole), self._rows.facts(load)
+            parcels = [self._parcel(part, load, batch, facts) for part in links.remote()]
+        except Exception as error:  # whatever it is, the siblings wait for it
+            self._send_failure(load.start, error)
+            raise
+        self._next = None
+        with view.span(f"broadcast {_text(load)}"):
+            frames = [(parcel.part, parcel.on_host) for parcel in parcels]
+            links.send(frames, f"broadcast of microbatch {_text(load)}", stop)
+        self._next = load.stop
+        return parcels
+
+    def _parcel(self, part: Part, load: range, batch: Batch, facts: RowFacts) -> Parcel:
+        """What `part` is sent of a load: what it needs of `batch`, without what it got in earlier passes."""
+        view, sent = self._view, self._sent.get((part, load.start))
+        names = [name for name in stage_fields(view.topology, part.place, batch) if not sent or name not in sent]
+        self._sent[part, load.start] = {*(sent or ()), *names}
+        sliced = view.slice(batch.subset(names), facts.lengths, part.place)
+        header = describe(sliced, facts if sent is None else None)
+        head, nbytes = encode_header(header), buffer_bytes(header)
+        prologue = Prologue(self._digest, False, load.start, len(head), nbytes)
+        view.broadcast_bytes += PROLOGUE_BYTES + len(head) + nbytes
+        first = _as_tensor(prologue.to_bytes())
+        if self._links.on_device:
+            buffer = view.host_memory(nbytes)
+            fill_buffer(sliced, header, buffer)
+            return Parcel(part, header, [first, _as_tensor(head)], buffer)
+        begin = aligned(len(head))
+        body = torch.empty(begin + nbytes, dtype=torch.uint8)
+        body[: len(head)] = _as_tensor(head)
+        fill_buffer(sliced, header, body[begin:])
+        return Parcel(part, header, [first, body], None)
+
+    def _deliver(
+        self, index: int, load: range, fields: Sequence[str], whole: Batch, parcels: Sequence[Parcel]
+    ) -> MicroBatch:
+        view, links = self._view, self._links
+        for parcel in parcels:
+            if parcel.on_device is not None and len(parcel.on_device):
+                shared = parcel.on_device.to(view.device, non_blocking=True)
+                links.share(parcel.part, shared)
+                if parcel.part == links.own:
+                    landed = view.landed(parcel.header, self._rows.facts(load).lengths, shared)
+                    for number, part in zip(load, cut(landed, self._sizes[load.start : load.stop]), strict=True):
+                        self._own.add(number, part)
+        facts = self._rows.facts(range(index, index + 1))
+        wanted = stage_fields(view.topology, view.place, fields)
+        missing = self._own.missing(index, wanted)
+        if missing:
+            own = view.slice(whole.subset(missing), facts.lengths, view.place)
+            self._own.add(index, view.place_on_device(own, facts.lengths))
+        return _micro(self._own.batch(index, wanted, len(facts.lengths)), facts)
+
+    def _send_failure(self, index: int, error: BaseException) -> None:
+        """Have the siblings raise what failed here. A rank that cannot be told will find out by itself."""
+        body = encode_error(error)
+        prologue = Prologue(self._digest, True, index, len(body), 0).to_bytes()
+        frames = [(part, [_as_tensor(prologue), _as_tensor(body)]) for part in self._links.remote()]
+        self._next = None
+        try:
+            self._links.send(frames, f"telling of a failure at microbatch {index}", threading.Event(), FAREWELL_S)
+        except ReplicaLost as lost:
+            _logger.warning("%s", lost)
+
+    def give_up(self, reason: str) -> None:
+        if self._next is not None:
+            self._send_failure(self._next, ReplicaError(reason))
+
+
+class Sibling:
+    """Is sent everything by its leader."""
+
+    def __init__(self, view: RankView, links: ReplicaLinks, shard: TrainShard) -> None:
+        self._view = view
+        self._links = links
+        self._digest = shard.digest
+        self._sizes = shard.sizes.tolist()
+        self._own = ColumnCache()
+        self._facts: dict[int, RowFacts] = {}
+
+    def prepare(self, index: int, fields: Sequence[str], stop: threading.Event) -> Deliver:
+        load = load_of(index, len(self._sizes))
+        wanted = stage_fields(self._view.topology, self._view.place, fields)
+        land = self._receive(load, wanted, stop) if index == load.start else _nothing
+
+        def deliver() -> MicroBatch:
+            land()
+            facts = self._facts[index]
+            return _micro(self._own.batch(index, wanted, len(facts.lengths)), facts)
+
+        return deliver
+
+    def _receive(self, load: range, wanted: Sequence[str], stop: threading.Event) -> Callable[[], None]:
+        """Take a load from the leader; what is returned puts it where it is wanted."""
+        view, links = self._view, self._links
+        what, started = f"broadcast of microbatch {_text(load)}", time.monotonic()
+        with view.span(f"receive {_text(load)}"):
+            told = links.receive(PROLOGUE_BYTES, what, stop)
+            prologue = Prologue.from_bytes(told.numpy().tobytes())
+            self._check(prologue, load.start)
+            alone = links.on_device or prologue.failed
+            begin = prologue.header_bytes if alone else aligned(prologue.header_bytes)
+            behind = 0 if alone else prologue.buffer_bytes
+            body = links.receive(begin + behind, what, stop, pinned=view.device.type == "cuda")
+        head = body[: prologue.header_bytes].numpy().tobytes()
+        if prologue.failed:
+            raise_error(head, links.name(links.leader), "read", time.monotonic() - started)
+        header = decode_header(head)
+        missing = self._own.missing(load.start, wanted)
+        if list(header.fields) != missing:
+            raise PlanMismatch(
+                f"{links.name(links.rank)}: was sent {list(header.fields)} of microbatch {_text(load)}, expected "
+                f"{missing}, by {links.name(links.leader)}"
+            )
+        sizes = self._sizes[load.start : load.stop]
+        if header.facts is not None:
+            self._facts.update(zip(load, header.facts.cut(sizes), strict=True))
+        buffer = None if links.on_device else body[begin:]
+        return lambda: self._land(load, header, prologue.buffer_bytes, buffer)
+
+    def _check(self, prologue: Prologue, index: int) -> None:
+        """Refuse before anything else is received."""
+        me, leader = self._links.name(self._links.rank), self._links.name(self._links.leader)
+        if prologue.digest != self._digest:
+            raise PlanMismatch(f"{me}: holds plan {self._digest}, but plan {prologue.digest} is sent by {leader}")
+        if prologue.index != index:
+            raise PlanMismatch(f"{me}: stands at microbatch {index}, but {prologue.index} is sent by {leader}")
+
+    def _land(self, load: range, header: Header, nbytes: int, buffer: torch.Tensor | None) -> None:
+        view = self._view
+        if buffer is None:
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=view.device)
+            if nbytes:
+                self._links.share(self._links.own, buffer)
+        if header.fields:
+            lengths = np.concatenate([self._facts[number].lengths for number in load])
+            landed = view.landed(header, lengths, buffer)
+            for number, part in zip(load, cut(landed, self._sizes[load.start : load.stop]), strict=True):
+                self._own.add(number, part)
+
+    def give_up(self, reason: str) -> None:
+        """The leader finds out when its next broadcast is not taken."""
+
+
+def _nothing() -> None:
+    """The load has landed already."""
+
+
+def _text(load: range) -> str:
+    return str(load.start) if len(load) == 1 else f"{load.start} to {load.stop - 1}"
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,134 @@
+"""Host copies of the last two versions' buckets, on the trainer: what engines that come later are sent, and deltas
+are taken against.
+
+Two slots of memory, used in turn for the whole run. A version is written into the one that does not hold the newest,
+and becomes readable when it is whole; until then, and when writing fails, the newest is the one before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+
+from ...codecs.buckets import ALIGN, BucketPlan
+
+NUM_VERSIONS = 2
+MEMORY_SHARE = 0.8
+"""Of the memory that is available when the slots are reserved, what they may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedVersion:
+    """A version's buckets in one slot."""
+
+    version: int
+    plan: BucketPlan
+    starts: tuple[int, ...]
+    """First byte of each bucket in the memory."""
+    memory: torch.Tensor
+    """uint8 1-D."""
+
+    def bucket(self, bucket: int) -> torch.Tensor:
+        """uint8 `[plan.sizes[bucket]]`, a view."""
+        start = self.starts[bucket]
+        return self.memory[start : start + self.plan.sizes[bucket]]
+
+
+class BucketCache:
+    """Thread-safe: one thread at a time writes or reads, for as long as its `with` lasts; the others wait, bounded."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """timeout_s: bound of every wait for another thread's `with`."""
+        self._timeout_s = timeout_s
+        self._lock = threading.RLock()  # a delta reads the base while the same thread writes the next version
+        self._task = ""
+        """What the lock is held for, for errors."""
+        self._memories: list[torch.Tensor] = []
+        self._whole: list[CachedVersion] = []
+        """Readable versions, the newest last."""
+
+    @property
+    def newest(self) -> CachedVersion | None:
+        """The last version that was written whole: `version` and `plan` of it; read its bytes in `reading`."""
+        whole = self._whole
+        return whole[-1] if whole else None
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """What can be read, the newest last."""
+        return tuple(cached.version for cached in self._whole)
+
+    def reserve(self, plan: BucketPlan) -> None:
+        """Make room for two versions of `plan`; nothing happens when there is. Versions in smaller slots are forgotten.
+
+        Raises ValueError naming the bytes wanted and available when they would take more than 80 % of these.
+        """
+        nbytes = sum(map(_aligned, plan.sizes))
+        with self._held("reserve memory"):
+            if self._memories and len(self._memories[0]) >= nbytes:
+                return
+            self._memories, self._whole = [], []
+            wanted, available = NUM_VERSIONS * nbytes, psutil.virtual_memory().available
+            if wanted > MEMORY_SHARE * available:
+                raise ValueError(
+                    f"weights: {NUM_VERSIONS} versions of the model in host memory want {wanted} bytes, more than "
+                    f"{MEMORY_SHARE:.0%} of the {available} available; do without sync.delta and a later sync"
+                )
+            self._memories = [torch.from_numpy(np.empty(nbytes, dtype=np.uint8)) for _ in range(NUM_VERSIONS)]
+
+    @contextmanager
+    def writing(self, version: int, plan: BucketPlan) -> Iterator[CachedVersion]:
+        """Buckets to fill. On leaving, `version` is the newest and what was older than the last is gone; when leaving
+        with an exception, what was written is. Reserves first: raises what `reserve` does."""
+        with self._held(f"write version {version}"):
+            self.reserve(plan)
+            newest = self._whole[-1:]
+            self._whole = newest  # the other slot is about to change
+            memory = next(free for free in self._memories if not newest or free is not newest[0].memory)
+            starts = itertools.accumulate((_aligned(size) for size in plan.sizes), initial=0)
+            draft = CachedVersion(version, plan, tuple(starts)[:-1], memory)
+            yield draft
+            self._whole = [*newest, draft]
+
+    @contextmanager
+    def reading(self, version: int) -> Iterator[CachedVersion]:
+        """The version's buckets, which do not change before leaving. Raises ValueError when it is not there."""
+        with self._held(f"read version {version}"):
+            for cached in reversed(self._whole):
+                if cached.version == version:
+                    yield cached
+                    return
+            there = ", ".join(map(str, self.versions)) or "none"
+            raise ValueError(f"weights: version {version} is not in the bucket cache, which holds: {there}")
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        with self._held("close"):
+            self._memories, self._whole = [], []
+
+    @contextmanager
+    def _held(self, task: str) -> Iterator[None]:
+        start = time.monotonic()
+        if not self._lock.acquire(timeout=self._timeout_s):
+            raise TimeoutError(
+                f"weights: bucket cache: waited {time.monotonic() - start:.1f} s to {task}: "
+                f"another thread has it, to {self._task}"
+            )
+        outer, self._task = self._task, task
+        try:
+            yield
+        finally:
+            self._task = outer
+            self._lock.release()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN

@@ -1,0 +1,236 @@
+"""The publishing end of weight updates on train rank 0: announces versions, streams them out, keeps what comes again.
+
+main thread     open -> publish(weights())             gather, fill, send; into the cache, if there is one
+any thread      open(cached=True) -> publish_cached    from the cache, while training goes on; no gather
+any thread      abort
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...codecs.buckets import BucketPlan, plan_buckets
+from .cache import BucketCache, CachedVersion
+from .stream import BucketStream, OpenUpdate, SendReport
+from .transports.protocol import ReceiverGroup, WeightSender, WeightTransferError, WeightUpdate
+from .views import BucketViews
+
+WeightSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""As `TrainBackend.weight_specs`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherConfig:
+    """How weights are published."""
+
+    bucket_bytes: int
+    """A multiple of 64. Two buckets are in flight."""
+    timeout_s: float
+    """Bound of waiting for another thread's update to end."""
+    delta: bool = False
+    """Send only what differs from the receivers' version, where that is shorter. Two versions in host memory."""
+    cache: bool = False
+    """Engines may be sent a version later, while training goes on. Two versions in host memory, unless the transport
+    is lasting: that keeps them itself."""
+
+
+class WeightPublisher:
+    """Publishes versions through one sender. Threads take turns, waiting `timeout_s` at most; `abort` never waits.
+
+    Opening an update ends the one before.
+    """
+
+    def __init__(self, sender: WeightSender, config: PublisherConfig) -> None:
+        """Owns `sender`: `close` closes it."""
+        self._sender = sender
+        self._config = config
+        self._cache: BucketCache | None = None
+        if config.delta or (config.cache and not sender.lasting):
+            self._cache = BucketCache(config.timeout_s)
+        self._lock = threading.Lock()
+        self._task = ""
+        """What the lock is held for, for errors."""
+        self._opened: OpenUpdate | None = None
+        self._planned: tuple[list[tuple[str, tuple[torch.dtype, tuple[int, ...]]]], BucketPlan] | None = None
+        """The last plan, which most updates use again, and what it is of."""
+        self._views = BucketViews()
+        self._finished: WeightUpdate | None = None
+        """The newest version that the sender has finished."""
+
+    def reserve(self, specs: WeightSpecs) -> None:
+        """Take the host memory that this model needs now. Raises ValueError when that is too much."""
+        if self._cache is not None:
+            self._cache.reserve(self._plan(specs))
+
+    def open(
+        self,
+        version: int,
+        specs: WeightSpecs,
+        receivers: Sequence[ReceiverGroup],
+        *,
+        base: int | None = None,
+        cached: bool = False,
+    ) -> WeightUpdate:
+        """Announce `version`. Returns at once, but for another thread's turn.
+
+        base: what all `receivers` serve. With `delta`, and when it is the newest version in the cache, the update is
+        told as what differs from it, else whole. cached: `version` was published before and is to be sent again, whole;
+        a lasting sender that has it whole is not asked to, it is only announced to other receivers.
+        Raises what `WeightSender.begin` raises, and ValueError for a version that is to be cached and is not.
+        """
+        with self._turn(f"open version {version}"):
+            self._opened = None
+            if cached and self._has_whole(version):
+                assert self._finished is not None
+                opened = OpenUpdate(replace(self._finished, receivers=tuple(receivers)), self._plan(specs), True, True)
+            else:
+                plan = self._cached_plan(version) if cached else self._plan(specs)
+                if self._cache is not None:
+                    self._cache.reserve(plan)
+                if self._finished is not None and self._finished.version == version:
+                    self._finished = None  # begun again, it is not whole before it is finished again
+                used = None if cached else self._base(base, plan)
+                opened = OpenUpdate(self._sender.begin(version, plan, receivers, used), plan, cached)
+            self._opened = opened
+            return opened.update
+
+    def publish(self, update: WeightUpdate, weights: Iterator[tuple[str, torch.Tensor]]) -> SendReport:
+        """Send `weights` (whole tensors in the order, dtypes and shapes of the specs) as the open `update`.
+
+        Whatever happens, `weights` is exhausted, as siblings take part in gathering them. When the sender fails, the
+        version still becomes whole in the cache, if there is one, before the error is raised: it can then be sent to
+        the remaining receivers without another gather.
+        Raises WeightTransferError or OSError from the sender, ValueError for weights that are not as planned and for an
+        update that is not open; receivers are told.
+        """
+        gather = _Timed(weights)
+        try:
+            with self._publishing(update, cached=False) as opened:
+                with self._writing(opened) as draft, self._reading(update.base) as base:
+                    stream = BucketStream(self._sender, opened, draft, base, self._views)
+                    for name, tensor in gather:
+                        stream.feed(name, tensor)
+                    stream.finish()
+                return stream.report(gather.waited_s)
+        finally:
+            for _ in gather:
+                pass
+
+    def publish_cached(self, update: WeightUpdate) -> SendReport:
+        """Send the open `update` from the cache; nothing, when a lasting sender has the version whole.
+
+        Raises WeightTransferError or OSError from the sender, ValueError for an update that is not open with `cached`.
+        """
+        with self._publishing(update, cached=True) as opened:
+            stream = BucketStream(self._sender, opened)
+            if not opened.there:
+                with self._reading(update.version) as source:
+                    assert source is not None
+                    for bucket in range(len(source.plan.sizes)):
+                        stream.copy(bucket, source.bucket(bucket))
+                    stream.finish()
+            return stream.report(0.0)
+
+    def abort(self, reason: str) -> None:
+        """End the open update, if there is one: whoever publishes it raises WeightTransferError with `reason`, and so
+        do its receivers. Idempotent; legal from any thread, at any time."""
+        opened = self._opened
+        if opened is not None and not opened.there:
+            opened.aborted = reason
+            self._sender.abort(reason)
+
+    def close(self) -> None:
+        """Give memory back and remove what was published. Idempotent."""
+        self.abort("the trainer closes")
+        try:
+            with self._turn("close"):
+                self._opened = None
+        finally:
+            self._sender.close()
+            if self._cache is not None:
+                self._cache.close()
+
+    # ------------------------------------------------------------ inside
+
+    def _plan(self, specs: WeightSpecs) -> BucketPlan:
+        if self._planned is None or self._planned[0] != list(specs.items()):
+            self._views.clear()
+            self._planned = list(specs.items()), plan_buckets(specs, self._config.bucket_bytes)
+        return self._planned[1]
+
+    def _has_whole(self, version: int) -> bool:
+        """Whether `version` can be read from the sender now by who has nothing."""
+        finished = self._finished
+        return self._sender.lasting and finished is not None and finished.version == version and finished.base is None
+
+    def _cached_plan(self, version: int) -> BucketPlan:
+        if self._cache is None:
+            raise ValueError(f"weights: version {version} is to be sent again, but the trainer keeps none")
+        with self._cache.reading(version) as cached:
+            return cached.plan
+
+    def _base(self, base: int | None, plan: BucketPlan) -> int | None:
+        newest = self._cache.newest if self._config.delta and self._cache is not None else None
+        return base if newest is not None and newest.version == base and newest.plan == plan else None
+
+    def _writing(self, opened: OpenUpdate) -> AbstractContextManager[CachedVersion | None]:
+        return nullcontext() if self._cache is None else self._cache.writing(opened.update.version, opened.plan)
+
+    def _reading(self, version: int | None) -> AbstractContextManager[CachedVersion | None]:
+        return nullcontext() if self._cache is None or version is None else self._cache.reading(version)
+
+    @contextmanager
+    def _publishing(self, update: WeightUpdate, *, cached: bool) -> Iterator[OpenUpdate]:
+        """The turn of the open update, which is over then: aborted on any exception, else the newest finished."""
+        with self._turn(f"publish version {update.version}"):
+            opened = self._opened
+            if opened is None or opened.update != update or opened.cached != cached:
+                there = "none" if opened is None else f"version {opened.update.version}, cached: {opened.cached}"
+                raise ValueError(f"weights: version {update.version}, cached: {cached}, is not open; open is {there}")
+            try:
+                yield opened
+                self._finished = update
+            except BaseException as error:
+                self._sender.abort(f"{type(error).__name__}: {error}")
+                self._views.clear()  # the sender may leave its buffers to whoever still reads them
+                raise
+            finally:
+                self._opened = None
+
+    @contextmanager
+    def _turn(self, task: str) -> Iterator[None]:
+        start = time.monotonic()
+        if not self._lock.acquire(timeout=self._config.timeout_s):
+            raise WeightTransferError(
+                f"weights: waited {time.monotonic() - start:.1f} s to {task}: another thread has the sender, "
+                f"to {self._task}"
+            )
+        self._task = task
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+class _Timed:
+    """A stream of weights, and how long it let wait."""
+
+    def __init__(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._weights = weights
+        self.waited_s = 0.0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        start = time.perf_counter()
+        try:
+            return next(self._weights)
+        finally:
+            self.waited_s += time.perf_counter() - start

@@ -1,0 +1,246 @@
+"""One version on its way out: whole tensors in, buckets into the sender's buffers and the host's cache.
+
+    no base    tensor -> sender.buffer(b), hashed on the way -> cache -> send(b)
+    a base     tensor -> cache -> whole, sparse or nothing, as it differs from the base -> sender.buffer(b) -> send(b)
+
+Beside the tensor in hand it holds one bucket: the sender's buffer, or with a base the payload made for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+import xxhash
+
+from ...codecs.bucket_delta import encode_sparse
+from ...codecs.buckets import BucketEntry, BucketPlan, check_planned, copy_bytes, queue_whole, write_piece
+from ...codecs.gpu_scatter import device_digest
+from ...codecs.schema import DTYPES
+from .cache import CachedVersion
+from .transports.protocol import BucketFrame, Encoding, WeightSender, WeightTransferError, WeightUpdate
+from .views import BucketViews, Views
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    """What publishing a version took."""
+
+    num_bytes: int
+    """Of all weights."""
+    bytes_sent: int
+    """Of the payloads; 0 when the sender had the version already."""
+    gather_s: float
+    """Seconds waiting for the next tensor."""
+    fill_s: float
+    """Copying, hashing, comparing."""
+    send_s: float
+    """Seconds waiting for the sender: for a buffer, and at the end for the receivers."""
+    num_whole: int
+    """Buckets that travelled whole."""
+    num_same: int
+    """Buckets that did not travel, being the base version's."""
+    num_sparse: int
+    """Buckets of which the changed elements travelled."""
+
+
+@dataclass(slots=True)
+class OpenUpdate:
+    """An update that is announced and not yet over."""
+
+    update: WeightUpdate
+    plan: BucketPlan
+    cached: bool
+    """Whether it is sent from the cache."""
+    there: bool = False
+    """Whether the sender has the version whole already, and keeps it: nothing is to be sent."""
+    aborted: str | None = None
+    """Why; None as long as it is not. Set by any thread."""
+
+
+class BucketStream:
+    """Feeds the sender one open update: `feed` each tensor, or `copy` each bucket; then `finish`, `report`."""
+
+    def __init__(
+        self,
+        sender: WeightSender,
+        opened: OpenUpdate,
+        draft: CachedVersion | None = None,
+        base: CachedVersion | None = None,
+        views: BucketViews | None = None,
+    ) -> None:
+        """draft: the version's own place in the cache, if there is one. base: the receivers' version (needs a draft).
+        views: of the sender's buffers, kept from update to update.
+
+        With a draft the sender's failure does not end the stream: it goes on into the draft, and `report` raises it.
+        """
+        assert base is None or draft is not None
+        self._sender = sender
+        self._opened = opened
+        self._draft = draft
+        self._base = base
+        self._failure: Exception | None = None
+        plan = opened.plan
+        self._planned = plan.weights
+        self._num_fed = 0
+        self._pieces_left = dict(plan.pieces)
+        self._views = views or BucketViews()
+        self._places: Views = {}
+        """Where weights lie in `_out`, on a GPU."""
+        self._out: torch.Tensor | None = None
+        """The bucket that is being filled; the sender's buffer, or a view of the draft."""
+        self._digest: xxhash.xxh3_64 | None = None
+        self._started = time.perf_counter()
+        self._send_s = 0.0
+        self._bytes_sent = 0
+        self._num_sent: Counter[Encoding] = Counter()
+
+    def feed(self, name: str, tensor: torch.Tensor) -> None:
+        """Take the next tensor; it may change once this returns (on a GPU: once its stream comes to that).
+
+        Raises ValueError when it is not the one that is planned next, and what the sender raises, unless there is a
+        draft.
+        """
+        upto = self._num_fed
+        if upto == len(self._planned) or name != self._planned[upto][0]:
+            planned = self._planned[upto][0] if upto < len(self._planned) else "no more"
+            raise ValueError(f"{self._label}: weight {name!r} came after {upto} others, expected {planned!r}")
+        entries = self._planned[upto][1]
+        out = self._out = self._begin(entries[0].bucket) if self._out is None else self._out
+        place = self._places.get(name)
+        if place is not None and place.dtype == tensor.dtype and place.shape == tensor.shape:
+            queue_whole(entries[0], tensor, out, place)
+            self._count(entries[0], out)
+        else:
+            check_planned(entries[0], tensor)
+            whole = tensor.detach().contiguous()
+            for entry in entries:
+                out = self._out = self._begin(entry.bucket) if self._out is None else self._out
+                write_piece(entry, whole, out, self._digest)
+                self._count(entry, out)
+        self._num_fed += 1
+
+    def copy(self, bucket: int, source: torch.Tensor) -> None:
+        """Send a bucket as it is. Raises what the sender raises, unless there is a draft."""
+        self._send(bucket, "whole", source)
+
+    def finish(self) -> None:
+        """Wait until the sender has done its part. Raises ValueError when tensors are missing, and what the sender
+        raises, unless there is a draft."""
+        if self._num_fed < len(self._planned) and not self._opened.cached:
+            raise ValueError(
+                f"{self._label}: {self._num_fed} of {len(self._planned)} weights came; "
+                f"{self._planned[self._num_fed][0]!r} is the first that is missing"
+            )
+        self._attempt("at the end", self._sender.finish)
+
+    def report(self, gather_s: float) -> SendReport:
+        """The figures; gather_s: seconds in which tensors were waited for. Raises what the sender failed with."""
+        if self._failure is not None:
+            raise self._failure
+        return SendReport(
+            num_bytes=self._opened.plan.num_bytes,
+            bytes_sent=self._bytes_sent,
+            gather_s=gather_s,
+            fill_s=max(0.0, time.perf_counter() - self._started - gather_s - self._send_s),
+            send_s=self._send_s,
+            num_whole=self._num_sent["whole"],
+            num_same=self._num_sent["same"],
+            num_sparse=self._num_sent["sparse"],
+        )
+
+    # ------------------------------------------------------------ inside
+
+    @property
+    def _label(self) -> str:
+        return f"weights: version {self._opened.update.version}"
+
+    def _count(self, entry: BucketEntry, out: torch.Tensor) -> None:
+        """The entry is in its bucket `out`."""
+        self._pieces_left[entry.bucket] -= 1
+        if not self._pieces_left[entry.bucket]:
+            self._end(entry.bucket, out)
+            self._out = None
+
+    def _begin(self, bucket: int) -> torch.Tensor:
+        """Where to fill the bucket."""
+        out = self._buffer(bucket, self._opened.plan.sizes[bucket]) if self._base is None else None
+        self._digest = xxhash.xxh3_64() if out is not None and out.device.type == "cpu" else None
+        if out is None:
+            assert self._draft is not None
+            out = self._draft.bucket(bucket)
+        self._places = self._views.inside(self._opened.plan, bucket, out) if out.is_cuda else {}
+        return out
+
+    def _end(self, bucket: int, out: torch.Tensor) -> None:
+        """The bucket is full."""
+        if self._base is None:
+            if self._failure is None:
+                if self._draft is not None:
+                    self._draft.bucket(bucket).copy_(out)  # before `send`: then the buffer is the sender's again
+                self._hand_over(bucket, "whole", out, self._digest)
+        elif self._failure is None:
+            self._send(bucket, *_shortest(self._opened.plan.in_bucket(bucket), out, self._base.bucket(bucket)))
+
+    def _send(self, bucket: int, encoding: Encoding, payload: torch.Tensor) -> None:
+        out = self._buffer(bucket, len(payload))
+        if out is None:
+            return
+        digest = xxhash.xxh3_64() if out.device.type == "cpu" else None
+        copy_bytes(payload, out, digest)
+        self._hand_over(bucket, encoding, out, digest)
+
+    def _buffer(self, bucket: int, nbytes: int) -> torch.Tensor | None:
+        """The sender's; None once it has failed."""
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)  # nothing travels but the frame
+        return self._attempt(f"bucket {bucket}", lambda: self._sender.buffer(bucket, nbytes))
+
+    def _hand_over(self, bucket: int, encoding: Encoding, out: torch.Tensor, digest: xxhash.xxh3_64 | None) -> None:
+        """digest: of a payload on the CPU; the GPU finds its own, and nobody waits for that."""
+        if out.is_cuda:
+            frame = BucketFrame(bucket, encoding, len(out), 0)
+            self._attempt(f"bucket {bucket}", lambda: self._sender.send(frame, partial(device_digest, out)))
+        else:
+            assert digest is not None
+            frame = BucketFrame(bucket, encoding, len(out), digest.intdigest())
+            self._attempt(f"bucket {bucket}", lambda: self._sender.send(frame))
+        self._bytes_sent += frame.nbytes
+        self._num_sent[frame.encoding] += 1
+
+    def _attempt(self, what: str, call: Callable[[], T]) -> T | None:
+        """The sender's answer; None once it has failed."""
+        if self._failure is not None:
+            return None
+        start = time.perf_counter()
+        try:
+            if self._opened.aborted is not None:
+                raise WeightTransferError(f"{self._label}, {what}: aborted: {self._opened.aborted}")
+            return call()
+        except Exception as error:  # of whatever kind: `report` raises it when the cache has the version
+            if self._draft is None:
+                raise
+            self._failure = error
+            self._sender.abort(f"{what}: {type(error).__name__}: {error}")  # receivers need not wait for that
+            return None
+        finally:
+            self._send_s += time.perf_counter() - start
+
+
+def _shortest(entries: Sequence[BucketEntry], new: torch.Tensor, base: torch.Tensor) -> tuple[Encoding, torch.Tensor]:
+    """How the bucket `new` is told to who has `base`."""
+    if torch.equal(new, base):
+        return "same", new[:0]
+    element_bytes = min((DTYPES[entry.dtype].itemsize for entry in entries if entry.nbytes), default=1)
+    if len(new) % element_bytes == 0:
+        sparse = encode_sparse(new.numpy(), base.numpy(), element_bytes)
+        if sparse is not None:
+            return "sparse", torch.from_numpy(sparse)
+    return "whole", new

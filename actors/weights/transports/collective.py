@@ -1,0 +1,212 @@
+"""The `collective` transport: payloads by broadcast in a process group of the sender and all receivers.
+
+    sender    begin, listen ----> all here -> start, group | frame, broadcast, frame, broadcast ... end -> all done
+    receiver  connect, hello ---> |           start, group | frame, broadcast, through ...          end -> done
+                                                             (on GPUs the digests are broadcast before the end)
+
+What is said goes over a connection per receiver (`control_link`); only payloads are collective. A receiver whose bucket
+is damaged says so and takes the rest, so that the others get theirs. The group is kept while its members stay the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+
+import torch
+
+from ....codecs.gpu_scatter import as_signed
+from .bounds import Bound
+from .control_link import Note, listen
+from .protocol import BucketFrame, WeightTransferError
+from .rendezvous import Broadcast, Group, MeetingPoint, bounded, meet
+from .roll_call import RollCall
+from .sending import OpenUpdate, Sender
+
+KIND = "collective"
+_RING = 2
+_START_TICK_S = 5e-5
+"""Between two looks at who has come: all of them wait for the last."""
+_SLICE_S = 0.05
+"""How long is waited for one thing before the others are looked at."""
+
+
+class CollectiveSender(Sender):
+    """Rank 0. See WeightSender."""
+
+    kind = KIND
+
+    def __init__(self, host: str, timeout_s: float, device: torch.device, port: int = 0) -> None:
+        """Listens on `host`. port: tried first; 0: any. Raises OSError when it cannot."""
+        super().__init__(timeout_s)
+        self._host = host
+        self._device = device
+        self._listener = listen(host, port)
+        self._meeting: MeetingPoint | None = None
+        self._group: Group | None = None
+        self._members: tuple = ()
+        self._num_groups = 0
+        self._roll: RollCall | None = None
+        self._started = False
+        self._ring: list[torch.Tensor] = []
+        self._running: list[Broadcast | None] = [None] * _RING
+        self._num_payloads = 0
+        self._digests = torch.empty(0, dtype=torch.int64, device=device)
+        """Of the payloads of the open update; on GPUs only."""
+
+    def _begin(self, update: OpenUpdate) -> str:
+        if self._roll is not None:
+            self._roll.close()
+        if any(self._running):  # an update ended in the middle of a payload
+            self._leave_group()
+        self._roll = RollCall(update.number, update.receivers, self._listener, self.timeout_s)
+        self._started = False
+        self._num_payloads = 0
+        nbytes = max((1, *update.plan.sizes))
+        if not self._ring or len(self._ring[0]) < nbytes:
+            self._ring = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(_RING)]
+        if self._device.type == "cuda":
+            self._digests = torch.zeros(len(update.plan.sizes), dtype=torch.int64, device=self._device)
+        port = self._listener.getsockname()[1]
+        return f"{self._host}|{port}|{update.number}"
+
+    def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
+        self._start(update)
+        self._look(update, None)  # what receivers have said is lost with their connection, unless it was heard
+        number = self._num_payloads % _RING
+        if nbytes > len(self._ring[number]):
+            raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, the largest bucket is smaller")
+        self._await(update, number, f"no room for bucket {bucket}, not taken")
+        return self._ring[number][:nbytes]
+
+    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
+        self._start(update)
+        roll = self._expect_roll()
+        roll.tell(Note("frame", frame=frame))
+        if frame.nbytes and roll.world > 1:
+            assert self._group is not None
+            number = self._num_payloads % _RING
+            try:
+                self._running[number] = self._group.broadcast(self._ring[number][: frame.nbytes])
+            except RuntimeError as error:
+                raise self._broken(update, f"bucket {frame.bucket} was not taken", error) from error
+            self._num_payloads += 1
+        if frame.nbytes and self._device.type == "cuda":  # while the payload travels
+            self._digests[frame.bucket] = as_signed(frame.checksum) if digest is None else digest()
+
+    def _finish(self, update: OpenUpdate) -> None:
+        self._start(update)
+        roll, bound = self._expect_roll(), self._bound(update)
+        if self._num_payloads and self._group is not None and self._device.type == "cuda":
+            last = self._num_payloads % _RING
+            self._await(update, last, "the last buckets were not taken")
+            self._running[last] = self._group.broadcast(self._digests.view(torch.uint8))
+        roll.tell(Note("end"))
+        for number in range(_RING):
+            self._await(update, number, "the last buckets were not taken")
+
+        def all_done() -> bool:
+            self._look(update, None)
+            return roll.over
+
+        bound.wait(all_done, lambda: roll.blame("not confirmed"))
+        if roll.failed or roll.gave_up:
+            raise bound.error(*roll.blame("not received"))
+        roll.close()
+
+    def _abort(self, update: OpenUpdate, reason: str) -> None:
+        if self._roll is not None:
+            self._roll.end(reason)
+
+    def _close(self) -> None:
+        if self._roll is not None:
+            self._roll.close()
+        self._leave_group()
+        self._listener.close()
+        self._ring = []
+
+    def _bound(self, update: OpenUpdate) -> Bound:
+        # Sooner than the receivers' bounds, so that they hear from here what is wrong.
+        if update.bound is None:
+            update.bound = Bound("sender", update.version, self.timeout_s - min(1.0, 0.1 * self.timeout_s))
+        return update.bound
+
+    # ------------------------------------------------------------ members
+
+    def _expect_roll(self) -> RollCall:
+        assert self._roll is not None
+        return self._roll
+
+    def _start(self, update: OpenUpdate) -> None:
+        """Once an update: wait until all receivers are here, and be in a group with them."""
+        if self._started:
+            return
+        roll, bound = self._expect_roll(), self._bound(update)
+
+        def all_here() -> bool:
+            self._look(update, "at the start")
+            return len(roll.groups) == roll.world - 1
+
+        bound.wait(all_here, lambda: roll.blame("not here"), _START_TICK_S)
+        kept = self._group is not None and self._members == update.receivers
+        kept = kept and all(name == self._group.name for name in roll.groups.values() if self._group is not None)
+        if not kept:
+            self._leave_group()
+            if self._meeting is None:
+                self._meeting = MeetingPoint(listen(self._host), self.timeout_s)
+            self._num_groups += 1
+        assert self._meeting is not None
+        name = f"group-{self._meeting.port}-{self._num_groups}"
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        roll.tell(Note("start", f"{name}|{backend}", self._meeting.port, update.plan.message))
+        if not kept and roll.world > 1:
+            join = functools.partial(self._join, self._meeting.port, name, roll.world, bound)
+            self._group = bounded(join, bound, "making the group", lambda: self._look(update, "making the group"))
+            self._members = update.receivers
+        self._started = True
+
+    def _join(self, port: int, name: str, world: int, bound: Bound) -> Group:
+        # A client of its own: one that hangs in an earlier group that never came about would hold this one up.
+        store = meet(self._host, port, max(bound.left_s, 1.0))
+        return Group(store, name, 0, world, host=self._host, device=self._device, timeout_s=self.timeout_s)
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.leave()
+        self._group = None
+        if any(self._running):
+            self._ring = []  # it may be read still
+        self._running = [None] * _RING
+
+    def _look(self, update: OpenUpdate, what: str | None) -> None:
+        """Hear the receivers. Raises when the update was aborted or, unless `what` is None, a receiver is lost."""
+        self._check_ended(update)
+        roll = self._expect_roll()
+        roll.poll()
+        if what is not None and roll.lost:
+            raise self._bound(update).error(*roll.blame(what))
+
+    def _await(self, update: OpenUpdate, number: int, what: str) -> None:
+        """Until the broadcast out of that buffer is over."""
+        running, bound = self._running[number], self._bound(update)
+        if running is None:
+            return
+        try:
+            while not running.ended(_SLICE_S):
+                self._look(update, what)
+                if not bound.left_s:
+                    raise bound.error(*self._expect_roll().blame(what))
+        except RuntimeError as error:
+            if isinstance(error, WeightTransferError):
+                raise
+            raise self._broken(update, what, error) from error
+        self._running[number] = None
+
+    def _broken(self, update: OpenUpdate, what: str, error: RuntimeError) -> WeightTransferError:
+        """A collective failed: somebody is lost; its connection says who, at once or soon."""
+        roll, bound = self._expect_roll(), self._bound(update)
+        moment = Bound("sender", update.version, min(1.0, bound.left_s))
+        with contextlib.suppress(WeightTransferError):
+            moment.wait(lambda: bool(roll.poll() or roll.failed), lambda: ("", ()))
+        return bound.error(*roll.blame(f"{what} ({str(error).strip().splitlines()[0]})"))

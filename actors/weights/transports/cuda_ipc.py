@@ -1,0 +1,372 @@
+"""The `ipc` transport's part for GPUs: a ring of the sender's buffers, opened by receivers on any GPU of the host.
+
+Bytes go from GPU to GPU (or stay on the one); only frames and counts go through the control page. The same GPU may
+serve both ends, which NCCL refuses.
+
+    sender     fill b, digest b (queued) ---- done on the GPU -> frame b on the page
+    receiver   frame b -> copy or read b (queued) ------------ done on the GPU -> count b on the page
+
+No stream ever waits for another process: that is done by threads, whose waits are bounded, while the GPUs have the
+next bucket's work.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ....codecs import messages
+from ....codecs.gpu_scatter import as_signed
+from ....dataplane.stores.shm_folder import ROOT
+from .bounds import Bound, worker_name
+from .control_page import ControlPage, Lease, lease_holders
+from .paged import Contents, PagedSender, PagedStream
+from .protocol import BucketFrame, WeightUpdate
+from .receiving import bucket_offsets
+from .sending import OpenUpdate
+
+# ---------------- What the host does when a GPU has come to a point: told by a thread that waits there, for nobody
+# else.
+
+
+class Afterwards:
+    """Makes calls in order, each when a stream has done what was queued on it before."""
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        """name: of the thread, which starts with the first call."""
+        self._device = device
+        self._name = name
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], torch.cuda.Event] | None] = queue.SimpleQueue()
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def put(self, call: Callable[[], None], stream: torch.cuda.Stream | None = None) -> None:
+        """Make `call`, which must not wait, when `stream` (the current one) has come to here."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device) if stream is None else stream)
+        self._calls.put((call, event))
+
+    def check(self) -> None:
+        """Raises what the GPU failed with."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Return when all calls were made. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._calls.put(None)
+            thread.join()
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            call, event = item
+            try:
+                event.synchronize()
+                call()
+            except RuntimeError as error:  # raised by whoever waits for what does not come
+                self._failure = error
+
+
+RING = 2
+_TICK_S = 2e-5
+"""Between two looks at the page: a bucket takes a few hundred microseconds."""
+_JOINED = 1
+"""Added to a receiver's count: 0 stands for one that has not joined."""
+_DIGESTS = 4096
+"""Buckets that there is room for at first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """A buffer for other processes: what torch wants to open it again."""
+
+    handle: bytes
+    nbytes: int
+    offset: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
+
+class CudaIpcSender(PagedSender):
+    """Publishes from a GPU. See WeightSender."""
+
+    def __init__(self, run_id: str, timeout_s: float, device: torch.device, root: Path = ROOT) -> None:
+        """Raises ValueError when a living sender of the same run has the folder, or the host has no shared memory."""
+        super().__init__(run_id, timeout_s, root)
+        self._device = device
+        self._ring: list[torch.Tensor] = []
+        self._digests = torch.empty(0, dtype=torch.int64, device=device)
+        self._handles: tuple[bytes, ...] = ()
+        self._place = ""
+        self._page: ControlPage | None = None
+        self._last: list[int | None] = [None] * RING
+        """The bucket that each buffer had last, of the open update."""
+        self._num_payloads = 0
+        self._outbox = Afterwards(device, "headrace-ipc-frames")
+
+    def _begin(self, update: OpenUpdate) -> str:
+        nbytes = max((1, *update.plan.sizes))
+        if not self._ring or len(self._ring[0]) < nbytes or len(self._digests) < len(update.plan.sizes):
+            self._ring = []
+            self._ring = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(RING)]
+            room = max(_DIGESTS, len(update.plan.sizes))
+            self._digests = torch.zeros(room, dtype=torch.int64, device=self._device)
+            self._handles = tuple(_export(one) for one in (*self._ring, self._digests.view(torch.uint8)))
+            self._place = _place(self._device)
+        self._last = [None for _ in range(RING)]
+        self._num_payloads = 0
+        if self._page is not None:
+            self._page.remove("another update was begun")
+        self._page = self._announce(update, Contents(update.plan.message, ring=self._handles, place=self._place))
+        return str(self._page.path)
+
+    def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
+        number = self._num_payloads % RING
+        if nbytes > len(self._ring[number]):
+            raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, the largest bucket is smaller")
+        before = self._last[number]
+        if before is not None:
+            self._wait(update, before + 1)
+        return self._ring[number][:nbytes]
+
+    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
+        assert self._page is not None
+        if frame.nbytes:
+            self._digests[frame.bucket] = as_signed(frame.checksum) if digest is None else digest()
+            self._last[self._num_payloads % RING] = frame.bucket
+            self._num_payloads += 1
+        self._outbox.put(partial(self._page.publish, frame))
+
+    def _finish(self, update: OpenUpdate) -> None:
+        assert self._page is not None
+        self._outbox.put(self._page.mark_whole)
+        self._wait(update, len(update.plan.sizes))
+
+    def _abort(self, update: OpenUpdate, reason: str) -> None:
+        if self._page is not None:
+            self._page.withdraw(reason)
+
+    def _close(self) -> None:
+        if self._page is not None:
+            self._page.remove("the sender has closed")
+        self._outbox.close()
+        self._ring = []
+        super()._close()
+
+    def _wait(self, update: OpenUpdate, num_buckets: int) -> None:
+        """Until every receiver is through with that many buckets."""
+        assert self._page is not None
+        page, bound = self._page, self._bound(update)
+        names = [worker_name(group.engine, worker) for group in update.receivers for worker in range(group.num_workers)]
+        engines = [group.engine for group in update.receivers for _ in range(group.num_workers)]
+        late: list[int] = []
+        looks = 0
+
+        def through() -> bool:
+            nonlocal late, looks
+            self._check_ended(update)
+            self._outbox.check()
+            late = [rank for rank, count in enumerate(page.counts.tolist()) if count < num_buckets + _JOINED]
+            looks += 1
+            if late and looks % 500 == 0:
+                held = [holder.rpartition(" (pid")[0] for holder in lease_holders(page.path)]
+                gone = [rank for rank in late if page.counts[rank] and names[rank] not in held]
+                if gone:
+                    raise bound.error(*told(gone, "has ended or given up"))
+            return not late
+
+        def told(ranks: list[int], what: str) -> tuple[str, list[str]]:
+            at = [
+                f"{names[rank]} {what} at bucket {int(count) - _JOINED}" if count else f"{names[rank]} did not join"
+                for rank, count in ((rank, page.counts[rank]) for rank in ranks)
+            ]
+            return "; ".join(at), [engines[rank] for rank in ranks]
+
+        bound.wait(through, lambda: told(late, "is late"), _TICK_S)
+
+
+class CudaIpcStream(PagedStream):
+    """Payloads are views of the sender's ring; copies, when they are wanted elsewhere or the ring is on another GPU."""
+
+    tick_s = _TICK_S
+
+    def __init__(
+        self,
+        update: WeightUpdate,
+        page: ControlPage,
+        lease: Lease,
+        contents: Contents,
+        bound: Bound,
+        cache: RingCache,
+        rank: int,
+    ) -> None:
+        super().__init__(update, page, lease, contents, bound)
+        ring = cache.open(contents.ring, bound)
+        self._cache = cache
+        self._ring, self._sent_digests = ring[:RING], ring[RING].view(torch.int64)
+        self._rank = rank
+        self.device = ring[0].device
+        self._offsets = bucket_offsets(contents.plan)
+        self._far = contents.place != cache.place
+        self._wanted: torch.Tensor | None = None
+        self._used: list[torch.cuda.Event | None] = [None] * RING
+        """Until when copies of payloads from another GPU are used."""
+        self._num_payloads = 0
+        self._copies = torch.cuda.Stream(self.device)
+        self._counting = threading.Lock()
+        page.counts[rank] = _JOINED
+
+    def receive_into(self, memory: torch.Tensor) -> None:
+        if memory.device == self.device:
+            self._wanted = memory
+
+    def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
+        current = torch.cuda.current_stream(self.device)
+        for bucket in range(len(self.plan.sizes)):
+            self._wait(bucket)
+            frame = self._page.frame(bucket)
+            assert frame is not None
+            number = self._num_payloads % RING
+            self._num_payloads += bool(frame.nbytes)
+            payload = self._ring[number][: frame.nbytes]
+            target = self._target(frame, number)
+            if target is None:
+                yield frame, payload
+                self._through(bucket, current)
+                continue
+            with torch.cuda.stream(self._copies):
+                if (used := self._used[number]) is not None:
+                    self._copies.wait_event(used)
+                target.copy_(payload)
+                copied = _mark(self._copies)
+            self._through(bucket, self._copies)
+            current.wait_event(copied)
+            yield frame, target
+            self._used[number] = _mark(current)
+
+    def _target(self, frame: BucketFrame, number: int) -> torch.Tensor | None:
+        """Where the payload is to be copied; None: it is read where it is."""
+        if not frame.nbytes:
+            return None
+        if self._wanted is not None and frame.encoding == "whole":
+            begin = self._offsets[frame.bucket]
+            return self._wanted[begin : begin + frame.nbytes]
+        if not self._far:
+            return None
+        return self._cache.near(number)[: frame.nbytes]
+
+    def _through(self, bucket: int, stream: torch.cuda.Stream) -> None:
+        """What `stream` has by now been given to do with the sender's bytes of the bucket is all."""
+        if bucket < len(self.plan.sizes) - 1:  # the last counts when the digests were found right: `_confirm`
+            self._cache.afterwards.put(partial(self._count, bucket + 1), stream)
+
+    def _count(self, num_buckets: int) -> None:
+        with self._counting:
+            if self._page.counts[self._rank] < num_buckets + _JOINED:
+                self._page.counts[self._rank] = num_buckets + _JOINED
+
+    def _check_page(self, when: str) -> None:
+        super()._check_page(when)
+        self._cache.afterwards.check()
+
+    def _digests(self) -> torch.Tensor:
+        # All are there: the sender publishes a frame after its digest.
+        return self._sent_digests[: len(self.plan.sizes)]
+
+    def _confirm(self) -> None:
+        self._count(len(self.plan.sizes))
+        super()._confirm()
+
+    def _close(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self._copies)  # before its memory is used for other things
+        super()._close()
+
+
+class RingCache:
+    """The sender's buffers as this process sees them, kept from update to update."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._handles: tuple[bytes, ...] = ()
+        self._ring: list[torch.Tensor] = []
+        self._near: list[torch.Tensor] = []
+        self.afterwards = Afterwards(device, "headrace-ipc-counts")
+        """Tells senders what was read."""
+        self.place = ""
+        """Which GPU this process is on."""
+
+    def open(self, handles: tuple[bytes, ...], bound: Bound) -> list[torch.Tensor]:
+        """Raises WeightTransferError when they cannot be opened here."""
+        if self._device.type != "cuda":
+            raise bound.error(
+                f"the sender's weights are on a GPU, this engine's on {self._device}: "
+                "use sync.transport=collective, store or disk"
+            )
+        if handles != self._handles:
+            self._forget()
+            self.place = _place(self._device)
+            try:
+                self._ring = [_import(handle, self._device) for handle in handles]
+            except RuntimeError as error:
+                raise bound.error(f"the sender's GPU buffers cannot be opened on {self._device}: {error}") from error
+            self._handles = handles
+        return self._ring
+
+    def near(self, number: int) -> torch.Tensor:
+        """A buffer of this process, as long as the sender's of this number."""
+        if not self._near:
+            self._near = [torch.empty_like(buffer) for buffer in self._ring[:RING]]
+        return self._near[number]
+
+    def close(self) -> None:
+        self.afterwards.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._ring, self._near, self._handles = [], [], ()
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """What is over when the stream has done what is queued on it now."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+def _place(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _export(buffer: torch.Tensor) -> bytes:
+    _, handle, nbytes, offset, counter, counter_offset, event, sync = buffer.untyped_storage()._share_cuda_()
+    return messages.encode(_Handle(handle, nbytes, offset, counter, counter_offset, event, sync))
+
+
+def _import(data: bytes, device: torch.device) -> torch.Tensor:
+    """The exported buffer; opened under this process's own device, which reads its peer's memory where they differ."""
+    found = messages.decode(data, _Handle)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.device(index):
+        storage = torch.UntypedStorage._new_shared_cuda(
+            index,
+            found.handle,
+            found.nbytes,
+            found.offset,
+            found.ref_counter_handle,
+            found.ref_counter_offset,
+            found.event_handle,
+            found.event_sync_required,
+        )
+        return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)

@@ -1,0 +1,225 @@
+"""The `disk` transport: a version as safetensors files in a folder, for hosts that share nothing but a file system.
+
+`{folder}/headrace-{run_id}-weights/`
+  `owner`                       locked while the sender lives
+  `v{version}-{n}/plan`         the plan, a message; there first
+  `v{version}-{n}/bucket-*.safetensors`   one `payload` each, uint8; its frame is the file's metadata
+  `v{version}-{n}/manifest`     when all of them are on the disk
+  `v{version}-{n}/ended`        instead, when it was aborted: why
+Every file appears under its name when it is whole. The last two versions stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from ....codecs import messages
+from ....codecs.buckets import ALIGN, BucketPlan, read_plan
+from ....codecs.owned_folder import create_owned_folder
+from ....dataplane.stores.shm_folder import PREFIX
+from .bounds import Bound
+from .protocol import BucketFrame, WeightTransferError, WeightUpdate
+from .receiving import Receiver, Stream
+from .sending import BackgroundSender, OpenUpdate
+
+KIND = "disk"
+_KEPT = 2
+_TICK_S = 0.001
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A version that is whole."""
+
+    version: int
+    frames: tuple[BucketFrame, ...]
+
+
+class DiskSender(BackgroundSender):
+    """Publishes to all that see the folder. See WeightSender."""
+
+    kind = KIND
+
+    def __init__(self, folder: str, run_id: str, timeout_s: float) -> None:
+        """Raises ValueError when a living sender of the same run publishes in `folder`."""
+        super().__init__(timeout_s)
+        self.folder = Path(folder).absolute() / f"{PREFIX}{run_id}-weights"
+        self._owner = create_owned_folder(self.folder, run_id)
+        self._kept: list[tuple[int, Path]] = []
+        self._frames: list[BucketFrame] = []
+
+    def _open(self, update: OpenUpdate) -> str:
+        again = [kept for kept in self._kept if kept[0] == update.version or (kept[1] / "ended").exists()]
+        others = [kept for kept in self._kept if kept not in again]
+        for old in again + others[: 1 - _KEPT]:
+            self._kept.remove(old)
+            _remove(old[1])
+        nbytes, free = sum(update.plan.sizes), shutil.disk_usage(self.folder).free
+        if nbytes > free:
+            raise OSError(errno.ENOSPC, f"weights: no room for {nbytes} bytes in {self.folder}: {free} are free")
+        path = self.folder / f"v{update.version}-{update.number}"
+        path.mkdir()
+        _write_file(path / "plan", update.plan.message)
+        self._kept.append((update.version, path))
+        self._frames = []
+        return str(path)
+
+    def _write(self, update: OpenUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
+        try:
+            _write_file(bucket_path(Path(update.location), frame.bucket), _header(frame), payload.numpy().data)
+        except OSError as error:
+            raise self._failed(update, f"bucket {frame.bucket} cannot be written", error) from error
+        self._frames.append(frame)
+
+    def _complete(self, update: OpenUpdate) -> None:
+        path = Path(update.location)
+        try:
+            _write_file(path / "manifest", messages.encode(Manifest(update.version, tuple(self._frames))))
+            for folder in (path, self.folder):
+                _sync_folder(folder)
+        except OSError as error:
+            raise self._failed(update, "cannot be completed", error) from error
+
+    def _withdraw(self, update: OpenUpdate, reason: str) -> None:
+        path = Path(update.location)
+        with contextlib.suppress(OSError):  # no room even for that: readers wait their time
+            _write_file(path / "ended", reason.encode())
+        for file in [path / "manifest", *path.glob("bucket-*")]:
+            file.unlink(missing_ok=True)
+
+    def _remove_all(self) -> None:
+        for _, path in self._kept:
+            _remove(path)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._owner)
+
+
+class DiskReceiver(Receiver):
+    """Maps the files. See WeightReceiver."""
+
+    def _open(self, update: WeightUpdate, rank: int, bound: Bound) -> Stream:
+        path = Path(update.location)
+        try:
+            plan = read_plan((path / "plan").read_bytes())
+        except FileNotFoundError:
+            raise _gone(path, bound, "at the start") from None
+        except ValueError as error:
+            raise bound.error(f"{path / 'plan'}: {error}") from error
+        return DiskStream(update, plan, bound, path)
+
+
+class DiskStream(Stream):
+    """Payloads are the files' pages."""
+
+    lasting = True
+
+    def __init__(self, update: WeightUpdate, plan: BucketPlan, bound: Bound, path: Path) -> None:
+        super().__init__(update, plan, bound)
+        self._path = path
+
+    def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
+        for bucket in range(len(self.plan.sizes)):
+            of = f"bucket {bucket} of {len(self.plan.sizes)}"
+            path = bucket_path(self._path, bucket)
+            self._wait(path, of)
+            try:
+                frame, payload = _read_bucket_file(path)
+            except FileNotFoundError:
+                raise _gone(self._path, self.bound, f"at {of}") from None
+            except (OSError, ValueError) as error:
+                raise self.bound.error(f"{of}: {path} cannot be read: {error}") from error
+            yield frame, payload
+        self._wait(self._path / "manifest", "the end")
+        try:
+            manifest = messages.decode((self._path / "manifest").read_bytes(), Manifest)
+        except FileNotFoundError:
+            raise _gone(self._path, self.bound, "at the end") from None
+        if manifest.version != self.update.version or len(manifest.frames) != len(self.plan.sizes):
+            raise self.bound.error(f"{self._path} holds version {manifest.version}")
+
+    def _wait(self, path: Path, what: str) -> None:
+        def has_come() -> bool:
+            self.check_open()
+            if path.exists():
+                return True
+            if (self._path / "manifest").exists() and not path.exists():
+                raise self.bound.error(f"{what} never came, though the sender finished")
+            if (self._path / "ended").exists() or not self._path.exists():
+                raise _gone(self._path, self.bound, f"waiting for {what}")
+            return False
+
+        self.bound.wait(has_come, lambda: (f"{what} did not come from the sender: no {path}", ()), _TICK_S)
+
+    def _close(self) -> None:
+        """Mappings end with the last tensor on them."""
+
+
+def bucket_path(folder: Path, bucket: int) -> Path:
+    """Where a bucket is."""
+    return folder / f"bucket-{bucket:06d}.safetensors"
+
+
+def _gone(path: Path, bound: Bound, when: str) -> WeightTransferError:
+    with contextlib.suppress(FileNotFoundError):
+        return bound.error(f"{when}: the sender has ended it: {(path / 'ended').read_text(errors='replace')}")
+    return bound.error(f"{when}: {path} is not there (any more): the sender has closed or is two versions ahead")
+
+
+def _header(frame: BucketFrame) -> bytes:
+    """Of a safetensors file with one tensor, `payload`; padded so that the bytes start at a multiple of ALIGN."""
+    told = {name: str(value) for name, value in asdict(frame).items()}
+    entry = {"dtype": "U8", "shape": [frame.nbytes], "data_offsets": [0, frame.nbytes]}
+    text = json.dumps({"__metadata__": told, "payload": entry}).encode()
+    text += b" " * (-(len(text) + _LENGTH.size) % ALIGN)
+    return _LENGTH.pack(len(text)) + text
+
+
+def _read_bucket_file(path: Path) -> tuple[BucketFrame, torch.Tensor]:
+    """Raises OSError, and ValueError when it is no such file."""
+    with open(path, "rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    try:
+        (length,) = _LENGTH.unpack_from(mapping)
+        told = json.loads(mapping[_LENGTH.size : _LENGTH.size + length])["__metadata__"]
+        frame = BucketFrame(int(told["bucket"]), told["encoding"], int(told["nbytes"]), int(told["checksum"]))
+    except (KeyError, TypeError, struct.error) as error:
+        raise ValueError(f"no bucket: {error!r}") from error
+    if not frame.nbytes:
+        return frame, torch.empty(0, dtype=torch.uint8)
+    return frame, torch.frombuffer(mapping, dtype=torch.uint8, offset=_LENGTH.size + length)
+
+
+def _write_file(path: Path, *parts: bytes | memoryview) -> None:
+    """On the disk, then under its name."""
+    draft = path.with_name(f".{path.name}")
+    with open(draft, "wb") as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(draft, path)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    (path / "manifest").unlink(missing_ok=True)  # first: a reader that looks afterwards knows that it is gone
+    shutil.rmtree(path, ignore_errors=True)

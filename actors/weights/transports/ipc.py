@@ -1,0 +1,238 @@
+"""The `ipc` transport: weights through the memory of one host, for trainers and engines that share it.
+
+Here its part for CPUs: the last two versions in shared memory, written in turn, each tensor in one piece. Receivers
+verify the bytes and use them where they are; a version that one of them still holds is never overwritten: the sender
+leaves it the memory and takes new.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ....codecs.buckets import ALIGN
+from ....dataplane.stores.shm_folder import ROOT
+from .bounds import Bound
+from .control_page import WITHDRAWN, ControlPage, Lease, lease_holders
+from .cuda_ipc import CudaIpcStream, RingCache
+from .paged import Contents, PagedSender, PagedStream, join
+from .protocol import BucketFrame, WeightTransferError, WeightUpdate
+from .receiving import Receiver, Stream, bucket_offsets
+from .sending import OpenUpdate
+
+_SLOTS = 2
+_GRACE_S = 0.2
+"""How long a receiver that still holds an old version is waited for before it is left its memory."""
+_MADV_POPULATE_READ = 22
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The memory of one version."""
+
+    path: Path
+    memory: torch.Tensor
+    """uint8, writable; keeps its mapping alive."""
+    page: ControlPage | None = None
+    """Of the update that is, or was last, in it."""
+
+    @property
+    def rank(self) -> int:
+        """The slot of the lowest is written next: one without a readable version, else the older version's."""
+        return -1 if self.page is None or self.page.state == WITHDRAWN else self.page.version
+
+
+class IpcSender(PagedSender):
+    """Publishes to this host's receivers from CPU tensors. See WeightSender."""
+
+    lasting = True
+
+    def __init__(self, run_id: str, timeout_s: float, root: Path = ROOT) -> None:
+        """Raises ValueError when a living sender of the same run has the folder, or the host has no shared memory."""
+        super().__init__(run_id, timeout_s, root)
+        self._slots: list[_Slot] = []
+        self._num_slots = 0
+        self._token = uuid.uuid4().hex[:8]
+        self._offsets: list[int] = []
+
+    def _begin(self, update: OpenUpdate) -> str:
+        self._offsets = bucket_offsets(update.plan)
+        slot = self._free_slot(update, max(self._offsets[-1], ALIGN))
+        slot.page = self._announce(update, Contents(update.plan.message, slot.path.name))
+        self._slots.append(slot)
+        return str(slot.page.path)
+
+    def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
+        room = self._offsets[bucket + 1] - self._offsets[bucket]
+        if nbytes > room:
+            raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, planned are {room} at most")
+        return self._slots[-1].memory[self._offsets[bucket] : self._offsets[bucket] + nbytes]
+
+    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
+        self._page.publish(frame)
+
+    def _finish(self, update: OpenUpdate) -> None:
+        self._page.mark_whole()
+
+    def _abort(self, update: OpenUpdate, reason: str) -> None:
+        self._page.withdraw(reason)
+
+    def _close(self) -> None:
+        for slot in self._slots:
+            if slot.page is not None:
+                slot.page.remove("the sender has closed")
+        self._slots = []
+        super()._close()
+
+    @property
+    def _page(self) -> ControlPage:
+        page = self._slots[-1].page
+        assert page is not None
+        return page
+
+    # ------------------------------------------------------------ memory
+
+    def _free_slot(self, update: OpenUpdate, nbytes: int) -> _Slot:
+        """Memory for a version that nobody reads; not among the slots until its update is announced."""
+        if len(self._slots) < _SLOTS:
+            return self._new_slot(nbytes)
+        again = [slot for slot in self._slots if slot.rank == update.version]
+        slot = again[0] if again else min(self._slots, key=lambda slot: slot.rank)
+        self._slots.remove(slot)
+        if slot.page is not None:
+            slot.page.remove(f"version {update.version} takes its place")
+            bound = Bound("sender", update.version, self.timeout_s)
+            if not self._let_go(slot.page, Bound("sender", update.version, min(_GRACE_S, self.timeout_s))):
+                return self._replaced(slot, slot.page, nbytes, bound)
+        if len(slot.memory) >= nbytes:
+            return _Slot(slot.path, slot.memory)
+        slot.path.unlink()
+        return self._new_slot(nbytes)
+
+    def _let_go(self, page: ControlPage, bound: Bound) -> bool:
+        """Wait until no receiver holds the version of `page`. False: one does, after all that time."""
+        try:
+            bound.wait(lambda: not lease_holders(page.path), lambda: ("held", ()), 1e-3)
+        except WeightTransferError:
+            return False
+        return True
+
+    def _replaced(self, slot: _Slot, page: ControlPage, nbytes: int, bound: Bound) -> _Slot:
+        """Another slot: the old one's memory is free when the last that holds it lets go or dies."""
+        holders = ", ".join(lease_holders(page.path))
+        try:
+            fresh = self._new_slot(nbytes)
+        except OSError as error:
+            if self._let_go(page, bound):
+                return _Slot(slot.path, slot.memory) if len(slot.memory) >= nbytes else self._new_slot(nbytes)
+            slot.path.unlink()
+            raise bound.error(
+                f"no room: version {page.version} is still held by {holders}, and there is none beside it ({error})",
+                [holder.rpartition(" worker ")[0] for holder in lease_holders(page.path)],
+            ) from error
+        slot.path.unlink()
+        _log.warning("weights: version %d is left in memory, it is held by %s", page.version, holders)
+        return fresh
+
+    def _new_slot(self, nbytes: int) -> _Slot:
+        path = self.folder / f"slot-{self._token}-{self._num_slots}"
+        self._num_slots += 1  # never the same name again, in any process: receivers keep mappings by name
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)  # lack of room is an error here, not a SIGBUS at a later write
+            mapping = mmap.mmap(descriptor, nbytes)
+        except OSError as error:
+            path.unlink()
+            raise OSError(error.errno, f"weights: no room for {nbytes} bytes at {path}: {error.strerror}") from error
+        finally:
+            os.close(descriptor)
+        return _Slot(path, torch.frombuffer(mapping, dtype=torch.uint8))
+
+
+class IpcReceiver(Receiver):
+    """Reads what this host's sender published, from CPU or GPU. See WeightReceiver."""
+
+    def __init__(self, engine: str, worker: int, device: torch.device) -> None:
+        super().__init__(engine, worker)
+        self._mappings: OrderedDict[Path, torch.Tensor] = OrderedDict()
+        self._rings = RingCache(device)
+
+    def _open(self, update: WeightUpdate, rank: int, bound: Bound) -> Stream:
+        page, lease, contents = join(update, bound)
+        try:
+            if contents.ring:
+                return CudaIpcStream(update, page, lease, contents, bound, self._rings, rank)
+            memory = self._map(page.path.parent / contents.slot, bucket_offsets(contents.plan)[-1], bound)
+            return HostStream(update, page, lease, contents, bound, memory, self._mappings.clear)
+        except WeightTransferError:
+            lease.release()
+            raise
+
+    def close(self) -> None:
+        """See the protocol."""
+        self._mappings.clear()
+        self._rings.close()
+
+    def _map(self, path: Path, nbytes: int, bound: Bound) -> torch.Tensor:
+        """The slot, as memory that is copied where somebody writes to it: the sender's stays as it is."""
+        if path in self._mappings:
+            self._mappings.move_to_end(path)
+            return self._mappings[path]
+        try:
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                size = os.fstat(descriptor).st_size
+                if size < nbytes or not size:
+                    raise bound.error(f"{path} has {size} bytes, the update's are {nbytes}")
+                mapping = mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise bound.error(f"{path} cannot be mapped: {error}") from error
+        with contextlib.suppress(OSError):  # an older kernel: then every 64 KiB costs a page fault once
+            mapping.madvise(_MADV_POPULATE_READ)
+        self._mappings[path] = torch.frombuffer(mapping, dtype=torch.uint8)
+        while len(self._mappings) > _SLOTS:
+            self._mappings.popitem(last=False)
+        return self._mappings[path]
+
+
+class HostStream(PagedStream):
+    """A version in shared memory: payloads are the sender's own bytes, not copied."""
+
+    lasting = True
+
+    def __init__(
+        self,
+        update: WeightUpdate,
+        page: ControlPage,
+        lease: Lease,
+        contents: Contents,
+        bound: Bound,
+        memory: torch.Tensor,
+        forget: Callable[[], None],
+    ) -> None:
+        """forget: drops the mapping, which may be what is damaged."""
+        super().__init__(update, page, lease, contents, bound)
+        self._offsets = bucket_offsets(contents.plan)
+        self._forget = forget
+        self.memory = memory
+
+    def _payload(self, frame: BucketFrame) -> torch.Tensor:
+        assert self.memory is not None
+        begin = self._offsets[frame.bucket]
+        return self.memory[begin : min(begin + frame.nbytes, self._offsets[frame.bucket + 1])]
+
+    def give_up(self, error: WeightTransferError) -> None:
+        self._forget()

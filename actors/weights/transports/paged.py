@@ -1,0 +1,164 @@
+"""Transports of one host whose ends follow an update by a control page: what `ipc` has in common for CPUs and GPUs.
+
+A sender has one folder, `/dev/shm/headrace-{run_id}-weights/`:
+  `owner`           locked for as long as the sender's process lives; a folder whose lock is free is stale
+  `update-{n}`      the control page of the sender's n-th update; gone once that is withdrawn
+  `lease-update-*`  a receiver's hold on that update's bytes
+  `slot-*`          bytes (CPU only)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ....codecs import messages
+from ....codecs.buckets import BucketPlan, read_plan
+from ....codecs.owned_folder import create_owned_folder, owner_lives
+from ....dataplane.stores.shm_folder import PREFIX, ROOT, remove_stale_folders
+from .bounds import TICK_S, Bound
+from .control_page import OPEN, WHOLE, WITHDRAWN, ControlPage, Lease
+from .protocol import BucketFrame, WeightUpdate
+from .receiving import Stream
+from .sending import OpenUpdate, Sender
+
+KIND = "ipc"
+_LOOK_S = 0.05
+"""How often it is looked whether the other end lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a control page says about its update."""
+
+    layout: bytes
+    """The plan, a message."""
+    slot: str = ""
+    """CPU: file name of the bytes, bucket b at `bucket_offsets(plan)[b]`."""
+    ring: tuple[bytes, ...] = ()
+    """GPU: the sender's two buffers (payload n is in buffer n modulo 2) and the buckets' digests, as `cuda_ipc` wrote
+    them."""
+    place: str = ""
+    """GPU: which one they are on."""
+
+    @property
+    def plan(self) -> BucketPlan:
+        """Raises ValueError when the layout is none."""
+        return read_plan(self.layout)
+
+
+class PagedSender(Sender):
+    """Has the folder."""
+
+    kind = KIND
+
+    def __init__(self, run_id: str, timeout_s: float, root: Path = ROOT) -> None:
+        """Raises ValueError when a living sender of the same run has the folder, or the host has no shared memory."""
+        if not root.is_dir():
+            raise ValueError(f"sync.transport='ipc' needs {root}, which this host does not have")
+        super().__init__(timeout_s)
+        remove_stale_folders(root)
+        self.folder = root / f"{PREFIX}{run_id}-weights"
+        self._owner = create_owned_folder(self.folder, run_id)
+
+    def _announce(self, update: OpenUpdate, contents: Contents) -> ControlPage:
+        receivers = sum(group.num_workers for group in update.receivers)
+        path = self.folder / f"update-{update.number}"
+        try:
+            return ControlPage.create(
+                path, update.version, len(update.plan.sizes), receivers, messages.encode(contents)
+            )
+        except OSError as error:
+            raise OSError(error.errno, f"weights: no room for the control page {path}: {error.strerror}") from error
+
+    def _close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._owner)
+
+
+class PagedStream(Stream):
+    """One update; holds a lease until it is closed."""
+
+    tick_s = TICK_S
+
+    def __init__(self, update: WeightUpdate, page: ControlPage, lease: Lease, contents: Contents, bound: Bound) -> None:
+        super().__init__(update, contents.plan, bound)
+        self._page = page
+        self._lease = lease
+        self._looked = 0.0
+
+    def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
+        for bucket in range(len(self.plan.sizes)):
+            self._wait(bucket)
+            frame = self._page.frame(bucket)
+            assert frame is not None
+            yield frame, self._payload(frame)
+
+    def _confirm(self) -> None:
+        self.bound.wait(self._is_whole, lambda: ("all buckets came, the sender did not finish", ()), self.tick_s)
+
+    def _wait(self, bucket: int) -> None:
+        of = f"bucket {bucket} of {len(self.plan.sizes)}"
+
+        def has_come() -> bool:
+            self._check_page(f"waiting for {of}")
+            if self._page.frame(bucket) is not None:
+                return True
+            if self._page.state == WHOLE:
+                if self._page.frame(bucket) is not None:  # it came between the two looks
+                    return True
+                raise self.bound.error(f"{of} never came, though the sender finished")
+            return False
+
+        self.bound.wait(has_come, lambda: (f"{of} did not come from the sender, {self._page.path}", ()), self.tick_s)
+
+    def _is_whole(self) -> bool:
+        self._check_page("at the end")
+        return self._page.state == WHOLE
+
+    def _check_page(self, when: str) -> None:
+        """Raises when the stream was closed, the update withdrawn, or the sender has died."""
+        self.check_open()
+        state = self._page.state
+        if state == WITHDRAWN:
+            raise self.bound.error(f"{when}: the sender has withdrawn it: {self._page.reason}")
+        now = time.monotonic()
+        if state == OPEN and now >= self._looked + _LOOK_S:
+            self._looked = now
+            if not owner_lives(self._page.path.parent) and self._page.state == OPEN:
+                raise self.bound.error(f"{when}: the sender of {self._page.path} has ended")
+
+    def _close(self) -> None:
+        self._lease.release()
+
+    # ------------------------------------------------------------ for subclasses
+
+    def _payload(self, frame: BucketFrame) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def join(update: WeightUpdate, bound: Bound) -> tuple[ControlPage, Lease, Contents]:
+    """Take part in an update of this host. Raises WeightTransferError when it is not there (any more)."""
+    path = Path(update.location)
+    gone = f"is not at {path} (any more): the sender has ended or has published two versions since"
+    lease = None
+    try:
+        page = ControlPage.open(path)
+        lease = Lease(path, bound.end)
+        contents = messages.decode(page.contents, Contents)
+        read_plan(contents.layout)  # what is wrong with it is told here
+    except (FileNotFoundError, ValueError) as error:
+        if lease is not None:
+            lease.release()
+        raise bound.error(gone if isinstance(error, FileNotFoundError) else str(error)) from error
+    if page.version != update.version or page.state == WITHDRAWN:
+        lease.release()
+        other = f"{path} holds version {page.version}"
+        raise bound.error(other if page.version != update.version else f"{gone}: {page.reason}")
+    return page, lease, contents

@@ -1,0 +1,278 @@
+"""What all senders have in common: the order of calls, versions that rise, and an abort from any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ....codecs.buckets import ALIGN, BucketPlan, expect_all
+from .bounds import Bound
+from .protocol import BucketFrame, ReceiverGroup, WeightTransferError, WeightUpdate
+
+
+@dataclass(slots=True)
+class OpenUpdate:
+    """The update under way."""
+
+    number: int
+    """Of the updates of this sender, the first is 1; a version that is sent again has another number."""
+    version: int
+    plan: BucketPlan
+    receivers: tuple[ReceiverGroup, ...]
+    base: int | None
+    bound: Bound | None = None
+    """Runs from the first bucket on."""
+    num_sent: int = 0
+    buffered: int | None = None
+    """The bucket whose buffer was handed out and not sent."""
+    ended: str = ""
+    """Why it was aborted."""
+    location: str = field(default="", kw_only=True)
+
+
+class Sender:
+    """A WeightSender but for how bytes travel: subclasses have the methods with a leading underscore.
+
+    `_abort` may be called by another thread while any other of them runs.
+    """
+
+    kind = ""
+    lasting = False
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._newest: int | None = None
+        self._number = 0
+        self._update: OpenUpdate | None = None
+        self._closed = False
+
+    def begin(
+        self, version: int, plan: BucketPlan, receivers: Sequence[ReceiverGroup], base: int | None = None
+    ) -> WeightUpdate:
+        """See the protocol."""
+        if self._closed:
+            raise RuntimeError("weights: the sender is closed")
+        if self._newest is not None and version < self._newest:
+            raise ValueError(f"weights: got version {version}, expected {self._newest}, the newest, or one above it")
+        if base is not None and base >= version:
+            raise ValueError(f"weights: got base {base} of version {version}, expected an earlier one")
+        if len({group.engine for group in receivers}) < len(receivers):
+            raise ValueError(f"weights: got receivers {[group.engine for group in receivers]}, expected each once")
+        self.abort("another update was begun")
+        self._number += 1
+        update = OpenUpdate(self._number, version, plan, tuple(receivers), base)
+        update.location = self._begin(update)
+        self._newest = version
+        self._update = update
+        return WeightUpdate(
+            version=version,
+            base=base,
+            kind=self.kind,
+            location=update.location,
+            num_bytes=sum(plan.sizes),
+            receivers=update.receivers,
+            timeout_s=self.timeout_s,
+        )
+
+    def buffer(self, bucket: int, nbytes: int) -> torch.Tensor:
+        """See the protocol."""
+        update = self._expect_open()
+        if bucket != update.num_sent or bucket >= len(update.plan.sizes):
+            raise self._out_of_order(update, bucket)
+        buffer = self._buffer(update, bucket, nbytes)
+        self._check_ended(update)
+        update.buffered = bucket
+        return buffer
+
+    def send(self, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None = None) -> None:
+        """See the protocol. `same` buckets need no buffer."""
+        update = self._expect_open()
+        if frame.bucket != update.num_sent or (frame.nbytes and frame.bucket != update.buffered):
+            raise self._out_of_order(update, frame.bucket)
+        self._send(update, frame, digest)
+        update.num_sent, update.buffered = frame.bucket + 1, None
+
+    def finish(self) -> None:
+        """See the protocol."""
+        update = self._expect_open()
+        try:
+            expect_all(update.plan, range(update.num_sent))
+        except ValueError as error:
+            self.abort(str(error))
+            raise self._bound(update).error(f"not whole: {error}") from None
+        try:
+            self._finish(update)
+            self._check_ended(update)
+        except WeightTransferError as error:
+            self.abort(str(error))
+            raise
+        self._update = None
+
+    def abort(self, reason: str) -> None:
+        """See the protocol."""
+        update = self._update
+        if update is None or update.ended:
+            return
+        update.ended = reason or "aborted"
+        self._abort(update, update.ended)
+
+    def close(self) -> None:
+        """See the protocol."""
+        if not self._closed:
+            self.abort("the sender closes")
+            self._closed = True
+            self._update = None
+            self._close()
+
+    # ------------------------------------------------------------ for subclasses
+
+    def _begin(self, update: OpenUpdate) -> str:
+        """Announce. Returns the location."""
+        raise NotImplementedError
+
+    def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
+        raise NotImplementedError
+
+    def _finish(self, update: OpenUpdate) -> None:
+        raise NotImplementedError
+
+    def _abort(self, update: OpenUpdate, reason: str) -> None:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        raise NotImplementedError
+
+    def _bound(self, update: OpenUpdate) -> Bound:
+        if update.bound is None:
+            update.bound = Bound("sender", update.version, self.timeout_s)
+        return update.bound
+
+    def _check_ended(self, update: OpenUpdate) -> None:
+        """Raises when the update was aborted meanwhile."""
+        if update.ended:
+            raise self._bound(update).error(f"aborted: {update.ended}")
+
+    # ------------------------------------------------------------ inside
+
+    def _expect_open(self) -> OpenUpdate:
+        update = self._update
+        if update is None:
+            raise ValueError("weights: no update is open, call begin first")
+        self._bound(update)
+        self._check_ended(update)
+        return update
+
+    def _out_of_order(self, update: OpenUpdate, bucket: int) -> WeightTransferError:
+        error = self._bound(update).error(f"got bucket {bucket}, but bucket {update.num_sent} was never sent")
+        self.abort(str(error))
+        return error
+
+
+# ---------------- A sender that writes in a thread of its own: while one bucket is written the next one is filled.
+
+_RING = 2
+_SLICE_S = 0.05
+
+
+class BackgroundSender(Sender):
+    """Has two buffers in host memory. The methods of subclasses run in the thread, one after another."""
+
+    lasting = True
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(timeout_s)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"headrace-{self.kind}")
+        self._ring: list[torch.Tensor] = []
+        self._writes: list[Future[Any] | None] = [None] * _RING
+        self._pending: list[Future[Any]] = []
+        """Writes without a buffer."""
+        self._num_payloads = 0
+
+    def _begin(self, update: OpenUpdate) -> str:
+        nbytes = max((ALIGN, *update.plan.sizes))
+        for write in [*filter(None, self._writes), *self._pending]:
+            write.exception(self._bound(update).left_s)  # of an update that was aborted, and told to who sent it
+        self._writes = [None for _ in range(_RING)]
+        self._pending, self._num_payloads = [], 0
+        location = self._thread.submit(self._open, update).result()
+        if not self._ring or len(self._ring[0]) < nbytes:
+            self._ring = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(_RING)]
+        update.bound = None  # it runs from the first bucket on
+        return location
+
+    def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
+        number = self._num_payloads % _RING
+        if nbytes > len(self._ring[number]):
+            raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, the largest bucket is smaller")
+        self._await(update, self._writes[number], f"no room for bucket {bucket}: an earlier one is being written")
+        return self._ring[number][:nbytes]
+
+    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
+        if frame.nbytes:
+            number = self._num_payloads % _RING
+            payload = self._ring[number][: frame.nbytes]
+            self._writes[number] = self._thread.submit(self._write_open, update, frame, payload)
+            self._num_payloads += 1
+        else:
+            self._pending.append(self._thread.submit(self._write_open, update, frame, self._ring[0][:0]))
+
+    def _finish(self, update: OpenUpdate) -> None:
+        for write in [*self._writes, *self._pending]:
+            self._await(update, write, "the last buckets are being written")
+        self._await(update, self._thread.submit(self._complete, update), "the version is being completed")
+
+    def _abort(self, update: OpenUpdate, reason: str) -> None:
+        self._thread.submit(self._withdraw, update, reason)
+
+    def _close(self) -> None:
+        self._thread.submit(self._remove_all)
+        self._thread.shutdown(wait=True)
+        self._ring = []
+
+    def _await(self, update: OpenUpdate, write: Future[Any] | None, what: str) -> None:
+        """Until it is over; raises what it raised."""
+        bound = self._bound(update)
+        while write is not None:
+            self._check_ended(update)
+            try:
+                return write.result(min(_SLICE_S, bound.left_s))
+            except FutureTimeout:
+                if write.done():  # the write itself has raised one
+                    raise
+                if not bound.left_s:
+                    raise bound.error(what) from None
+        self._check_ended(update)
+
+    def _write_open(self, update: OpenUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
+        if not update.ended:
+            self._write(update, frame, payload)
+
+    def _failed(self, update: OpenUpdate, what: str, error: Exception) -> WeightTransferError:
+        return self._bound(update).error(f"{what}: {error}")
+
+    # ------------------------------------------------------------ for subclasses
+
+    def _open(self, update: OpenUpdate) -> str:
+        """Make room and publish the plan. Returns the location."""
+        raise NotImplementedError
+
+    def _write(self, update: OpenUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def _complete(self, update: OpenUpdate) -> None:
+        """All buckets are written: make the version whole."""
+        raise NotImplementedError
+
+    def _withdraw(self, update: OpenUpdate, reason: str) -> None:
+        raise NotImplementedError
+
+    def _remove_all(self) -> None:
+        raise NotImplementedError

@@ -1,0 +1,235 @@
+"""The `store` transport: buckets as rows of the data plane. Who comes late reads them without any trainer rank.
+
+Rows of the partition `weights`, for the update at location L:
+  `L.plan`    its plan, first
+  `L.{b}`     bucket b: frame and payload
+  `L.whole`   when all buckets are there
+  `L.ended`   instead, when it was aborted: why
+The last two versions stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ....codecs.batch import Ragged
+from ....codecs.buckets import BucketPlan, read_plan
+from ....codecs.schema import Field, Kind, Schema
+from ....dataplane.client import DataPlaneClient
+from ....dataplane.errors import DataPlaneError, KeysNotFound, RowsCleared
+from ....dataplane.factory import connect
+from ....dataplane.handle import DataPlaneHandle
+from .bounds import Bound
+from .protocol import BucketFrame, WeightTransferError, WeightUpdate
+from .receiving import Receiver, Stream
+from .sending import BackgroundSender, OpenUpdate
+
+KIND = "store"
+PARTITION = "weights"
+SCHEMA = Schema([Field("payload", Kind.RAGGED, torch.uint8, ndim=1), Field("frame", Kind.OBJECT)])
+_KEPT = 2
+_TICK_S = 0.002
+_LONGEST_TICK_S = 0.02
+"""Asking the directory costs it something: who waits long asks seldom."""
+_LOOK_S = 0.1
+"""How often it is looked whether the update was ended, while its next bucket is not there."""
+_CLOSE_S = 5.0
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What is in the store of one update."""
+
+    version: int
+    nbytes: int
+    keys: list[str] = field(default_factory=list)
+    ended: bool = False
+
+
+class StoreSender(BackgroundSender):
+    """Publishes to all that can join the data plane. See WeightSender."""
+
+    kind = KIND
+
+    def __init__(self, handle: DataPlaneHandle, timeout_s: float) -> None:
+        """Raises DirectoryLost or StoreLost when the data plane is not there."""
+        super().__init__(timeout_s)
+        self._client = connect(handle, name="weights sender")
+        self._client.register(PARTITION, SCHEMA)
+        self._name = uuid.uuid4().hex[:8]
+        self._kept: list[_Rows] = []
+
+    def _open(self, update: OpenUpdate) -> str:
+        update.location = f"{self._name}-{update.number}"
+        rows = _Rows(update.version, sum(update.plan.sizes))
+        try:
+            for old in list(self._kept):
+                if old.ended or old.version == update.version:
+                    self._clear(old)
+            for old in self._kept[: 1 - _KEPT]:
+                self._clear(old)
+            self._expect_room(update, rows.nbytes)
+            self._kept.append(rows)
+            self._put(update, "plan", {"plan": update.plan.message})
+        except DataPlaneError as error:
+            raise self._failed(update, "the store", error) from error
+        return update.location
+
+    def _write(self, update: OpenUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
+        try:
+            self._put(update, str(frame.bucket), asdict(frame), payload)
+        except DataPlaneError as error:
+            raise self._failed(update, f"bucket {frame.bucket} cannot be stored", error) from error
+
+    def _complete(self, update: OpenUpdate) -> None:
+        try:
+            self._put(update, "whole", {"version": update.version})
+        except DataPlaneError as error:
+            raise self._failed(update, "cannot be completed", error) from error
+
+    def _withdraw(self, update: OpenUpdate, reason: str) -> None:
+        rows = self._kept[-1]
+        with contextlib.suppress(DataPlaneError):  # then readers find what is missing themselves
+            self._clear(rows)
+            self._kept.append(rows)
+            rows.keys, rows.ended = [], True
+            self._put(update, "ended", {"reason": reason})
+
+    def _remove_all(self) -> None:
+        with contextlib.suppress(DataPlaneError):  # the data plane was closed before, and everything with it
+            for rows in list(self._kept):
+                self._clear(rows)
+        self._client.close()
+
+    def _put(self, update: OpenUpdate, name: str, told: dict[str, Any], payload: torch.Tensor | None = None) -> None:
+        values = torch.empty(0, dtype=torch.uint8) if payload is None else payload
+        fields = {"payload": Ragged(values, np.array([[len(values)]], np.int64)), "frame": [told]}
+        key = f"{update.location}.{name}"
+        left_s = self._bound(update).left_s if not update.ended else _CLOSE_S
+        self._client.put(PARTITION, [key], fields, versions=update.version, timeout_s=left_s)
+        self._kept[-1].keys.append(key)
+
+    def _clear(self, rows: _Rows) -> None:
+        self._kept.remove(rows)
+        if rows.keys:
+            # What says that it is whole goes first: a reader that looks between finds it gone.
+            self._client.clear(PARTITION, rows.keys[::-1], timeout_s=_CLOSE_S)
+
+    def _expect_room(self, update: OpenUpdate, nbytes: int) -> None:
+        capacity = self._client.status().bytes_capacity
+        kept = sum(rows.nbytes for rows in self._kept)
+        if nbytes + kept > capacity:
+            raise OSError(
+                errno.ENOSPC,
+                f"weights: version {update.version} has {nbytes} bytes, the version kept {kept}; "
+                f"the store holds {capacity}: raise dataplane.store.capacity_mib",
+            )
+
+
+class StoreReceiver(Receiver):
+    """Reads from the data plane. See WeightReceiver."""
+
+    def __init__(self, engine: str, worker: int, handle: DataPlaneHandle) -> None:
+        super().__init__(engine, worker)
+        self._handle = handle
+        self._client: DataPlaneClient | None = None
+
+    def _open(self, update: WeightUpdate, rank: int, bound: Bound) -> Stream:
+        try:
+            if self._client is None:
+                self._client = connect(self._handle, name=bound.end)
+        except DataPlaneError as error:
+            raise bound.error(f"the data plane cannot be joined: {error}") from error
+        rows = _Reader(self._client, update.location, bound)
+        return StoreStream(update, rows.plan(), bound, rows)
+
+    def close(self) -> None:
+        """See the protocol."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+
+class _Reader:
+    """Rows of one update."""
+
+    def __init__(self, client: DataPlaneClient, location: str, bound: Bound) -> None:
+        self._client = client
+        self._location = location
+        self._bound = bound
+
+    def row(self, name: str) -> tuple[dict[str, Any], torch.Tensor] | None:
+        """(what is told, payload); None when there is none. Raises WeightTransferError."""
+        try:
+            batch = self._client.get_keys(
+                PARTITION, [f"{self._location}.{name}"], tuple(SCHEMA), timeout_s=max(self._bound.left_s, 1e-3)
+            )
+        except (KeysNotFound, RowsCleared):
+            return None
+        except DataPlaneError as error:
+            raise self._bound.error(f"bucket {name}: {error}") from error
+        return batch.objects("frame")[0], batch.ragged("payload").values
+
+    def plan(self) -> BucketPlan:
+        found = self.row("plan")
+        if found is None:
+            raise self._gone("at the start")
+        return read_plan(bytes(found[0]["plan"]))
+
+    def expect_there(self, when: str) -> None:
+        """Raises when the update was ended or withdrawn."""
+        if self.row("plan") is None:
+            raise self._gone(when)
+
+    def _gone(self, when: str) -> WeightTransferError:
+        ended = self.row("ended")
+        if ended is not None:
+            return self._bound.error(f"{when}: the sender has ended it: {ended[0]['reason']}")
+        return self._bound.error(
+            f"{when}: {self._location} is not in the store (any more): two versions were published since, or it closed"
+        )
+
+
+class StoreStream(Stream):
+    """Payloads are in memory of their own."""
+
+    lasting = True
+
+    def __init__(self, update: WeightUpdate, plan: BucketPlan, bound: Bound, rows: _Reader) -> None:
+        super().__init__(update, plan, bound)
+        self._rows = rows
+
+    def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
+        for bucket in range(len(self.plan.sizes)):
+            told, payload = self._wait(str(bucket), f"bucket {bucket} of {len(self.plan.sizes)}")
+            yield BucketFrame(**told), payload
+        self._wait("whole", "the end")
+        self._rows.expect_there("at the end")
+
+    def _wait(self, name: str, what: str) -> tuple[dict[str, Any], torch.Tensor]:
+        looked, tick_s = time.monotonic(), _TICK_S
+        while (found := self._rows.row(name)) is None:
+            self.check_open()
+            if not self.bound.left_s:
+                raise self.bound.error(f"{what} did not come from the sender")
+            if time.monotonic() >= looked + _LOOK_S:
+                looked = time.monotonic()
+                self._rows.expect_there(f"waiting for {what}")
+                if self._rows.row("whole") is not None and self._rows.row(name) is None:
+                    raise self.bound.error(f"{what} never came, though the sender finished")
+            time.sleep(tick_s)
+            tick_s = min(tick_s * 1.5, _LONGEST_TICK_S)
+        self.check_open()
+        return found
+
+    def _close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,1 @@
+"""`headrace bench transfer`: every store against every baseline, on the same rows."""

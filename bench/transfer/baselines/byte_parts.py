@@ -1,0 +1,41 @@
+"""The bytes of a workload as the byte-moving baselines see them: one part a field, no rows."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from ....codecs.batch import Jagged, Ragged
+from ....codecs.gather import as_bytes
+from ..contenders import Share
+from ..digests import BYTES, Digests
+from ..workloads import Load
+
+
+def parts_of(load: Load) -> list[np.ndarray]:
+    """uint8 1-D per field of the first put: the columns' own memory, objects as msgpack."""
+    parts = []
+    for name in load.first:
+        column = load.batch[name]
+        if isinstance(column, list):
+            parts.append(np.frombuffer(msgspec.msgpack.encode(column), np.uint8))
+        else:
+            values = column.values if isinstance(column, Jagged | Ragged) else column
+            parts.append(as_bytes(values if isinstance(values, torch.Tensor) else torch.as_tensor(values)))
+    return parts
+
+
+def slices(parts: list[np.ndarray], share: Share) -> list[np.ndarray]:
+    """The share's piece of every part."""
+    ranges = [share.byte_range(len(part)) for part in parts]
+    return [part[start:stop] for part, (start, stop) in zip(parts, ranges, strict=True)]
+
+
+def digest(pieces: list[np.ndarray]) -> Digests:
+    """xxh3 over the pieces one after another."""
+    state = xxhash.xxh3_64()
+    for piece in pieces:
+        state.update(piece.data)
+    return {BYTES: np.array([state.intdigest()], np.uint64)}

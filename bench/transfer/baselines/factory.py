@@ -1,0 +1,57 @@
+"""The baselines by name: which can take part here, and how each is made."""
+
+from __future__ import annotations
+
+from ....trainers.run import doctor
+from ..contenders import Contender
+from .served import Host, ServedContender
+
+SECOND_RUN = "transferqueue_mooncake"
+"""It cannot live in one Ray with `transferqueue`."""
+NAMES = ("transferqueue", SECOND_RUN, "ray", "memcpy", "tcp", "zmq")
+_NEED_RAY = ("transferqueue", SECOND_RUN, "ray")
+
+
+def contender_name(name: str) -> str:
+    """What a baseline is called beside the stores, one of which is called `ray` too."""
+    return "ray put" if name == "ray" else name
+
+
+def why_absent(name: str, in_process: bool) -> str:
+    """Why a baseline cannot take part, and what puts that right; "" when it can."""
+    if in_process and name in _NEED_RAY:
+        return "needs Ray, which this run does without"
+    if name != SECOND_RUN:
+        return ""
+    error = doctor.try_imports({name: ("mooncake.store",)})[name]
+    remedy = "apt-get install libibverbs1" if "libibverbs" in error else "pip install -e '.[mooncake]'"
+    return f"{error}; to get it: {remedy}" if error else ""
+
+
+def open_baseline(name: str, host: Host) -> Contender:
+    """Start one. `host`: where its server is to live, if it has one. Raises ValueError for an unknown name."""
+    if name == "transferqueue":
+        from .transferqueue import TransferQueueContender
+
+        return TransferQueueContender()
+    if name == SECOND_RUN:
+        from .transferqueue_mooncake import MooncakeContender
+
+        return MooncakeContender(name)
+    if name == "ray":
+        from .ray_put import RayPutContender
+
+        return RayPutContender()
+    if name == "memcpy":
+        from .memcpy import MemcpyContender
+
+        return MemcpyContender()
+    if name == "tcp":
+        from .tcp_loopback import TcpEndpoint, TcpServer
+
+        return ServedContender(name, host, TcpServer, TcpEndpoint)
+    if name == "zmq":
+        from .zmq_frames import ZmqEndpoint, ZmqServer
+
+        return ServedContender(name, host, ZmqServer, ZmqEndpoint)
+    raise ValueError(f"baseline {name!r}: expected one of {', '.join(NAMES)}")

@@ -1,0 +1,301 @@
+"""`headrace bench transfer`: every store against every baseline, in one run, on the same bytes."""
+
+from __future__ import annotations
+
+import logging
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...dataplane.config import StoreKind
+from ...dataplane.errors import DataPlaneError
+from ...trainers.errors import UserError
+from ...trainers.run import doctor
+from ..conditions import conditions
+from .baselines import factory as baselines
+from .contenders import CHECKSUMMED, Contender, Op
+from .pool import Crew, CrewHost, RayCrew, ThreadCrew
+from .results import PAIRED, Result, StepResult, summarise, write_records, write_summary
+from .rounds import Pattern, measure
+from .step import BLOCK_ROWS, DP, measure_steps
+from .stores import StoreContender
+from .workloads import WORKLOADS as DESCRIBED
+from .workloads import LoadSpec
+
+_logger = logging.getLogger(__name__)
+
+WORKLOADS = tuple(name for name in DESCRIBED if name != "step")
+"""Those that are measured op by op; `step` is a pattern."""
+STORES = ("local", "shm", "ray", "simple", "mooncake")
+PATTERNS: dict[str, frozenset[Op]] = {
+    "put": frozenset(("put",)),
+    "get": frozenset(("get",)),
+    "shuffled": frozenset(("gets",)),
+    "field": frozenset(("field",)),
+    "write-back": frozenset(("write_back",)),
+    "clear": frozenset(("clear",)),
+    "claim": frozenset(("claim",)),
+    "step": frozenset(("step",)),
+}
+TOGETHER = ("wide-32", "narrow-1")
+"""Measured in the same rounds, as their ratio is asked for."""
+CHECKSUM_WORKLOADS = ("rl-1024", "rl-256")
+"""The first of these that runs also runs with checksums on."""
+QUICK_WORKLOADS = {"rl-256": 1.0, "rl-1024": 1.0, "tiny": 1.0, "dense": 0.25}
+QUICK_STORES = tuple(kind for kind in STORES if kind != "local")
+"""`local` is the reference that others are tested against; over processes it is slow."""
+QUICK_SECOND = "rl-1024"
+CAPACITY_MIB = 1024
+OBJECT_STORE_MIB = 3072
+RAY_CPUS = 4
+"""Logical: only TransferQueue's actors ask for any."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """What to run."""
+
+    out: Path
+    stores: tuple[str, ...] = STORES
+    workloads: tuple[str, ...] = WORKLOADS
+    patterns: tuple[str, ...] = tuple(PATTERNS)
+    baselines: tuple[str, ...] = baselines.NAMES
+    quick: bool = False
+    in_process: bool = False
+    """Threads of this process and no Ray: for tests."""
+    share: float = 1.0
+    """Part of every workload's rows, for tests."""
+
+    def __post_init__(self) -> None:
+        _check("--stores", self.stores, STORES)
+        _check("--workloads", self.workloads, WORKLOADS)
+        _check("--pattern", self.patterns, tuple(PATTERNS))
+        _check("baselines", self.baselines, baselines.NAMES)
+
+    @property
+    def repeats(self) -> int:
+        return 3 if self.quick else 5
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        return (8,) if self.quick else (2, 4, 8)
+
+    def specs(self) -> list[list[LoadSpec]]:
+        """Workloads that are measured in the same rounds, as they are compared with one another, stand together."""
+        shares = {name: QUICK_WORKLOADS.get(name, 1.0) * self.share if self.quick else self.share for name in WORKLOADS}
+        chosen = [LoadSpec(name, shares[name]) for name in self.workloads]
+        pair = [spec for spec in chosen if spec.name in TOGETHER]
+        return [[spec] for spec in chosen if spec.name not in TOGETHER] + ([pair] if pair else [])
+
+    def second_specs(self) -> list[list[LoadSpec]]:
+        """The workloads of `transferqueue_mooncake`; `--quick` has time for one."""
+        specs = self.specs()
+        return [group for group in specs if group[0].name == QUICK_SECOND] or specs[:1] if self.quick else specs
+
+    def pattern(self) -> Pattern:
+        ops: frozenset[Op] = frozenset().union(*(PATTERNS[name] for name in self.patterns))
+        return Pattern(ops, self.readers, self.repeats)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """What a run found."""
+
+    results: list[Result]
+    steps: list[StepResult]
+    summary: dict[str, float]
+    absent: dict[str, str]
+    """Store or baseline -> why it did not take part, and how to get it."""
+    conditions: dict[str, Any]
+
+
+def run_transfer(options: TransferOptions, tell: Callable[[str], None]) -> TransferReport:
+    """Measure, and write results.jsonl and summary.json into `options.out`. `tell` is given a line per phase.
+
+    Raises UserError when none of the chosen stores can start. A case that fails is reported as failed.
+    """
+    options.out.mkdir(parents=True, exist_ok=True)
+    absent = {kind: why for kind in options.stores if (why := why_absent(kind, options.in_process))}
+    for name in options.baselines:
+        if why := baselines.why_absent(name, options.in_process):
+            absent[baselines.contender_name(name)] = why
+    present = [kind for kind in options.stores if kind not in absent]
+    if not present:
+        raise UserError("no store can start here: " + "; ".join(f"{kind}: {why}" for kind, why in absent.items()))
+    facts = conditions(repeats=options.repeats, quick=options.quick, rows_share=options.share, threads_per_process=1)
+    results: list[Result] = []
+    steps: list[StepResult] = []
+    names = [name for name in options.baselines if baselines.contender_name(name) not in absent]
+    with _ray(options.in_process):
+        _first_run(options, present, names, absent, tell, results, steps)
+    if baselines.SECOND_RUN in names and "mooncake" in present:
+        with _ray(options.in_process):
+            results += _second_run(options, absent, tell)
+    contender_of = {name: baselines.contender_name(name) for name in options.baselines}
+    summary = summarise(results, steps, options.stores, contender_of, (baselines.SECOND_RUN,))
+    write_records(options.out / "results.jsonl", [item.record() for item in (*results, *steps)], facts)
+    write_summary(options.out / "summary.json", summary, facts | {"absent": absent})
+    return TransferReport(results, steps, summary, absent, facts)
+
+
+def why_absent(kind: str, in_process: bool) -> str:
+    """Why a store cannot take part, and what puts that right; "" when it can."""
+    if in_process:
+        return "" if kind in ("local", "shm") else "needs Ray, which this run does without"
+    probe = next(probe for probe in doctor.PROBES if probe.area == "store" and probe.name == kind)
+    error = doctor.try_imports({kind: probe.imports})[kind] if probe.extra else ""
+    if kind == "shm":
+        error = doctor.write_error(doctor.SHM)
+    finding = doctor.verdict(probe, error, typing.get_args(StoreKind))
+    if finding.state is doctor.State.OK:
+        return ""
+    return f"{finding.detail}; to get it: {finding.fix}" if finding.fix else finding.detail
+
+
+# ---------------------------------------------------------------- runs
+
+
+def _first_run(
+    options: TransferOptions,
+    kinds: Sequence[str],
+    names: Sequence[str],
+    absent: dict[str, str],
+    tell: Callable[[str], None],
+    results: list[Result],
+    steps: list[StepResult],
+) -> None:
+    pattern = options.pattern()
+    in_process = options.in_process
+    with ExitStack() as stack:
+        crew = _start_crew(stack, options, pattern)
+        open_one = _Opener(stack, absent, tell)
+        stores = [open_one(kind, lambda kind=kind: _store(kind, in_process)) for kind in kinds]
+        others = [
+            open_one(baselines.contender_name(name), lambda name=name: baselines.open_baseline(name, CrewHost(crew)))
+            for name in names
+            if name != baselines.SECOND_RUN
+        ]
+        checked = next((name for name in CHECKSUM_WORKLOADS if name in options.workloads), None)
+        if pattern.ops - {"step"}:
+            for number, specs in enumerate(options.specs()):
+                sums: list[Contender] = []
+                if any(spec.name == checked for spec in specs):
+                    sums = _checksummed(open_one, kinds, absent, in_process)
+                # Two workloads of 256 MiB with everybody's buffers in the same processes is more than 24 GiB hold.
+                everyone = [contender for contender in (*stores, *others, *sums) if contender is not None]
+                turns = [[one] for one in everyone] if len(specs) > 1 else [everyone]
+                for part, seated in enumerate(turns):
+                    if number + part and not options.quick:
+                        crew.restart()  # what was left in the processes' heaps adds up to all memory
+                    results += measure([(crew, contender) for contender in seated], specs, pattern, tell)
+                for contender in sums:
+                    contender.close()
+        if "step" in pattern.ops:
+            for store in stores:
+                if store is not None:
+                    store.close()
+            by_prompt = [
+                open_one(kind, lambda kind=kind: _store(kind, in_process, block_rows=BLOCK_ROWS))
+                for kind in kinds
+                if kind not in absent
+            ]
+            steppers = [contender for contender in (*by_prompt, *others) if contender is not None]
+            steps += measure_steps([(crew, contender) for contender in steppers], options.share, options.repeats, tell)
+
+
+def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable[[str], None]) -> list[Result]:
+    """`mooncake` against TransferQueue's MooncakeStore; the store's figures here bear the suffix PAIRED.
+
+    A run of its own, as two TransferQueues cannot live in one Ray; and processes of its own for each of the two, as
+    the store forces settings of mooncake upon its process.
+    """
+    name, pattern = baselines.SECOND_RUN, options.pattern()
+    if options.quick:  # and with few processes, whose start takes longer than all the rest
+        pattern = replace(pattern, ops=pattern.ops - {"gets"}, readers=())
+    results = []
+    for specs in options.second_specs():
+        # All anew for each: the baseline's clients lend their memory to its master, which does not get over their end.
+        with ExitStack() as stack:
+            open_one = _Opener(stack, absent, tell)
+            crew, other = _start_crew(stack, options, pattern), _start_crew(stack, options, pattern)
+            store = open_one("mooncake", lambda: _store("mooncake", False))
+            baseline = open_one(name, lambda other=other: baselines.open_baseline(name, CrewHost(other)))
+            if store is None or baseline is None:
+                return []
+            results += measure([(crew, store), (other, baseline)], specs, pattern, tell)
+    return [
+        result if result.contender == name else replace(result, contender=result.contender + PAIRED)
+        for result in results
+    ]
+
+
+class _Opener:
+    """Opens contenders, closes them in the end; one that cannot start is told and noted as absent."""
+
+    def __init__(self, stack: ExitStack, absent: dict[str, str], tell: Callable[[str], None]) -> None:
+        self._stack = stack
+        self._absent = absent
+        self._tell = tell
+
+    def __call__(self, name: str, build: Callable[[], Contender]) -> Contender | None:
+        self._tell(f"starting {name}")
+        try:
+            contender = build()
+        except (DataPlaneError, ValueError, RuntimeError, ImportError, OSError, TimeoutError) as error:
+            self._absent[name] = f"did not start: {type(error).__name__}: {error}".splitlines()[0]
+            return None
+        self._stack.callback(contender.close)
+        return contender
+
+
+def _checksummed(open_one: _Opener, kinds: Sequence[str], absent: dict[str, str], in_process: bool) -> list[Contender]:
+    made = [
+        open_one(kind + CHECKSUMMED, lambda kind=kind: _store(kind, in_process, checksum=True))
+        for kind in kinds
+        if kind not in absent
+    ]
+    return [contender for contender in made if contender is not None]
+
+
+def _store(kind: str, in_process: bool, *, checksum: bool = False, block_rows: int | None = None) -> StoreContender:
+    return StoreContender(
+        kind, capacity_mib=CAPACITY_MIB, block_rows=block_rows, checksum=checksum, in_process=in_process
+    )
+
+
+def _start_crew(stack: ExitStack, options: TransferOptions, pattern: Pattern) -> Crew:
+    """The processes, ended with `stack`."""
+    num_consumers = max(DP + 1, *pattern.readers) if pattern.readers else DP + 1
+    crew = ThreadCrew(num_consumers) if options.in_process else RayCrew(num_consumers)
+    stack.callback(crew.close)
+    return crew
+
+
+@contextmanager
+def _ray(in_process: bool) -> Iterator[None]:
+    """A Ray of the benchmark's own, unless it is not needed."""
+    if in_process:
+        yield
+        return
+    from ...trainers.cluster.ray_cluster import Cluster, Demand
+
+    cluster = Cluster(
+        address=None,
+        num_cpus=RAY_CPUS,
+        demand=Demand(0, 0, 0),
+        namespace="headrace-bench",
+        object_store_mib=OBJECT_STORE_MIB,
+    )
+    try:
+        yield
+    finally:
+        cluster.close()
+
+
+def _check(what: str, got: Sequence[str], allowed: Sequence[str]) -> None:
+    unknown = [name for name in got if name not in allowed]
+    if unknown or not got:
+        raise UserError(f"{what}: got {', '.join(unknown) or 'nothing'}, expected some of {', '.join(allowed)}")

@@ -1,0 +1,128 @@
+"""The transfer benchmark written up: a table for the terminal, Markdown for a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from ..conditions import one_line
+from .benchmark import TransferOptions, TransferReport
+from .plots import draw
+from .results import Result
+from .workloads import WORKLOADS
+
+STEP_NOTE = (
+    "Bytes put: values of the columns written; on the wire: with block headers and lengths. "
+    "Times are the stages', first start to last end; with calls: and the benchmark's own calls between its processes."
+)
+MAIN_OPS = ("put", "get", "get2", "get4", "get8", "field", "write_back", "clear", "claim")
+
+
+def tables(report: TransferReport) -> list[Table]:
+    """A table of times in milliseconds per workload, one of the step."""
+    drawn = []
+    for workload in dict.fromkeys(result.workload for result in report.results):
+        found = [result for result in report.results if result.workload == workload]
+        header, rows = _grid(found)
+        table = Table(title=f"{workload}: milliseconds, median (p99)", title_justify="left", title_style="bold")
+        _fill(table, header, rows)
+        drawn.append(table)
+    if report.steps:
+        header, rows = _step_grid(report)
+        table = Table(title="step: a GRPO step's traffic", title_justify="left", title_style="bold")
+        _fill(table, header, rows)
+        drawn.append(table)
+    return drawn
+
+
+def failures(report: TransferReport) -> list[str]:
+    """A line for each case that failed, with its reason."""
+    failed = [(result.workload, result.contender, result.failure) for result in report.results if result.failure]
+    failed += [("step", step.contender, step.failure) for step in report.steps if step.failure]
+    return [f"{workload}, {contender}: {failure}" for workload, contender, failure in failed]
+
+
+def write_report(report: TransferReport, options: TransferOptions, command: str) -> Path:
+    """report.md and its plots, in `options.out`; returns the page."""
+    plots = draw(report.results, options.stores, one_line(report.conditions), options.out)
+    lines = ["# headrace bench transfer", "", f"`{command}`", "", *_conditions(report), ""]
+    lines += [f"![{plot.stem}]({plot.name})" for plot in plots]
+    for workload in dict.fromkeys(result.workload for result in report.results):
+        found = [result for result in report.results if result.workload == workload]
+        size = max(result.nbytes for result in found) / 2**20
+        about = f"{WORKLOADS[workload].text}; {size:.2f} MiB a run" if size else WORKLOADS[workload].text
+        lines += ["", f"## {workload}", "", f"{about}. Milliseconds, median (p99).", "", *_markdown(*_grid(found))]
+    if report.steps:
+        lines += ["", "## step", "", f"{WORKLOADS['step'].text}. {STEP_NOTE}"]
+        lines += ["", *_markdown(*_step_grid(report))]
+    reasons = failures(report)
+    if reasons:
+        lines += ["", "## Failed", "", *[f"- {reason}" for reason in reasons]]
+    lines += ["", "## Ratios", "", "Over 1: faster than the baseline.", ""]
+    lines += _markdown(("what", "ratio"), [(name, f"{value:.4g}") for name, value in report.summary.items()])
+    path = options.out / "report.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _conditions(report: TransferReport) -> list[str]:
+    facts = [
+        f"- {name}: {value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in report.conditions.items()
+    ]
+    return facts + [f"- not measured: {name}: {why}" for name, why in report.absent.items()]
+
+
+def _grid(results: Sequence[Result]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """(header, a row per contender) of one workload."""
+    cell = {(result.contender, result.op): result for result in results}
+    ops = [op for op in MAIN_OPS if any(name == op for _, name in cell)]
+    rows = []
+    for contender in dict.fromkeys(result.contender for result in results):
+        failed = cell.get((contender, "all"))
+        if failed is not None:
+            rows.append((contender, "failed", *[""] * (max(len(ops), 1) - 1)))
+            continue
+        shown = [_time(cell[contender, op]) if (contender, op) in cell else "" for op in ops]
+        rows.append((contender, *shown))
+    return ("", *(ops or ["result"])), rows
+
+
+def _step_grid(report: TransferReport) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    header = (
+        "",
+        "ms",
+        "with calls ms",
+        "put B/token",
+        "on the wire",
+        "got B/token",
+        "directory calls",
+        "blocks read / needed",
+    )
+    rows = []
+    for step in report.steps:
+        if step.failure:
+            rows.append((step.contender, "failed", *[""] * (len(header) - 2)))
+            continue
+        figures = [f"{value:.4g}" if value == value else "" for value in step.counts().values()]
+        rows.append((step.contender, f"{step.median_s * 1e3:.1f}", f"{step.called_s * 1e3:.1f}", *figures))
+    return header, rows
+
+
+def _time(result: Result) -> str:
+    return f"{result.median_s * 1e3:.3g} ({result.p99_s * 1e3:.3g})"
+
+
+def _fill(table: Table, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    for number, name in enumerate(header):
+        table.add_column(name, justify="left" if number == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
+    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]

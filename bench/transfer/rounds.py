@@ -1,0 +1,203 @@
+"""The measuring itself: contenders in turn on the same rows, so that noise meets all of them alike."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .contenders import Contender, Op, RowContender, Share, shares
+from .pool import CALL_TIMEOUT_S, PRODUCER, Crew, HandLost, call, consumer
+from .process import LoadSize, Span
+from .results import Result
+from .workloads import WRITE_BACK, LoadSpec
+
+_logger = logging.getLogger(__name__)
+
+ROUND_BUDGET_S = 0.4
+MAX_ITERATIONS = 12
+"""A contender's turn in a round: as many iterations as fit the budget, one at least, this many at most."""
+CLAIM_TIMEOUT_S = 20.0
+SETTLE_TIMEOUT_S = 60.0
+"""Bound of what a failed case may still have under way."""
+
+_runs = itertools.count()
+
+Seat = tuple[Crew, Contender]
+"""A contender, and the processes it is measured in."""
+
+
+@dataclass(slots=True)
+class Case:
+    """One contender on one workload."""
+
+    crew: Crew
+    """Whose processes it uses: usually everybody's."""
+    contender: Contender
+    spec: LoadSpec
+    size: LoadSize
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """By op; `gets` are `get2`, `get4`, ..."""
+    failure: str = ""
+    iterations: int = 1
+
+    @property
+    def label(self) -> str:
+        return f"{self.spec.name}/{self.contender.name}"
+
+    def note(self, op: str, seconds: float) -> None:
+        self.seconds.setdefault(op, []).append(seconds)
+
+    def results(self) -> list[Result]:
+        """A result per op; a failed case is one result, with the reason."""
+        name, contender = self.spec.name, self.contender.name
+        if self.failure:
+            return [Result(name, "all", contender, 0, (), self.failure)]
+        return [Result(name, op, contender, self._bytes(op), tuple(seconds)) for op, seconds in self.seconds.items()]
+
+    def _bytes(self, op: str) -> int:
+        if op in ("clear", "claim"):
+            return 0
+        if op == "field":
+            return self.size.field_bytes[self.size.first[0]]
+        return self.size.field_bytes[WRITE_BACK] if op == "write_back" else self.size.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What is measured of each case."""
+
+    ops: frozenset[Op]
+    readers: tuple[int, ...]
+    """Numbers of concurrent readers for `gets`."""
+    repeats: int
+    """Rounds after the warm-up."""
+
+
+def measure(
+    seats: Sequence[Seat], specs: Sequence[LoadSpec], pattern: Pattern, tell: Callable[[str], None]
+) -> list[Result]:
+    """Every contender on every workload: warm-up with verification, then rounds in which each has its turn."""
+    cases = open_cases(seats, specs)
+    for case in cases:
+        tell(f"{case.label}: warm-up and verification")
+        attempt(case, cases, lambda case=case: _warm_up(case, pattern))
+    for number in range(pattern.repeats):
+        tell(f"{', '.join(spec.name for spec in specs)}: round {number + 1} of {pattern.repeats}")
+        for case in cases:
+            for iteration in range(case.iterations):
+                ops = pattern.ops if iteration == 0 else pattern.ops - {"claim"}
+                attempt(case, cases, lambda case=case, ops=ops: _iterate(case, ops, pattern.readers, False))
+    close_cases(cases)
+    return [result for case in cases for result in case.results()]
+
+
+def open_cases(seats: Sequence[Seat], specs: Sequence[LoadSpec]) -> list[Case]:
+    """Every contender on every workload, with a station in every hand of its crew."""
+    cases = []
+    for spec in specs:
+        size = call(seats[0][0], PRODUCER, "size", spec)
+        cases += [Case(crew, contender, spec, size) for crew, contender in seats]
+    for case in cases:
+        attempt(case, cases, lambda case=case: _join(case))
+    return cases
+
+
+def close_cases(cases: Sequence[Case]) -> None:
+    """Leave all stations."""
+    for crew in {id(case.crew): case.crew for case in cases}.values():
+        crew.gather([crew.start(hand, "leave") for hand in crew.names])
+
+
+def attempt(case: Case, cases: Iterable[Case], run: Callable[[], None]) -> None:
+    """`run`, unless the case has failed before; an error is kept as the case's failure and the others go on."""
+    if case.failure:
+        return
+    try:
+        run()
+    except Exception as error:
+        case.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        _logger.warning("%s failed: %s", case.label, case.failure)
+        if isinstance(error, HandLost) or not _settled(case.crew):
+            # Hands may be stuck in the failed contender's call for ever: the others get new ones.
+            case.crew.restart()
+            for other in cases:
+                if other.crew is case.crew:
+                    attempt(other, (), lambda other=other: _join(other))
+
+
+def _settled(crew: Crew) -> bool:
+    """Whether every hand is through with what it was told, lest the next case wait for it."""
+    try:
+        crew.gather([crew.start(hand, "idle") for hand in crew.names], SETTLE_TIMEOUT_S)
+    except HandLost:
+        return False
+    return True
+
+
+def _join(case: Case) -> None:
+    crew = case.crew
+    factory = case.contender.factory(case.spec)
+    hands = [hand for hand in crew.names if hand == PRODUCER or hand.startswith("consumer")]
+    crew.gather([crew.start(hand, "join", case.label, case.spec, factory) for hand in hands])
+
+
+def _warm_up(case: Case, pattern: Pattern) -> None:
+    """Once with every read verified, once for the clock; sets how many iterations a turn has."""
+    _iterate(case, pattern.ops, pattern.readers, True)
+    case.seconds = {}
+    started = time.monotonic()
+    _iterate(case, pattern.ops - {"claim"}, pattern.readers, False)
+    case.iterations = int(np.clip(ROUND_BUDGET_S / (time.monotonic() - started), 1, MAX_ITERATIONS))
+    case.seconds = {}
+
+
+def _iterate(case: Case, ops: frozenset[Op], readers: tuple[int, ...], verify: bool) -> None:
+    """One put, and what follows it up to the clear."""
+    crew = case.crew
+    ops = ops & case.contender.ops
+    label, whole = case.label, shares(case.size.num_rows, 1)[0]
+    claiming = None
+    if "claim" in ops:
+        claiming = crew.start(consumer(1), "claim", label, case.size.num_rows, CLAIM_TIMEOUT_S)
+        time.sleep(crew.lead_s)  # so that it waits by the time of the put
+    token, span = call(crew, PRODUCER, "put", label, f"r{next(_runs)}")
+    if "put" in ops:
+        case.note("put", span.seconds)
+    if claiming is not None:
+        claimed: Span = crew.gather([claiming])[0]
+        case.note("claim", max(0.0, claimed.end - span.end))
+    if "get" in ops:
+        case.note("get", _read(case, token, [whole], None, verify))
+    for count in readers if "gets" in ops else ():
+        case.note(f"get{count}", _read(case, token, shares(case.size.num_rows, count), None, verify))
+    if "field" in ops and len(case.size.first) > 1:
+        case.note("field", _read(case, token, [whole], case.size.first[:1], verify))
+    if "write_back" in ops and isinstance(case.contender, RowContender):
+        keys = case.contender.keys(token)
+        written, span = call(crew, consumer(0), "write", label, keys, (WRITE_BACK,), None)
+        case.note("write_back", span.seconds)
+        if verify:
+            _read(case, written, [whole], (WRITE_BACK,), True)
+    if isinstance(case.contender, RowContender):
+        span = call(crew, PRODUCER, "clear", label, token)
+        if "clear" in ops:
+            case.note("clear", span.seconds)
+
+
+def _read(case: Case, token: object, dealt: Sequence[Share], fields: tuple[str, ...] | None, verify: bool) -> float:
+    """Seconds from the first reader's start to the last one's end; a single reader starts when it is told."""
+    crew = case.crew
+    expected = [call(crew, PRODUCER, "expected", case.label, share, fields) if verify else None for share in dealt]
+    parts = [case.contender.part(token, share) for share in dealt]
+    start_at = time.monotonic() + crew.lead_s if len(dealt) > 1 else 0.0
+    calls = [
+        crew.start(consumer(number), "get", case.label, part, share, fields, start_at, digests)
+        for number, (part, share, digests) in enumerate(zip(parts, dealt, expected, strict=True))
+    ]
+    spans: list[Span] = crew.gather(calls, CALL_TIMEOUT_S)
+    return max(span.end for span in spans) - min(span.start for span in spans)

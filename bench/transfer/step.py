@@ -1,0 +1,200 @@
+"""A GRPO step's traffic: first put, log-prob pass, reference pass, advantages, train read, clear, over two train ranks.
+
+Who does what, in this order:
+  producer      puts ids, mask and the generation's log-probs of all rows, the reward as a tag
+  rank 0, 1     read ids and mask of their shard, put the previous policy's log-probs
+  rank 0, 1     put the reference's log-probs (ids and mask they have read already)
+  one process   reads the mask of all rows, puts the advantages
+  rank 0, 1     read what they have not read yet: three kinds of log-probs, advantages
+  producer      clears
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ...dataplane.plans import Budget, plan_shards
+from ...dataplane.topology import Topology
+from .contenders import RowContender, Share
+from .digests import Digests
+from .pool import PRODUCER, call, consumer
+from .process import LoadSize, Span
+from .results import StepResult
+from .rounds import Case, Seat, attempt, close_cases, open_cases
+from .workloads import STEP_FIRST, LoadSpec
+
+DP = 2
+BLOCK_ROWS = 16
+"""A block a prompt: each block is then read by one rank only."""
+TOKENS_PER_MICROBATCH = 32_768
+
+FORWARD = ("input_ids", "mask")
+TRAIN = (*FORWARD, "generation_logprobs", "previous_logprobs", "reference_logprobs", "advantages")
+
+
+def measure_steps(seats: Sequence[Seat], share: float, repeats: int, tell: Callable[[str], None]) -> list[StepResult]:
+    """The step through every contender in turn: once with every read verified, once warm, then `repeats` times.
+
+    The crews need DP + 1 consumers.
+    """
+    chosen = [(crew, contender) for crew, contender in seats if "step" in contender.ops]
+    cases = open_cases(chosen, [LoadSpec("step", share)])
+    counts: dict[str, StepResult] = {}
+    for case in cases:
+        tell(f"{case.label}: warm-up and verification")
+        step = _Step(case)
+        attempt(case, cases, step.verify)
+        attempt(case, cases, lambda step=step, case=case: counts.update({case.label: step.count()}))
+        case.seconds = {}
+    for number in range(repeats):
+        tell(f"step: round {number + 1} of {repeats}")
+        for case in cases:
+            attempt(case, cases, _Step(case).run)
+    close_cases(cases)
+    return [
+        StepResult(case.contender.name, (), failure=case.failure)
+        if case.failure
+        else replace(
+            counts[case.label], seconds=tuple(case.seconds["step"]), called_seconds=tuple(case.seconds["called"])
+        )
+        for case in cases
+    ]
+
+
+def train_shares(size: LoadSize) -> list[Share]:
+    """The ranks' rows, as the planner deals them."""
+    assert size.lengths is not None
+    budget = Budget(max(TOKENS_PER_MICROBATCH, int(size.lengths.max())), packing="packed")
+    plan = plan_shards(size.lengths, Topology(dp=DP), budget, size.groups)
+    return [Share(rank, DP, np.sort(plan.shard(rank)[0])) for rank in range(DP)]
+
+
+class _Step:
+    """One contender's step."""
+
+    def __init__(self, case: Case) -> None:
+        assert isinstance(case.contender, RowContender)
+        self._crew = case.crew
+        self._case = case
+        self._label = case.label
+        self._contender: RowContender = case.contender
+        self._size = case.size
+        self._whole = Share(0, 1, np.arange(case.size.num_rows))
+        self._shares = train_shares(case.size)
+        self._hands = [*[consumer(rank) for rank in range(DP)], consumer(DP)]
+        self._stages_s = 0.0
+        self._counting = False
+        self._blocks_read = 0
+        self._blocks_needed = 0
+
+    def run(self, *, verify: bool = False) -> None:
+        """One step; notes its seconds with the case."""
+        self._stages_s = 0.0
+        names = tuple(self._size.field_bytes)
+        expected = [self._expected(share, names) if verify else None for share in (*self._shares, self._whole)]
+        keys = _keys(self._size)
+        started = time.monotonic()
+        (token,) = self._stage([self._crew.start(PRODUCER, "write", self._label, keys, STEP_FIRST, None, True)])
+        mine = [self._contender.part(token, share) for share in self._shares]
+        mine = self._ranks(mine, FORWARD, FORWARD, "previous_logprobs", expected)
+        mine = self._ranks(mine, FORWARD, (), "reference_logprobs", expected)
+        self._count_blocks([token], ("mask",))
+        write = ("advantages",), keys
+        arguments = (self._label, token, self._whole, ("mask",), write, expected[DP])
+        (advantages,) = self._stage([self._crew.start(self._hands[DP], "stage", *arguments)])
+        mine = [
+            self._contender.merge(part, self._contender.part(advantages, share))
+            for part, share in zip(mine, self._shares, strict=True)
+        ]
+        self._ranks(mine, TRAIN, TRAIN[len(FORWARD) :], None, expected)
+        cleared = call(self._crew, PRODUCER, "clear", self._label, token)
+        self._case.note("step", self._stages_s + cleared.seconds)
+        self._case.note("called", time.monotonic() - started)
+        self._crew.gather([self._crew.start(hand, "forget", self._label) for hand in self._hands])
+
+    def verify(self) -> None:
+        """One step with every read verified."""
+        self.run(verify=True)
+
+    def count(self) -> StepResult:
+        """Bytes, calls and blocks of one more step, no times."""
+        before = self._counters()
+        self._counting = True
+        self.run()
+        moved = {name: value - before[name] for name, value in self._counters().items()}
+        assert self._size.lengths is not None
+        tokens = int(self._size.lengths.sum())
+        put = sum(self._size.field_bytes.values())
+        return StepResult(
+            self._contender.name,
+            (),
+            bytes_put_per_token=put / tokens,
+            wire_bytes_put_per_token=moved.get("wire_bytes_put", math.nan) / tokens,
+            bytes_got_per_token=moved["bytes_got"] / tokens,
+            directory_calls=moved.get("directory_calls", math.nan),
+            blocks_read_ratio=self._blocks_read / self._blocks_needed if self._blocks_needed else math.nan,
+        )
+
+    def _ranks(
+        self,
+        tokens: Sequence[Any],
+        read: tuple[str, ...],
+        missing: tuple[str, ...],
+        write: str | None,
+        expected: Sequence[Digests | None],
+    ) -> list[Any]:
+        """A stage on all ranks at once; the tokens, able to read what was written. missing: not read before."""
+        self._count_blocks(tokens, missing)
+        calls = [
+            self._crew.start(
+                hand, "stage", self._label, token, share, read,
+                None if write is None else ((write,), self._contender.keys(token)), digests,
+            )
+            for hand, token, share, digests in zip(self._hands[:DP], tokens, self._shares, expected[:DP], strict=True)
+        ]  # fmt: skip
+        written = self._stage(calls)
+        if write is None:
+            return list(tokens)
+        return [self._contender.merge(token, new) for token, new in zip(tokens, written, strict=True)]
+
+    def _stage(self, calls: Sequence[Any]) -> list[Any]:
+        """Tokens of the calls, which run side by side; their time counts from the first start to the last end."""
+        done: list[tuple[Any, Span]] = self._crew.gather(calls)
+        self._stages_s += max(span.end for _, span in done) - min(span.start for _, span in done)
+        return [token for token, _ in done]
+
+    def _count_blocks(self, tokens: Sequence[Any], fields: tuple[str, ...]) -> None:
+        if not self._counting or not fields:
+            return
+        touched = [self._contender.blocks(token, fields) for token in tokens]
+        self._blocks_read += sum(map(len, touched))
+        self._blocks_needed += len(frozenset().union(*touched))
+
+    def _expected(self, share: Share, names: tuple[str, ...]) -> Digests:
+        return call(self._crew, PRODUCER, "expected", self._label, share, names)
+
+    def _counters(self) -> dict[str, int]:
+        hands = [PRODUCER, *self._hands]
+        total: dict[str, int] = {}
+        for counters in self._crew.gather([self._crew.start(hand, "counters", self._label) for hand in hands]):
+            for name, value in counters.items():
+                total[name] = total.get(name, 0) + value
+        return total
+
+
+_steps = iter(range(1 << 62))
+
+
+def _keys(size: LoadSize) -> list[str]:
+    """Row ids that no other step has."""
+    run, order = next(_steps), np.zeros(size.num_rows, np.int64)
+    starts = np.flatnonzero(np.diff(size.groups, prepend=-1))
+    order[starts] = starts
+    sample = np.arange(size.num_rows) - np.maximum.accumulate(order)
+    return [f"s{run}p{group}.{number}" for group, number in zip(size.groups.tolist(), sample.tolist(), strict=True)]

@@ -1,0 +1,334 @@
+"""`headrace bench weights`: a version of the weights from a trainer to engines, by each transport, against the limits.
+
+One process has random weights of a model's shape, others receive, verify and load them. An update's time runs from
+its announcement until every engine has the whole version verified; what loading it takes is told apart.
+Limits in the same processes, same bytes: a memcpy, one broadcast, one write to the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.table import Table
+
+from ...actors.weights.transports.factory import TRANSPORT_KINDS
+from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig
+from ...dataplane.config import DataPlaneConfig, StoreConfig
+from ...dataplane.factory import open_data_plane
+from ...dataplane.handle import DataPlaneHandle
+from ...trainers.cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster, Demand
+from ..conditions import conditions
+from ..transfer.results import write_records, write_summary
+from .models import SHAPES, num_bytes
+from .peers import Peer, PeerTask, make_host
+
+LIMITS = {"collective": "broadcast", "ipc": "memcpy", "store": "memcpy", "disk": "write"}
+"""What each transport is held against."""
+MEMORY_SHARE = 0.85
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightOptions:
+    """What to measure: every size with the first of `engines` and `buckets_mib`, the first size with all of them."""
+
+    out: Path
+    transports: tuple[str, ...] = TRANSPORT_KINDS
+    sizes: tuple[str, ...] = ("0.1B", "0.5B", "1.7B")
+    engines: tuple[int, ...] = (1, 2, 4)
+    buckets_mib: tuple[int, ...] = (64, 16, 256)
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    repeats: int = 5
+
+    @staticmethod
+    def quick(out: Path) -> WeightOptions:
+        """Under two minutes."""
+        return WeightOptions(out, sizes=("0.1B",), engines=(1, 2), buckets_mib=(64,), repeats=3)
+
+    def cases(self) -> list[WeightCase]:
+        found = []
+        for size in self.sizes:
+            for kind in self.transports:
+                combos = [(self.engines[0], self.buckets_mib[0])]
+                if size == self.sizes[0]:
+                    combos += [(count, self.buckets_mib[0]) for count in self.engines[1:]]
+                    combos += [(self.engines[0], bucket) for bucket in self.buckets_mib[1:]]
+                found += [WeightCase(kind, size, count, bucket) for count, bucket in combos]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCase:
+    """One configuration."""
+
+    kind: str
+    size: str
+    engines: int
+    bucket_mib: int
+
+    def bytes_needed(self, nbytes: int) -> int:
+        """Of memory in all processes: weights here and there, and what is staged or published in between."""
+        return nbytes * (4 + 2 * self.engines)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightResult:
+    """What a case took."""
+
+    case: WeightCase
+    num_bytes: int
+    seconds: tuple[float, ...]
+    """From the announcement until every engine has verified all of it; after a first update that is not counted."""
+    commit_seconds: tuple[float, ...]
+    """The slowest engine's copy into its parameters."""
+    limit: str
+    limit_s: float
+    """Median of the limit, same bytes, same processes."""
+    peak_extra_bytes: int
+    """Of the trainer's process beyond its weights, shared memory that it filled included."""
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def gib_per_s(self) -> float:
+        return self.num_bytes / 2**30 / self.median_s
+
+    @property
+    def vs_limit(self) -> float:
+        return self.limit_s / self.median_s
+
+    def record(self) -> dict[str, Any]:
+        """Plain data for results.jsonl."""
+        return {
+            "transport": self.case.kind,
+            "params": self.case.size,
+            "engines": self.case.engines,
+            "bucket_mib": self.case.bucket_mib,
+            "bytes": self.num_bytes,
+            "median_s": self.median_s,
+            "times_s": [round(seconds, 5) for seconds in self.seconds],
+            "commit_s": statistics.median(self.commit_seconds),
+            "gib_per_s": self.gib_per_s,
+            "limit": self.limit,
+            "limit_s": self.limit_s,
+            "vs_limit": self.vs_limit,
+            "peak_extra_mib": self.peak_extra_bytes / 2**20,
+            "verified": True,
+        }
+
+
+def run_weights(options: WeightOptions, tell: Callable[[str], None]) -> tuple[list[WeightResult], dict[str, str]]:
+    """Measure all cases; writes results.jsonl and summary.json. Returns results, and why a case was left out.
+
+    Raises RuntimeError when an engine ends up with other bytes than the trainer's.
+    """
+    options.out.mkdir(parents=True, exist_ok=True)
+    facts = conditions(dtype=options.dtype, device=options.device, repeats=options.repeats, threads_per_process=1)
+    results, skipped = [], {}
+    for case in options.cases():
+        label = f"{case.kind} {case.size}, {case.engines} engine(s), buckets of {case.bucket_mib} MiB"
+        nbytes = num_bytes(case.size, getattr(torch, options.dtype))
+        free = psutil.virtual_memory().available
+        if options.device == "cpu" and case.bytes_needed(nbytes) > MEMORY_SHARE * free:
+            skipped[label] = f"needs {case.bytes_needed(nbytes) >> 20} MiB, {free >> 20} MiB are free"
+            continue
+        tell(label)
+        results.append(_measure(case, nbytes, options))
+    write_records(options.out / "results.jsonl", [result.record() for result in results], facts)
+    write_summary(options.out / "summary.json", summarise(options, results), facts | {"skipped": skipped})
+    return results, skipped
+
+
+def summarise(options: WeightOptions, results: Sequence[WeightResult]) -> dict[str, float]:
+    """`weights.{transport}.{params}.*`; for others than the first engines and buckets `.engines{n}`, `.bucket{mib}`."""
+    summary: dict[str, float] = {}
+    for result in results:
+        case = result.case
+        name = f"weights.{case.kind}.{case.size}"
+        name += f".engines{case.engines}" if case.engines != options.engines[0] else ""
+        name += f".bucket{case.bucket_mib}" if case.bucket_mib != options.buckets_mib[0] else ""
+        summary |= {
+            f"{name}.seconds": result.median_s,
+            f"{name}.commit_seconds": statistics.median(result.commit_seconds),
+            f"{name}.gib_per_s": result.gib_per_s,
+            f"{name}.vs_limit": result.vs_limit,
+            f"{name}.peak_extra_mib": result.peak_extra_bytes / 2**20,
+        }
+    return summary
+
+
+def weights_table(results: Sequence[WeightResult]) -> Table:
+    """A row per case."""
+    table = Table(title="headrace bench weights", title_justify="left", title_style="bold")
+    for name in (
+        "transport",
+        "params",
+        "engines",
+        "bucket",
+        "ms",
+        "GiB/s",
+        "of the limit",
+        "load ms",
+        "peak extra MiB",
+    ):
+        table.add_column(name, justify="left" if name in ("transport", "params", "of the limit") else "right")
+    for result in results:
+        case = result.case
+        table.add_row(
+            case.kind,
+            case.size,
+            str(case.engines),
+            f"{case.bucket_mib} MiB",
+            f"{result.median_s * 1e3:.0f}",
+            f"{result.gib_per_s:.2f}",
+            f"{result.vs_limit:.2f} of one {result.limit}",
+            f"{statistics.median(result.commit_seconds) * 1e3:.0f}",
+            f"{result.peak_extra_bytes / 2**20:.0f}",
+        )
+    return table
+
+
+# ---------------------------------------------------------------- one case
+
+
+def _measure(case: WeightCase, nbytes: int, options: WeightOptions) -> WeightResult:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=options.out)))
+        peers = stack.enter_context(_peers(case, nbytes, options, folder))
+        trainer, engines = peers[0], peers[1:]
+        limits = _limit(LIMITS[case.kind], nbytes, peers, folder, options.repeats)
+        seconds, commits, peaks = [], [], []
+        for version in range(1, options.repeats + 2):
+            trainer.call("change", version)
+            before, _ = trainer.call("reset_peak")
+            took, commit_s = _update(trainer, engines, version)
+            peaks.append(trainer.call("peak")[0] - before)
+            if version == 1:
+                _verify(case, trainer, engines)  # not timed: memory is reserved, groups are made
+                continue
+            seconds.append(took)
+            commits.append(commit_s)
+        _verify(case, trainer, engines)
+    return WeightResult(
+        case,
+        nbytes,
+        tuple(seconds),
+        tuple(commits),
+        LIMITS[case.kind],
+        statistics.median(limits),
+        max(peaks),
+    )
+
+
+def _update(trainer: Peer, engines: Sequence[Peer], version: int) -> tuple[float, float]:
+    """(seconds until all have it, the slowest load)."""
+    update, (start, _) = trainer.call("open", version, len(engines))
+    for engine in engines:
+        engine.start("prepare", update)
+    trainer.start("publish", update)
+    ends = [engine.answer()[1][1] for engine in engines]
+    trainer.answer()
+    for engine in engines:
+        engine.start("commit", version)
+    spans = [engine.answer()[1] for engine in engines]
+    return max(ends) - start, max(end - begin for begin, end in spans)
+
+
+def _verify(case: WeightCase, trainer: Peer, engines: Sequence[Peer]) -> None:
+    expected, _ = trainer.call("digest")
+    for number, engine in enumerate(engines, 1):
+        got, _ = engine.call("digest")
+        if got != expected:
+            raise RuntimeError(f"{case.kind} {case.size}: engine {number} has weights of digest {got}, not {expected}")
+
+
+def _limit(name: str, nbytes: int, peers: Sequence[Peer], folder: Path, repeats: int) -> list[float]:
+    """Seconds of the limit, once warmed up."""
+    seconds = []
+    if name == "broadcast":
+        for peer in peers:
+            peer.start("join", str(folder / "group"))
+        for peer in peers:
+            peer.answer()
+    for _ in range(repeats + 1):
+        if name == "broadcast":
+            for peer in peers:
+                peer.start("broadcast", nbytes)
+            spans = [peer.answer()[1] for peer in peers]
+        else:
+            arguments = (nbytes, str(folder)) if name == "write" else (nbytes,)
+            spans = [peers[0].call("copy" if name == "memcpy" else name, *arguments)[1]]
+        seconds.append(max(end for _, end in spans) - min(start for start, _ in spans))
+    if name == "broadcast":
+        for peer in peers:
+            peer.start("leave")
+        for peer in peers:
+            peer.answer()
+    return seconds[1:]
+
+
+@contextmanager
+def _peers(case: WeightCase, nbytes: int, options: WeightOptions, folder: Path) -> Iterator[list[Peer]]:
+    """The trainer and its engines, weights in place; ended, with all that they published, on leaving."""
+    run_id = f"bench-{uuid.uuid4().hex[:8]}"
+    with ExitStack() as stack:
+        plane: DataPlaneHandle | None = None
+        if case.kind == "store":
+            cluster = Cluster(
+                address=None,
+                num_cpus=1,
+                demand=Demand(0, 0, 0),
+                namespace=run_id,
+                object_store_mib=MIN_OBJECT_STORE_MIB,
+            )
+            stack.callback(cluster.close)
+            capacity = -(-3 * nbytes >> 20) + 64
+            store = StoreConfig.model_validate({"kind": "shm", "capacity_mib": capacity})
+            plane = stack.enter_context(open_data_plane(DataPlaneConfig(store=store), run_id=run_id)).handle
+        weights = folder / "weights"
+        sender = SenderConfig(
+            run_id=run_id,
+            bucket_bytes=case.bucket_mib << 20,
+            timeout_s=TIMEOUT_S,
+            host="127.0.0.1",
+            folder=str(weights),
+            data_plane=plane,
+            device=options.device,
+        )
+        stack.callback(shutil.rmtree, weights, ignore_errors=True)
+        stack.callback(_remove_shared, run_id)
+        world = case.engines + 1
+        peers = []
+        for rank in range(world):
+            receiver = ReceiverConfig(f"engine {rank}", "full", options.device, plane, keep_base=False)
+            task = PeerTask(rank, world, case.size, options.dtype, options.device, case.kind, sender, receiver)
+            peers.append(Peer(partial(make_host, task)))
+            stack.callback(peers[-1].close)
+        for peer in peers:
+            peer.start("ready")
+        for peer in peers:
+            peer.answer()
+        yield peers
+
+
+def _remove_shared(run_id: str) -> None:
+    for path in Path(os.sep, "dev", "shm").glob(f"headrace-{run_id}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+SIZES = tuple(SHAPES)

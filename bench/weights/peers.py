@@ -1,0 +1,230 @@
+"""The processes of the weight benchmark: one that has weights and publishes them, others that receive and load them.
+
+Each serves requests from its pipe, one at a time: (method, arguments) in, (result or error, (start, end)) out.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
+
+from ...actors.weights.inbox import WeightInbox
+from ...actors.weights.publisher import PublisherConfig, WeightPublisher
+from ...actors.weights.transports.factory import build_sender
+from ...actors.weights.transports.protocol import ReceiverConfig, ReceiverGroup, SenderConfig, WeightUpdate
+from ...codecs import messages
+from .models import change, digest, random_weights, weight_shapes
+
+ANSWER_TIMEOUT_S = 300.0
+_GROUP_TIMEOUT = datetime.timedelta(seconds=120)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTask:
+    """What a process is."""
+
+    rank: int
+    """0: the trainer; else an engine."""
+    world: int
+    size: str
+    dtype: str
+    device: str
+    """`cpu` or `cuda`: then GPU `rank` modulo their number."""
+    kind: str
+    sender: SenderConfig
+    receiver: ReceiverConfig
+
+    @property
+    def placed(self) -> torch.device:
+        """Where its weights are."""
+        return (
+            torch.device("cpu") if self.device == "cpu" else torch.device("cuda", self.rank % torch.cuda.device_count())
+        )
+
+
+class Peer:
+    """The driver's end of one process."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        """make: in the process, what it serves; picklable."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(make, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def start(self, method: str, *args: Any) -> None:
+        """Begin a call; collect it with `answer`."""
+        self._pipe.send((method, args))
+
+    def answer(self) -> tuple[Any, tuple[float, float]]:
+        """(result, (start, end) in CLOCK_MONOTONIC seconds). Raises RuntimeError with what the process raised."""
+        if not self._pipe.poll(ANSWER_TIMEOUT_S):
+            raise RuntimeError(f"no answer within {ANSWER_TIMEOUT_S:g} s")
+        failed, result, span = self._pipe.recv()
+        if failed:
+            raise RuntimeError(result)
+        return result, span
+
+    def call(self, method: str, *args: Any) -> tuple[Any, tuple[float, float]]:
+        """`start` and `answer`."""
+        self.start(method, *args)
+        return self.answer()
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        if self._process.is_alive():
+            self._pipe.send(("close", ()))
+            self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(5)
+
+
+def make_host(task: PeerTask) -> Any:
+    """The trainer or an engine."""
+    return _Trainer(task) if task.rank == 0 else _Engine(task)
+
+
+def _serve(make: Callable[[], Any], pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    host = make()
+    while True:
+        method, args = pipe.recv()
+        if method == "close":
+            host.close()
+            return
+        start = time.monotonic()
+        try:
+            found, failed = getattr(host, method)(*args), False
+        except Exception as error:  # told to the driver, whose call it was
+            found, failed = f"{method}: {type(error).__name__}: {error}", True
+        pipe.send((failed, found, (start, time.monotonic())))
+
+
+class _Host:
+    """What both kinds can do."""
+
+    def __init__(self, task: PeerTask) -> None:
+        self.task = task
+        self.weights: dict[str, torch.Tensor] = {}
+        self._flat: torch.Tensor | None = None
+
+    def ready(self) -> None:
+        """Weights in memory, all of it touched."""
+        self.weights = random_weights(self.task.size, getattr(torch, self.task.dtype), self.task.placed)
+
+    def digest(self) -> str:
+        return digest(self.weights)
+
+    def reset_peak(self) -> int:
+        """Start to watch memory; bytes resident now."""
+        Path("/proc/self/clear_refs").write_text("5")
+        return psutil.Process().memory_info().rss
+
+    def peak(self) -> int:
+        """Bytes that were resident at most since `reset_peak`, shared memory included."""
+        line = next(text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith("VmHWM"))
+        return int(line.split()[1]) << 10
+
+    # ------------------------------------------------------------ limits
+
+    def join(self, path: str) -> None:
+        """A default process group of all peers, for `broadcast`."""
+        store = FileStore(path, self.task.world)
+        kind = "gloo" if self.task.device == "cpu" else "nccl"
+        dist.init_process_group(
+            kind, store=store, rank=self.task.rank, world_size=self.task.world, timeout=_GROUP_TIMEOUT
+        )
+
+    def broadcast(self, num_bytes: int) -> None:
+        """One broadcast of as many bytes, from rank 0, memory warm."""
+        if self._flat is None or len(self._flat) != num_bytes:
+            self._flat = torch.ones(num_bytes, dtype=torch.uint8, device=self.task.placed)
+        dist.broadcast(self._flat, 0)
+        _wait_for(self.task.placed)
+
+    def leave(self) -> None:
+        self._flat = None
+        dist.destroy_process_group()
+
+
+class _Trainer(_Host):
+    def ready(self) -> None:
+        super().ready()
+        sender = build_sender(self.task.kind, self.task.sender)
+        self._publisher = WeightPublisher(
+            sender, PublisherConfig(self.task.sender.bucket_bytes, self.task.sender.timeout_s)
+        )
+
+    def change(self, version: int) -> None:
+        change(self.weights, version)
+
+    def open(self, version: int, engines: int) -> bytes:
+        specs = {name: (getattr(torch, self.task.dtype), dims) for name, dims in weight_shapes(self.task.size).items()}
+        receivers = [ReceiverGroup(f"engine {rank}", 1) for rank in range(1, engines + 1)]
+        return messages.encode(self._publisher.open(version, specs, receivers))
+
+    def publish(self, update: bytes) -> None:
+        self._publisher.publish(messages.decode(update, WeightUpdate), self._stream())
+
+    def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.weights.items()
+
+    def copy(self, num_bytes: int) -> None:
+        """One memcpy of as many bytes into warm memory, by one thread; on GPUs a copy to the next one."""
+        if self._flat is None or len(self._flat) != 2 * num_bytes:
+            self._flat = torch.ones(2 * num_bytes, dtype=torch.uint8, device=self.task.placed)
+        self._flat[num_bytes:].copy_(self._flat[:num_bytes])
+        _wait_for(self.task.placed)
+
+    def write(self, num_bytes: int, folder: str) -> None:
+        """One file of as many bytes, on the disk when this returns."""
+        if self._flat is None:
+            self._flat = torch.ones(num_bytes, dtype=torch.uint8)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(self._flat[:num_bytes].numpy().data)
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        self._publisher.close()
+
+
+class _Engine(_Host):
+    def ready(self) -> None:
+        super().ready()
+        self._inbox = WeightInbox(self.task.receiver, 0)
+
+    def prepare(self, update: bytes) -> None:
+        self._inbox.prepare(messages.decode(update, WeightUpdate))
+
+    def commit(self, version: int) -> None:
+        """Copy what is staged into the parameters, as an engine does that loads in place."""
+        staged = self._inbox.staged
+        assert staged is not None and staged.version == version
+        for name, tensor in staged.named.items():
+            self.weights[name].copy_(tensor)
+        _wait_for(self.task.placed)
+        del staged
+        self._inbox.committed(version)
+
+    def close(self) -> None:
+        self._inbox.close()
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

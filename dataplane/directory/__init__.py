@@ -1,0 +1,1 @@
+"""The directory: which rows exist, where their bytes are, and who may read them next."""

@@ -1,0 +1,147 @@
+"""Which blocks exist, how many (row, field) references hold each of them, and the bytes they take or are promised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...codecs.integers import distinct_counts
+from ..meta import BlockRef
+from .rows import ROW_BITS, UNWRITTEN
+
+
+@dataclass(frozen=True, slots=True)
+class FreedBlock:
+    """A block that nobody refers to any more: its bytes can go."""
+
+    block_id: int
+    location: bytes
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Room promised to one put that has not been committed yet."""
+
+    reservation_id: int
+    writer: str
+    block_ids: range
+    """The put may use as many of them as it needs, from the first."""
+    nbytes: int
+    """The put's blocks, laid end to end, may take less."""
+    deadline: float
+    credit: bool
+    """Granted ahead, for the writer's next put: taken back when somebody else needs the room."""
+    location: bytes | None = None
+    """The store's address of the room; None until the store has allocated it."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    ref: BlockRef
+    row_starts: np.ndarray | None
+    nbytes: int
+    live: int
+    """(row, field) pairs that point into it."""
+
+
+class BlockTable:
+    """Blocks by id, reservations by id, byte accounting. Ids are never reused."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        self.reserved_bytes = 0
+        """By puts under way."""
+        self.credit_bytes = 0
+        """By reservations that are credit."""
+        self.reservations: dict[int, Reservation] = {}
+        """In the order of their deadlines."""
+        self._entries: dict[int, _Entry] = {}
+        self._next_block = 1
+        self._next_reservation = 1
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self.used_bytes - self.reserved_bytes - self.credit_bytes
+
+    def reserve(
+        self, writer: str, nbytes: int, num_blocks: int, deadline: float, *, credit: bool = False
+    ) -> Reservation | None:
+        """Room for `num_blocks` new blocks of `nbytes` bytes in all, or None when there is none just now.
+
+        Deadlines do not go backwards from call to call.
+        """
+        if nbytes > self.free_bytes:
+            return None
+        ids = range(self._next_block, self._next_block + num_blocks)
+        reservation = Reservation(self._next_reservation, writer, ids, nbytes, deadline, credit)
+        self._next_block = ids.stop
+        self._next_reservation += 1
+        self.reservations[reservation.reservation_id] = reservation
+        self._count(reservation, nbytes)
+        return reservation
+
+    def cancel(self, reservation_id: int) -> Reservation | None:
+        """Give a reservation back; None when there is none of that id (any more)."""
+        reservation = self.reservations.pop(reservation_id, None)
+        if reservation is not None:
+            self._count(reservation, -reservation.nbytes)
+        return reservation
+
+    def credits(self) -> list[Reservation]:
+        """Reservations that are credit, oldest first."""
+        return [item for item in self.reservations.values() if item.credit]
+
+    def settle(
+        self,
+        reservation: Reservation,
+        refs: Sequence[BlockRef],
+        sizes: Sequence[int],
+        starts: Sequence[np.ndarray | None],
+        live: Sequence[int],
+    ) -> None:
+        """The blocks of a reservation exist from now on, `sizes` bytes and `live` references each; its rest is free."""
+        self.cancel(reservation.reservation_id)
+        self.used_bytes += sum(sizes)
+        for ref, row_starts, nbytes, count in zip(refs, starts, sizes, live, strict=True):
+            self._entries[ref.block_id] = _Entry(ref, row_starts, nbytes, count)
+
+    def unlink(self, slots: np.ndarray) -> list[FreedBlock]:
+        """Drop the references in `slots` (any shape; UNWRITTEN: none). Returns the blocks that lost their last one."""
+        slots = slots[slots != UNWRITTEN]
+        freed = []
+        for block_id, count in zip(*distinct_counts(slots >> ROW_BITS), strict=True):
+            entry = self._entries[int(block_id)]
+            entry.live -= int(count)
+            assert entry.live >= 0, block_id
+            if entry.live == 0:
+                del self._entries[entry.ref.block_id]
+                self.used_bytes -= entry.nbytes
+                freed.append(FreedBlock(entry.ref.block_id, entry.ref.location))
+        return freed
+
+    def refs(self, block_ids: np.ndarray) -> tuple[BlockRef, ...]:
+        return tuple(self._entries[block_id].ref for block_id in block_ids.tolist())
+
+    def token_starts(self, block_ids: np.ndarray, block: np.ndarray, row: np.ndarray) -> np.ndarray:
+        """int64 `[N]`: first token of row `row[i]` within its block `block_ids[block[i]]`; all of them have tokens."""
+        used, block = np.unique(block, return_inverse=True)
+        starts = [self._entries[block_id].row_starts for block_id in block_ids[used].tolist()]
+        if not starts:
+            return np.empty(0, dtype=np.int64)
+        sizes = [len(part) for part in starts if part is not None]
+        assert len(sizes) == len(starts), "a block without tokens stands for a PER_TOKEN field"
+        base = np.cumsum(sizes, dtype=np.int64) - sizes
+        tokens = np.concatenate([part for part in starts if part is not None])
+        return tokens[base[block] + row]
+
+    def _count(self, reservation: Reservation, nbytes: int) -> None:
+        if reservation.credit:
+            self.credit_bytes += nbytes
+        else:
+            self.reserved_bytes += nbytes

@@ -1,0 +1,391 @@
+"""The directory: which rows exist, where their bytes are, who may read them next. Pure and synchronous.
+
+It has no clock (`now` is given, seconds of any monotonic clock), no store (freed blocks are returned for the caller to
+delete) and no waiting (None means: not now). Each operation happens in full or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ...codecs.blocks import BlockLayout, RowSource
+from ...codecs.integers import distinct
+from ...codecs.schema import Kind, Schema
+from ..errors import CapacityExceeded, DataPlaneTimeout, FieldsNotReady, LeaseLost
+from ..meta import BlockRef, KVBatchMeta
+from ..status import DataPlaneStatus
+from .block_table import BlockTable, FreedBlock, Reservation
+from .partition import ClaimRows, Committed, Partition, PutRows
+from .ready import ReadyView
+from .rows import ROW_BITS, UNWRITTEN, Numbers, pick
+from .samplers import TaskConfig
+from .task_cursor import DONE, LeaseBook
+
+Outcome = Literal["done", "retry"]
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """What time has taken back."""
+
+    num_rows: int
+    """Rows of dead consumers that can be claimed again."""
+    writers: tuple[str, ...]
+    """Who reserved room and did not commit."""
+    """Nobody is named for credit that was not used."""
+    reservations: tuple[Reservation, ...]
+    """For the store to take back."""
+
+
+Locate = Callable[[range, Sequence[int]], Sequence[bytes]]
+SPARE_PART = 8
+"""Credit leaves an eighth of the capacity free: under it, what one writer is granted would be another's wait."""
+
+
+class Directory:
+    """Partitions, blocks and leases of one run."""
+
+    def __init__(self, *, capacity_bytes: int, lease_s: float, reserve_s: float) -> None:
+        self._lease_s = lease_s
+        self._reserve_s = reserve_s
+        self._blocks = BlockTable(capacity_bytes)
+        self._leases = LeaseBook()
+        self._partitions: dict[str, Partition] = {}
+        self._group_numbers = Numbers()
+
+    # -------------------------------------------------------------- partitions
+
+    def register(self, name: str, schema: Schema, tasks: Sequence[str | TaskConfig], group_size: int) -> None:
+        """Declare a partition. Again with equal arguments: nothing; with others: ValueError naming what differs.
+
+        tasks: a name alone takes the lowest version first. ValueError, too, for a sampler that cannot be built.
+        """
+        configs = {task.name: task for task in (TaskConfig(t) if isinstance(t, str) else t for t in tasks)}
+        if not name or not len(schema) or group_size < 1 or len(configs) < len(tasks):
+            raise ValueError(
+                f"register {name!r}: got {len(schema)} fields, tasks {list(tasks)}, group_size={group_size}; "
+                "expected a name, at least one field, task names once each, group_size >= 1"
+            )
+        known = self._partitions.get(name)
+        if known is None:
+            self._partitions[name] = Partition(name, schema, list(configs.values()), group_size)
+            return
+        for what, old, new in (
+            ("schema", known.schema, schema),
+            ("tasks", _described(cursor.config for cursor in known.tasks.values()), _described(configs.values())),
+            ("group_size", known.groups.group_size, group_size),
+        ):
+            if old != new:
+                raise ValueError(f"register {name!r}: {what} {new}, but it is registered with {old}")
+
+    def schema(self, partition: str) -> Schema:
+        return self._partition(partition).schema
+
+    # -------------------------------------------------------------- put
+
+    def reserve(self, put: PutRows, now: float) -> Reservation | None:
+        """Check a put and promise it room, or None when there is none just now. Raises as `check`."""
+        self.check(put)
+        return self._blocks.reserve(put.writer, put.nbytes, len(put.layouts), now + self._reserve_s)
+
+    def check(self, put: PutRows) -> None:
+        """Raises SchemaMismatch, DuplicateKeys, AlreadyWritten, or CapacityExceeded when the put could never fit."""
+        self._partition(put.partition).check_put(put)
+        if put.nbytes > self._blocks.capacity_bytes:
+            raise CapacityExceeded(
+                f"the put takes {put.nbytes} bytes, more than the capacity of {self._blocks.capacity_bytes}; "
+                "put fewer rows at a time or raise dataplane.store.capacity_mib",
+                op="put",
+                partition=put.partition,
+                keys=put.keys,
+            )
+
+    def grant(self, writer: str, nbytes: int, num_blocks: int, now: float) -> Reservation | None:
+        """Credit for a writer's next put, if that leaves a good part of the capacity free."""
+        if not 0 < nbytes <= self._blocks.free_bytes - self._blocks.capacity_bytes // SPARE_PART or num_blocks < 1:
+            return None
+        return self._blocks.reserve(writer, nbytes, num_blocks, now + self._reserve_s, credit=True)
+
+    def revoke(self, nbytes: int | None) -> list[Reservation]:
+        """Take back credit, the oldest first, until `nbytes` are free (None: all of it)."""
+        revoked = []
+        for item in self._blocks.credits():
+            if nbytes is not None and self._blocks.free_bytes >= nbytes:
+                break
+            revoked.append(item)
+            self.abort(item.reservation_id)
+        return revoked
+
+    @property
+    def allocated_credit_bytes(self) -> int:
+        """Bytes that the store counts and that nobody has asked for yet."""
+        return sum(item.nbytes for item in self._blocks.credits() if item.location is not None)
+
+    def reservation(self, reservation_id: int) -> Reservation:
+        """Raises DataPlaneTimeout when it has expired, or was aborted or revoked."""
+        found = self._blocks.reservations.get(reservation_id)
+        if found is None:
+            raise DataPlaneTimeout(
+                f"the put took longer than reserve_s={self._reserve_s:g}s (or was aborted): its bytes were reclaimed",
+                op="put",
+            )
+        return found
+
+    def commit(self, reservation_id: int, put: PutRows, locate: Locate) -> tuple[Committed, list[FreedBlock]]:
+        """All rows of a put become readable at once. Also returns the blocks it replaced for good.
+
+        locate: called when nothing can refuse the put any more, with its blocks' ids and sizes; their locations.
+        Raises as `check` (another put may have come first) and as `reservation`; a reservation then stands until
+        `abort`.
+        """
+        reservation = self.reservation(reservation_id)
+        partition = self._partition(put.partition)
+        rows = partition.check_put(put)
+        sizes = [layout.nbytes for layout in put.layouts]
+        if sum(sizes) > reservation.nbytes or len(sizes) > len(reservation.block_ids):
+            raise ValueError(
+                f"commit: got {len(sizes)} blocks of {sum(sizes)} bytes, "
+                f"expected at most {len(reservation.block_ids)} of {reservation.nbytes}"
+            )
+        block_ids = reservation.block_ids[: len(sizes)]
+        locations = tuple(locate(block_ids, sizes))
+        refs = [BlockRef(*item) for item in zip(block_ids, locations, put.layouts, strict=True)]
+        live = [layout.num_rows * len(put.fields) for layout in put.layouts]
+        self._blocks.settle(reservation, refs, sizes, _token_starts(put.lengths, put.layouts), live)
+        replaced = partition.write(put, rows, block_ids, self._group_numbers)
+        return _committed(partition, put, rows, block_ids.start, locations), self._blocks.unlink(replaced)
+
+    def abort(self, reservation_id: int) -> Reservation | None:
+        """Give up room, or credit; returns it, for the store to take back. None when it is gone already."""
+        return self._blocks.cancel(reservation_id)
+
+    # -------------------------------------------------------------- read and consume
+
+    def lookup(self, partition: str, keys: Sequence[str], fields: Sequence[str] | None) -> KVBatchMeta:
+        """A receipt of `keys` in that order; `fields` None: all that are written for every one of them.
+
+        Raises KeysNotFound, FieldsNotReady.
+        """
+        part = self._partition(partition)
+        rows = part.find(keys, "lookup")
+        if fields is None:
+            fields = [name for name in part.schema if part.rows.written(rows, (name,)).all()]
+            if not fields:
+                raise FieldsNotReady(
+                    "no field is written for all the keys", op="lookup", partition=partition, keys=keys
+                )
+        part.check_fields(fields)
+        for name in fields:
+            ready = part.rows.written(rows, (name,))
+            if not ready.all():
+                missing = pick(keys, np.flatnonzero(~ready))
+                message = f"field {name!r} is not written for {len(missing)} of {len(keys)} keys"
+                raise FieldsNotReady(message, op="lookup", partition=partition, keys=missing)
+        return self._receipt(part, rows, tuple(fields))
+
+    def claim(self, claim: ClaimRows, now: float) -> KVBatchMeta | None:
+        """Lease `num_rows` ready rows, as the task's sampler chooses; None: too few are ready, or it waits for more.
+
+        whole_groups: group by group, only groups whose `group_size` rows are all there and ready. Raises SamplerError.
+        """
+        part, view = self.check_claim(claim)
+        view.set_min_version(claim.min_version)
+        cursor = part.tasks[claim.task]
+        rows = cursor.choose(view, claim.num_rows)
+        if rows is None:
+            return None
+        lease = self._leases.grant(part.name, claim.task, rows, now, self._lease_s)
+        cursor.lease(rows, lease.lease_id)
+        return self._receipt(part, rows, claim.fields, lease.lease_id)
+
+    def check_claim(self, claim: ClaimRows) -> tuple[Partition, ReadyView]:
+        """Raises ValueError (SchemaMismatch for the fields) unless rows could ever be claimed so."""
+        part = self._partition(claim.partition)
+        view = part.view(claim.task, claim.fields, claim.whole_groups)
+        multiple = part.groups.group_size if claim.whole_groups else 1
+        if claim.num_rows < 1 or claim.num_rows % multiple:
+            raise ValueError(f"claim: got n={claim.num_rows}, expected a positive multiple of {multiple}")
+        return part, view
+
+    def shortage(self, claim: ClaimRows) -> str:
+        """Why a claim cannot be served now, for its ClaimTimeout."""
+        part, view = self.check_claim(claim)
+        return part.shortage(claim, view)
+
+    def release(self, partition: str, task: str, lease_id: int, keys: Sequence[str], outcome: Outcome) -> None:
+        """End a lease's hold on `keys`: `done` (the task is through with them) or `retry` (free to be claimed again).
+
+        Raises LeaseLost naming the keys that the lease does not hold (any more); the others are released all the same.
+        """
+        part = self._partition(partition)
+        cursor = part.tasks.get(task)
+        if cursor is None or outcome not in ("done", "retry"):
+            raise ValueError(
+                f"release: task {task!r}, outcome {outcome!r}; expected one of {sorted(part.tasks)}, done or retry"
+            )
+        if lease_id <= 0:
+            raise ValueError(
+                "release: the receipt has no lease; expected one that claim returned (concat of several has none)"
+            )
+        rows = part.rows.find(keys)
+        held = rows >= 0
+        held[held] = cursor.column[rows[held]] == lease_id
+        released = distinct(rows[held])
+        self._leases.drop_rows(np.full(len(released), lease_id))
+        cursor.set(released, DONE if outcome == "done" else 0)
+        lost = pick(keys, np.flatnonzero(~held))
+        if lost:
+            message = f"lease {lease_id} of task {task!r} no longer holds {len(lost)} of {len(keys)} rows"
+            raise LeaseLost(message, op="release", partition=partition, keys=lost)
+
+    def clear(self, partition: str, keys: Sequence[str] | None) -> tuple[int, list[FreedBlock]]:
+        """Forget rows (None: all of the partition). Returns how many, and the blocks that lost their last row.
+
+        Raises KeysNotFound, and then nothing is cleared.
+        """
+        part = self._partition(partition)
+        rows = part.rows.live() if keys is None else distinct(part.find(keys, "clear"))
+        if not len(rows):
+            return 0, []
+        slots, leases = part.remove(rows)
+        self._leases.drop_rows(leases)
+        return len(rows), self._blocks.unlink(slots)
+
+    def clear_stale(self, claim: ClaimRows) -> tuple[list[str], list[FreedBlock]]:
+        """Forget the rows that such a claim passes over as too old, but for those that another task holds.
+
+        Returns their keys, and the blocks that lost their last row.
+        """
+        if claim.min_version is None:
+            raise ValueError("clear_stale: got min_version=None, expected a version")
+        part = self._partition(claim.partition)
+        view = part.view(claim.task, claim.fields, claim.whole_groups)
+        view.set_min_version(claim.min_version)
+        rows = view.stale_rows()
+        held = np.zeros(len(rows), dtype=bool)
+        for cursor in part.tasks.values():
+            held |= cursor.column[rows] > 0
+        if claim.whole_groups:
+            held = held.reshape(-1, part.groups.group_size).any(axis=1).repeat(part.groups.group_size)
+        keys: list[str] = part.rows.keys[rows[~held]].tolist()
+        return keys, self.clear(part.name, keys)[1]
+
+    # -------------------------------------------------------------- time
+
+    def expire(self, now: float) -> Expired:
+        """End leases and reservations whose time has run out."""
+        returned = 0
+        for lease in self._leases.take_expired(now):
+            cursor = self._partitions[lease.partition].tasks[lease.task]
+            rows = lease.rows[cursor.column[lease.rows] == lease.lease_id]
+            self._leases.drop_rows(np.full(len(rows), lease.lease_id))
+            cursor.set(rows, 0)
+            returned += len(rows)
+        late = [item for item in self._blocks.reservations.values() if item.deadline <= now]
+        for item in late:
+            self.abort(item.reservation_id)
+        return Expired(returned, tuple(item.writer for item in late if not item.credit), tuple(late))
+
+    def next_deadline(self) -> float | None:
+        """When `expire` will next have something to do."""
+        first = next(iter(self._blocks.reservations.values()), None)
+        deadlines = [None if first is None else first.deadline, self._leases.next_deadline()]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def status(self, partition: str | None, now: float) -> DataPlaneStatus:
+        """Counts of one partition, or of all (None)."""
+        parts = list(self._partitions.values()) if partition is None else [self._partition(partition)]
+        ready: dict[str, int] = {}
+        for part in parts:
+            for name, column in part.rows.slots.items():
+                ready[name] = ready.get(name, 0) + int((column != UNWRITTEN).sum())
+        leases = self._leases.of(partition)
+        return DataPlaneStatus(
+            partitions={part.name: len(part.rows) for part in parts},
+            rows=sum(len(part.rows) for part in parts),
+            ready=ready,
+            leases=len(leases),
+            leased_rows=sum(lease.held for lease in leases),
+            oldest_lease_s=max((now - lease.granted for lease in leases), default=0.0),
+            blocks=len(self._blocks),
+            bytes_used=self._blocks.used_bytes,
+            bytes_reserved=self._blocks.reserved_bytes,
+            bytes_capacity=self._blocks.capacity_bytes,
+            bytes_credit=self._blocks.credit_bytes,
+            stale_rows=sum(cursor.num_stale for part in parts for cursor in part.tasks.values()),
+        )
+
+    # -------------------------------------------------------------- inside
+
+    def _partition(self, name: str) -> Partition:
+        try:
+            return self._partitions[name]
+        except KeyError:
+            raise ValueError(
+                f"partition {name!r}: not registered, expected one of {sorted(self._partitions)}"
+            ) from None
+
+    def _receipt(self, part: Partition, rows: np.ndarray, fields: tuple[str, ...], lease_id: int = 0) -> KVBatchMeta:
+        """Fields that stand at the same places in all of `rows` share one source."""
+        together: list[tuple[list[str], np.ndarray]] = []
+        for name in fields:
+            slots = part.rows.slots[name][rows]
+            names = next((names for names, same in together if np.array_equal(same, slots)), None)
+            if names is None:
+                together.append(([name], slots))
+            else:
+                names.append(name)
+        block_ids = distinct(np.concatenate([slots for _, slots in together]) >> ROW_BITS)
+        sources = []
+        for names, slots in together:
+            block = np.searchsorted(block_ids, slots >> ROW_BITS)
+            row = slots & ((1 << ROW_BITS) - 1)
+            tokens = any(part.schema[name].kind is Kind.PER_TOKEN for name in names)
+            start = self._blocks.token_starts(block_ids, block, row) if tokens else np.zeros(len(rows), dtype=np.int64)
+            sources.append(RowSource(tuple(names), block.astype(np.int32), row.astype(np.int32), start))
+        return KVBatchMeta(
+            part.name,
+            tuple(part.rows.keys[rows].tolist()),
+            fields,
+            np.maximum(part.rows.lengths[rows], 0).astype(np.int64),
+            part.rows.versions[rows],
+            part.groups.numbers[part.rows.groups[rows]],
+            part.rows.tags_of(rows),
+            self._blocks.refs(block_ids),
+            tuple(sources),
+            lease_id,
+            schema=part.schema,
+        )
+
+
+def _described(tasks: Iterable[TaskConfig]) -> list[str]:
+    """In one order, as text: what two registrations must agree on, and what tells them apart."""
+    return sorted(
+        f"{task.name} ({task.sampler}, {dict(sorted(task.options.items()))}, from prompt {task.first_prompt})"
+        for task in tasks
+    )
+
+
+def _token_starts(lengths: np.ndarray | None, layouts: Sequence[BlockLayout]) -> list[np.ndarray | None]:
+    """Per block: first token of each of its rows; None without tokens."""
+    if lengths is None:
+        return [None] * len(layouts)
+    ends = np.cumsum([layout.num_rows for layout in layouts])
+    parts = np.split(np.asarray(lengths, dtype=np.int64), ends[:-1])
+    return [np.cumsum(part) - part for part in parts]
+
+
+def _committed(part: Partition, put: PutRows, rows: np.ndarray, first_id: int, locations: Sequence[bytes]) -> Committed:
+    others = {name: values for name, values in part.rows.tags_of(rows).items() if name not in put.tags}
+    return Committed(
+        first_id,
+        tuple(locations),
+        np.maximum(part.rows.lengths[rows], 0).astype(np.int64) if put.lengths is None else put.lengths,
+        part.rows.versions[rows] if put.versions is None else put.versions,
+        part.groups.numbers[part.rows.groups[rows]],
+        others,
+    )

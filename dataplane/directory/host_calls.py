@@ -1,0 +1,148 @@
+"""The store's host as the directory's service calls it: at once where it answers at once, else in one thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from ..block_store import Cuts, FreesMany, StoreHost
+from ..errors import CapacityExceeded, DirectoryLost
+from .block_table import FreedBlock, Reservation
+
+
+class HostCalls:
+    """All methods belong to the service's event loop."""
+
+    def __init__(self, host: StoreHost, room_freed: Callable[[], None]) -> None:
+        """room_freed: called whenever blocks or reservations have gone from the store."""
+        self.spec = host.spec
+        self.waits = isinstance(host, FreesMany)
+        """Its calls are round trips. They go through one thread: claims and leases must not wait for a slow store."""
+        self._host = host
+        # Asked once: isinstance of a protocol looks up every attribute of it anew.
+        self._cuts = host if isinstance(host, Cuts) else None
+        self._frees_many = host if isinstance(host, FreesMany) else None
+        self._room_freed = room_freed
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-host")
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._readying: Future[None] | None = None
+        self._closed = False
+
+    # -------------------------------------------------------------- rooms
+
+    async def allocate(self, reservation: Reservation) -> bool:
+        """Room in the store for a reservation; False when it has none just now. Cancelled: it is taken back."""
+        call = self._in_thread(self._host.allocate, reservation.block_ids.start, reservation.nbytes)
+        under_way = asyncio.ensure_future(call)
+        try:
+            reservation.location = await asyncio.shield(under_way)
+        except asyncio.CancelledError:
+            under_way.add_done_callback(lambda _: self.take_back([reservation]))
+            raise
+        return reservation.location is not None
+
+    def allocate_ready(self, reservation: Reservation) -> bool:
+        """`allocate` if that takes no time. A store whose blocks have no address before the write need not be asked."""
+        if self._cuts is not None:
+            if not self._cuts.has_ready(reservation.nbytes):
+                if self._readying is None or self._readying.done():
+                    # It will be ready for a later put.
+                    self._readying = self._thread.submit(self._cuts.make_ready, reservation.nbytes)
+                return False
+            reservation.location = self._host.allocate(reservation.block_ids.start, reservation.nbytes)
+            return reservation.location is not None
+        return True
+
+    def locate(self, written: Sequence[bytes] | None) -> Callable[[range, Sequence[int]], Sequence[bytes]]:
+        """What gives a put's blocks their locations. written: as the store gave them to the writer, if it did."""
+
+        def of(block_ids: range, sizes: Sequence[int]) -> Sequence[bytes]:
+            if self._cuts is not None:
+                return self._cuts.cut(block_ids.start, sizes)
+            if written is None or len(written) != len(sizes):
+                raise ValueError(f"commit: got {written and len(written)} locations, expected {len(sizes)}")
+            if not self.waits:
+                self._count(block_ids, sizes)
+            return written
+
+        return of
+
+    async def count(self, reservation: Reservation, sizes: Sequence[int]) -> None:
+        """Tell a host that waits of a put's blocks, which are about to be committed. Raises CapacityExceeded."""
+        await self._in_thread(self._count, reservation.block_ids[: len(sizes)], sizes)
+
+    def _count(self, block_ids: Sequence[int], sizes: Sequence[int]) -> None:
+        for block_id, nbytes in zip(block_ids, sizes, strict=True):
+            if self._host.allocate(block_id, nbytes) is None:
+                raise CapacityExceeded(f"the store has no room for block {block_id} of {nbytes} bytes", op="put")
+
+    # -------------------------------------------------------------- the end of blocks
+
+    def free(self, blocks: Sequence[FreedBlock]) -> asyncio.Task[None] | None:
+        """Delete blocks: they are gone from the store when this, or the task it returns, is done."""
+        if not blocks or self._closed:  # with the store itself
+            return None
+        pairs = [(block.block_id, block.location) for block in blocks]
+        return self._do(lambda: self._free(pairs))
+
+    def take_back(self, reservations: Sequence[Reservation]) -> asyncio.Task[None] | None:
+        """End reservations, with whatever their writers have written."""
+        if not reservations or self._closed:
+            return None
+        return self._do(lambda: self._take_back(reservations))
+
+    def _do(self, call: Callable[[], None]) -> asyncio.Task[None] | None:
+        if not self.waits:
+            call()
+            self._room_freed()
+            return None
+
+        async def later() -> None:
+            if self._closed:  # they went with the store
+                return
+            await self._in_thread(call)
+            self._room_freed()
+
+        task = asyncio.get_running_loop().create_task(later())
+        self._under_way.add(task)  # the loop itself keeps no reference
+        task.add_done_callback(self._under_way.discard)
+        return task
+
+    def _free(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        if self._frees_many is not None:
+            self._frees_many.free_many(blocks)
+            return
+        for block_id, location in blocks:
+            self._host.free(block_id, location)
+
+    def _take_back(self, reservations: Sequence[Reservation]) -> None:
+        blocks: list[tuple[int, bytes]] = []
+        for reservation in reservations:
+            first, *others = reservation.block_ids
+            if self._cuts is not None:
+                others.clear()  # the room is one block as long as it is not cut
+            elif reservation.location is None:
+                others.insert(0, first)
+            for block_id in others:
+                self._host.allocate(block_id, 0)  # it may have been written, or be on its way
+            blocks += [(block_id, b"") for block_id in sorted({first, *others})]
+        self._free(blocks)
+
+    # -------------------------------------------------------------- the host itself
+
+    async def usage_bytes(self) -> int:
+        return await self._in_thread(self._host.usage_bytes)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if not self._closed:
+            self._closed = True
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._host.close)
+            self._thread.shutdown(wait=False)
+
+    async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        if self._closed:
+            raise DirectoryLost("the data plane is closed")
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)

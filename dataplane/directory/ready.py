@@ -1,0 +1,308 @@
+"""What a task can claim: rows (or whole groups) whose fields are written and that nobody holds, in its sampler's order.
+
+Kept up to date by `refresh` with just the rows that changed, so that a claim costs its own rows, not the partition's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...codecs.integers import distinct
+from .rows import GroupTable, RowTable, grown
+from .samplers import Candidates, Order, StreamProgress, prompt_numbers
+
+# ---------------- The queue of what can be claimed: items (row or group numbers) by key, then tie. Leaving early
+# costs nothing.
+
+_KEY, _TIE, _ITEM, _TICKET = range(4)
+_FEW_LATE = 1024
+"""Entries out of order that are kept apart before they are merged with the others."""
+
+
+class _Run:
+    """Entries `[N, 4]` (key, tie, item, ticket) in ascending order; those before `head` are spent."""
+
+    def __init__(self) -> None:
+        self.entries = np.empty((0, 4), dtype=np.int64)
+        self.head = 0
+        self.tail = 0
+
+    def takes(self, new: np.ndarray) -> bool:
+        """Whether `new` are in order, and behind all that are here."""
+        known = np.concatenate((self.entries[max(self.head, self.tail - 1) : self.tail, :2], new[:, :2]))
+        key, tie = known[:, _KEY], known[:, _TIE]
+        return bool(((key[1:] > key[:-1]) | ((key[1:] == key[:-1]) & (tie[1:] >= tie[:-1]))).all())
+
+    def append(self, new: np.ndarray, ticket: np.ndarray) -> None:
+        if self.tail + len(new) > len(self.entries):
+            self.replace(self.live(ticket))
+            self.entries = grown(self.entries, max(self.tail + len(new), 2 * self.tail), -1)
+        self.entries[self.tail : self.tail + len(new)] = new
+        self.tail += len(new)
+
+    def live(self, ticket: np.ndarray) -> np.ndarray:
+        """The entries that are not stale."""
+        entries = self.entries[self.head : self.tail]
+        return entries[ticket[entries[:, _ITEM]] == entries[:, _TICKET]]
+
+    def replace(self, entries: np.ndarray) -> None:
+        """Nothing but `entries`, which are in order."""
+        self.entries, self.head, self.tail = entries, 0, len(entries)
+
+    def front(self, count: int, ticket: np.ndarray) -> np.ndarray:
+        """The first `count` entries that are not stale, or all of them."""
+        found: list[np.ndarray] = []
+        missing, cursor, step = count, self.head, max(count, 64)
+        while missing and cursor < self.tail:
+            chunk = self.entries[cursor : min(cursor + step, self.tail)]
+            valid = chunk[ticket[chunk[:, _ITEM]] == chunk[:, _TICKET]]
+            if missing == count and not len(valid):
+                self.head = cursor + len(chunk)  # nothing but stale entries so far: never look at them again
+            found.append(valid[:missing])
+            missing -= len(found[-1])
+            cursor += len(chunk)
+        return np.concatenate(found) if found else self.entries[:0]
+
+
+class ReadyQueue:
+    """Items by key, then tie. Those that come in order are appended; the others wait apart until someone looks."""
+
+    def __init__(self) -> None:
+        self._ticket = np.empty(0, dtype=np.int64)
+        """By item: ticket of its entry, -1 when it is not queued. An entry with another ticket is stale."""
+        self._main = _Run()
+        self._late = _Run()
+        """Few, by _FEW_LATE or an eighth of the others."""
+        self._unsorted: list[np.ndarray] = []
+        self._next_ticket = 0
+        self._live = 0
+
+    def __len__(self) -> int:
+        return self._live
+
+    def resize(self, capacity: int) -> None:
+        self._ticket = grown(self._ticket, capacity, -1)
+
+    def holds(self, items: np.ndarray) -> np.ndarray:
+        """bool `[N]`."""
+        return self._ticket[items] >= 0
+
+    def items(self) -> np.ndarray:
+        """int64: all that are queued, in no order."""
+        return np.flatnonzero(self._ticket >= 0)
+
+    def tickets(self, items: np.ndarray) -> np.ndarray:
+        """int64 `[N]`: ascends in the order in which they were queued."""
+        return self._ticket[items]
+
+    def push(self, items: np.ndarray, keys: np.ndarray, ties: np.ndarray) -> None:
+        """Items (each once, none queued) enter at their place."""
+        new = self._entries(items)
+        new[:, _KEY], new[:, _TIE] = keys, ties
+        if self._main.takes(new):
+            self._main.append(new, self._ticket)
+        else:
+            self._unsorted.append(new)
+
+    def push_last(self, items: np.ndarray) -> None:
+        """Items (each once, none queued) enter at the end. Not for queues that `push` fills."""
+        new = self._entries(items)
+        new[:, _KEY], new[:, _TIE] = 0, new[:, _TICKET]
+        self._main.append(new, self._ticket)
+
+    def discard(self, items: np.ndarray) -> None:
+        """Queued items (each once) leave."""
+        self._ticket[items] = -1
+        self._live -= len(items)
+
+    def first(self, count: int) -> np.ndarray:
+        """int64 `[count]`: the first items; they stay queued until discarded. At least `count` must be queued."""
+        assert count <= self._live, (count, self._live)
+        if self._unsorted:
+            self._sort()
+        main, late = self._main.front(count, self._ticket), self._late.front(count, self._ticket)
+        if len(late):
+            main = _in_order(np.concatenate((main, late)))[:count]
+        return main[:, _ITEM]
+
+    def _entries(self, items: np.ndarray) -> np.ndarray:
+        """int64 `[N, 4]`: item and ticket filled in."""
+        new = np.empty((len(items), 4), dtype=np.int64)
+        new[:, _ITEM] = items
+        new[:, _TICKET] = np.arange(self._next_ticket, self._next_ticket + len(items))
+        self._next_ticket += len(items)
+        self._ticket[items] = new[:, _TICKET]
+        self._live += len(items)
+        return new
+
+    def _sort(self) -> None:
+        """Put what came out of order in order, and with the others once it is much."""
+        late = np.concatenate((self._late.live(self._ticket), *self._unsorted))
+        late = late[self._ticket[late[:, _ITEM]] == late[:, _TICKET]]
+        self._unsorted.clear()
+        if len(late) > max(_FEW_LATE, (self._main.tail - self._main.head) // 8):
+            late = np.concatenate((self._main.live(self._ticket), late))
+            self._main.replace(_in_order(late))
+            self._late.replace(late[:0])
+        else:
+            self._late.replace(_in_order(late))
+
+
+def _in_order(entries: np.ndarray) -> np.ndarray:
+    return entries[np.lexsort((entries[:, _TIE], entries[:, _KEY]))]
+
+
+class ReadyView:
+    """Rows with all of `fields` written that a task's cursor leaves free; in whole groups if asked."""
+
+    def __init__(
+        self,
+        fields: tuple[str, ...],
+        whole_groups: bool,
+        rows: RowTable,
+        groups: GroupTable,
+        order: Order = "version",
+        progress: StreamProgress | None = None,
+    ) -> None:
+        """progress: of the task in the prompt stream; what is set aside as too old is settled there."""
+        self.fields = fields
+        self.whole_groups = whole_groups
+        self._rows = rows
+        self._groups = groups
+        self._order: Order = order
+        self._progress = progress
+        self._queue = ReadyQueue()
+        self._min_version: int | None = None
+        self._aside = np.empty(0, dtype=bool)
+        """By item: ready, but older than `_min_version`; not queued."""
+        self._num_aside = 0
+        self._counted = np.empty(0, dtype=bool)
+        """Whole groups: the row is ready and counts in its group."""
+        self._ready_in_group = np.empty(0, dtype=np.int32)
+
+    @property
+    def rows_per_item(self) -> int:
+        """1, or the size of a group."""
+        return self._groups.group_size if self.whole_groups else 1
+
+    @property
+    def num_items(self) -> int:
+        """Rows or groups that a claim could take now, if its sampler agrees."""
+        return len(self._queue)
+
+    @property
+    def num_ready(self) -> int:
+        """Rows of these."""
+        return self.num_items * self.rows_per_item
+
+    @property
+    def num_stale(self) -> int:
+        """Rows that could be taken were they not too old."""
+        return self._num_aside * self.rows_per_item
+
+    def first(self, count: int) -> np.ndarray:
+        """int64: the first items in order, `count` or all there are; `refresh` their rows after leasing them."""
+        return self._queue.first(min(count, len(self._queue)))
+
+    def candidates(self, items: np.ndarray) -> Candidates:
+        """Queued items as a sampler sees them."""
+        tickets = self._queue.tickets(items)
+        return Candidates(items, tickets, self._rows, self._groups, self.whole_groups, self._progress)
+
+    def rows_of(self, items: np.ndarray) -> np.ndarray:
+        """int64: their rows, item by item."""
+        return self._groups.rows[items].reshape(-1) if self.whole_groups else items
+
+    def stale_rows(self) -> np.ndarray:
+        """int64: those of `num_stale`."""
+        return self.rows_of(np.flatnonzero(self._aside)) if self._num_aside else np.empty(0, dtype=np.int64)
+
+    def set_min_version(self, version: int | None) -> None:
+        """From now on, items below `version` are set aside (None: none is). Costs nothing while it stays the same."""
+        before, self._min_version = self._min_version, version
+        if version == before:
+            return
+        if version is None or (before is not None and version < before):
+            items = np.flatnonzero(self._aside)
+            self._leave_aside(items)
+            self._enter(items)  # those that are too old still are set aside anew
+        else:
+            items = self._queue.items()
+            old = items[self._versions(items) < version]
+            self._queue.discard(old)
+            self._set_aside(old)
+
+    def refresh(self, rows: np.ndarray, cursor: np.ndarray, *, requeue: bool = False) -> None:
+        """Rows (each once) may have changed: written, leased, returned, or about to be cleared (slots unwritten).
+
+        cursor: the task's column, 0 where a row is free. requeue: their versions may have changed too.
+        """
+        ready = self._rows.written(rows, self.fields) & (cursor[rows] == 0)
+        if self.whole_groups:
+            self._refresh_groups(rows, ready, requeue)
+        else:
+            self._resize(self._rows.capacity)
+            self._requeue(rows, ready, requeue)
+
+    def _refresh_groups(self, rows: np.ndarray, ready: np.ndarray, requeue: bool) -> None:
+        self._counted = grown(self._counted, self._rows.capacity, False)
+        self._ready_in_group = grown(self._ready_in_group, len(self._groups.counts), 0)
+        self._resize(len(self._groups.counts))
+        change = ready.astype(np.int32) - self._counted[rows]
+        self._counted[rows] = ready
+        groups = self._rows.groups[rows]
+        np.add.at(self._ready_in_group, groups, change)
+        touched = distinct(groups)
+        full = self._ready_in_group[touched] == self._groups.group_size
+        self._requeue(touched, full, requeue)
+
+    def _resize(self, capacity: int) -> None:
+        self._queue.resize(capacity)
+        self._aside = grown(self._aside, capacity, False)
+
+    def _requeue(self, items: np.ndarray, ready: np.ndarray, requeue: bool) -> None:
+        queued = self._queue.holds(items)
+        held = queued | self._aside[items] if self._num_aside else queued
+        leaving = held if requeue else held & ~ready
+        self._queue.discard(items[leaving & queued])
+        if self._num_aside:
+            self._leave_aside(items[leaving & ~queued])
+        self._enter(items[ready & (~held | leaving)])
+
+    def _enter(self, items: np.ndarray) -> None:
+        """Ready items, neither queued nor set aside, go where they belong."""
+        if self._min_version is not None:
+            fresh = self._versions(items) >= self._min_version
+            self._set_aside(items[~fresh])
+            items = items[fresh]
+        if not len(items):
+            return
+        if self._order == "ready":
+            self._queue.push_last(items)
+        elif self._order == "version":
+            self._queue.push(items, self._versions(items), self._arrivals(items))
+        else:
+            self._queue.push(items, self._prompts(items), self._arrivals(items))
+
+    def _set_aside(self, items: np.ndarray) -> None:
+        if not len(items):
+            return
+        self._aside[items] = True
+        self._num_aside += len(items)
+        if self._progress is not None:
+            self._progress.settle(self._prompts(items).tolist())
+
+    def _leave_aside(self, items: np.ndarray) -> None:
+        self._aside[items] = False
+        self._num_aside -= len(items)
+
+    def _versions(self, items: np.ndarray) -> np.ndarray:
+        versions = self._rows.versions
+        return versions[self._groups.rows[items]].min(axis=1) if self.whole_groups else versions[items]
+
+    def _arrivals(self, items: np.ndarray) -> np.ndarray:
+        arrivals = self._rows.arrivals
+        return arrivals[self._groups.rows[items]].min(axis=1) if self.whole_groups else arrivals[items]
+
+    def _prompts(self, items: np.ndarray) -> np.ndarray:
+        return prompt_numbers(self._groups.names[items if self.whole_groups else self._rows.groups[items]])

@@ -1,0 +1,252 @@
+"""Requests to the directory and its replies, as they travel between processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ...codecs import messages
+from ...codecs.blocks import BlockLayout
+from ...codecs.schema import Schema
+from .. import errors
+from ..compact import pack_ints, pack_keys, unpack_ints, unpack_keys
+from .directory import Outcome
+from .partition import ClaimRows, Committed, Grouping, PutRows
+from .samplers import TaskConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    partition: str
+    schema: Schema
+    tasks: tuple[TaskConfig, ...]
+    group_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Asks for a partition's `Schema`."""
+
+    partition: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`PutRows` packed."""
+
+    partition: str
+    keys: bytes
+    fields: tuple[str, ...]
+    lengths: bytes | None
+    versions: bytes | None
+    group_names: bytes | None
+    """None: each key is a group of its own, named after it."""
+    group_index: bytes
+    groups_given: bool
+    tags: dict[str, np.ndarray]
+    block_fields: tuple[str, ...]
+    blocks: tuple[tuple[int, int, tuple[int, ...]], ...]
+    """Rows, tokens and bytes of each part."""
+    replace: bool
+    writer: str
+
+    @staticmethod
+    def of(put: PutRows) -> Rows:
+        derived = not put.groups.given and len(put.groups.names) == len(put.keys)
+        return Rows(
+            put.partition,
+            pack_keys(put.keys),
+            put.fields,
+            None if put.lengths is None else pack_ints(put.lengths),
+            None if put.versions is None else pack_ints(put.versions),
+            None if derived else pack_keys(put.groups.names),
+            b"" if derived else pack_ints(put.groups.index),
+            put.groups.given,
+            dict(put.tags),
+            put.layouts[0].fields,
+            tuple((at.num_rows, at.num_tokens, at.part_bytes) for at in put.layouts),
+            put.replace,
+            put.writer,
+        )
+
+    def put(self) -> PutRows:
+        keys = unpack_keys(self.keys)
+        if self.group_names is None:
+            groups = Grouping.of(keys, None)
+        else:
+            groups = Grouping(unpack_keys(self.group_names), unpack_ints(self.group_index), self.groups_given)
+        return PutRows(
+            self.partition,
+            keys,
+            self.fields,
+            None if self.lengths is None else unpack_ints(self.lengths),
+            None if self.versions is None else unpack_ints(self.versions),
+            groups,
+            self.tags,
+            tuple(BlockLayout(self.block_fields, *block) for block in self.blocks),
+            self.replace,
+            self.writer,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Checks rows and waits for room for `timeout_s` at most. Answered by `Room`."""
+
+    rows: Rows
+    timeout_s: float
+    given_back: tuple[int, ...]
+    """Rooms that the writer has no use for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where one put may write, if it commits within `reserve_s`."""
+
+    room_id: int
+    first_block_id: int
+    num_blocks: int
+    """The blocks have consecutive ids."""
+    nbytes: int
+    location: bytes
+    """Of the room as a whole, for blocks end to end; b"" when blocks are located as they are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Answered by `Written`."""
+
+    room_id: int
+    rows: Rows
+    locations: tuple[bytes, ...] | None
+    """Of each block; None when the room has a location."""
+    next_bytes: int
+    """What the writer would like for its next put."""
+    next_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """`Committed` packed: only what the writer does not know."""
+
+    first_block_id: int
+    locations: tuple[bytes, ...] | None
+    lengths: bytes | None
+    versions: bytes | None
+    groups: bytes
+    tags: dict[str, np.ndarray]
+    next_room: Room | None
+    """Credit: room for the next put, unless another writer needs it before."""
+
+    @staticmethod
+    def of(committed: Committed, request: Commit, next_room: Room | None) -> Written:
+        return Written(
+            committed.first_block_id,
+            None if request.locations is not None else committed.locations,
+            None if request.rows.lengths is not None else pack_ints(committed.lengths),
+            None if request.rows.versions is not None else pack_ints(committed.versions),
+            pack_ints(committed.groups),
+            committed.tags,
+            next_room,
+        )
+
+    def committed(self, put: PutRows, locations: tuple[bytes, ...] | None) -> Committed:
+        """`locations` as the writer knows them."""
+        found = self.locations if locations is None else locations
+        lengths = put.lengths if self.lengths is None else unpack_ints(self.lengths)
+        versions = put.versions if self.versions is None else unpack_ints(self.versions)
+        assert found is not None and lengths is not None and versions is not None
+        return Committed(self.first_block_id, found, lengths, versions, unpack_ints(self.groups), self.tags)
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    room_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Answered by a receipt."""
+
+    partition: str
+    keys: bytes
+    fields: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Waits for rows for `timeout_s` at most. Answered by a receipt."""
+
+    rows: ClaimRows
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClearStale:
+    """Clears what such a claim passes over as too old. Answered by the keys (packed)."""
+
+    rows: ClaimRows
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    partition: str
+    task: str
+    lease_id: int
+    keys: bytes
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Answered by the number of rows cleared."""
+
+    partition: str
+    keys: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Answered by `DataPlaneStatus`."""
+
+    partition: str | None
+
+
+# ------------------------------------------------------------------ replies: one byte, then the body
+
+_OK, _ERROR = b"\0", b"\1"
+
+_ERRORS: dict[str, type[Exception]] = {
+    cls.__name__: cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, errors.DataPlaneError)
+}
+
+
+def reply(body: bytes) -> bytes:
+    return _OK + body
+
+
+def reply_error(error: errors.DataPlaneError | ValueError) -> bytes:
+    """An error as data: class, message and context. ValueErrors of other classes travel as ValueError."""
+    if isinstance(error, errors.DataPlaneError):
+        return _ERROR + msgspec.msgpack.encode([type(error).__name__, error.message, error.fields()])
+    return _ERROR + msgspec.msgpack.encode(["ValueError", str(error), {}])
+
+
+def body_of(data: bytes, op: str, elapsed_s: float) -> bytes:
+    """A reply's body, or the error it carries raised as the class it was, with op and elapsed time filled in."""
+    if data[:1] == _OK:
+        return data[1:]
+    name, message, fields = msgspec.msgpack.decode(data[1:])
+    if name == "ValueError":
+        raise ValueError(message)
+    fields = {**fields, "op": fields["op"] or op, "elapsed_s": fields["elapsed_s"] or elapsed_s}
+    raise _ERRORS[name](message, **fields)
+
+
+def encode(request: Any) -> bytes:
+    return messages.encode(request)

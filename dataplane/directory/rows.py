@@ -1,0 +1,226 @@
+"""A partition's rows as numpy columns that grow by doubling; a row number is reused once its row is cleared."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ...codecs.integers import distinct_counts
+
+ROW_BITS = 24
+"""A slot is `block_id << ROW_BITS | row in block`: 16 M rows a block, 2^39 blocks a run."""
+UNWRITTEN = -1
+UNKNOWN = -1
+"""Length of a row that has no PER_TOKEN field yet."""
+
+
+def grown(column: np.ndarray, size: int, fill: object) -> np.ndarray:
+    """`column` with room for `size` items along its first axis, at least doubled; new items are `fill`."""
+    if len(column) >= size:
+        return column
+    new = np.full((max(size, 2 * len(column), 64), *column.shape[1:]), fill, column.dtype)
+    new[: len(column)] = column
+    return new
+
+
+def pick(names: Sequence[str], which: np.ndarray) -> Sequence[str]:
+    """The names at the positions `which`, which ascend."""
+    if len(which) == len(names):
+        return names
+    positions: list[int] = which.tolist()
+    return [names[i] for i in positions]
+
+
+class Numbers:
+    """Hands out the lowest fresh or any given-back number."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._free = np.empty(0, dtype=np.int64)
+        """A stack of `_num_free` numbers."""
+        self._num_free = 0
+
+    def take(self, count: int) -> np.ndarray:
+        """int64 `[count]`, ascending."""
+        left = max(0, self._num_free - count)
+        reused = np.sort(self._free[left : self._num_free])
+        self._num_free = left
+        fresh = count - len(reused)
+        self.end += fresh
+        return np.concatenate((reused, np.arange(self.end - fresh, self.end)))
+
+    def give_back(self, numbers: np.ndarray) -> None:
+        end = self._num_free + len(numbers)
+        self._free = grown(self._free, end, 0)
+        self._free[self._num_free : end] = numbers
+        self._num_free = end
+
+
+class RowTable:
+    """Columns by row number; every array has the same capacity."""
+
+    def __init__(self, fields: Iterable[str]) -> None:
+        self.index: dict[str, int] = {}
+        """key -> row."""
+        self.keys = np.empty(0, dtype=object)
+        self.lengths = np.empty(0, dtype=np.int32)
+        """Tokens; UNKNOWN until a PER_TOKEN field is written."""
+        self.versions = np.empty(0, dtype=np.int64)
+        self.groups = np.empty(0, dtype=np.int64)
+        """Index into the partition's GroupTable."""
+        self.arrivals = np.empty(0, dtype=np.int64)
+        """Ascending in the order in which rows were first written."""
+        self.slots = {name: np.empty(0, dtype=np.int64) for name in fields}
+        """Per field: `block_id << ROW_BITS | row in block`, or UNWRITTEN."""
+        self.tags: dict[str, np.ndarray] = {}
+        self.tag_given: dict[str, np.ndarray] = {}
+        """Per tag: bool, the row was given it."""
+        self._numbers = Numbers()
+        self._arrived = 0
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def capacity(self) -> int:
+        return len(self.keys)
+
+    def find(self, keys: Sequence[str]) -> np.ndarray:
+        """int64 `[N]`: row of each key, -1 where there is none."""
+        return np.fromiter(map(self.index.get, keys, itertools.repeat(-1)), np.int64, len(keys))
+
+    def add(self, keys: Sequence[str], groups: np.ndarray) -> np.ndarray:
+        """New rows, nothing written yet; int64 `[N]`."""
+        rows = self._numbers.take(len(keys))
+        self._grow(self._numbers.end)
+        self.index.update(zip(keys, rows.tolist(), strict=True))
+        self.keys[rows] = keys
+        self.lengths[rows] = UNKNOWN
+        self.versions[rows] = -1
+        self.groups[rows] = groups
+        self.arrivals[rows] = np.arange(self._arrived, self._arrived + len(rows))
+        self._arrived += len(rows)
+        return rows
+
+    def remove(self, rows: np.ndarray) -> None:
+        """Forget rows (each once) whose slots are UNWRITTEN by now."""
+        for key in self.keys[rows].tolist():
+            del self.index[key]
+        self.keys[rows] = None
+        for given in self.tag_given.values():
+            given[rows] = False
+        self._numbers.give_back(rows)
+
+    def set_tag(self, name: str, rows: np.ndarray, values: np.ndarray) -> None:
+        if name not in self.tags:
+            self.tags[name] = np.zeros(self.capacity, values.dtype)
+            self.tag_given[name] = np.zeros(self.capacity, dtype=bool)
+        self.tags[name][rows] = values
+        self.tag_given[name][rows] = True
+
+    def tags_of(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """The tags that every one of `rows` was given."""
+        return {
+            name: self.tags[name][rows] for name, given in self.tag_given.items() if len(rows) and given[rows].all()
+        }
+
+    def written(self, rows: np.ndarray, fields: Iterable[str]) -> np.ndarray:
+        """bool `[N]`: all of `fields` are written."""
+        ready = np.ones(len(rows), dtype=bool)
+        for name in fields:
+            ready &= self.slots[name][rows] != UNWRITTEN
+        return ready
+
+    def live(self) -> np.ndarray:
+        """int64: all rows, in order of arrival."""
+        rows = np.fromiter(self.index.values(), np.int64, len(self.index))
+        return rows[np.argsort(self.arrivals[rows], kind="stable")]
+
+    def _grow(self, size: int) -> None:
+        if size <= self.capacity:
+            return
+        self.keys = grown(self.keys, size, None)
+        self.lengths = grown(self.lengths, size, UNKNOWN)
+        self.versions = grown(self.versions, size, -1)
+        self.groups = grown(self.groups, size, -1)
+        self.arrivals = grown(self.arrivals, size, -1)
+        self.slots = {name: grown(column, size, UNWRITTEN) for name, column in self.slots.items()}
+        self.tags = {name: grown(column, size, 0) for name, column in self.tags.items()}
+        self.tag_given = {name: grown(column, size, False) for name, column in self.tag_given.items()}
+
+
+class GroupTable:
+    """Which rows form a group. A group goes when its last row does."""
+
+    def __init__(self, group_size: int) -> None:
+        self.group_size = group_size
+        self.index: dict[str, int] = {}
+        """name -> group index."""
+        self.names = np.empty(0, dtype=object)
+        self.numbers = np.empty(0, dtype=np.int64)
+        """Directory-wide number of each group; never reused."""
+        self.counts = np.empty(0, dtype=np.int32)
+        self.rows = np.empty((0, group_size), dtype=np.int64)
+        """The group's rows in order of arrival, -1 behind them. Kept when group_size > 1 only."""
+        self._free = Numbers()
+
+    def find(self, names: Sequence[str]) -> np.ndarray:
+        """int64 `[N]`: index of each group, -1 where there is none."""
+        return np.fromiter(map(self.index.get, names, itertools.repeat(-1)), np.int64, len(names))
+
+    def overfull(self, names: Sequence[str], added: np.ndarray) -> str | None:
+        """The first of these groups that `added` new rows (int `[G]`) would fill beyond group_size, if that is > 1."""
+        if self.group_size == 1 or not len(names):
+            return None
+        known = self.find(names)
+        filled = added.copy()
+        filled[known >= 0] += self.counts[known[known >= 0]]
+        over = np.flatnonzero((filled > self.group_size) & (added > 0))
+        return names[int(over[0])] if len(over) else None
+
+    def intern(self, names: Sequence[str], numbering: Numbers) -> np.ndarray:
+        """int64 `[G]`: index of each group; new ones take their numbers from `numbering`. names: each once."""
+        found = self.find(names)
+        fresh = np.flatnonzero(found < 0)
+        if len(fresh):
+            new = pick(names, fresh)
+            indices = self._free.take(len(new))
+            self.names = grown(self.names, self._free.end, None)
+            self.numbers = grown(self.numbers, self._free.end, -1)
+            self.counts = grown(self.counts, self._free.end, 0)
+            self.rows = grown(self.rows, self._free.end, -1)
+            self.index.update(zip(new, indices.tolist(), strict=True))
+            self.names[indices] = new
+            self.numbers[indices] = numbering.take(len(new))
+            self.counts[indices] = 0
+            found[fresh] = indices
+        return found
+
+    def add(self, rows: np.ndarray, groups: np.ndarray) -> None:
+        """Rows (new, in order of arrival) join their groups."""
+        order = np.argsort(groups, kind="stable")
+        unique, counts = distinct_counts(groups[order])
+        if self.group_size > 1:
+            first = np.cumsum(counts) - counts
+            place = np.arange(len(rows)) - np.repeat(first, counts)
+            self.rows[groups[order], self.counts[groups[order]] + place] = rows[order]
+        self.counts[unique] += counts.astype(np.int32)
+
+    def remove(self, rows: np.ndarray, groups: np.ndarray) -> None:
+        """Rows leave their groups; the others close up."""
+        unique, counts = distinct_counts(groups)
+        self.counts[unique] -= counts.astype(np.int32)
+        emptied = self.counts[unique] == 0
+        empty, left = unique[emptied], unique[~emptied]
+        if self.group_size > 1:
+            self.rows[empty] = -1
+            members = self.rows[left]
+            gone = np.isin(members, rows) | (members < 0)
+            order = np.argsort(gone, axis=1, kind="stable")
+            self.rows[left] = np.take_along_axis(np.where(gone, -1, members), order, axis=1)
+        for name in self.names[empty].tolist():
+            del self.index[name]
+        self.names[empty] = None
+        self._free.give_back(empty)

@@ -1,0 +1,261 @@
+"""Samplers: which of a task's claimable rows a claim takes. Pure functions of numpy columns, chosen by name or path.
+
+A sampler runs in the directory's process, within the claim: it must be quick, and it must not keep what it is shown.
+What it is offered are *items*: rows, or groups where the claim asks for whole ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from ...codecs.imports import import_object
+from ..errors import SamplerError
+from .rows import GroupTable, RowTable
+
+Order = Literal["version", "ready", "prompt"]
+ORDERS: tuple[Order, ...] = ("version", "ready", "prompt")
+NO_PROMPT = -1
+"""Number of an item whose group's name is no base-36 counter."""
+_COUNTER_CHARS = 12
+"""Base-36 digits that an int64 surely holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskConfig:
+    """A consumer of a partition, and how its claims choose."""
+
+    name: str
+    sampler: str = "oldest_version_first"
+    """`oldest_version_first`, `ready_first`, `in_order`, `windowed`, or your own factory: `package.module:function`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the sampler: plain values. `windowed` takes `window`, in groups."""
+    first_prompt: int = 0
+    """`in_order`, `windowed`: number of the stream's first prompt; a resumed run's is where it left off."""
+    settled: tuple[int, ...] = ()
+    """Numbers beyond it that are not to come any more."""
+
+
+class StreamProgress:
+    """Which prompts of the stream a task is through with: taken, passed over as too old, or cleared before that."""
+
+    def __init__(self, first: int = 0, ahead: Iterable[int] = ()) -> None:
+        self.first = first
+        """The lowest number still to come; all before it are settled."""
+        self.ahead = set(ahead)
+        """Settled numbers beyond it."""
+
+    def settle(self, numbers: Iterable[int]) -> None:
+        """Numbers below `first`, again, or NO_PROMPT: nothing."""
+        self.ahead.update(number for number in numbers if number >= self.first)
+        while self.first in self.ahead:
+            self.ahead.discard(self.first)
+            self.first += 1
+
+    def copy(self) -> StreamProgress:
+        return StreamProgress(self.first, self.ahead)
+
+
+class Candidates:
+    """Claimable items as columns `[N]`, computed when asked for, in the sampler's order."""
+
+    def __init__(
+        self, items: np.ndarray, tickets: np.ndarray, rows: RowTable, groups: GroupTable, whole: bool,
+        progress: StreamProgress | None,
+    ) -> None:  # fmt: skip
+        self._rows = rows
+        self._groups = groups
+        self._members = groups.rows[items] if whole else items[:, None]
+        """int64 `[N, rows an item]`."""
+        self.ready = tickets
+        """int64 `[N]`: ascends in the order in which the items became ready, or ready again; those that were so before
+        the task's first claim of these fields, in order of arrival."""
+        self._progress = progress
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @property
+    def groups(self) -> np.ndarray:
+        """int64 `[N]`: number of each item's group, as in receipts."""
+        return self._groups.numbers[self._group_index]
+
+    @property
+    def prompts(self) -> np.ndarray:
+        """int64 `[N]`: place in the prompt stream: the group's name read as a base-36 counter, or NO_PROMPT."""
+        return prompt_numbers(self._groups.names[self._group_index])
+
+    @property
+    def versions(self) -> np.ndarray:
+        """int64 `[N]`: of a group, its rows' lowest."""
+        return self._rows.versions[self._members].min(axis=1)
+
+    @property
+    def arrivals(self) -> np.ndarray:
+        """int64 `[N]`: ascends in the order in which the items' first rows were first written."""
+        return self._rows.arrivals[self._members].min(axis=1)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64 `[N]`: tokens of all rows of the item."""
+        return np.maximum(self._rows.lengths[self._members], 0).sum(axis=1)
+
+    @property
+    def tags(self) -> Mapping[str, np.ndarray]:
+        """`[N, rows an item]` each: the tags that all of these rows were given."""
+        return _Tags(self._rows, self._members)
+
+    @property
+    def progress(self) -> StreamProgress:
+        """How far the task is in the prompt stream, a copy. Only for samplers whose `order` is "prompt"."""
+        assert self._progress is not None, "kept for samplers of the prompts' order only"
+        return self._progress.copy()
+
+    @property
+    def _group_index(self) -> np.ndarray:
+        return self._rows.groups[self._members[:, 0]]
+
+
+class _Tags(Mapping[str, np.ndarray]):
+    """Looked up when asked for."""
+
+    def __init__(self, rows: RowTable, members: np.ndarray) -> None:
+        self._rows = rows
+        self._members = members
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if not self._rows.tag_given[name][self._members].all():
+            raise KeyError(name)
+        return self._rows.tags[name][self._members]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name, given in self._rows.tag_given.items() if given[self._members].all()])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class Sampler(Protocol):
+    """What a factory returns. One sampler serves one task."""
+
+    order: Order
+    """How what it is shown is sorted: by `versions` then `arrivals`; by `ready`; by `prompts` then `arrivals`."""
+    looks_ahead: int | None
+    """How many items it is shown, at most, beyond those wanted. None: all there are, and each claim then costs as
+    much as they are many (1 ms for 10 k or so)."""
+
+    def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
+        """Which to take: integer positions in `candidates`, each once, in the order of the receipt.
+
+        candidates: at least `wanted` items, all claimable now. Fewer than `wanted` (none, say): the claim waits on
+        and asks again when rows become ready, are given back or cleared. Of more, the first `wanted` are taken.
+        """
+        ...
+
+
+class FirstInOrder:
+    """`oldest_version_first`, `ready_first`: whatever comes first. Selects without looking."""
+
+    looks_ahead: int | None = 0
+
+    def __init__(self, order: Order) -> None:
+        self.order: Order = order
+
+    def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
+        return np.arange(min(wanted, len(candidates)))
+
+
+class Windowed:
+    """`in_order`, `windowed`: along the prompt stream, at most `window` prompts from the first that is still to come.
+
+    `in_order` is a window of 1: a prompt is only taken when all before it have been. One that is never put stops both;
+    what unblocks them is its put, or (once put) its clear.
+    """
+
+    order: Order = "prompt"
+    looks_ahead: int | None = 0
+
+    def __init__(self, window: int) -> None:
+        if window < 1:
+            raise ValueError(f"window: got {window}, expected at least 1")
+        self.window = window
+
+    def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
+        prompts = candidates.prompts.tolist()
+        if prompts and prompts[0] == NO_PROMPT:
+            number = int(candidates.groups[0])
+            raise ValueError(f"group {number}'s name is no base-36 number, as `in_order` and `windowed` need")
+        progress, count = candidates.progress, 0
+        for number in prompts[:wanted]:
+            if number >= progress.first + self.window:
+                break
+            progress.settle((number,))
+            count += 1
+        return np.arange(count)
+
+
+def prompt_numbers(names: Sequence[str] | np.ndarray) -> np.ndarray:
+    """int64 `[N]`: names read as base-36 counters, NO_PROMPT for others."""
+    return np.fromiter(map(_prompt_number, names), np.int64, len(names))
+
+
+def _prompt_number(name: str) -> int:
+    try:
+        return int(name, 36) if name.isalnum() and len(name) <= _COUNTER_CHARS else NO_PROMPT
+    except ValueError:
+        return NO_PROMPT
+
+
+def chosen(sampler: Sampler, candidates: Candidates, wanted: int) -> np.ndarray:
+    """int64: positions of the items to take, `wanted` or fewer. Raises SamplerError for what no claim can be given."""
+    try:
+        positions = np.asarray(sampler.select(candidates, wanted))
+    except Exception as error:  # whatever a user's sampler raises: it is the claimer who must be told
+        raise SamplerError(f"{_name(sampler)} raised {type(error).__name__}: {error}") from error
+    if positions.ndim != 1 or (positions.dtype.kind not in "iu" and len(positions)):
+        shape = list(positions.shape)
+        raise SamplerError(
+            f"{_name(sampler)} returned {positions.dtype} {shape}, expected one dimension of integer positions"
+        )
+    positions = positions.astype(np.int64)
+    outside = positions[(positions < 0) | (positions >= len(candidates))]
+    if len(outside):
+        raise SamplerError(f"{_name(sampler)} chose item {outside[0]} of {len(candidates)} that it was offered")
+    if len(np.unique(positions)) < len(positions):
+        raise SamplerError(f"{_name(sampler)} chose an item twice")
+    return positions[:wanted]
+
+
+def _name(sampler: Sampler) -> str:
+    return f"sampler {type(sampler).__name__}"
+
+
+def build_sampler(task: TaskConfig) -> Sampler:
+    """The task's sampler. Raises ValueError for an unknown name, or options that it does not take."""
+    where = f"task {task.name!r}: sampler {task.sampler!r}"
+    try:
+        if task.sampler == "oldest_version_first":
+            return FirstInOrder("version", **task.options)
+        if task.sampler == "ready_first":
+            return FirstInOrder("ready", **task.options)
+        if task.sampler == "in_order":
+            return Windowed(1, **task.options)
+        if task.sampler == "windowed":
+            return Windowed(**task.options)
+        if ":" not in task.sampler:
+            raise ValueError(
+                "expected oldest_version_first, ready_first, in_order, windowed or package.module:function"
+            )
+        built = import_object(task.sampler, "factory")(**task.options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
+    if (
+        getattr(built, "order", None) not in ORDERS
+        or not hasattr(built, "looks_ahead")
+        or not callable(getattr(built, "select", None))
+    ):
+        raise ValueError(f"{where}: its factory returned {built!r}, expected a Sampler (order, looks_ahead, select)")
+    return built

@@ -1,0 +1,399 @@
+"""The directory as a service: requests in, replies out, waiting claims and puts woken by what unblocks them.
+
+                 waits for                       unblocked by
+claim            its turn in its task's queue    the claim before it (first come, first served)
+                 enough ready rows, and its      commit, release(retry), a lease that expires, clear
+                 sampler's choice of them
+reserve (put)    its turn among waiting puts     the put before it
+                 room                            credit of idle writers, which is taken back for it; blocks freed by
+                                                 clear, replace, abort or expiry
+Everything else answers at once. Nothing polls: the only timer stands at the directory's next deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from ...codecs import messages
+from ..block_store import Serving, StoreHost
+from ..compact import pack_keys
+from ..config import DataPlaneConfig
+from ..errors import CapacityExceeded, ClaimTimeout, DataPlaneError, DataPlaneTimeout, DirectoryLost
+from . import requests
+from .block_table import FreedBlock, Reservation
+from .directory import Directory
+from .host_calls import HostCalls
+from .partition import ClaimRows, PutRows
+
+# ---------------- What callers of one event loop wait for: events that happen again and again, and their turn.
+
+
+class Pulse:
+    """Something that happens again and again; none is missed between looking and waiting."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """How often it has happened."""
+        self._waiters: list[asyncio.Future[None]] = []
+
+    async def wait(self, seen: int) -> None:
+        """Until `count` is more than `seen`."""
+        if self.count == seen:
+            future = asyncio.get_running_loop().create_future()
+            self._waiters.append(future)
+            await future
+
+    def fire(self) -> None:
+        self.count += 1
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for future in waiters:
+                if not future.done():
+                    future.set_result(None)
+
+
+class Queue:
+    """First come, first served."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self.waiting = 0
+        """Those in it, the one whose turn it is included. Who finds none need not queue."""
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for one's turn; it ends with the context."""
+        self.waiting += 1
+        try:
+            async with self._lock:
+                yield
+        finally:
+            self.waiting -= 1
+
+
+_logger = logging.getLogger(__name__)
+
+
+class DirectoryService:
+    """One run's directory and store host. All methods belong to one event loop."""
+
+    def __init__(self, config: DataPlaneConfig, host: StoreHost) -> None:
+        self._directory = Directory(
+            capacity_bytes=config.store.capacity_mib << 20, lease_s=config.lease_s, reserve_s=config.reserve_s
+        )
+        self._host = host
+        self._store = HostCalls(host, lambda: self._room.fire())
+        self._put_queue = Queue()
+        self._claim_queues: dict[tuple[str, str], Queue] = defaultdict(Queue)
+        self._room = Pulse()
+        self._ready: dict[str, Pulse] = {}
+        """By partition."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._handlers: dict[str, Callable[[bytes], bytes | Coroutine[Any, Any, bytes]]] = {
+            "register": self._register,
+            "describe": self._describe,
+            "reserve": self._reserve,
+            "commit": self._commit,
+            "abort": self._abort,
+            "lookup": self._lookup,
+            "claim": self._claim,
+            "release": self._release,
+            "clear": self._clear,
+            "clear_stale": self._clear_stale,
+            "status": self._status,
+            "store": self._serve,
+        }
+
+    def answer(self, op: str, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
+        """The reply to one request, or what to await for it. Must be awaited then, or closed.
+
+        DataPlaneErrors and ValueErrors travel in the reply; all else is a bug and raises.
+        """
+        try:
+            if self._closed:
+                raise DirectoryLost("the data plane is closed", op=op)
+            body = self._handlers[op](payload)
+        except (DataPlaneError, ValueError) as error:
+            self._arm()
+            return requests.reply_error(error)
+        if not isinstance(body, bytes):
+            return self._answer_later(body)
+        self._arm()
+        return requests.reply(body)
+
+    async def _answer_later(self, waiting: Coroutine[Any, Any, bytes]) -> bytes:
+        try:
+            return requests.reply(await waiting)
+        except (DataPlaneError, ValueError) as error:
+            return requests.reply_error(error)
+        finally:
+            self._arm()
+
+    async def call(self, op: str, payload: bytes) -> bytes:
+        """`answer`, awaited."""
+        reply = self.answer(op, payload)
+        return reply if isinstance(reply, bytes) else await reply
+
+    async def close(self) -> None:
+        """Fail what waits, end the store. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._room.fire()
+        for pulse in self._ready.values():
+            pulse.fire()
+        await self._store.close()
+
+    # -------------------------------------------------------------- put
+
+    def _reserve(self, payload: bytes) -> Coroutine[Any, Any, bytes]:
+        request = messages.decode(payload, requests.Reserve)
+        put = request.rows.put()
+        given_back = [self._directory.abort(room_id) for room_id in request.given_back]
+        self._store.take_back([item for item in given_back if item is not None])
+        self._directory.check(put)
+        return self._reserve_later(put, request.timeout_s)
+
+    async def _reserve_later(self, put: PutRows, timeout_s: float) -> bytes:
+        deadline = self._now() + timeout_s
+        try:
+            async with self._turn(self._put_queue, deadline):
+                seen = self._room.count
+                while (reservation := await self._try_reserve(put)) is None:
+                    async with asyncio.timeout_at(deadline):
+                        await self._wait(self._room, seen)
+                    seen = self._room.count
+        except TimeoutError:
+            status = self._directory.status(None, self._now())
+            raise CapacityExceeded(
+                f"no room for {put.nbytes} bytes: {status.bytes_used} in use and {status.bytes_reserved} reserved "
+                f"of {status.bytes_capacity}",
+                op="put",
+                partition=put.partition,
+                keys=put.keys,
+                elapsed_s=timeout_s,
+            ) from None
+        return messages.encode(_room(reservation))
+
+    async def _try_reserve(self, put: PutRows) -> Reservation | None:
+        """Room in the account and in the store, for which all credit may have to go; None when that is not enough."""
+        reservation = self._directory.reserve(put, self._now())
+        if reservation is None:
+            await self._take_back(self._directory.revoke(put.nbytes))
+            reservation = self._directory.reserve(put, self._now())
+        if reservation is None:
+            return None
+        try:
+            granted = await self._store.allocate(reservation)
+            if not granted and (revoked := self._directory.revoke(None)):
+                await self._take_back(revoked)
+                granted = await self._store.allocate(reservation)
+        except BaseException:
+            self._directory.abort(reservation.reservation_id)
+            raise
+        if not granted:
+            self._directory.abort(reservation.reservation_id)
+            return None
+        try:
+            return self._directory.reservation(reservation.reservation_id)
+        except DataPlaneTimeout:  # expired while the store was asked
+            self._store.take_back([reservation])
+            raise
+
+    def _commit(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
+        request = messages.decode(payload, requests.Commit)
+        put = request.rows.put()
+        reservation = self._directory.reservation(request.room_id)
+        if self._store.waits:
+            return self._commit_later(request, put, reservation)
+        body, freed = self._commit_now(request, put)
+        self._store.free(freed)
+        return body
+
+    async def _commit_later(self, request: requests.Commit, put: PutRows, reservation: Reservation) -> bytes:
+        await self._store.count(reservation, [layout.nbytes for layout in put.layouts])
+        body, freed = self._commit_now(request, put)
+        await self._free(freed)
+        return body
+
+    def _commit_now(self, request: requests.Commit, put: PutRows) -> tuple[bytes, list[FreedBlock]]:
+        committed, freed = self._directory.commit(request.room_id, put, self._store.locate(request.locations))
+        self._ready_pulse(put.partition).fire()
+        credit = self._grant(put.writer, request.next_bytes, request.next_blocks)
+        return messages.encode(requests.Written.of(committed, request, credit and _room(credit))), freed
+
+    def _grant(self, writer: str, nbytes: int, num_blocks: int) -> Reservation | None:
+        """Credit for the writer's next put, unless somebody waits for room."""
+        if self._put_queue.waiting:
+            return None
+        credit = self._directory.grant(writer, nbytes, num_blocks, self._now())
+        if credit is not None and not self._store.allocate_ready(credit):
+            self._directory.abort(credit.reservation_id)
+            return None
+        return credit
+
+    async def _abort(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.Abort)
+        found = [self._directory.abort(room_id) for room_id in request.room_ids]
+        await self._take_back([item for item in found if item is not None])
+        return b""
+
+    # -------------------------------------------------------------- read and consume
+
+    def _lookup(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.Lookup)
+        keys = requests.unpack_keys(request.keys)
+        return self._directory.lookup(request.partition, keys, request.fields).to_bytes()
+
+    def _claim(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
+        request = messages.decode(payload, requests.Claim)
+        claim = request.rows
+        self._directory.check_claim(claim)
+        queue = self._claim_queues[claim.partition, claim.task]
+        if not queue.waiting:
+            receipt = self._directory.claim(claim, self._now())
+            if receipt is not None:
+                return receipt.to_bytes()
+        return self._claim_later(claim, queue, request.timeout_s)
+
+    async def _claim_later(self, claim: ClaimRows, queue: Queue, timeout_s: float) -> bytes:
+        pulse = self._ready_pulse(claim.partition)
+        try:
+            async with asyncio.timeout(timeout_s), queue.turn():
+                # No await between a lease and its reply: a claim that is cut off holds no rows.
+                while (receipt := self._directory.claim(claim, self._now())) is None:
+                    await self._wait(pulse, pulse.count)
+        except TimeoutError:
+            raise ClaimTimeout(
+                self._directory.shortage(claim), op="claim", partition=claim.partition, elapsed_s=timeout_s
+            ) from None
+        return receipt.to_bytes()
+
+    def _release(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.Release)
+        keys = requests.unpack_keys(request.keys)
+        try:
+            self._directory.release(request.partition, request.task, request.lease_id, keys, request.outcome)
+        finally:
+            self._ready_pulse(request.partition).fire()
+        return b""
+
+    def _clear(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
+        request = messages.decode(payload, requests.Clear)
+        keys = None if request.keys is None else requests.unpack_keys(request.keys)
+        count, freed = self._directory.clear(request.partition, keys)
+        return self._cleared(request.partition, messages.encode(count), freed)
+
+    def _clear_stale(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
+        claim = messages.decode(payload, requests.ClearStale).rows
+        keys, freed = self._directory.clear_stale(claim)
+        return self._cleared(claim.partition, pack_keys(keys), freed)
+
+    def _cleared(self, partition: str, body: bytes, freed: Sequence[FreedBlock]) -> bytes | Coroutine[Any, Any, bytes]:
+        """`body`, once the blocks are gone. Rows that went may be what a sampler waited for."""
+        self._ready_pulse(partition).fire()
+        task = self._store.free(freed)
+        return body if task is None else _after(task, body)
+
+    # -------------------------------------------------------------- partitions and the rest
+
+    def _register(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.Register)
+        self._directory.register(request.partition, request.schema, request.tasks, request.group_size)
+        return b""
+
+    def _describe(self, payload: bytes) -> bytes:
+        return messages.encode(self._directory.schema(messages.decode(payload, requests.Describe).partition))
+
+    async def _status(self, payload: bytes) -> bytes:
+        status = self._directory.status(messages.decode(payload, requests.Status).partition, self._now())
+        return replace(
+            status,
+            waiting_claims=sum(queue.waiting for queue in self._claim_queues.values()),
+            waiting_puts=self._put_queue.waiting,
+            store_kind=self._store.spec.kind,
+            store_bytes=await self._store.usage_bytes() - self._directory.allocated_credit_bytes,
+        ).to_bytes()
+
+    def _serve(self, payload: bytes) -> bytes:
+        if not isinstance(self._host, Serving):
+            raise ValueError(f"store {self._store.spec.kind!r} does not serve bytes through the directory")
+        return self._host.serve(payload)
+
+    # -------------------------------------------------------------- inside
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _ready_pulse(self, partition: str) -> Pulse:
+        return self._ready.setdefault(partition, Pulse())
+
+    async def _wait(self, pulse: Pulse, seen: int) -> None:
+        await pulse.wait(seen)
+        if self._closed:
+            raise DirectoryLost("the data plane was closed while this call waited")
+
+    @asynccontextmanager
+    async def _turn(self, queue: Queue, deadline: float) -> AsyncIterator[None]:
+        """One's turn in a queue; the deadline bounds the wait for it, not what is done in it."""
+        async with AsyncExitStack() as stack:
+            async with asyncio.timeout_at(deadline):
+                await stack.enter_async_context(queue.turn())
+            yield
+
+    async def _free(self, blocks: Sequence[FreedBlock]) -> None:
+        """Gone from the store when this returns, so that receipts of theirs fail from then on; then puts may follow."""
+        task = self._store.free(blocks)
+        if task is not None:
+            await asyncio.shield(task)
+
+    async def _take_back(self, reservations: Sequence[Reservation]) -> None:
+        task = self._store.take_back(reservations)
+        if task is not None:
+            await asyncio.shield(task)
+
+    def _arm(self) -> None:
+        """Set the timer to the directory's next deadline."""
+        if self._closed:
+            return
+        deadline = self._directory.next_deadline()
+        if self._timer is not None:
+            if deadline is not None and self._timer.when() == deadline and not self._timer.cancelled():
+                return
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None:
+            self._timer = asyncio.get_running_loop().call_at(deadline, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        expired = self._directory.expire(self._now())
+        if expired.num_rows:
+            _logger.warning("leases ran out: %d rows can be claimed again", expired.num_rows)
+            for pulse in self._ready.values():
+                pulse.fire()
+        if expired.writers:
+            _logger.warning("writers %s did not commit in time: their bytes are reclaimed", expired.writers)
+        self._store.take_back(expired.reservations)
+        self._arm()
+
+
+def _room(reservation: Reservation) -> requests.Room:
+    ids = reservation.block_ids
+    return requests.Room(
+        reservation.reservation_id, ids.start, len(ids), reservation.nbytes, reservation.location or b""
+    )
+
+
+async def _after(task: asyncio.Task[None], body: bytes) -> bytes:
+    await asyncio.shield(task)
+    return body

@@ -1,0 +1,180 @@
+"""Where one task stands in its partition: which rows it holds or is through with, what it can claim, in what order."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...codecs.integers import distinct, distinct_counts
+from ..errors import SamplerError
+from .ready import ReadyView
+from .rows import GroupTable, RowTable, grown
+from .samplers import FirstInOrder, StreamProgress, TaskConfig, build_sampler, chosen, prompt_numbers
+
+DONE = -1
+"""In a cursor's column: the task is through with the row. 0: free; above: the id of the lease that holds it."""
+MAX_VIEWS = 8
+"""Sets of fields per task that are kept up to date; the one unused for longest is dropped and rebuilt when wanted."""
+
+
+class TaskCursor:
+    """A column of DONE, 0 or lease ids by row, and the views of what is free."""
+
+    def __init__(self, config: TaskConfig, partition: str, rows: RowTable, groups: GroupTable) -> None:
+        """Raises ValueError for an unknown sampler, or options that it does not take."""
+        self.config = config
+        self.sampler = build_sampler(config)
+        self.progress = StreamProgress(config.first_prompt, config.settled) if self.sampler.order == "prompt" else None
+        """In the prompt stream; None for samplers that do not follow it."""
+        self.column = np.empty(0, dtype=np.int64)
+        self._partition = partition
+        self._rows = rows
+        self._groups = groups
+        self._views: OrderedDict[tuple[tuple[str, ...], bool], ReadyView] = OrderedDict()
+
+    def view(self, fields: tuple[str, ...], whole_groups: bool) -> ReadyView:
+        """What it can claim of `fields`, now and from now on.
+
+        Raises ValueError for single rows of groups that its sampler can only take whole.
+        """
+        if self.progress is not None and self._groups.group_size > 1 and not whole_groups:
+            raise ValueError(
+                f"claim: sampler {self.config.sampler!r} of task {self.config.name!r} follows the prompts and takes "
+                f"whole groups of {self._groups.group_size}, expected whole_groups=True"
+            )
+        key = (tuple(sorted(fields)), whole_groups)
+        view = self._views.get(key)
+        if view is None:
+            view = ReadyView(key[0], whole_groups, self._rows, self._groups, self.sampler.order, self.progress)
+            self._views[key] = view
+            view.refresh(self._rows.live(), self.column)
+            if len(self._views) > MAX_VIEWS:
+                self._views.popitem(last=False)
+        self._views.move_to_end(key)
+        return view
+
+    @property
+    def num_stale(self) -> int:
+        """Rows that its latest claim passed over as too old."""
+        return next(reversed(self._views.values())).num_stale if self._views else 0
+
+    def choose(self, view: ReadyView, num_rows: int) -> np.ndarray | None:
+        """int64 `[num_rows]`: what a claim takes now; None: too little is ready, or the sampler waits for more.
+
+        Raises SamplerError.
+        """
+        wanted = num_rows // view.rows_per_item
+        if view.num_items < wanted:
+            return None
+        if isinstance(self.sampler, FirstInOrder):
+            return view.rows_of(view.first(wanted))
+        ahead = self.sampler.looks_ahead
+        items = view.first(view.num_items if ahead is None else wanted + ahead)
+        try:
+            positions = chosen(self.sampler, view.candidates(items), wanted)
+        except SamplerError as error:
+            message = f"task {self.config.name!r}, sampler {self.config.sampler!r}: {error.message}"
+            raise SamplerError(message, op="claim", partition=self._partition) from error
+        return view.rows_of(items[positions]) if len(positions) == wanted else None
+
+    def lease(self, rows: np.ndarray, lease_id: int) -> None:
+        """Free rows are held by a lease from now on."""
+        self.set(rows, lease_id)
+        self._settle(rows)
+
+    def set(self, rows: np.ndarray, value: int) -> None:
+        self.column[rows] = value
+        self.refresh(rows)
+
+    def refresh(self, rows: np.ndarray, *, requeue: bool = False) -> None:
+        """These rows were written, or change otherwise: the views follow. requeue: their versions may be others now."""
+        for view in self._views.values():
+            view.refresh(rows, self.column, requeue=requeue)
+
+    def grow(self) -> None:
+        """Room for rows that were added."""
+        self.column = grown(self.column, self._rows.capacity, 0)
+
+    def forget(self, rows: np.ndarray) -> np.ndarray:
+        """Rows are cleared (their slots unwritten by now, all else as it was); the ids of leases that held them."""
+        self.refresh(rows)
+        held = self.column[rows]
+        self.column[rows] = 0
+        self._settle(rows)
+        return held[held > 0]
+
+    def waits_for(self) -> str:
+        """What its sampler waits for, for a ClaimTimeout; "" when nothing but rows."""
+        if self.progress is None:
+            return ""
+        first = self.progress.first
+        return f", {self.config.sampler!r} waits for prompt number {first} ({np.base_repr(first, 36).lower()!r})"
+
+    def _settle(self, rows: np.ndarray) -> None:
+        if self.progress is not None:
+            groups = distinct(self._rows.groups[rows])
+            self.progress.settle(prompt_numbers(self._groups.names[groups]).tolist())
+
+
+# ---------------- Leases: who holds which rows of a task, and until when.
+
+
+@dataclass(slots=True)
+class Lease:
+    """One claim's right to its rows."""
+
+    lease_id: int
+    partition: str
+    task: str
+    rows: np.ndarray
+    """int64 `[N]` as claimed; those still held have `lease_id` in the task's cursor."""
+    held: int
+    """Rows still held."""
+    granted: float
+    deadline: float
+
+
+class LeaseBook:
+    """All leases of a run; ids are never reused."""
+
+    def __init__(self) -> None:
+        self._leases: dict[int, Lease] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._next_id = 1
+
+    def grant(self, partition: str, task: str, rows: np.ndarray, now: float, lease_s: float) -> Lease:
+        lease = Lease(self._next_id, partition, task, rows, len(rows), now, now + lease_s)
+        self._next_id += 1
+        self._leases[lease.lease_id] = lease
+        heapq.heappush(self._deadlines, (lease.deadline, lease.lease_id))
+        return lease
+
+    def drop_rows(self, lease_ids: np.ndarray) -> None:
+        """One row less for each id in `lease_ids` (repeats count); a lease without rows ends."""
+        for lease_id, count in zip(*distinct_counts(lease_ids), strict=True):
+            lease = self._leases[int(lease_id)]
+            lease.held -= int(count)
+            if lease.held == 0:
+                del self._leases[lease.lease_id]
+
+    def take_expired(self, now: float) -> list[Lease]:
+        """Leases whose time has run out; they are still in the book until their rows are dropped."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            lease = self._leases.get(heapq.heappop(self._deadlines)[1])
+            if lease is not None:
+                expired.append(lease)
+        return expired
+
+    def next_deadline(self) -> float | None:
+        """When the first live lease ends."""
+        while self._deadlines and self._deadlines[0][1] not in self._leases:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def of(self, partition: str | None = None) -> list[Lease]:
+        """Live leases, oldest first."""
+        return [lease for lease in self._leases.values() if partition in (None, lease.partition)]

@@ -1,0 +1,112 @@
+"""The directory as the one named Ray actor of a run. Ray starts and ends it; requests reach it through its sockets."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from ..block_store import StoreHost, StoreSpec
+from ..config import DataPlaneConfig
+from ..directory.service import DirectoryService
+from ..errors import DataPlaneError, DirectoryLost
+from .frames import DirectoryAddress
+from .server import DirectoryServer
+
+NAMESPACE = "headrace"
+"""Ray namespace of the data plane's actors: the driver's own may be anonymous."""
+START_TIMEOUT_S = 90.0
+"""A Ray worker that must import torch on a busy machine takes tens of seconds."""
+END_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A directory that is up."""
+
+    pid: int
+    node: str
+    store: StoreSpec
+    address: DirectoryAddress
+
+
+class DirectoryActor:
+    """Hosts service and store. Not restarted: its state is the run's."""
+
+    def __init__(self, config: DataPlaneConfig, build_host: Callable[[], StoreHost]) -> None:
+        self._config = config
+        self._service: DirectoryService | None = None
+        self._server: DirectoryServer | None = None
+        self._host: StoreHost | None = None
+        self._failed: Exception | None = None
+        try:
+            self._host = build_host()
+        except (DataPlaneError, ValueError) as error:  # `start` answers with it: an actor that fails here is just dead
+            self._failed = error
+
+    async def start(self, name: str, one_host: bool) -> Started | Exception:
+        """Begin to serve; or why the store could not be started."""
+        if self._host is None:
+            assert self._failed is not None
+            return self._failed
+        self._service = DirectoryService(self._config, self._host)
+        self._server = DirectoryServer(self._service)
+        address = await self._server.start(name, "" if one_host else ray.util.get_node_ip_address())
+        np.unique(np.empty(0))  # it imports numpy.ma when it is first called: 20 ms that no put should wait for
+        gc.freeze()  # what was imported stays: the collector need not look at it again and again
+        return Started(os.getpid(), platform.node(), self._host.spec, address)
+
+    async def close(self) -> None:
+        """End the store and what it started. Idempotent."""
+        if self._service is not None:
+            await self._service.close()
+        elif self._host is not None:
+            self._host.close()
+        if self._server is not None:
+            await self._server.close()
+
+
+def actor_name(run_id: str) -> str:
+    return f"headrace-{run_id}-directory"
+
+
+def start_actor(
+    run_id: str, config: DataPlaneConfig, build_host: Callable[[], StoreHost], *, one_host: bool
+) -> tuple[Any, Started]:
+    """The actor's handle, and where it serves; it ends with the last handle or with this process.
+
+    `build_host` runs in it; what it raises is raised here. Raises DirectoryLost when it does not start in time.
+    """
+    name = actor_name(run_id)
+    options = ray.remote(DirectoryActor).options(name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=0)
+    actor: Any = options.remote(config, build_host)
+    try:
+        started: Any = ray.get(actor.start.remote(name, one_host), timeout=START_TIMEOUT_S)
+        if isinstance(started, Exception):
+            raise started
+    except (RayActorError, GetTimeoutError) as error:
+        stop_actor(actor)
+        what = f"the directory did not start: {str(error).partition(chr(10))[0]}"
+        raise DirectoryLost(what, op="open", peer=name) from None
+    except BaseException:
+        stop_actor(actor)
+        raise
+    return actor, started
+
+
+def stop_actor(actor: Any) -> None:
+    """Close the store within a bound, then end the actor; nothing when Ray has ended, and the actor with it."""
+    if not ray.is_initialized():
+        return
+    try:
+        ray.get(actor.close.remote(), timeout=END_TIMEOUT_S)
+    except (RayActorError, GetTimeoutError):
+        pass  # dead or stuck: the kill below is all that is left to do
+    ray.kill(actor)

@@ -1,0 +1,149 @@
+"""The directory's end of its sockets: frames in, the service's answers out, in whatever order they are ready.
+
+A request that waits (a claim, a put without room) delays no other. What a client waits for is given up when its
+connection ends, so that no rows are leased to the dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import Coroutine
+from typing import Any, cast
+
+from ..directory.requests import reply_error
+from ..directory.service import DirectoryService
+from ..errors import DataPlaneError
+from .frames import MAX_TOKEN_BYTES, DirectoryAddress, FrameReader, head, is_token
+
+_logger = logging.getLogger(__name__)
+
+TOKEN_TIMEOUT_S = 10.0
+"""A connection that has not shown the token by then is closed."""
+END_TIMEOUT_S = 2.0
+BACKLOG = 1024
+
+
+class DirectoryServer:
+    """Listens for one service. All methods belong to its event loop."""
+
+    def __init__(self, service: DirectoryService) -> None:
+        self._service = service
+        self._token = secrets.token_bytes(32)
+        self._sessions: set[_Session] = set()
+        self._servers: list[asyncio.Server] = []
+
+    async def start(self, name: str, host: str) -> DirectoryAddress:
+        """Listen on a Unix socket called after `name`; unless `host` is "", on a port of the system's choice there too.
+
+        The Unix socket is in the abstract namespace: it leaves no file, whatever becomes of this process.
+        """
+        loop = asyncio.get_running_loop()
+        local = f"{name}-{secrets.token_hex(8)}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind("\0" + local)
+        self._servers.append(await loop.create_unix_server(self._session, sock=listener, backlog=BACKLOG))
+        port = 0
+        if host:
+            server = await loop.create_server(self._session, host, 0, backlog=BACKLOG)
+            port = server.sockets[0].getsockname()[1]
+            self._servers.append(server)
+        return DirectoryAddress(local, host, port, self._token)
+
+    async def close(self) -> None:
+        """Stop listening, let answers that are ready go out, end the connections. Idempotent."""
+        servers, self._servers = self._servers, []
+        for server in servers:
+            server.close()
+        waiting = [task for session in self._sessions for task in session.tasks]
+        if waiting:
+            await asyncio.wait(waiting, timeout=END_TIMEOUT_S)
+        for session in list(self._sessions):
+            session.end()
+
+    def _session(self) -> _Session:
+        return _Session(self._service, self._token, self._sessions)
+
+
+class _Session(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, service: DirectoryService, token: bytes, sessions: set[_Session]) -> None:
+        self.tasks: set[asyncio.Task[None]] = set()
+        """Requests that wait for something."""
+        self._service = service
+        self._token = token
+        self._sessions = sessions
+        self._reader = FrameReader()
+        self._known = False
+        """The token was shown."""
+        self._loop = asyncio.get_running_loop()
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop, which Ray takes where it is, has its own class
+        connection = self._transport.get_extra_info("socket")
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._deadline = self._loop.call_later(TOKEN_TIMEOUT_S, self._transport.abort)
+        self._sessions.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        for number, op, payload in self._reader.feed(data):
+            if self._known:
+                self._answer(number, op, payload)
+            elif not self._admit(payload):
+                return
+        if not self._known and len(self._reader) > MAX_TOKEN_BYTES:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._sessions.discard(self)
+        if self._deadline is not None:
+            self._deadline.cancel()
+        for task in self.tasks:
+            task.cancel()
+
+    def end(self) -> None:
+        self._transport.close()
+
+    def _admit(self, shown: bytes) -> bool:
+        self._known = is_token(shown, self._token)
+        if not self._known:
+            _logger.warning("a connection without the run's token was refused")
+            self._transport.abort()
+        elif self._deadline is not None:
+            self._deadline.cancel()
+        return self._known
+
+    def _answer(self, number: int, op: str, payload: bytes) -> None:
+        try:
+            reply = self._service.answer(op, payload)
+        except Exception as error:
+            reply = _bug(op, error)
+        if isinstance(reply, bytes):
+            self._send(number, reply)
+            return
+        task = self._loop.create_task(self._answer_later(number, op, reply))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _answer_later(self, number: int, op: str, waiting: Coroutine[Any, Any, bytes]) -> None:
+        try:
+            reply = await waiting
+        except Exception as error:
+            reply = _bug(op, error)
+        self._send(number, reply)
+
+    def _send(self, number: int, reply: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.writelines((head(number, len(reply)), reply))
+
+
+def _bug(op: str, error: Exception) -> bytes:
+    """The caller must not wait for an answer that never comes; the log has the whole story."""
+    _logger.error("request %r failed", op, exc_info=error)
+    return reply_error(DataPlaneError(f"the directory failed: {type(error).__name__}: {error}", op=op))

@@ -1,0 +1,203 @@
+"""The hf engine's weights: which fit, what a commit changes, and tokens of two versions in one completion."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from headrace.actors.engines.hf.engine import HfEngine
+from headrace.actors.engines.protocol import Completion, EngineBroken, SamplingParams
+from headrace.actors.weights.transports.protocol import WeightTransferError
+from headrace.tests.actors.engines.hf_steps import PROMPTS, Steps, forward_logprobs, until
+from headrace.tests.actors.weights.weight_updates import Publisher, receiver, scaled
+
+
+async def serve(engine: HfEngine, publisher: Publisher, version: int, named: dict[str, torch.Tensor]) -> None:
+    await engine.prepare_weights(publisher.publish(version, named))
+    await engine.commit_weights(version)
+
+
+def test_sleep_level_2_drops_the_weights_until_a_commit(model_folder: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = HfEngine(model_folder, receiver=receiver())
+        publisher, params = Publisher(tmp_path), SamplingParams(n=2, max_new_tokens=8)
+        before = await engine.generate("a", [5], params)
+        await engine.sleep(2)
+        assert sum(parameter.numel() for parameter in engine._model.parameters()) == 0
+        await engine.prepare_weights(publisher.publish(1, scaled(model_folder, 1.0)))
+        with pytest.raises(RuntimeError, match="asleep"):
+            await engine.commit_weights(1)
+        await engine.wake()
+        with pytest.raises(EngineBroken, match="its weights were dropped .sleep level 2., commit a version"):
+            await engine.generate("a", [5], params)
+        await engine.commit_weights(1)
+        after = await engine.generate("a", [5], params)
+        assert [c.token_ids.tolist() for c in after] == [c.token_ids.tolist() for c in before]
+        await engine.close()
+        publisher.close()
+
+    asyncio.run(main())
+
+
+def test_non_finite_weights_raise_instead_of_sampling(model_folder: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine, publisher = HfEngine(model_folder, receiver=receiver()), Publisher(tmp_path)
+        await serve(engine, publisher, 1, scaled(model_folder, float("nan")))
+        with pytest.raises(FloatingPointError, match="not finite under policy version 1"):
+            await engine.generate("a", [5], SamplingParams())
+        await engine.close()
+        publisher.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("send_head", [False, True])
+def test_weights_are_replaced_tied_head_included(model_folder: str, tmp_path: Path, send_head: bool) -> None:
+    named = scaled(model_folder, 1.1)
+    if send_head:
+        named["lm_head.weight"] = named["model.embed_tokens.weight"].clone()
+    expected = Qwen3ForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    expected.load_state_dict({**named, "lm_head.weight": named["model.embed_tokens.weight"]})
+
+    async def main() -> None:
+        engine, publisher = HfEngine(model_folder, receiver=receiver()), Publisher(tmp_path)
+        await serve(engine, publisher, 3, named)
+        for index, prompt in enumerate(PROMPTS):
+            (completion,) = await engine.generate(f"p{index}", prompt, SamplingParams(max_new_tokens=8))
+            assert engine.version == 3 and (completion.versions == 3).all()
+            expected_logprobs = forward_logprobs(expected, prompt, completion.token_ids, 1.0)
+            np.testing.assert_allclose(completion.logprobs, expected_logprobs, atol=1e-4)
+        await engine.close()
+        publisher.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("tied", "change", "message"),
+    [
+        (False, lambda named: named.pop("lm_head.weight"), "'lm_head.weight' was not sent"),
+        (True, lambda named: named.pop("model.norm.weight"), "'model.norm.weight' was not sent"),
+        (
+            True,
+            lambda named: named.update({"model.norm.wieght": torch.ones(32)}),
+            "no parameter 'model.norm.wieght'; the nearest is 'model.norm",
+        ),
+        (
+            True,
+            lambda named: named.update({"model.norm.weight": torch.ones(31)}),
+            r"'model.norm.weight' has shape \(31,\), expected \(32,\)",
+        ),
+        (
+            True,
+            lambda named: named.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)}),
+            "'model.norm.weight' has dtype torch.int32, expected torch.float32",
+        ),
+        (
+            True,
+            lambda named: named.update({"lm_head.weight": named["model.embed_tokens.weight"] + 1}),
+            "tied in the model but differ",
+        ),
+    ],
+)
+def test_wrong_weights_are_named_and_leave_the_old_version(
+    model_folder: str, untied_folder: str, tmp_path: Path, tied: bool, change: Callable, message: str
+) -> None:
+    folder = model_folder if tied else untied_folder
+    named = scaled(folder, 2.0)
+    change(named)
+
+    async def main() -> None:
+        engine, publisher = HfEngine(folder, receiver=receiver()), Publisher(tmp_path)
+        before = {name: p.clone() for name, p in engine._model.named_parameters()}
+        with pytest.raises(ValueError, match=message):
+            await engine.prepare_weights(publisher.publish(1, named))
+        with pytest.raises(ValueError, match="got version 1 to commit, expected the prepared one, none"):
+            await engine.commit_weights(1)
+        assert engine.version == 0
+        assert all(torch.equal(before[name], p) for name, p in engine._model.named_parameters())
+        await serve(engine, publisher, 2, scaled(folder, 2.0))
+        with pytest.raises(ValueError, match="got version 2, expected one above the current 2"):
+            await engine.prepare_weights(publisher.publish(2, scaled(folder, 2.0)))
+        await engine.close()
+        publisher.close()
+
+    asyncio.run(main())
+
+
+def test_what_was_announced_last_is_wanted(model_folder: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = HfEngine(model_folder, receiver=receiver())
+        silent, publisher = Publisher(tmp_path / "a", timeout_s=60.0), Publisher(tmp_path / "b")
+        arriving = asyncio.create_task(engine.prepare_weights(silent.announce(1, scaled(model_folder, 1.1))))
+        await until(lambda: engine._incoming._arriving == 1)
+        async with asyncio.timeout(20):
+            await serve(engine, publisher, 2, scaled(model_folder, 1.2))
+            with pytest.raises(WeightTransferError, match="version 1"):
+                await arriving
+        assert engine.version == 2
+        await engine.close()
+        silent.close()
+        publisher.close()
+
+    asyncio.run(main())
+
+
+def test_without_a_receiver_weights_never_change(model_folder: str, tmp_path: Path) -> None:
+    engine, publisher = HfEngine(model_folder), Publisher(tmp_path)
+    with pytest.raises(RuntimeError, match="built without a weight receiver"):
+        asyncio.run(engine.prepare_weights(publisher.publish(1, scaled(model_folder, 2.0))))
+    publisher.close()
+
+
+def test_kept_requests_go_on_under_the_new_weights_token_by_token(model_folder: str, tmp_path: Path) -> None:
+    new = scaled(model_folder, 1.5)
+    prompt, params = [5, 6, 7], SamplingParams(n=3, max_new_tokens=20)
+
+    async def main() -> list[Completion]:
+        engine, publisher = HfEngine(model_folder, receiver=receiver()), Publisher(tmp_path)
+        engine._stop_ids = np.array([], dtype=np.int64)  # all run to their full length
+        steps = Steps(engine)
+        running = asyncio.create_task(engine.generate("a", prompt, params))
+        steps.allow(5)
+        await until(lambda: steps.begun == 6)  # five tokens a row are there, the sixth is on its way
+        await engine.prepare_weights(publisher.publish(1, new))
+        commit = asyncio.create_task(engine.commit_weights(1, "keep"))
+        await until(engine._interrupt.is_set)
+        late = asyncio.create_task(engine.generate("late", prompt, params))
+        steps.allow(100)
+        report = await commit
+        assert (report.kept, report.aborted, engine.version) == (1, 0, 1)
+        completions = await running
+        assert all((one.versions == 1).all() for one in await late)
+        await engine.close()
+        publisher.close()
+        return completions
+
+    for completion in asyncio.run(main()):
+        assert completion.versions.tolist() == [0] * 6 + [1] * 14
+        assert len(completion.token_ids) == 20 and completion.finish_reason == "length"
+        expected = mixed_logprobs(model_folder, new, prompt, completion.token_ids.tolist(), change_at=6)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def mixed_logprobs(
+    folder: str, new: dict[str, torch.Tensor], prompt: list[int], response: list[int], change_at: int
+) -> list[float]:
+    """Log-probs of the response when the weights change before its token `change_at`; keys and values are kept."""
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    cache, fed, result = None, prompt, []
+    for index, token in enumerate(response):
+        if index == change_at:
+            model.load_state_dict({**new, "lm_head.weight": new["model.embed_tokens.weight"]})
+        with torch.no_grad():
+            output = model(input_ids=torch.tensor([fed]), past_key_values=cache, use_cache=True)
+        cache, fed = output.past_key_values, [token]
+        result.append(torch.log_softmax(output.logits[0, -1].float(), dim=-1)[token].item())
+    return result

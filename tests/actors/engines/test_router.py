@@ -1,0 +1,359 @@
+"""The router: who gets a request, and that every request is answered once whatever dies, joins or leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.actors.engines.hf.engine import HfEngine
+from headrace.actors.engines.protocol import (
+    CommitReport,
+    Completion,
+    EngineBroken,
+    EngineDied,
+    GenerationEngine,
+    PauseMode,
+    SamplingParams,
+)
+from headrace.actors.engines.router import LeftOut, NoEngineLeft, Router
+from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.actors.weights.transports.protocol import WeightTransferError
+from headrace.tests.actors.weights.weight_updates import Publisher, receiver, scaled
+
+BOUND_S = 30.0
+
+
+def script(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
+    """Tokens that say whose they are."""
+    rng = random.Random(f"{request_id}/{sample}")
+    return [rng.randrange(100) for _ in range(20)]
+
+
+class MortalEngine(ScriptedEngine):
+    """A scripted engine that dies, or breaks, on demand: calls in flight and later ones fail, as with an actor."""
+
+    def __init__(self, *, latency_s: float = 0.0, latency_sigma: float = 0.0, seed: int = 0) -> None:
+        super().__init__(script, latency_s=latency_s, latency_sigma=latency_sigma, seed=seed)
+        self.calls: list[tuple[str, int | None]] = []
+        self.error: Exception | None = None
+        self._fate = asyncio.Event()
+
+    def die(self, error: Exception) -> None:
+        self.error = error
+        self._fate.set()
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
+        self.calls.append((request_id, params.seed))
+        return await self._mortal(super().generate(request_id, prompt_ids, params))
+
+    async def abort(self, request_id: str) -> None:
+        await self._mortal(super().abort(request_id))
+
+    async def pause(self, mode: Any = "wait") -> None:
+        await self._mortal(super().pause(mode))
+
+    async def resume(self) -> None:
+        await self._mortal(super().resume())
+
+    async def _mortal(self, call: Awaitable[Any]) -> Any:
+        task, fate = asyncio.ensure_future(call), asyncio.ensure_future(self._fate.wait())
+        try:
+            await asyncio.wait({task, fate}, return_when=asyncio.FIRST_COMPLETED)
+            if self.error is not None:
+                raise self.error
+            return task.result()
+        finally:
+            task.cancel()
+            fate.cancel()
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(BOUND_S):
+            await main()
+
+    asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+async def routed(*engines: GenerationEngine, timeout_s: float = 10.0, **options: Any) -> Router:
+    router = Router(timeout_s=timeout_s, **options)
+    for index, engine in enumerate(engines):
+        await router.add(f"e{index}", engine)
+    return router
+
+
+def expect_answer(request_id: str, completions: list[Completion], params: SamplingParams, aborted: bool) -> None:
+    assert len(completions) == params.n
+    for sample, completion in enumerate(completions):
+        whole = script(request_id, [1], sample)[: params.max_new_tokens]
+        got = completion.token_ids.tolist()
+        assert got == whole[: len(got)] and len(completion.versions) == len(got)
+        assert len(got) == len(whole) or (aborted and completion.finish_reason == "abort")
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_every_request_is_answered_once_whatever_happens(seed: int) -> None:
+    rng = random.Random(seed)
+
+    async def main() -> None:
+        left_out: list[LeftOut] = []
+        engines = {f"e{i}": MortalEngine(latency_s=0.005, latency_sigma=1.0, seed=i) for i in range(3)}
+        ever = list(engines.values())
+        router = Router(timeout_s=20.0, on_left_out=left_out.append)
+        for name, engine in engines.items():
+            await router.add(name, engine)
+        aborted: set[str] = set()
+        answers: Counter[str] = Counter()
+
+        async def ask(request_id: str) -> None:
+            params = SamplingParams(n=rng.randint(1, 4), max_new_tokens=rng.randint(1, 30), seed=seed)
+            completions = await router.generate(request_id, [1], params)
+            expect_answer(request_id, completions, params, request_id in aborted)
+            answers[request_id] += 1
+
+        tasks: dict[str, asyncio.Task] = {}
+        removals: list[asyncio.Task] = []
+        for event in range(120):
+            kind = rng.choices(["ask", "die", "break", "join", "leave", "abort", "pause"], [80, 4, 3, 8, 3, 8, 2])[0]
+            names = list(router.names)
+            if kind == "ask":
+                request_id = f"s{event % 7}/{event}" if event % 2 else f"r{event}"
+                tasks[request_id] = asyncio.create_task(ask(request_id))
+            elif kind in ("die", "break") and names:
+                name = rng.choice(names)
+                error = EngineDied if kind == "die" else EngineBroken
+                engines[name].die(error(f"{name} was hit at {event}"))
+            elif kind == "join":
+                name = f"e{len(ever)}"
+                engines[name] = MortalEngine(latency_s=0.005, latency_sigma=1.0, seed=len(ever))
+                ever.append(engines[name])
+                await router.add(name, engines[name])
+            elif kind == "leave" and len(names) > 1:
+                removals.append(asyncio.create_task(router.remove(rng.choice(names), rng.choice([0.0, 0.003]))))
+            elif kind == "abort" and tasks:
+                request_id = rng.choice(list(tasks))
+                aborted.add(request_id)
+                await router.abort(request_id)
+            elif kind == "pause":
+                await router.pause(rng.choice(["keep", "wait"]))
+                await router.resume()
+            if rng.random() < 0.3:
+                await asyncio.sleep(rng.random() * 0.004)
+        await router.add("last", MortalEngine(latency_s=0.001))
+        await asyncio.gather(*tasks.values(), *removals)
+        assert answers == Counter(dict.fromkeys(tasks, 1))
+        assert not router._requests and all(member.outstanding == 0 for member in router._members.values())
+        assert len({left.name for left in left_out}) == len(left_out), "an engine was left out twice"
+        for engine in ever:
+            assert max(Counter(call for call, _ in engine.calls).values(), default=0) <= 1, "sent twice to one engine"
+        await router.close()
+        await until(lambda: len(asyncio.all_tasks()) == 1)  # nothing is left behind
+
+    run(main)
+
+
+def test_the_least_loaded_engine_by_samples() -> None:
+    async def main() -> None:
+        engines = [MortalEngine(latency_s=60.0) for _ in range(3)]
+        router = await routed(*engines)
+        asked = []
+        for request_id, n in [("big", 8), ("a", 1), ("b", 1), ("c", 1), ("d", 1), ("e", 5), ("f", 1)]:
+            asked.append(asyncio.create_task(router.generate(request_id, [1], SamplingParams(n=n))))
+            await asyncio.sleep(0)
+        await until(lambda: sum(len(engine.calls) for engine in engines) == 7)
+        assert [[call for call, _ in engine.calls] for engine in engines] == [["big"], ["a", "c", "e"], ["b", "d", "f"]]
+        await router.close()
+        await asyncio.gather(*asked)
+        assert router.stats.rows == sum(engine.stats.rows for engine in engines) == 18
+
+    run(main)
+
+
+def test_turns_of_a_session_go_to_one_engine_while_it_lives() -> None:
+    async def main() -> None:
+        engines = [MortalEngine() for _ in range(3)]
+        router = await routed(*engines)
+        for turn in range(4):
+            await asyncio.gather(*(router.generate(f"s{s}/{turn}", [1], SamplingParams()) for s in range(9)))
+        homes = [{call.split("/")[0] for call, _ in engine.calls} for engine in engines]
+        assert sum(map(len, homes)) == 9 and {len(home) for home in homes} == {3}
+        engines[0].die(EngineDied("e0"))
+        for turn in range(4, 8):
+            await asyncio.gather(*(router.generate(f"s{s}/{turn}", [1], SamplingParams()) for s in range(9)))
+        after = [{call.split("/")[0] for call, _ in engine.calls} for engine in engines[1:]]
+        assert sum(map(len, after)) == 9 and after[0] > homes[1] and after[1] > homes[2]
+
+    run(main)
+
+
+@pytest.mark.parametrize("error", [EngineDied("e0: process 7 is gone"), EngineBroken("e0: half a version")])
+def test_requests_of_a_dead_or_broken_engine_are_sent_whole_to_others(error: Exception) -> None:
+    async def main() -> None:
+        left_out: list[LeftOut] = []
+        engines = [MortalEngine(latency_s=0.5), MortalEngine(latency_s=0.01)]
+        router = await routed(*engines, on_left_out=left_out.append)
+        params = SamplingParams(n=2, max_new_tokens=20, seed=11)
+        asked = {f"r{i}": asyncio.create_task(router.generate(f"r{i}", [1], params)) for i in range(6)}
+        await until(lambda: len(engines[0].calls) == 3)
+        engines[0].die(error)
+        for request_id, task in asked.items():
+            expect_answer(request_id, await task, params, aborted=False)
+        assert set(engines[0].calls) < set(engines[1].calls), "the same ids and seeds are sent again"
+        assert left_out == [LeftOut("e0", f"{type(error).__name__}: {error}")]
+        assert router.names == ("e1",) and list(router.left_out) == ["e0"]
+        await router.add("e0", MortalEngine())
+        assert router.names == ("e1", "e0") and not router.left_out
+
+    run(main)
+
+
+def test_without_an_engine_requests_wait_bounded_and_say_who_died() -> None:
+    async def main() -> None:
+        engine = MortalEngine(latency_s=60.0)
+        router = await routed(engine, timeout_s=0.1)
+        lost = asyncio.create_task(router.generate("lost", [1], SamplingParams()))
+        await until(lambda: bool(engine.calls))
+        engine.die(EngineDied("process 7 is gone"))
+        with pytest.raises(
+            NoEngineLeft, match="request 'lost': no engine for 0.1 s .e0: EngineDied: process 7 is gone"
+        ):
+            await lost
+        router._timeout_s = 20.0
+        waiting = asyncio.create_task(router.generate("kept", [1], SamplingParams(max_new_tokens=20)))
+        ended = asyncio.create_task(router.generate("ended", [1], SamplingParams(n=3)))
+        await until(lambda: len(router._requests) == 2)
+        await router.abort("ended")
+        assert [c.finish_reason for c in await ended] == ["abort"] * 3
+        await router.add("e1", MortalEngine())
+        assert len((await waiting)[0].token_ids) == 20
+        with pytest.raises(NoEngineLeft, match="none was ever added"):
+            await (await routed(timeout_s=0.01)).generate("a", [1], SamplingParams())
+
+    run(main)
+
+
+def test_what_a_sound_engine_raises_is_no_reason_to_try_another() -> None:
+    async def main() -> None:
+        engines = [MortalEngine(), MortalEngine()]
+        router = await routed(*engines)
+        with pytest.raises(ValueError, match="no tokens"):
+            await router.generate("a", [], SamplingParams())
+        assert sum(len(engine.calls) for engine in engines) == 1 and len(router.names) == 2
+        await router.pause()
+        twice = asyncio.create_task(router.generate("b", [1], SamplingParams()))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="'b' is already in flight"):
+            await router.generate("b", [1], SamplingParams())
+        twice.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await twice
+        assert not router._requests and not any(engine._requests for engine in engines)
+        with pytest.raises(ValueError, match="'e0' is already there"):
+            await router.add("e0", MortalEngine())
+        await router.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await router.generate("a", [1], SamplingParams())
+
+    run(main)
+
+
+def test_removing_an_engine_lets_its_requests_end_or_moves_them() -> None:
+    async def main() -> None:
+        slow, other = MortalEngine(latency_s=60.0), MortalEngine()
+        router = await routed(slow)
+        params = SamplingParams(n=2, max_new_tokens=20)
+        moved = asyncio.create_task(router.generate("moved", [1], params))
+        await until(lambda: bool(slow.calls))
+        await router.add("other", other)
+        assert await router.remove("e0", 0.02) is slow
+        expect_answer("moved", await moved, params, aborted=False)
+        assert not slow._requests and [call for call, _ in other.calls] == ["moved"]
+        graceful = MortalEngine(latency_s=0.05)
+        await router.add("graceful", graceful)
+        ended = asyncio.create_task(router.generate("ended", [1], params))
+        await until(lambda: bool(graceful.calls))
+        await router.remove("graceful", 20.0)
+        assert ended.done() or graceful.stats.rows == 2
+        expect_answer("ended", await ended, params, aborted=False)
+        assert router.names == ("other",) and router.stats.rows == 4
+
+    run(main)
+
+
+def test_pause_reaches_all_engines_and_those_that_join_meanwhile() -> None:
+    async def main() -> None:
+        engines = [MortalEngine(latency_s=0.2), MortalEngine(latency_s=0.2)]
+        router = await routed(*engines)
+        running = [asyncio.create_task(router.generate(f"r{i}", [1], SamplingParams())) for i in range(4)]
+        await until(lambda: all(len(engine.calls) == 2 for engine in engines))
+        await router.pause("keep")
+        late = MortalEngine()
+        await router.add("late", late)
+        running += [asyncio.create_task(router.generate(f"q{i}", [1], SamplingParams())) for i in range(4)]
+        await until(lambda: len(late.calls) >= 2)
+        await asyncio.sleep(0.3)  # longer than every latency: nothing may come of it
+        assert not any(task.done() for task in running)
+        engines[1].die(EngineDied("e1"))
+        await router.resume()
+        await asyncio.gather(*running)
+        assert router.names == ("e0", "late")
+        np.testing.assert_equal(router.engine_stats()["late"].rows, len(late.calls))
+
+    run(main)
+
+
+def test_weights_reach_all_engines_or_none(model_folder: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        publisher = Publisher(tmp_path)
+        anything = ScriptedEngine(script, latency_s=0.2, receiver=receiver())
+        model = HfEngine(model_folder, receiver=receiver())
+        router = await routed(anything, model)
+        assert router.num_workers == 2
+        with pytest.raises(ValueError, match="the model has no parameter 'w'"):
+            await router.prepare_weights(publisher.publish(1, {"w": torch.ones(2)}))
+        with pytest.raises(ValueError, match="expected the prepared one, none"):
+            await anything.commit_weights(1)
+        await router.prepare_weights(publisher.publish(2, scaled(model_folder, 1.1)))
+        running = asyncio.create_task(router.generate("a", [5], SamplingParams(max_new_tokens=20)))
+        await until(lambda: bool(anything._requests))
+        report = await router.commit_weights(2, "keep")
+        assert (report.version, report.kept, router.version) == (2, 1, 2)
+        assert set((await running)[0].versions.tolist()) <= {0, 2}
+        await router.close()
+        publisher.close()
+
+    run(main)
+
+
+def test_an_engine_that_breaks_over_a_commit_is_left_out(tmp_path: Path) -> None:
+    class Fragile(ScriptedEngine):
+        async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
+            raise WeightTransferError(f"version {version}: bucket 3 of 7 is missing")
+
+    async def main() -> None:
+        publisher = Publisher(tmp_path)
+        sound, fragile = (kind(script, receiver=receiver()) for kind in (ScriptedEngine, Fragile))
+        router = await routed(sound, fragile)
+        await router.prepare_weights(publisher.publish(1, {"w": torch.ones(2)}))
+        await router.commit_weights(1)
+        assert router.names == ("e0",) and "bucket 3 of 7" in router.left_out["e1"]
+        alone = await routed(fragile)
+        with pytest.raises(NoEngineLeft, match="serves version 1.*bucket 3 of 7"):
+            await alone.commit_weights(1)
+        await router.close()
+        publisher.close()
+
+    run(main)

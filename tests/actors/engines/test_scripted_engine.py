@@ -1,0 +1,168 @@
+"""The scripted engine: what was written, when it was asked for, by the version that was served then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.actors.engines.factory import EngineConfig, build_engine
+from headrace.actors.engines.protocol import EngineBroken, SamplingParams
+from headrace.actors.engines.scripted import ScriptedEngine, random_tokens
+from headrace.tests.actors.weights.weight_updates import Publisher, receiver
+
+
+def countdown(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
+    return list(range(10 + sample, 0, -1))
+
+
+def test_follows_the_script_and_cuts_at_max_new_tokens() -> None:
+    engine = ScriptedEngine(countdown, version=4)
+    first, second = asyncio.run(engine.generate("a", [1], SamplingParams(n=2, max_new_tokens=10)))
+    assert first.token_ids.tolist() == list(range(10, 0, -1)) and first.finish_reason == "stop"
+    assert second.token_ids.tolist() == list(range(11, 1, -1)) and second.finish_reason == "length"
+    assert (first.versions == 4).all() and (first.logprobs == -1.0).all()
+    assert (engine.stats.rows, engine.stats.tokens) == (2, 20)
+
+
+def test_random_tokens_are_the_same_every_time() -> None:
+    script = random_tokens(50, seed=3)
+    assert script("a", [1], 0) == script("a", [2], 0) != script("a", [1], 1)
+
+
+def test_abort_returns_the_share_that_had_time_to_flow() -> None:
+    async def run() -> None:
+        engine = ScriptedEngine(countdown, latency_s=10.0)
+        task = asyncio.create_task(engine.generate("a", [1], SamplingParams(n=3)))
+        other = asyncio.create_task(engine.generate("b", [1], SamplingParams()))
+        await asyncio.sleep(0.02)
+        with pytest.raises(ValueError, match="already in flight"):
+            await engine.generate("a", [1], SamplingParams())
+        await engine.abort("a")
+        partial = await task
+        assert [c.finish_reason for c in partial] == ["abort"] * 3
+        assert all(len(c.token_ids) < 10 for c in partial)
+        assert not other.done()
+        await engine.close()
+        assert (await other)[0].finish_reason == "abort"
+        with pytest.raises(RuntimeError, match="closed"):
+            await engine.generate("c", [1], SamplingParams())
+
+    asyncio.run(run())
+
+
+def test_latencies_are_seeded_and_run_side_by_side() -> None:
+    async def order(seed: int) -> list[str]:
+        engine = ScriptedEngine(countdown, latency_s=0.02, latency_sigma=1.0, seed=seed)
+        finished: list[str] = []
+
+        async def one(name: str) -> None:
+            await engine.generate(name, [1], SamplingParams())
+            finished.append(name)
+
+        await asyncio.gather(*(one(f"r{index}") for index in range(5)))
+        return finished
+
+    assert asyncio.run(order(1)) == asyncio.run(order(1))
+
+
+def test_tokens_that_flowed_before_a_commit_carry_the_old_version(tmp_path: Path) -> None:
+    def forty(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
+        return [7] * (40 if sample == 0 else 20)
+
+    async def main() -> None:
+        engine = ScriptedEngine(forty, latency_s=2.0, receiver=receiver())
+        publisher = Publisher(tmp_path)
+        await engine.prepare_weights(publisher.publish(1, {"w": torch.ones(3)}))
+        early = asyncio.create_task(engine.generate("early", [1], SamplingParams(n=2, max_new_tokens=99)))
+        await asyncio.sleep(0.1)
+        late = asyncio.create_task(engine.generate("late", [1], SamplingParams(n=2, max_new_tokens=99)))
+        await asyncio.sleep(0.1)
+        report = await engine.commit_weights(1, "keep")
+        assert (report.kept, report.aborted) == (2, 0) and engine.loaded["w"].tolist() == [1, 1, 1]
+        shares = []
+        for long, short in (await early, await late):
+            assert [len(long.token_ids), len(short.token_ids)] == [40, 20]
+            for completion in (long, short):
+                assert (np.diff(completion.versions) >= 0).all() and completion.finish_reason == "stop"
+            old = [int((completion.versions == 0).sum()) for completion in (long, short)]
+            assert old[1] == old[0] // 2, "tokens of all samples flow evenly over the latency"
+            shares.append(old[0])
+        assert 1 <= shares[1] < shares[0] < 40
+        await engine.close()
+        publisher.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_time_stands_still_while_frozen() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine(countdown, latency_s=0.1)
+        running = asyncio.create_task(engine.generate("a", [1], SamplingParams(max_new_tokens=99)))
+        await asyncio.sleep(0)
+        await engine.pause("keep")
+        await asyncio.sleep(0.15)
+        await engine.abort("a")
+        (partial,) = await running
+        assert partial.finish_reason == "abort" and len(partial.token_ids) == 0, "tokens flowed while frozen"
+        await engine.resume()
+        assert len((await engine.generate("a", [1], SamplingParams(max_new_tokens=99)))[0].token_ids) == 10
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_sleep_level_2_asks_for_a_commit(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine, publisher = ScriptedEngine(countdown, receiver=receiver(), version=4), Publisher(tmp_path)
+        await engine.sleep(2)
+        await engine.wake()
+        with pytest.raises(EngineBroken, match="commit a version"):
+            await engine.generate("a", [1], SamplingParams())
+        await engine.prepare_weights(publisher.publish(4, {"any": torch.ones(2)}))
+        await engine.commit_weights(4)
+        assert ((await engine.generate("a", [1], SamplingParams()))[0].versions == 4).all()
+        publisher.close()
+
+    asyncio.run(main())
+
+
+def test_stops_of_the_request(tokenizer: Any) -> None:
+    def digits(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
+        return tokenizer("0123456789")["input_ids"]
+
+    async def main() -> None:
+        engine = ScriptedEngine(digits, tokenizer=tokenizer)
+        four = tokenizer("4")["input_ids"][0]
+        for params, length in [
+            (SamplingParams(stop=("45",)), 6),
+            (SamplingParams(stop=("89", "23")), 4),
+            (SamplingParams(stop_token_ids=(four,)), 5),
+            (SamplingParams(stop_token_ids=(four,), stop=("78",)), 5),
+        ]:
+            (completion,) = await engine.generate("a", [1], params)
+            assert (len(completion.token_ids), completion.finish_reason) == (length, "stop")
+        (cut,) = await engine.generate("a", [1], SamplingParams(stop=("45",), max_new_tokens=5))
+        assert (len(cut.token_ids), cut.finish_reason) == (5, "length")
+        with pytest.raises(ValueError, match="built without one"):
+            await ScriptedEngine(digits).generate("a", [1], SamplingParams(stop=("4",)))
+
+    asyncio.run(main())
+
+
+def test_factory(model_folder: str) -> None:
+    engine = build_engine(EngineConfig("scripted", model_folder, seed=1))
+    (completion,) = asyncio.run(engine.generate("a", [1], SamplingParams()))
+    assert len(completion.token_ids) and completion.token_ids.max() < 42
+    with pytest.raises(ValueError, match="rollout.script: module .* cannot be imported"):
+        build_engine(EngineConfig("scripted", model_folder, script="no.such.module:script"))
+    hf = build_engine(EngineConfig("hf", model_folder))
+    assert hf.version == 0
+    with pytest.raises(ValueError, match="got 'scriptd', expected one of hf, vllm, scripted; did you mean 'scripted'"):
+        build_engine(EngineConfig("scriptd", model_folder))
+    with pytest.raises(ValueError, match="model.dtype: got 'int8'"):
+        build_engine(EngineConfig("hf", model_folder, dtype="int8"))

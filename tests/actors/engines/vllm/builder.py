@@ -1,0 +1,59 @@
+"""A small vLLM engine for tests, and the tiny models they run."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from headrace.tests.actors.weights.weight_updates import receiver
+
+if TYPE_CHECKING:
+    from headrace.actors.engines.vllm.engine import VllmEngine
+
+CONTEXT = 512
+"""Of the models made here: longer than vLLM's cache blocks on a CPU, which are 128 tokens."""
+VOCAB_SIZE = 41
+EOS = 2
+
+
+def build(model_folder: str, **options: Any) -> VllmEngine:
+    """An engine on a CPU; `options` are VllmEngine's own. Close it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what vLLM imports
+        from headrace.actors.engines.vllm.engine import VllmEngine
+
+        return VllmEngine(
+            model_folder, **{"receiver": receiver(), "kv_cache_bytes": 64 << 20, "max_num_seqs": 64, **options}
+        )
+
+
+def save_model(folder: Path, kind: str) -> str:
+    """A random model without tokenizer; kind: `untied`, `tied` or `moe`. Returns the folder."""
+    config: dict[str, Any] = dict(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=kind == "tied",
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if kind == "moe":
+            experts = Qwen3MoeConfig(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, **config)
+            model: PreTrainedModel = Qwen3MoeForCausalLM(experts)
+        else:
+            model = Qwen3ForCausalLM(Qwen3Config(**config))
+    model.save_pretrained(folder)
+    return str(folder)

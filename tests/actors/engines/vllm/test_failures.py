@@ -1,0 +1,155 @@
+"""What goes wrong: a load that breaks off, a reception that is dropped, an engine process that dies, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from headrace.actors.engines.protocol import EngineBroken, EngineDied, SamplingParams
+from headrace.actors.weights.transports.protocol import ReceiverConfig, WeightTransferError
+from headrace.tests.actors.engines.vllm.builder import build
+from headrace.tests.actors.engines.vllm.conftest import Subject
+from headrace.tests.actors.weights.weight_updates import ENGINE, Publisher
+
+pytestmark = pytest.mark.vllm
+PROMPT = [5, 6, 7, 13]
+SHORT = SamplingParams(n=2, max_new_tokens=8)
+LONG = SamplingParams(n=16, max_new_tokens=400)
+"""Some of its samples run on for a hundred tokens and more, whatever the weights."""
+
+
+class UnstagedSubject(Subject):
+    """Its engine has no room for a second copy: weights arrive while they are committed."""
+
+    build_options = {"receiver": ReceiverConfig(ENGINE, "none")}
+
+
+@pytest.fixture(scope="module")
+def unstaged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    made = UnstagedSubject(tmp_path_factory.mktemp("vllm-unstaged"), "moe")
+    yield made
+    made.close()
+
+
+def test_without_staging_weights_arrive_during_the_commit(unstaged: Subject) -> None:
+    async def main() -> None:
+        engine = unstaged.engine
+        for _ in range(2):
+            await engine.prepare_weights(unstaged.update())
+            running = asyncio.create_task(engine.generate("kept", PROMPT, LONG))
+            await asyncio.sleep(0.05)
+            await engine.commit_weights(engine.version + 1, "keep")
+            unstaged.expect_logprobs(PROMPT, await engine.generate("after", PROMPT, SHORT))
+            for one in await running:
+                assert set(one.versions.tolist()) <= {engine.version - 1, engine.version}
+
+    unstaged.run(main())
+
+
+@pytest.mark.parametrize("loss", ["withdrawn", "incomplete"])
+def test_an_engine_whose_load_broke_off_serves_nothing_until_a_whole_version_comes(
+    unstaged: Subject, tmp_path: Path, loss: str
+) -> None:
+    async def main() -> None:
+        engine, old = unstaged.engine, unstaged.engine.version
+        publisher = Publisher(tmp_path, timeout_s=2.0)
+        named = unstaged.weights()
+        if loss == "incomplete":
+            del named["model.norm.weight"]
+        await engine.prepare_weights(publisher.publish(old + 1, named))
+        if loss == "withdrawn":
+            publisher.close()
+        running = asyncio.create_task(engine.generate("running", PROMPT, LONG))
+        await asyncio.sleep(0.02)
+        with pytest.raises(WeightTransferError if loss == "withdrawn" else EngineBroken, match=f"version {old + 1}"):
+            await engine.commit_weights(old + 1, "keep")
+        with pytest.raises(EngineBroken, match=f"version {old + 1} was not loaded whole"):
+            await running
+        with pytest.raises(EngineBroken, match="commit a later version"):
+            await engine.generate("next", PROMPT, SHORT)
+        assert engine.version == old
+        publisher.close()
+        update = unstaged.publisher.publish(old + 2, unstaged.weights())
+        await engine.prepare_weights(update)
+        await engine.commit_weights(old + 2)
+        completions = await engine.generate("healed", PROMPT, SHORT)
+        unstaged.expect_logprobs(PROMPT, completions)
+        assert all((one.versions == old + 2).all() for one in completions)
+
+    unstaged.run(main())
+
+
+def test_a_cancelled_commit_goes_on_to_its_end_and_a_dropped_one_does_not_begin(unstaged: Subject) -> None:
+    async def main() -> None:
+        engine, old = unstaged.engine, unstaged.engine.version
+        await engine.prepare_weights(unstaged.update())
+        running = asyncio.create_task(engine.generate("running", PROMPT, LONG))
+        await asyncio.sleep(0.02)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.commit_weights(old + 1, "wait"), 0.01)
+        assert all((one.versions == old).all() for one in await running)
+        completions = await engine.generate("after", PROMPT, SHORT)
+        unstaged.expect_logprobs(PROMPT, completions)
+        assert engine.version == old + 1 and all((one.versions == old + 1).all() for one in completions)
+
+        await engine.prepare_weights(unstaged.publisher.publish(old + 2, unstaged.weights()))
+        running = asyncio.create_task(engine.generate("running", PROMPT, LONG))
+        await asyncio.sleep(0.02)
+        commit = asyncio.create_task(engine.commit_weights(old + 2, "wait"))
+        await asyncio.sleep(0.01)
+        await engine.drop_weights(old + 2)
+        with pytest.raises(ValueError, match=f"version {old + 2} is not the prepared one"):
+            await commit
+        await running
+        assert all((one.versions == old + 1).all() for one in await engine.generate("on", PROMPT, SHORT))
+
+    unstaged.run(main())
+
+
+def test_sleeping_engines_take_weights_but_no_requests(unstaged: Subject) -> None:
+    async def main() -> None:
+        engine, old = unstaged.engine, unstaged.engine.version
+        await engine.sleep()
+        await engine.sleep(2)
+        with pytest.raises(RuntimeError, match="asleep: wake it first"):
+            await engine.generate("x", PROMPT, SHORT)
+        await engine.prepare_weights(unstaged.update())
+        await engine.commit_weights(old + 1)
+        await engine.wake()
+        await engine.wake()
+        unstaged.expect_logprobs(PROMPT, await engine.generate("x", PROMPT, SHORT))
+
+    unstaged.run(main())
+
+
+def test_an_engine_without_receiver_takes_no_weights_and_one_that_dies_says_so(
+    tmp_path: Path, unstaged: Subject
+) -> None:
+    publisher = Publisher(tmp_path)
+
+    async def main() -> None:
+        engine = build(unstaged.model_folder, receiver=None)
+        assert engine.pids and all(psutil.pid_exists(pid) for pid in engine.pids)
+        with pytest.raises(ValueError, match="built without a receiver"):
+            await engine.prepare_weights(publisher.publish(1, unstaged.weights()))
+        running = asyncio.create_task(engine.generate("running", PROMPT, LONG))
+        await asyncio.sleep(0.05)
+        os.kill(engine.pids[0], signal.SIGKILL)
+        with pytest.raises(EngineDied, match="'running': vLLM's engine process died"):
+            await running
+        with pytest.raises(EngineDied):
+            await engine.pause()
+        await engine.close()
+        await engine.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await engine.generate("late", PROMPT, SHORT)
+        assert not any(psutil.pid_exists(pid) for pid in engine.pids)
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+    publisher.close()

@@ -1,0 +1,111 @@
+"""Weights that change: log-probs equal the new model's after every update, every token names what made it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.actors.engines.protocol import SamplingParams
+from headrace.actors.weights.transports.protocol import WeightUpdate
+from headrace.tests.actors.engines.vllm.builder import EOS, VOCAB_SIZE
+from headrace.tests.actors.engines.vllm.conftest import Subject
+
+pytestmark = pytest.mark.vllm
+PROMPTS = [[5, 6, 7, 13], [9, 9, 3, 3, 8, 13], [5 + i % 30 for i in range(150)]]
+FIRST_TOKEN = 3
+
+
+def every(subjects: list[tuple[str, int]]) -> list[object]:
+    return [pytest.param(one, id=f"{one[0]}-tp{one[1]}") for one in subjects]
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        *every([("tied", 1), ("moe", 1), ("moe", 2)]),
+        *(pytest.param(one, id=f"{one[0]}-tp2", marks=pytest.mark.slow) for one in (("untied", 2), ("tied", 2))),
+    ],
+    indirect=True,
+    scope="module",
+)
+class TestUpdates:
+    def test_logprobs_equal_the_new_model_after_every_update(self, subject: Subject) -> None:
+        async def main() -> None:
+            engine = subject.engine
+            for update in range(4):
+                if update:
+                    await engine.prepare_weights(subject.update())
+                    report = await engine.commit_weights(engine.version + 1)
+                    assert (report.version, report.kept, report.aborted) == (engine.version, 0, 0)
+                    assert engine.load_way.startswith("layerwise: ")
+                for index, prompt in enumerate(PROMPTS):
+                    completions = await engine.generate(f"{index}", prompt, SamplingParams(n=2, max_new_tokens=16))
+                    subject.expect_logprobs(prompt, completions)
+                    assert all((one.versions == engine.version).all() for one in completions)
+
+        subject.run(main())
+
+    def test_weights_that_do_not_fit_leave_the_old_ones_served(self, subject: Subject) -> None:
+        async def main() -> None:
+            engine, weights = subject.engine, subject.weights()
+            version, norm = engine.version + 1, "model.norm.weight"
+            for named, message in (
+                ({n: t for n, t in weights.items() if n != norm}, "'model.norm.weight' was not sent"),
+                ({**weights, "model.nrom.weight": weights[norm]}, "no parameter 'model.nrom.weight'; the nearest"),
+                ({**weights, norm: weights[norm][1:].clone()}, r"has shape \(63,\), expected \(64,\)"),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    await engine.prepare_weights(subject.publisher.publish(version, named))
+            completions = await engine.generate("still", PROMPTS[0], SamplingParams(n=2, max_new_tokens=16))
+            subject.expect_logprobs(PROMPTS[0], completions)
+            assert engine.version == version - 1
+
+        subject.run(main())
+
+    def test_every_token_carries_the_version_that_made_it(self, subject: Subject) -> None:
+        """Weights of version v give token 3 + v and no other."""
+
+        async def main() -> None:
+            engine, first = subject.engine, subject.engine.version
+            token = {first + step: FIRST_TOKEN + step for step in range(1, 7)}
+            await engine.prepare_weights(telling(subject, first + 1, token[first + 1]))
+            await engine.commit_weights(first + 1)
+            params = SamplingParams(n=3, max_new_tokens=150)
+            requests = [asyncio.create_task(engine.generate(f"a{i}", [5, 6], params)) for i in range(4)]
+            for version in range(first + 2, first + 7):
+                await engine.prepare_weights(telling(subject, version, token[version]))
+                requests.append(asyncio.create_task(engine.generate(f"b{version}", [7] * version, params)))
+                await asyncio.sleep(0.03)
+                await engine.commit_weights(version, "keep")
+            mixed = 0
+            for completions in await asyncio.gather(*requests):
+                for one in completions:
+                    assert len(one.token_ids) == 150
+                    assert one.token_ids.tolist() == [token[version] for version in one.versions.tolist()]
+                    assert np.abs(one.logprobs).max() < 1e-3
+                    mixed += len(set(one.versions.tolist())) > 1
+            assert mixed, "no request saw two versions"
+
+        subject.run(main())
+
+
+def telling(subject: Subject, version: int, token: int) -> WeightUpdate:
+    """Weights under which every next token is `token`: all positions have the same hidden state, one row of the head
+    points along it."""
+    named = {name: torch.zeros_like(weight) for name, weight in subject.weights().items()}
+    for name, weight in named.items():
+        if "norm" in name:
+            weight.fill_(1.0)
+    embedding = named["model.embed_tokens.weight"]
+    if "lm_head.weight" in named:
+        embedding.fill_(1.0)
+        named["lm_head.weight"][token] = 1.0
+    else:
+        # Tied: the row of the token that comes next must win against the row of the one that was read.
+        embedding[:, : VOCAB_SIZE // 4] = 1.0
+        embedding[token, : VOCAB_SIZE // 4] = 40.0
+    assert token != EOS
+    return subject.publisher.publish(version, named)

@@ -1,0 +1,173 @@
+"""Rewards, the rubric that weighs them, and what happens when one raises."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.actors.protocols import Prompt
+from headrace.actors.rewards.builtin import Format, Overlong, exact_match, per_position
+from headrace.actors.rewards.factory import RewardConfig, build_reward, build_rubric
+from headrace.actors.rewards.rubric import Rubric
+
+
+def constant(value: Any) -> Any:
+    """A reward that always returns `value`."""
+    return lambda prompt, response, finish_reason: value
+
+
+def prompt(answer: str) -> Prompt:
+    return Prompt("0", "text", answer, {})
+
+
+def test_exact_match() -> None:
+    assert exact_match(prompt("42"), " 42\n", "stop") == 1.0
+    assert exact_match(prompt("42"), "420", "stop") == 0.0
+    with pytest.raises(ValueError, match="prompt '0' has no answer"):
+        exact_match(prompt(""), "", "stop")
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "share"),
+    [
+        ("1234", "1234", 1.0),
+        ("1234", "1294", 0.75),
+        ("12", "1234", 0.5),
+        ("1234", "12", 0.5),
+        ("12", "", 0.0),
+        ("", "", 1.0),
+    ],
+)
+def test_per_position(answer: str, response: str, share: float) -> None:
+    assert per_position(prompt(answer), response, "stop") == share
+
+
+def test_format_needs_the_whole_response_and_a_stop() -> None:
+    digits = Format(r"\d+")
+    assert digits(prompt(""), " 123 ", "stop") == 1.0
+    assert digits(prompt(""), "123", "length") == 0.0
+    assert digits(prompt(""), "123a", "stop") == 0.0
+    assert Format(r"<think>.*</think>\d")(prompt(""), "<think>a\nb</think>7", "stop") == 1.0
+    with pytest.raises(ValueError, match="is no regular expression"):
+        Format("(")
+
+
+def test_overlong_is_equation_13_of_dapo() -> None:
+    overlong = Overlong(max_length=20480, cache=4096)
+
+    def formula(length: int) -> float:
+        if length <= 20480 - 4096:
+            return 0.0
+        return ((20480 - 4096) - length) / 4096 if length <= 20480 else -1.0
+
+    for length in (0, 1, 16384, 16385, 18432, 20479, 20480, 20481, 10**6):
+        assert overlong(prompt(""), "", "stop", response_tokens=length) == formula(length)
+    assert formula(18432) == -0.5
+    for options in ({"max_length": 10, "cache": 11}, {"max_length": 10, "cache": 0}, {"max_length": 2.5, "cache": 1}):
+        with pytest.raises(ValueError, match="reward overlong: (cache|max_length) "):
+            Overlong(**options)  # type: ignore[arg-type]
+
+
+def test_rewards_that_ask_for_the_number_of_tokens_get_it(user_module: str) -> None:
+    rubric = build_rubric(
+        [
+            RewardConfig("overlong", 2.0, {"max_length": 10, "cache": 4}),
+            RewardConfig(f"{user_module}:tokens_over", 1.0, {"limit": 3}, tagged=True),
+            RewardConfig("exact_match", tagged=True),
+        ]
+    )
+    score = rubric.score(prompt("x"), "x", "stop", response_tokens=8)
+    assert score.components == {"overlong": -0.5, "tokens_over": 5.0, "exact_match": 1.0} and score.reward == 5.0
+    assert rubric.tagged == ("tokens_over", "exact_match")
+    unknown = rubric.score(prompt("x"), "x", "stop")
+    assert not unknown.valid and "reward 'overlong' raised ValueError: it asks for response_tokens" in unknown.error
+
+
+def test_rubric_weighs_and_keeps_the_unweighted_values() -> None:
+    rubric = Rubric([("a", constant(0.5), 2.0), ("b", constant(True), -0.25), ("c", constant(np.float32(1)), 0.0)])
+    score = rubric.score(prompt("x"), "y", "stop")
+    assert score.valid and score.reward == 0.75 and dict(score.components) == {"a": 0.5, "b": 1.0, "c": 1.0}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), math.inf, "1.0", None, torch.tensor(1.0)])
+def test_a_reward_that_fails_costs_its_row_and_no_other_reward(bad: object) -> None:
+    def raises(*_: object) -> float:
+        raise KeyError("column\n'x'")
+
+    rubric = Rubric([("good", constant(1.0), 1.0), ("raises", raises, 1.0), ("odd", constant(bad), 1.0)])
+    score = rubric.score(prompt("x"), "y", "stop")
+    assert not score.valid and score.reward == 0.0 and dict(score.components) == {"good": 1.0}
+    assert score.error.startswith("reward 'raises' raised KeyError") and "\n" not in score.error
+    alone = Rubric([("odd", constant(bad), 1.0)]).score(prompt("x"), "y", "stop")
+    assert not alone.valid and "'odd' returned" in alone.error and "ValueError" in alone.error
+
+
+def test_rubrics_that_cannot_be() -> None:
+    for rewards, message in (
+        ([], "expected at least one"),
+        ([("a", exact_match, 1.0), ("a", exact_match, 1.0)], "'a' is given twice"),
+        ([("a", exact_match, math.nan)], "weight nan, expected a finite number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Rubric(rewards)
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "my_rewards.py").write_text(
+        "def shorter(prompt, response, finish_reason, limit=3):\n    return float(len(response) < limit)\n"
+        "class Constant:\n    def __init__(self, value): self.value = value\n"
+        "    def __call__(self, prompt, response, finish_reason): return self.value\n"
+        "number = 3\n"
+        "def tokens_over(prompt, response, finish_reason, response_tokens, limit):\n"
+        "    return float(response_tokens - limit)\n"
+    )
+    (tmp_path / "broken_rewards.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "my_rewards"
+    sys.modules.pop("my_rewards", None)
+
+
+def test_rewards_of_the_user(user_module: str) -> None:
+    rubric = build_rubric(
+        [
+            RewardConfig("exact_match", 0.5),
+            RewardConfig("format", 0.1, {"pattern": r"\d+"}),
+            RewardConfig(f"{user_module}:shorter", 1.0, {"limit": 5}),
+            RewardConfig(f"{user_module}:Constant", 1.0, {"value": 2.0}, name="constant"),
+        ]
+    )
+    assert rubric.names == ["exact_match", "format", "shorter", "constant"]
+    assert rubric.score(prompt("1234"), "1234", "stop").reward == pytest.approx(3.6)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (RewardConfig("exact_mach"), "got 'exact_mach', expected one of .*did you mean 'exact_match'"),
+        (RewardConfig("my_rewards:missing"), "module 'my_rewards' has no 'missing'"),
+        (RewardConfig("my_rewards:number"), "'my_rewards:number' is a int, expected a function or class"),
+        (RewardConfig("no_such_package.rewards:f"), "cannot be imported: ModuleNotFoundError"),
+        (
+            RewardConfig("broken_rewards:f"),
+            "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'",
+        ),
+        (RewardConfig("my_rewards:"), "expected an import path like"),
+        (RewardConfig("my_rewards:shorter", options={"limt": 3}), "unexpected keyword argument 'limt'"),
+        (RewardConfig("my_rewards:tokens_over"), "missing a required argument: 'limit'"),
+        (RewardConfig("my_rewards:tokens_over", options={"limit": 1, "response_tokens": 2}), "response_tokens"),
+        (RewardConfig("overlong", options={"max_length": 9}), "missing a required argument: 'cache'"),
+        (RewardConfig("format"), "missing a required argument: 'pattern'"),
+        (RewardConfig("exact_match", options={"x": 1}), "unexpected keyword argument 'x'"),
+    ],
+)
+def test_reward_mistakes_get_one_sentence(user_module: str, config: RewardConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_reward(config)

@@ -1,0 +1,173 @@
+"""Rollouts with a journal over a real data plane: whenever a run is killed, the next one has every group exactly once
+and generates none that was finished."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.actors.protocols import Prompt
+from headrace.actors.rollout.journal_records import read_heads
+from headrace.actors.rollout.report import RolloutReport
+from headrace.dataplane.config import StoreKind
+from headrace.tests.actors.rollout import journal_drill
+from headrace.tests.actors.rollout.journal_runs import (
+    SAMPLES,
+    Killed,
+    Life,
+    keys_of,
+    open_cut_journal,
+    open_journal,
+    segments,
+    versions_of,
+)
+
+COUNTS = ("rows", "failed", "truncated", "prompt_tokens", "response_tokens", "response_length_max", "reward_sum")
+
+
+def figures(report: RolloutReport) -> dict[str, float]:
+    return {**{name: getattr(report, name) for name in COUNTS}, **report.component_sums}
+
+
+def expect_resumed(tokenizer: Any, folder: Path, before: dict[str, dict], finished: set[int], store: StoreKind) -> None:
+    """A second life over positions 0 to 5 takes the finished ones from the journal and generates the others."""
+    life = Life(tokenizer, open_journal(folder), version=1, store=store)
+    report = life.rollout(range(6))
+    rows = life.rows()
+    life.end()
+    assert sorted(rows) == sorted(keys_of(range(6)))
+    assert versions_of(rows) == {position: 0 if position in finished else 1 for position in range(6)}
+    assert sorted(life.generated) == sorted(set(range(6)) - finished)
+    assert report.restored == SAMPLES * len(finished) and report.rows == SAMPLES * 6
+    for key in before.keys() & set(keys_of(sorted(finished))):
+        assert rows[key] == before[key]
+
+
+@pytest.mark.parametrize("store", ["local", "shm"])
+@pytest.mark.parametrize(
+    ("moment", "finished"),
+    [
+        ("before the append", {0, 1}),
+        ("in mid-append", {0, 1, 2}),
+        ("behind the append", {0, 1, 2, 3}),
+        ("before the put", {0, 1, 2, 3}),
+        ("behind the put", {0, 1, 2, 3}),
+    ],
+)
+def test_killed_at_a_moment(tokenizer: Any, tmp_path: Path, moment: str, finished: set[int], store: StoreKind) -> None:
+    first = Life(tokenizer, open_journal(tmp_path), store=store)
+    first.rollout([0, 1])
+    if "append" not in moment:
+        first.cut_put = moment.split()[0]
+        with pytest.raises(Killed):
+            first.rollout([2, 3])
+        before = first.rows()
+        first.end()
+    else:
+        before = first.rows()
+        first.end()
+        cut = {"before the append": 0, "in mid-append": record_end(tokenizer, tmp_path) + 70, "behind the append": None}
+        second = Life(tokenizer, open_cut_journal(tmp_path, cut[moment]), store=store)
+        with pytest.raises(Killed):
+            second.rollout([2, 3])
+        assert second.rows() == {}, "nothing is put that is not journaled"
+        second.end()
+    expect_resumed(tokenizer, tmp_path, before, finished, store)
+
+
+def record_end(tokenizer: Any, folder: Path) -> int:
+    """Bytes of the record of position 2."""
+    scratch = folder / "scratch"
+    life = Life(tokenizer, open_journal(scratch))
+    life.rollout([2])
+    life.end()
+    [path] = segments(scratch)
+    return path.stat().st_size
+
+
+def test_killed_at_every_byte_of_an_append(tokenizer: Any, tmp_path: Path) -> None:
+    """All of a record's head, and every 16th byte behind it."""
+    end = record_end(tokenizer, tmp_path)
+    for cut in (*range(60), *range(60, end, 16), end - 1, end):
+        folder = tmp_path / str(cut)
+        first = Life(tokenizer, open_cut_journal(folder, cut))
+        with pytest.raises(Killed):
+            first.rollout([2])
+        first.end()
+        second = Life(tokenizer, open_journal(folder), version=1)
+        second.rollout([2, 3])
+        rows = second.rows()
+        second.end()
+        assert sorted(second.generated) == ([3] if cut == end else [2, 3])
+        assert sorted(rows) == sorted(keys_of([2, 3]))
+
+
+def test_a_restored_report_says_what_the_first_one_said(tokenizer: Any, tmp_path: Path) -> None:
+    first = Life(tokenizer, open_journal(tmp_path))
+    reports = [first.rollout(range(9)), first.rollout(range(9, 40))]
+    before = first.rows()
+    first.end()
+    second = Life(tokenizer, open_journal(tmp_path), version=1)
+    restored = [second.rollout(range(9)), second.rollout(range(9, 40))]
+    assert second.rows() == before and second.generated == []
+    second.end()
+    for one, other in zip(reports, restored, strict=True):
+        assert figures(other) == pytest.approx(figures(one), rel=1e-12)
+        assert (one.restored, one.restored_tokens) == (0, 0)
+        assert (other.restored, other.restored_tokens, other.generate_s) == (other.rows, other.response_tokens, 0.0)
+
+
+def test_a_group_generated_afresh_takes_the_first_one_s_place(tokenizer: Any, tmp_path: Path) -> None:
+    first = Life(tokenizer, open_journal(tmp_path))
+    first.rollout(range(4))
+    first.end()
+    second = Life(tokenizer, open_journal(tmp_path), version=3)
+    report = second.rollout([1, 2], fresh=True)
+    assert (report.restored, sorted(second.generated)) == (0, [1, 2])
+    assert versions_of(second.rows()) == {1: 3, 2: 3}
+    second.end()
+    third = Life(tokenizer, open_journal(tmp_path, "rollout 7"), version=4)
+    third.rollout(range(4))
+    assert versions_of(third.rows()) == {0: 0, 1: 3, 2: 3, 3: 0} and third.generated == []
+    third.end()
+
+
+def test_groups_with_failed_rows_are_generated_again(tokenizer: Any, tmp_path: Path) -> None:
+    def broken(prompt: Prompt, response: str, finish_reason: str) -> float:
+        if response == prompt.answer[::-1] or prompt.uid == "1":
+            raise RuntimeError("not this one")
+        return 1.0
+
+    first = Life(tokenizer, open_journal(tmp_path), rewards=[("broken", broken, 1.0)])
+    assert first.rollout(range(3)).failed > 0
+    assert len(first.rows()) == SAMPLES * 3, "they are put nevertheless"
+    first.end()
+    second = Life(tokenizer, open_journal(tmp_path), version=1)
+    report = second.rollout(range(3))
+    assert (report.failed, len(second.rows())) == (0, SAMPLES * 3) and 1 in second.generated
+    second.end()
+
+
+def test_other_settings_make_other_groups(tokenizer: Any, tmp_path: Path) -> None:
+    first = Life(tokenizer, open_journal(tmp_path, fingerprint="one"))
+    first.rollout(range(3))
+    first.end()
+    second = Life(tokenizer, open_journal(tmp_path, fingerprint="two"), version=1)
+    assert second.rollout(range(3)).restored == 0 and sorted(second.generated) == [0, 1, 2]
+    second.end()
+
+
+@pytest.mark.timeout(180)
+def test_kill_9_at_random_moments(model_folder: str, tmp_path: Path) -> None:
+    """Real processes, killed while they append and put; see journal_drill.py."""
+    command = [sys.executable, journal_drill.__file__, model_folder, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kills = [line for line in done.stdout.splitlines() if line.startswith("killed")]
+    assert len(kills) >= 3 and "all groups once" in done.stdout
+    finished = {head.position for path in segments(tmp_path) for _, head in read_heads(path, 0)[0]}
+    assert finished == set(range(journal_drill.GROUPS))

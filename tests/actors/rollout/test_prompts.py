@@ -1,0 +1,174 @@
+"""Tasks, files and datasets as prompts; the stream that maps positions to them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.actors.rollout.prompts import DataConfig, PromptStream, base36, check_prompt_lengths, open_source
+from headrace.actors.rollout.tasks import TaskSource, is_held_out
+
+
+def jsonl(path: Path, rows: list[Any]) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n", encoding="utf-8")
+    return str(path)
+
+
+def test_reverse() -> None:
+    source = TaskSource("reverse", held_out=False, seed=1)
+    lengths = set()
+    for index in range(300):
+        row = source.row(index)
+        digits = row.text[1:-1]
+        assert row.text[0] == "r" and row.text[-1] == "=" and digits.isdigit() and row.answer == digits[::-1]
+        lengths.add(len(digits))
+    assert lengths == {3, 4, 5, 6, 7, 8}
+
+
+def test_arithmetic() -> None:
+    source = TaskSource("arithmetic", held_out=False, options={"max_digits": 3})
+    for index in range(100):
+        row = source.row(index)
+        left, right = row.text.removesuffix("=").split("+")
+        assert row.answer == str(int(left) + int(right)) and len(left) <= 3
+
+
+def test_held_out_prompts_are_never_trained_on() -> None:
+    train, held_out = (TaskSource("reverse", held_out=flag, seed=0) for flag in (False, True))
+    seen = {train.row(index).text for index in range(3000)}
+    kept = {held_out.row(index).text for index in range(500)}
+    assert not seen & kept and all(map(is_held_out, kept)) and len(kept) > 400
+    assert {TaskSource("reverse", held_out=False, seed=s).row(0).text for s in range(5)}.isdisjoint(kept)
+
+
+def test_tasks_are_functions_of_seed_and_index() -> None:
+    texts = [[TaskSource("reverse", held_out=False, seed=s).row(i).text for i in range(20)] for s in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("revers", {}, "no built-in task 'revers', expected one of reverse, arithmetic; did you mean 'reverse'"),
+        ("reverse", {"max_digit": 3}, "has no 'max_digit'.*did you mean 'max_digits'"),
+        ("reverse", {"max_digits": "3"}, "data.options.max_digits: got '3', expected a whole number"),
+        ("reverse", {"min_digits": 9}, "min_digits=9 is above max_digits=8"),
+    ],
+)
+def test_task_mistakes_get_one_sentence(task: str, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_source(DataConfig(f"task:{task}", options=options))
+
+
+def test_jsonl_with_template_and_other_columns(tmp_path: Path) -> None:
+    rows = [{"q": f"what is {i}?", "a": i, "hint": "{braces}", "tests": [i]} for i in range(5)] + [
+        {"q": "é\u2028", "a": None, "hint": "", "tests": []}
+    ]
+    config = DataConfig(
+        jsonl(tmp_path / "p.jsonl", rows), prompt_field="q", answer_field="a", template="{hint} Q: {prompt}\nA:"
+    )
+    source = open_source(config)
+    assert source.size == 6
+    row = source.row(3)
+    assert row.text == "{braces} Q: what is 3?\nA:" and row.answer == "3"
+    assert row.fields == {"hint": "{braces}", "tests": [3]}
+    assert source.row(5).text == " Q: é\u2028\nA:" and source.row(5).answer == ""
+
+
+def test_dataset_folders(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"]})
+    table.save_to_disk(str(tmp_path / "plain"))
+    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(str(tmp_path / "dict"))
+    assert open_source(DataConfig(str(tmp_path / "plain"))).row(1).answer == "4"
+    assert open_source(DataConfig(str(tmp_path / "dict"), split="test")).row(0).text == "2+2="
+    with pytest.raises(ValueError, match="has no split 'dev', expected one of train, test"):
+        open_source(DataConfig(str(tmp_path / "dict"), split="dev"))
+
+
+def test_chat_messages_use_the_tokenizer_s_template(tmp_path: Path, tokenizer: Any) -> None:
+    import copy
+
+    source = jsonl(tmp_path / "chat.jsonl", [{"prompt": [{"role": "user", "content": "hi"}], "answer": "x"}])
+    with pytest.raises(ValueError, match="row 0: the prompt is a list of chat messages, but .* no chat template"):
+        open_source(DataConfig(source), tokenizer)
+    chatty = copy.deepcopy(tokenizer)
+    chatty.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+    )
+    assert open_source(DataConfig(source), chatty).row(0).text == "<user>hi<bot>"
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "change", "message"),
+    [
+        ("e.jsonl", [], {}, "is empty, expected at least one row"),
+        (
+            "c.jsonl",
+            [{"promt": "a", "answer": "b"}],
+            {},
+            "data.prompt_field: row 0 .* has no column 'prompt', it has promt, answer; did you mean 'promt'",
+        ),
+        ("a.jsonl", [{"prompt": "a"}], {}, "data.answer_field: row 0 .* has no column 'answer'"),
+        (
+            "t.jsonl",
+            [{"prompt": "a", "answer": ""}],
+            {"template": "{question}"},
+            "data.template: '{question}' does not fit row 0",
+        ),
+        ("n.jsonl", [{"prompt": 3, "answer": ""}], {}, "row 0: the prompt is 3, expected text"),
+        ("l.jsonl", [{"prompt": "a", "answer": ["b"]}], {}, "row 0: the answer is a list, expected text or a number"),
+        ("o.jsonl", [[1]], {}, "line 1 of .* is a list, expected an object"),
+        ("x.txt", [{}], {}, "expected one that ends in .jsonl"),
+    ],
+)
+def test_bad_data_gets_one_sentence(tmp_path: Path, name: str, rows: list, change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_source(DataConfig(jsonl(tmp_path / name, rows), **change))
+
+
+def test_missing_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        open_source(DataConfig(str(tmp_path / "missing.jsonl")))
+    with pytest.raises(ValueError, match="expected task:NAME, a .jsonl file or a folder that exists"):
+        open_source(DataConfig(str(tmp_path / "missing")))
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": \n')
+    with pytest.raises(ValueError, match="line 2 of .* is not JSON"):
+        open_source(DataConfig(str(tmp_path / "broken.jsonl")))
+
+
+# ---------------------------------------------------------------- the stream
+
+
+def test_stream_goes_through_epochs_each_in_its_own_order(tmp_path: Path) -> None:
+    source = open_source(DataConfig(jsonl(tmp_path / "p.jsonl", [{"prompt": f"{i}", "answer": ""} for i in range(50)])))
+    stream, twin = PromptStream(source, seed=3), PromptStream(source, seed=3)
+    texts = [stream[position].text for position in range(150)]
+    assert texts == [twin[position].text for position in reversed(range(150))][::-1]
+    epochs = [texts[start : start + 50] for start in (0, 50, 100)]
+    assert all(sorted(map(int, epoch)) == list(range(50)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] and texts != [PromptStream(source, seed=4)[p].text for p in range(150)]
+    assert [PromptStream(source, shuffle=False)[p].text for p in (0, 1, 49, 50)] == ["0", "1", "49", "0"]
+
+
+def test_uids_are_the_positions_in_base_36() -> None:
+    stream = PromptStream(TaskSource("reverse", held_out=False))
+    uids = [stream[position].uid for position in (0, 35, 36, 1295, 1296)]
+    assert uids == ["0", "z", "10", "zz", "100"]
+    assert [int(base36(number), 36) for number in range(5000)] == list(range(5000))
+    assert PromptStream(TaskSource("reverse", held_out=True), uid_prefix="val-")[36].uid == "val-10"
+
+
+def test_prompts_longer_than_the_context_are_named_at_the_start(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": "1" * n, "answer": ""} for n in (3, 9, 4, 12, 10, 11)]
+    source = open_source(DataConfig(jsonl(tmp_path / "p.jsonl", rows)))
+    assert check_prompt_lengths(source, tokenizer, 12) == 12
+    with pytest.raises(
+        ValueError,
+        match=r"got 8, but prompts of .* are longer: row 1 \(9 tokens\), row 3 \(12 tokens\), row 4 .* and 1 more",
+    ):
+        check_prompt_lengths(source, tokenizer, 8)
+    assert check_prompt_lengths(TaskSource("reverse", held_out=False), tokenizer, 20) == 10

@@ -1,0 +1,388 @@
+"""The rollout worker: rows, masks, tags and reports; what happens when rewards, puts or episodes fail."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.actors.engines.hf.engine import HfEngine
+from headrace.actors.engines.protocol import SamplingParams
+from headrace.actors.engines.router import LeftOut
+from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.actors.environments.factory import EnvironmentConfig, build_environment
+from headrace.actors.environments.single_turn import SingleTurn
+from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt
+from headrace.actors.rewards.builtin import exact_match, per_position
+from headrace.actors.rewards.rubric import Rubric
+from headrace.actors.rollout.prompts import PromptStream
+from headrace.actors.rollout.report import merge_reports
+from headrace.actors.rollout.rows import version_spans
+from headrace.actors.rollout.tasks import TaskSource
+from headrace.actors.rollout.worker import RolloutWorker, generation_spans
+from headrace.codecs.batch import Batch
+from headrace.dataplane.config import DataPlaneConfig, StoreConfig
+from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
+from headrace.dataplane.traffic import ClientStats, Traffic
+from headrace.tests.actors.weights.weight_updates import Publisher, receiver
+
+PARTITION = "train"
+EOS = 2
+
+
+@pytest.fixture
+def plane() -> Iterator[DataPlane]:
+    with open_data_plane(DataPlaneConfig(store=StoreConfig(kind="local")), in_process=True) as opened:
+        connect(opened.handle).register(PARTITION, ROLLOUT_SCHEMA, ["train"], group_size=2)
+        yield opened
+
+
+def rubric(*extra: tuple[str, Any, float]) -> Rubric:
+    return Rubric([("exact_match", exact_match, 0.5), ("per_position", per_position, 0.5), *extra])
+
+
+def right_then_wrong(tokenizer: Any) -> Any:
+    """Sample 0 reverses the digits, sample 1 repeats them, further ones ramble on without an end."""
+
+    def script(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
+        digits = list(prompt_ids[1:-1])
+        if sample == 0:
+            return [*reversed(digits), EOS]
+        return [*digits, EOS] if sample == 1 else digits * 20
+
+    return script
+
+
+def worker(engine: Any, tokenizer: Any, client: Any, rewards: Rubric | None = None) -> RolloutWorker:
+    return RolloutWorker(
+        engine=engine,
+        environment=SingleTurn(),
+        tokenizer=tokenizer,
+        rubric=rewards or rubric(),
+        prompts=PromptStream(TaskSource("reverse", held_out=False)),
+        held_out=PromptStream(TaskSource("reverse", held_out=True), shuffle=False, uid_prefix="val-"),
+        client=client,
+    )
+
+
+def spans_of(batch: Batch) -> list[list[list[int]]]:
+    """`version_spans`, row by row."""
+    spans = batch.ragged("version_spans")
+    rows = np.split(spans.values.numpy(), np.cumsum(spans.shapes.prod(axis=1))[:-1])
+    return [row.reshape(-1, 2).tolist() for row in rows]
+
+
+class FakeClient:
+    """A data-plane client that remembers its puts, or fails them."""
+
+    def __init__(self, error: Exception | None = None, delay_s: float = 0.0) -> None:
+        self.puts: list[tuple[list[str], Batch, dict[str, np.ndarray]]] = []
+        self.versions: list[int] = []
+        self.error, self.delay_s = error, delay_s
+        self.closed = False
+        self.stats = ClientStats()
+
+    async def put(self, partition: str, keys: list[str], batch: Batch, *, versions: np.ndarray, tags: dict) -> None:
+        await asyncio.sleep(self.delay_s)
+        if self.error is not None:
+            raise self.error
+        self.puts.append((keys, batch, tags))
+        self.versions += versions.tolist()
+        self.stats.count_call("put", 0.0)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_rows_in_the_data_plane(plane: DataPlane, tokenizer: Any) -> None:
+    prompts = PromptStream(TaskSource("reverse", held_out=False))
+
+    async def run() -> Any:
+        engine = ScriptedEngine(right_then_wrong(tokenizer), version=7)
+        rollouts = worker(engine, tokenizer, connect_async(plane.handle, name="rollout"))
+        report = await rollouts.rollout(range(10, 14), PARTITION, SamplingParams(n=2, max_new_tokens=12), traced=True)
+        await rollouts.close()
+        return report
+
+    report = asyncio.run(run())
+    client = connect(plane.handle)
+    meta = client.claim(PARTITION, "train", ROLLOUT_FIELDS, 8, whole_groups=True, timeout_s=5)
+    batch = client.get(meta)
+    assert (meta.versions == 7).all()
+    assert sorted(meta.keys) == sorted(f"{prompts[position].uid}.{i}" for position in range(10, 14) for i in range(2))
+    by_uid = {prompts[position].uid: prompts[position] for position in range(10, 14)}
+    starts = np.cumsum([0, *meta.lengths])
+    for row, key in enumerate(meta.keys):
+        uid, sample = key.split(".")
+        prompt = by_uid[uid]
+        response = prompt.answer if sample == "0" else prompt.answer[::-1]
+        span = slice(starts[row], starts[row + 1])
+        ids = [*tokenizer(prompt.text)["input_ids"], *tokenizer(response)["input_ids"], EOS]
+        mask = [0] * len(prompt.text) + [1] * (len(response) + 1)
+        assert batch.jagged("input_ids").values[span].tolist() == ids
+        assert batch.jagged("response_mask").values[span].tolist() == mask
+        assert batch.jagged("rollout_logprobs").values[span].tolist() == [-1.0 * m for m in mask]
+        assert spans_of(batch)[row] == [[0, -1], [len(prompt.text), 7]]
+        expected = rubric().score(prompt, response, "stop")
+        assert meta.tags["reward"][row] == np.float32(expected.reward) and meta.tags["valid"][row] == 1.0
+        assert meta.tags["response_length"][row] == len(response) + 1
+        assert meta.tags["reward"].dtype == np.float32
+    assert (report.rows, report.failed, report.first_error, report.truncated) == (8, 0, "", 0)
+    assert report.response_tokens == meta.tags["response_length"].sum()
+    assert report.prompt_tokens == meta.lengths.sum() - report.response_tokens
+    assert report.reward_sum / report.valid == pytest.approx(meta.tags["reward"].mean())
+    assert report.component_means()["exact_match"] >= 0.5
+    traffic = Traffic.from_bytes(report.traffic)
+    assert traffic.bytes_put >= 9 * meta.lengths.sum() and traffic.of("put").calls >= 1
+    assert {span.name for span in report.spans.to_spans()} == {"generate 10-13", "first group", "tail", "reward", "put"}
+
+
+def test_the_trace_shows_when_the_first_group_and_the_last_quarter_were_finished() -> None:
+    spans = generation_spans(1000.0, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 30.0], [*range(16, 24)])
+    assert [(span.name, span.start_s, span.dur_s) for span in spans] == [
+        ("generate 16-23", 1000.0, 30.0), ("first group", 1000.0, 1.0), ("tail", 1006.0, 24.0),
+    ]  # fmt: skip
+    assert [(span.name, span.dur_s) for span in generation_spans(0.0, [2.0], [7])] == [("generate 7", 2.0)]
+    _, first, tail = generation_spans(0.0, [2.0, 5.0], [8, 9])
+    assert (first.dur_s, tail.start_s, tail.dur_s) == (2.0, 2.0, 3.0)
+
+
+def test_a_real_model_end_to_end(plane: DataPlane, model_folder: str, tokenizer: Any, tmp_path: Path) -> None:
+    async def run() -> None:
+        engine, publisher = HfEngine(model_folder, receiver=receiver()), Publisher(tmp_path)
+        rollouts = worker(engine, tokenizer, connect_async(plane.handle))
+        params = SamplingParams(n=2, max_new_tokens=8)
+        first = await rollouts.rollout(range(16), PARTITION, params)
+        named = {name: p.detach() * 1.1 for name, p in engine._model.named_parameters()}
+        await engine.prepare_weights(publisher.publish(1, named))
+        await engine.commit_weights(1)
+        second = await rollouts.rollout(range(16, 32), PARTITION, params)
+        publisher.close()
+        await rollouts.close()
+        assert first.rows == second.rows == 32 and 0 < first.response_tokens / first.rows <= 8
+        merged = merge_reports([first, second])
+        assert merged.rows == 64 and merged.reward_sum == pytest.approx(first.reward_sum + second.reward_sum)
+
+    asyncio.run(run())
+    client = connect(plane.handle)
+    meta = client.claim(PARTITION, "train", ROLLOUT_FIELDS, 64, timeout_s=5)
+    assert sorted(meta.versions) == [0] * 32 + [1] * 32
+    batch = client.get(meta)
+    mask = batch.jagged("response_mask").values.bool()
+    logprobs = batch.jagged("rollout_logprobs").values
+    assert (logprobs[mask] < 0).all() and (logprobs[~mask] == 0).all()
+    for spans, version in zip(spans_of(batch), meta.versions, strict=True):
+        assert spans[0] == [0, -1] and spans[1][1] == version and len(spans) == 2
+
+
+def test_a_commit_in_mid_rollout_shows_in_the_rows(tokenizer: Any, tmp_path: Path) -> None:
+    async def run() -> tuple[FakeClient, Any]:
+        client, publisher = FakeClient(), Publisher(tmp_path)
+        engine = ScriptedEngine(right_then_wrong(tokenizer), latency_s=0.4, receiver=receiver(), version=3)
+        rollouts = worker(engine, tokenizer, client)
+        await engine.prepare_weights(publisher.publish(4, {"w": torch.ones(1)}))
+        call = asyncio.create_task(rollouts.rollout(range(2), PARTITION, SamplingParams(n=3, max_new_tokens=12)))
+        await asyncio.sleep(0.2)
+        await engine.commit_weights(4, "keep")
+        report = await call
+        publisher.close()
+        return client, report
+
+    client, report = asyncio.run(run())
+    assert report.rows == 6 and set(client.versions) == {3}, "a row is as old as its oldest token"
+    rows = [row for _, batch, _ in client.puts for row in spans_of(batch)]
+    assert len(rows) == 6
+    for spans in rows:
+        assert [version for _, version in spans] == [-1, 3, 4]
+        starts = [start for start, _ in spans]
+        assert starts[0] == 0 and starts == sorted(set(starts))
+
+
+def test_version_spans_against_a_loop_over_tokens() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.array([5, 0, 1, 17, 0, 3])
+    versions = rng.integers(-1, 2, lengths.sum()).astype(np.int32)
+    spans = version_spans(versions, lengths)
+    expected = []
+    for row in np.split(versions, np.cumsum(lengths)[:-1]):
+        expected.append([[i, int(v)] for i, v in enumerate(row) if i == 0 or row[i - 1] != v])
+    assert spans.shapes.tolist() == [[len(row), 2] for row in expected]
+    assert spans.values.dtype == torch.int32
+    assert spans.values.tolist() == [number for row in expected for span in row for number in span]
+
+
+def test_failed_rows_are_masked_counted_and_cost_no_other_row(tokenizer: Any) -> None:
+    def picky(prompt: Prompt, response: str, finish_reason: str) -> float:
+        if finish_reason == "length":
+            raise RuntimeError("no end")
+        return 1.0
+
+    client = FakeClient()
+    engine = ScriptedEngine(right_then_wrong(tokenizer))
+    rollouts = worker(engine, tokenizer, client, rubric(("picky", picky, 1.0)))
+    report = asyncio.run(rollouts.rollout(range(3), PARTITION, SamplingParams(n=3, max_new_tokens=10)))
+    assert (report.rows, report.failed, report.valid, report.truncated) == (9, 3, 6, 3)
+    assert report.first_error == "reward 'picky' raised RuntimeError: no end"
+    assert report.component_means()["picky"] == 1.0 and report.reward_sum >= 1.5 * report.valid
+    for keys, batch, tags in client.puts:
+        failed = np.array([key.endswith(".2") for key in keys])
+        assert np.array_equal(tags["valid"], (~failed).astype(np.float32))
+        assert (tags["reward"][failed] == 0).all() and (tags["reward"][~failed] >= 1).all()
+        tokens = torch.from_numpy(np.repeat(failed, batch.jagged("input_ids").lengths))
+        assert (batch.jagged("response_mask").values[tokens] == 0).all()
+        assert (batch.jagged("rollout_logprobs").values[tokens] == 0).all()
+        assert (batch.jagged("input_ids").values[tokens] > 0).all()
+
+
+def test_groups_are_put_as_they_finish_and_share_a_put_when_they_can(tokenizer: Any) -> None:
+    client = FakeClient(delay_s=0.02)
+    engine = ScriptedEngine(right_then_wrong(tokenizer), latency_s=0.02, latency_sigma=1.0)
+    rollouts = worker(engine, tokenizer, client)
+    report = asyncio.run(rollouts.rollout(range(20), PARTITION, SamplingParams(n=2)))
+    keys = [key for put, _, _ in client.puts for key in put]
+    assert len(set(keys)) == len(keys) == report.rows == 40 and 1 < len(client.puts) < 20
+    for put, _, _ in client.puts:
+        uids = [key.split(".")[0] for key in put]
+        assert all(uids.count(uid) == 2 for uid in uids), "a group was torn apart"
+    at_once = FakeClient()
+    together = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, at_once)
+    asyncio.run(together.rollout(range(20), PARTITION, SamplingParams(n=2)))
+    assert len(at_once.puts) <= 2
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("failure", ["put", "engine", "cancel"])
+def test_nothing_outlives_a_failed_call(tokenizer: Any, failure: str) -> None:
+    async def run() -> None:
+        client = FakeClient(error=RuntimeError("store is gone") if failure == "put" else None)
+        count = 0
+
+        def script(request_id: str, prompt_ids: Sequence[int], sample: int) -> list[int]:
+            nonlocal count
+            count += 1
+            if failure == "engine" and count > 2:
+                raise RuntimeError("engine broke")
+            return [5, EOS]
+
+        engine = ScriptedEngine(script, latency_s=0.05, latency_sigma=2.0)
+        rollouts = worker(engine, tokenizer, client)
+        call = asyncio.create_task(rollouts.rollout(range(20), PARTITION, SamplingParams(n=2)))
+        if failure == "cancel":
+            await asyncio.sleep(0.05)
+            call.cancel()
+        with pytest.raises(asyncio.CancelledError if failure == "cancel" else RuntimeError):
+            await call
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "episodes were left running"
+        assert not engine._requests, "requests were left in the engine"
+        await rollouts.close()
+        assert client.closed
+
+    started = time.monotonic()
+    asyncio.run(run())
+    assert time.monotonic() - started < 2
+
+
+def test_a_slow_reward_does_not_hold_up_other_calls(tokenizer: Any) -> None:
+    def slow(prompt: Prompt, response: str, finish_reason: str) -> float:
+        time.sleep(0.05)
+        return 1.0
+
+    async def run() -> None:
+        rollouts = worker(
+            ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, FakeClient(), Rubric([("s", slow, 1.0)])
+        )
+        call = asyncio.create_task(rollouts.rollout(range(4), PARTITION, SamplingParams(n=2)))
+        await asyncio.sleep(0.05)
+        waits = []
+        while not call.done():
+            before = time.perf_counter()
+            await asyncio.sleep(0.001)
+            waits.append(time.perf_counter() - before)
+        assert len(waits) > 20 and np.median(waits) < 0.02
+
+    asyncio.run(run())
+
+
+def test_aborted_rows_are_not_trained_on(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an environment that takes what it gets, instead of `generate_whole`."""
+
+    async def cut(engine: Any, tokenizer: Any, *request: Any) -> Any:
+        return await engine.generate(*request)
+
+    monkeypatch.setattr("headrace.actors.environments.single_turn.generate_whole", cut)
+
+    async def run() -> None:
+        client = FakeClient()
+        engine = ScriptedEngine(right_then_wrong(tokenizer), latency_s=30.0, version=5)
+        rollouts = worker(engine, tokenizer, client)
+        call = asyncio.create_task(rollouts.rollout(range(2), PARTITION, SamplingParams(n=2)))
+        await asyncio.sleep(0.02)
+        await engine.close()
+        report = await call
+        assert report.failed == report.rows == 4 and report.first_error == "prompt '0': generation aborted"
+        assert all((tags["valid"] == 0).all() for _, _, tags in client.puts)
+        assert client.versions == [5] * 4, "rows without a token have the engine's version"
+
+    asyncio.run(run())
+
+
+def test_engines_left_out_are_reported_once(tokenizer: Any) -> None:
+    rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, FakeClient())
+    gone = LeftOut("engine 1", "EngineDied: process 7 is gone")
+    rollouts.note_left_out(gone)
+    first = asyncio.run(rollouts.rollout(range(1), PARTITION, SamplingParams()))
+    second = asyncio.run(rollouts.rollout(range(1, 2), PARTITION, SamplingParams()))
+    assert (first.left_out, second.left_out) == ((gone,), ())
+    assert merge_reports([first, second, first]).left_out == (gone,)
+
+
+# ---------------------------------------------------------------- validation
+
+
+def test_validation_scores_held_out_prompts_and_puts_nothing(tokenizer: Any) -> None:
+    client = FakeClient()
+    rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, client)
+    greedy = SamplingParams(n=1, max_new_tokens=12, temperature=0.0)
+    report = asyncio.run(rollouts.validate(0, 30, greedy))
+    assert (report.rows, report.exact_match, report.reward, report.failed) == (30, 1.0, 1.0, 0)
+    assert 4 <= report.response_length_mean <= 9 and not client.puts
+    both = asyncio.run(rollouts.validate(0, 30, SamplingParams(n=2, max_new_tokens=12)))
+    assert both.rows == 60 and 0.5 <= both.exact_match < 0.6
+    assert asyncio.run(rollouts.validate(0, 0, greedy)).rows == 0
+
+
+def test_validation_needs_held_out_prompts(tokenizer: Any) -> None:
+    rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, FakeClient())
+    rollouts._held_out = None
+    with pytest.raises(ValueError, match="no held-out prompts"):
+        asyncio.run(rollouts.validate(0, 1, SamplingParams()))
+
+
+def test_environment_factory() -> None:
+    assert isinstance(build_environment(EnvironmentConfig()), SingleTurn)
+    with pytest.raises(ValueError, match="environment: got 'multi', expected one of single_turn, tool_use"):
+        build_environment(EnvironmentConfig("multi"))
+
+
+def test_stop_texts_stay_in_the_response_and_stop_tokens_do_not(tokenizer: Any) -> None:
+    async def run() -> None:
+        engine = ScriptedEngine(right_then_wrong(tokenizer), tokenizer=tokenizer)
+        prompt = PromptStream(TaskSource("reverse", held_out=False))[0]
+        plain = await SingleTurn().run(prompt, engine, tokenizer, SamplingParams(n=2, max_new_tokens=12))
+        stop = prompt.answer[:2]
+        cut = await SingleTurn().run(prompt, engine, tokenizer, SamplingParams(n=2, max_new_tokens=12, stop=(stop,)))
+        assert plain[0].text == prompt.answer and plain[0].input_ids[-1] == EOS
+        assert cut[0].text == stop and cut[0].finish_reason == "stop" and cut[0].input_ids[-1] != EOS
+
+    asyncio.run(run())

@@ -1,0 +1,342 @@
+"""Train workers of a mesh with a backend that records what it is fed: passes, write-back, reports, failures."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+
+from headrace.actors.protocols import TRAIN_FIELDS, MicroBatch
+from headrace.actors.train.step_rows import TrainShard
+from headrace.actors.train.worker import CONCURRENCY_GROUPS, PREV, REF, TrainWorker, WorkerReport, WorkerSetup
+from headrace.actors.weights.publisher import PublisherConfig, SendReport
+from headrace.actors.weights.transports.protocol import ReceiverGroup, WeightUpdate
+from headrace.codecs import messages
+from headrace.dataplane.errors import DataPlaneError
+from headrace.dataplane.factory import connect
+from headrace.dataplane.handle import DataPlaneHandle
+from headrace.dataplane.topology import Topology
+from headrace.dataplane.traffic import Traffic
+from headrace.tests.actors.train.recording_backend import MODEL, RecordingBackend
+from headrace.tests.actors.train.replica_ranks import PARTITION, Step, data_plane, put_rows, raised, run_on, ship
+from headrace.tests.actors.weights.memory_sender import MemorySender
+
+WEIGHTS = PublisherConfig(bucket_bytes=256, timeout_s=5.0, cache=True)
+LENGTHS = [int(length) for length in np.random.default_rng(2).integers(1, 40, 24)]
+
+
+@pytest.fixture(scope="module")
+def handle() -> Iterator[DataPlaneHandle]:
+    with data_plane("shm") as handle:
+        yield handle
+
+
+def work(rank: int, folder: Path, steps: dict[str, Step]) -> dict[str, Any]:
+    """A step on each mesh, then one whose backend fails on rank 1."""
+    dist.destroy_process_group()  # workers join one of their own
+    found = {}
+    for name, step in steps.items():
+        fails_at = 1 if name == "fails" and rank == 1 else None
+        writer = rank == step.topology.writer(step.topology.place(rank).dp)
+        backend, sender = RecordingBackend(writer, fails_at), MemorySender(fails_at="send 1")
+        setup = WorkerSetup(
+            rank=rank,
+            topology=step.topology,
+            fetch=step.policy,
+            threads=1,
+            temperature=0.7,
+            timeout_s=step.timeout_s,
+            data_plane=step.handle,
+            backend=lambda _rank, _world, backend=backend: backend,
+            sender=lambda sender=sender: sender,
+            weights=WEIGHTS,
+        )
+        worker = TrainWorker(setup)
+        worker.build("127.0.0.1", _port(worker, rank, folder / name))
+        found[name] = {"early": raised(worker.accumulate)[:2]}
+        payload = messages.encode(step.shards[rank])
+        worker.begin(payload)
+        if name == "fails":
+            found[name]["error"] = raised(worker.accumulate)
+            found[name]["again"] = raised(functools.partial(worker.begin, payload))
+            time.sleep(0.5)
+        else:
+            found[name]["reports"] = _passes(worker)
+            found[name]["late"] = raised(worker.accumulate)[:2]
+            found[name]["weights"] = _sync(worker, rank, sender)
+        found[name] |= {"calls": backend.calls, "seen": backend.seen}
+        worker.close()
+    return found
+
+
+def _passes(worker: TrainWorker) -> list[WorkerReport]:
+    reports = []
+    for name in (PREV, REF):
+        reports.append(messages.decode(worker.write_logprobs(name), WorkerReport))
+        dist.barrier()  # as the driver's gather
+    return [*reports, *(messages.decode(call(), WorkerReport) for call in (worker.accumulate, worker.finish))]
+
+
+def _sync(worker: TrainWorker, rank: int, sender: MemorySender) -> dict[str, Any]:
+    """Weights to a sender that fails, again to one that does not, and once more from the cache."""
+    receivers = [("engine 0", 1), ("engine 1", 2)]
+    found: dict[str, Any] = {"alone": raised(functools.partial(worker.open_update, 1, receivers))[:2]} if rank else {}
+    for attempt in (1, 2):
+        opened = [worker.open_update(1, receivers, base=0) if rank == 0 else b""]
+        dist.broadcast_object_list(opened)  # as the driver's call to all
+        send = functools.partial(worker.send_weights, opened[0])
+        found[f"sent {attempt}"] = raised(send)[:2] if attempt == 1 and rank == 0 else send()
+    if rank == 0:
+        late = worker.open_cached(1, receivers[:1])
+        found["update"] = messages.decode(late, WeightUpdate)
+        found["late"] = messages.decode(worker.send_cached(late), SendReport)
+        worker.abort_update("nothing is open")
+        found["arrived"] = {name: tensor.tolist() for name, tensor in sender.named(1).items()}
+        found["aborts"] = sender.aborts
+    return found
+
+
+def _port(worker: TrainWorker, rank: int, path: Path) -> int:
+    """The rendezvous's, told by rank 0 through a file."""
+    if rank == 0:
+        port = worker.open_rendezvous("127.0.0.1")
+        path.with_suffix(".draft").write_text(str(port))
+        path.with_suffix(".draft").rename(path)
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return int(path.read_text())
+
+
+def alone(handle: DataPlaneHandle, backend: Any) -> WorkerSetup:
+    """The only rank there is."""
+    return WorkerSetup(0, Topology(1), "auto", 1, 1.0, 5.0, handle, backend, MemorySender, WEIGHTS)
+
+
+def test_two_workers_in_each_mesh(handle: DataPlaneHandle, tmp_path: Path) -> None:
+    client = connect(handle, name="driver")
+    meshes = {"tp": Topology(1, tp=2), "pp": Topology(1, pp=2), "dp": Topology(2), "fails": Topology(1, tp=2)}
+    steps = {}
+    for name, mesh in meshes.items():
+        # Enough loads that not all are sent when rank 1 fails, and a bound that is waited for.
+        budget, timeout_s = (40, 5.0) if name == "fails" else (200, 30.0)
+        steps[name] = ship(handle, put_rows(client, LENGTHS, f"{name}-r"), mesh, budget=budget, timeout_s=timeout_s)
+    results = run_on(work, 2, tmp_path / "ranks", tmp_path, steps)
+    for name in meshes:
+        pair = [of_rank[name] for of_rank in results]
+        assert all(found["early"][0] == "RuntimeError" and "no step has begun" in found["early"][1] for found in pair)
+        if name != "fails":
+            _check_step(steps[name], pair)
+            _check_columns(client, steps[name])
+    _check_failure(results)
+    client.clear(PARTITION)
+    client.close()
+
+
+def _check_step(step: Step, pair: list[dict[str, Any]]) -> None:
+    topology = step.topology
+    for rank, found in enumerate(pair):
+        count = len(step.shards[rank].sizes)
+        assert count > 1
+        assert (
+            found["calls"][:5]
+            == [
+                "logprobs prev 0.7",
+                "logprobs ref 0.7",
+                "begin 0.7",
+                f"accumulate {count}",
+                "finish",
+            ][: len(found["calls"][:5])]
+        )
+        assert found["late"] == ("RuntimeError", f"rank {rank}: no step has begun; begin comes before stream")
+        prev, ref, train, end = found["reports"]
+        assert prev.metrics == ref.metrics == train.metrics == {}
+        assert end.metrics == ({"train/loss": 0.5} if rank == 0 else {})
+        dp = topology.place(rank).dp
+        writes, leads = rank == topology.writer(dp), rank == topology.leader(dp)
+        moved = [Traffic.from_bytes(report.traffic) for report in (prev, ref, train)]
+        assert [traffic.bytes_put > 0 for traffic in moved] == [writes, writes, False]
+        assert (moved[0].bytes_got > 0) == leads and moved[1].bytes_got == 0
+        assert (prev.bytes_broadcast > 0) == (leads and topology.replica_size > 1)
+        assert train.data_wait_s > 0 and "forward backward" in {span.name for span in train.spans.to_spans()}
+        assert [span.name for span in end.spans.to_spans()] == ["optimizer"]
+    _check_weights(*(found["weights"] for found in pair))
+    fields = {*TRAIN_FIELDS, PREV, REF}
+    for rank, found in enumerate(pair):
+        first_stage = topology.pp == 2 and rank == 0
+        for micro in found["seen"]:
+            columns = micro["columns"]
+            assert set(columns) == ({"input_ids"} if first_stage else fields)
+            if not first_stage:
+                ids = np.array(columns["input_ids"])
+                assert columns[PREV] == (ids / 2).tolist() and columns[REF] == (ids / 4).tolist()
+    if topology.dp == 1:
+        assert [micro["columns"]["input_ids"] for micro in pair[0]["seen"]] == [
+            micro["columns"]["input_ids"] for micro in pair[1]["seen"]
+        ]
+        assert [micro["advantages"] for micro in pair[0]["seen"]] == [micro["advantages"] for micro in pair[1]["seen"]]
+
+
+def _check_weights(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert second["alone"][0] == "RuntimeError" and "only rank 0 publishes weights" in second["alone"][1]
+    assert second["sent 1"] == second["sent 2"] == b""  # the gather went to its end though rank 0 could not send
+    assert first["sent 1"][0] == "WeightTransferError" and "send 1: engine 1 is gone" in first["sent 1"][1]
+    assert len(first["aborts"]) == 1
+    sent, late = messages.decode(first["sent 2"], SendReport), first["late"]
+    assert sent.num_bytes == sent.bytes_sent == late.bytes_sent and sent.gather_s > 0 == late.gather_s
+    assert first["update"].receivers == (ReceiverGroup("engine 0", 1),) and first["update"].version == 1
+    assert first["arrived"] == {name: tensor.tolist() for name, tensor in MODEL.items()}
+
+
+def _check_columns(client: Any, step: Step) -> None:
+    """Each row's columns were written back once, by key."""
+    for dp in range(step.topology.dp):
+        meta = step.receipt(step.topology.leader(dp))
+        batch = client.get_keys(PARTITION, meta.keys, ["input_ids", PREV, REF])
+        ids = batch.jagged("input_ids").values
+        assert torch.equal(batch.jagged(PREV).values, ids / 2) and torch.equal(batch.jagged(REF).values, ids / 4)
+
+
+def _check_failure(results: list[dict[str, Any]]) -> None:
+    leader, sibling = (of_rank["fails"] for of_rank in results)
+    assert sibling["error"][:2] == ("FloatingPointError", "by chance")
+    assert leader["error"][0] == "ReplicaLost" and "not taken by rank 1: train worker 1 (pid" in leader["error"][1]
+    assert leader["error"][2] < 7
+    assert leader["again"][0] == sibling["again"][0] == "ReplicaError"
+    for found in (leader, sibling):
+        assert found["calls"][:2] == ["begin 0.7", "abort"]
+
+
+def test_a_shard_without_its_receipt_is_refused(handle: DataPlaneHandle) -> None:
+    client = connect(handle, name="driver")
+    step = ship(handle, put_rows(client, [3, 4], "alone-r"), Topology(1))
+    backend = RecordingBackend(True, None)
+    worker = TrainWorker(alone(handle, lambda _rank, _world: backend))
+    worker.build("", 0)
+    shard = replace(step.shards[0], meta=None)
+    with pytest.raises(ValueError, match="got no receipt, expected one, as rank 0 reads"):
+        worker.begin(messages.encode(shard))
+    assert messages.decode(messages.encode(shard), TrainShard).meta is None
+    worker.close()
+    client.clear(PARTITION)
+    client.close()
+
+
+def test_close_closes_all_though_one_fails(handle: DataPlaneHandle) -> None:
+    class Broken(RecordingBackend):
+        def close(self) -> None:
+            super().close()
+            raise FloatingPointError("by chance")
+
+    sender, backend = MemorySender(), Broken(True, None)
+    worker = TrainWorker(replace(alone(handle, lambda _rank, _world: backend), sender=lambda: sender))
+    worker.build("", 0)
+    client = worker._client
+    assert client is not None
+    with pytest.raises(FloatingPointError, match="by chance"):
+        worker.close()
+    assert sender.closed and backend.calls == ["close"]
+    with pytest.raises(DataPlaneError, match="this client is closed"):
+        client.status()
+    worker.close()
+    assert backend.calls == ["close"]
+
+
+class ThreadBackend(RecordingBackend):
+    """Knows which threads it was called from; its train pass waits for the test."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(True, None)
+        self.folder = folder
+        self.threads = {threading.get_ident()}
+
+    def logprobs(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        self.threads.add(threading.get_ident())
+        return super().logprobs(*args, **kwargs)
+
+    def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
+        self.threads.add(threading.get_ident())
+        Path(self.folder, "started").write_text("train")  # pipes: each end waits for the other
+        Path(self.folder, "go").read_text()
+        super().accumulate(micros, count)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.threads.add(threading.get_ident())
+        yield from super().weights()
+
+    def finish_step(self) -> dict[str, float]:
+        return {"threads": len(self.threads), "torch": torch.get_num_threads()}
+
+
+def test_weights_are_sent_again_by_an_actor_that_trains(handle: DataPlaneHandle, tmp_path: Path) -> None:
+    """And whatever the backend does, it does in one thread."""
+    for name in ("started", "go"):
+        os.mkfifo(tmp_path / name)
+    client = connect(handle, name="driver")
+    step = ship(handle, put_rows(client, [3, 4, 5], "ray-r"), Topology(1))
+    ray.init(num_cpus=1, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+    try:
+        folder = str(tmp_path)
+        setup = alone(handle, lambda _rank, _world: ThreadBackend(folder))
+        remote: Any = ray.remote  # its types do not know of groups
+        worker = remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainWorker).remote(setup)
+
+        def call(name: str, *args: Any) -> Any:
+            return ray.get(getattr(worker, name).remote(*args), timeout=60)
+
+        call("build", "", 0)
+        call("begin", messages.encode(step.shards[0]))
+        for field_name in (PREV, REF):
+            call("write_logprobs", field_name)
+        call("send_weights", call("open_update", 1, [("engine 0", 1)]))
+        training = worker.accumulate.remote()
+        assert (tmp_path / "started").read_text() == "train"
+        report = messages.decode(call("send_cached", call("open_cached", 1, [("late", 1)])), SendReport)
+        call("abort_update", "nobody is there")
+        assert report.bytes_sent == report.num_bytes > 0
+        assert ray.wait([training], timeout=0)[0] == []
+        (tmp_path / "go").write_text("")
+        ray.get(training, timeout=60)
+        metrics = messages.decode(call("finish"), WorkerReport).metrics
+        assert metrics == {"threads": 1, "torch": 1}
+        call("send_weights", call("open_update", 2, [("engine 0", 1)], 1))
+        call("close")
+    finally:
+        ray.shutdown()
+    client.clear(PARTITION)
+    client.close()
+
+
+def test_a_step_of_several_shards_is_begun_and_finished_once(handle: DataPlaneHandle) -> None:
+    backend = RecordingBackend(True, None)
+    client = connect(handle, name="driver")
+    worker = TrainWorker(alone(handle, lambda _rank, _world: backend))
+    worker.build("", 0)
+    with pytest.raises(RuntimeError, match="no step has begun"):
+        worker.finish()
+    for number in range(3):
+        step = ship(handle, put_rows(client, [3, 4, 5], f"chunk{number}-r"), Topology(1))
+        worker.begin(messages.encode(step.shards[0]))
+        if number == 0:
+            with pytest.raises(RuntimeError, match="no step is open"):
+                worker.finish()
+        worker.accumulate()
+    assert messages.decode(worker.finish(), WorkerReport).metrics == {"train/loss": 0.5}
+    assert [call.split()[0] for call in backend.calls] == ["begin", *["accumulate"] * 3, "finish"]
+    assert len(backend.seen) == 3
+    worker.close()
+    client.clear(PARTITION)
+    client.close()

@@ -1,0 +1,106 @@
+"""The transfer benchmark, small and in threads of one process: its files, its summary, its verification."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from headrace.bench.transfer.benchmark import TransferOptions, TransferReport, run_transfer
+from headrace.bench.transfer.report import failures, tables, write_report
+from headrace.bench.transfer.stores import StoreEndpoint
+from headrace.trainers.errors import UserError
+
+SHARE = 1 / 32
+
+
+def options(out: Path, **more: object) -> TransferOptions:
+    base = TransferOptions(out=out, stores=("local", "shm"), workloads=("rl-256",), quick=True, in_process=True)
+    return dataclasses.replace(base, share=SHARE, **more)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransferReport, TransferOptions]:
+    """One small run of everything that runs without Ray."""
+    chosen = options(tmp_path_factory.mktemp("bench"), workloads=("rl-256", "tiny", "wide-32", "narrow-1"))
+    return run_transfer(chosen, lambda line: None), chosen
+
+
+def test_summary_is_flat_and_has_the_names_that_others_rely_on(small: tuple[TransferReport, TransferOptions]):
+    summary = json.loads((small[1].out / "summary.json").read_text())
+    conditions = summary.pop("conditions")
+    assert {"cores", "memory_gib", "versions", "commit", "date", "repeats", "load_average"} <= set(conditions)
+    expected = {
+        f"{workload}.{op}.{store}.vs_{baseline}"
+        for workload in ("rl-256", "tiny")
+        for op in ("put", "get", "get8")
+        for store in ("local", "shm")
+        for baseline in ("memcpy", "tcp", "zmq")
+    }
+    step = ("bytes_put_per_token", "bytes_got_per_token", "directory_calls", "blocks_read_ratio")
+    expected |= {f"step.{store}.{name}" for store in ("local", "shm") for name in step}
+    expected |= {f"wide_vs_narrow.{op}.{store}" for op in ("put", "get") for store in ("local", "shm")}
+    expected |= {f"checksum_cost.{store}" for store in ("local", "shm")}
+    assert expected <= set(summary)
+    assert all(math.isfinite(value) and value > 0 for value in summary.values())
+
+
+def test_every_case_has_figures_and_says_what_was_absent(small: tuple[TransferReport, TransferOptions]):
+    report, _ = small
+    assert failures(report) == []
+    assert set(report.absent) == {"transferqueue", "transferqueue_mooncake", "ray put"}
+    ops = {result.op for result in report.results if result.contender == "shm"}
+    assert ops == {"put", "get", "get8", "field", "write_back", "clear", "claim"}
+    assert all(result.p99_s >= result.median_s > 0 for result in report.results if result.op != "claim")
+
+
+def test_step_moves_what_it_says(small: tuple[TransferReport, TransferOptions]):
+    for step in small[0].steps:
+        assert step.bytes_put_per_token == 21
+        assert 21 < step.wire_bytes_put_per_token < 22
+        # ids, mask, four float32 columns to the ranks, each once; the mask to the process of the advantages
+        assert step.bytes_got_per_token == 22
+        assert 1 <= step.blocks_read_ratio <= 2
+
+
+def test_files(small: tuple[TransferReport, TransferOptions]):
+    report, chosen = small
+    assert [len(table.columns) > 1 for table in tables(report)] == [True] * 5
+    text = write_report(report, chosen, "headrace bench transfer --quick").read_text()
+    assert "not measured: transferqueue: needs Ray" in text and "commit: " in text
+    for name in ("throughput.png", "size.png", "latency.png"):
+        assert f"({name})" in text
+        assert (chosen.out / name).read_bytes().startswith(b"\x89PNG")
+    lines = [json.loads(line) for line in (chosen.out / "results.jsonl").read_text().splitlines()]
+    assert len(lines) == len(report.results) + len(report.steps)
+    assert all(line["conditions"]["commit"] and line["runs"] >= 3 for line in lines)
+
+
+def test_a_flipped_byte_fails_the_case_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real = StoreEndpoint.get
+
+    def flip(self, token, share, fields):  # noqa: ANN001, ANN202
+        batch = real(self, token, share, fields)
+        if share.count == 8 and share.index == 3:
+            batch.jagged("logprobs").values.view(-1)[-1:].neg_()
+        return batch
+
+    monkeypatch.setattr(StoreEndpoint, "get", flip)
+    report = run_transfer(options(tmp_path, stores=("local",), patterns=("get", "shuffled")), lambda line: None)
+    failed = failures(report)
+    assert [line.split(":")[0] for line in failed] == ["rl-256, local", "rl-256, local+checksum"]
+    assert "field 'logprobs' differs in 1 rows" in failed[0]
+    assert {result.contender for result in report.results if result.seconds} == {"memcpy", "tcp", "zmq"}
+    assert not [name for name in report.summary if ".local." in name]
+
+
+def test_wrong_names_are_told_in_one_sentence(tmp_path: Path):
+    with pytest.raises(UserError, match="--stores: got shn, expected some of local, shm"):
+        options(tmp_path, stores=("shn",))
+    with pytest.raises(UserError, match="--pattern: got puts"):
+        options(tmp_path, patterns=("put", "puts"))
+    with pytest.raises(UserError, match="no store can start here: simple: needs Ray"):
+        run_transfer(options(tmp_path, stores=("simple",)), lambda line: None)

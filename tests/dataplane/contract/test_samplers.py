@@ -1,0 +1,157 @@
+"""The data plane's contract: the order of claims and the bound on versions, through both clients, over two stores."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.dataplane.async_client import AsyncDataPlaneClient
+from headrace.dataplane.client import DataPlaneClient
+from headrace.dataplane.directory.samplers import Candidates, TaskConfig
+from headrace.dataplane.errors import ClaimTimeout, SamplerError
+from headrace.dataplane.factory import DataPlane, connect_async
+from headrace.tests.dataplane.rows import FIRST, SCHEMA, assert_rows, columns
+
+pytestmark = pytest.mark.parametrize("kind", ["local", "shm"], indirect=True, scope="package")
+
+
+class Stubborn:
+    """Asks for rows that it was not offered."""
+
+    order = "version"
+    looks_ahead = 0
+
+    def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
+        return np.arange(wanted) + len(candidates)
+
+
+TASKS = (
+    TaskConfig("train", "in_order"),
+    TaskConfig("wide", "windowed", {"window": 2}, first_prompt=10),
+    TaskConfig("bad", f"{__name__}:Stubborn"),
+)
+
+
+def group(number: int) -> list[str]:
+    """The rows of a prompt."""
+    return [f"{np.base_repr(number, 36).lower()}.{sample}" for sample in range(4)]
+
+
+def put(client: Any, partition: str, number: int, version: int = 0) -> None:
+    client.put(partition, group(number), columns(group(number)), versions=version)
+
+
+@pytest.fixture
+def ordered(client: Any, partition: str) -> Iterator[Any]:
+    """(client, partition) with task `train` in order, and `free` with a sampler that is no use; groups of 4."""
+    name = f"{partition}-ordered"
+    client.register(name, SCHEMA, TASKS, group_size=4)
+    yield client, name
+    client.clear(name)
+
+
+def claim(client: Any, partition: str, groups: int, **options: Any) -> Any:
+    return client.claim(partition, "train", FIRST, 4 * groups, whole_groups=True, **options)
+
+
+def waiting_claim(client: Any, call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """A thread in a claim that the directory has, and where its receipt will be."""
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(call()))
+    thread.start()
+    deadline = time.monotonic() + 10
+    while client.status().waiting_claims == 0:
+        assert time.monotonic() < deadline, "the claim never reached the directory"
+    return thread, result
+
+
+def test_claims_in_order_wait_for_the_missing_prompt_and_are_woken_by_it(ordered: Any) -> None:
+    client, partition = ordered
+    put(client, partition, 1)
+    with pytest.raises(ClaimTimeout, match="'in_order' waits for prompt number 0"):
+        claim(client, partition, 1, timeout_s=0.05)
+    thread, result = waiting_claim(client, lambda: claim(client, partition, 2, timeout_s=10))
+    put(client, partition, 0)
+    thread.join(10)
+    assert result[0].keys == (*group(0), *group(1))
+    assert_rows(client.get(result[0]), list(result[0].keys), FIRST)
+
+
+def test_clear_of_the_missing_prompt_wakes_a_claim_too(ordered: Any) -> None:
+    client, partition = ordered
+    client.put(partition, group(0)[:3], columns(group(0)[:3]))
+    put(client, partition, 1)
+    thread, result = waiting_claim(client, lambda: claim(client, partition, 1, timeout_s=10))
+    client.clear(partition, group(0)[:3])
+    thread.join(10)
+    assert result[0].keys == tuple(group(1))
+
+
+def test_options_travel_and_are_compared(ordered: Any) -> None:
+    client, partition = ordered
+    client.register(partition, SCHEMA, TASKS[::-1], group_size=4)
+    with pytest.raises(ValueError, match="tasks .*'window': 3.*registered with .*'window': 2"):
+        client.register(
+            partition, SCHEMA, (*TASKS[::2], TaskConfig("wide", "windowed", {"window": 3}, 10)), group_size=4
+        )
+    for number in (11, 12):
+        client.put(partition, group(number), columns(group(number)))
+    assert client.claim(partition, "wide", FIRST, 4, whole_groups=True).keys == tuple(group(11))
+    with pytest.raises(ClaimTimeout, match=r"'windowed' waits for prompt number 10 \('a'\)"):
+        client.claim(partition, "wide", FIRST, 4, whole_groups=True, timeout_s=0.05)
+
+
+def test_stale_rows_are_passed_over_named_once_and_cleared(ordered: Any) -> None:
+    client, partition = ordered
+    for number, version in enumerate((3, 1, 3)):
+        put(client, partition, number, version)
+    meta = claim(client, partition, 2, min_version=2)
+    assert meta.keys == (*group(0), *group(2)) and meta.versions.min() == 3
+    assert client.status(partition).stale_rows == 4
+    with pytest.raises(ClaimTimeout, match="4 older than min_version=2"):
+        claim(client, partition, 1, min_version=2, timeout_s=0.05)
+    keys = client.clear_stale(partition, "train", FIRST, 2, whole_groups=True)
+    assert sorted(keys) == group(1)
+    assert client.clear_stale(partition, "train", FIRST, 2, whole_groups=True) == ()
+    status = client.status(partition)
+    assert (status.rows, status.stale_rows) == (8, 0)
+    client.release(meta, "train", "done")
+
+
+def test_a_bad_sampler_is_an_error_of_the_claim_and_leases_nothing(ordered: Any) -> None:
+    client, partition = ordered
+    put(client, partition, 0)
+    with pytest.raises(SamplerError, match="task 'bad', sampler '.*:Stubborn': .* chose item 4 of 4"):
+        client.claim(partition, "bad", FIRST, 4)
+    assert client.status(partition).leased_rows == 0
+    assert claim(client, partition, 1).keys == tuple(group(0))
+    with pytest.raises(ValueError, match="'in_oder': expected"):
+        client.register("never", SCHEMA, (TaskConfig("train", "in_oder"),))
+
+
+def test_async_client_chooses_and_clears_alike(ordered: Any, plane: DataPlane) -> None:
+    client, partition = ordered
+    for number, version in ((0, 1), (1, 5)):
+        put(client, partition, number, version)
+
+    async def session() -> None:
+        async with connect_async(plane.handle, name="async") as twin:
+            meta = await claim(twin, partition, 1, min_version=4)
+            assert meta.keys == tuple(group(1))
+            keys = await twin.clear_stale(partition, "train", FIRST, 4, whole_groups=True)
+            assert sorted(keys) == group(0)
+
+    asyncio.run(session())
+
+
+def test_both_clients_take_the_same_arguments(kind: str) -> None:
+    for name in ("register", "claim", "clear_stale"):
+        blocking, twin = (inspect.signature(getattr(each, name)) for each in (DataPlaneClient, AsyncDataPlaneClient))
+        assert blocking == twin, name

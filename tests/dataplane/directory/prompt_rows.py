@@ -1,0 +1,43 @@
+"""Prompts of two rows in a pure directory, and claims of them by a task with a sampler."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.dataplane.directory.directory import Directory
+from headrace.dataplane.directory.partition import ClaimRows
+from headrace.dataplane.directory.samplers import TaskConfig, prompt_numbers
+from headrace.dataplane.meta import KVBatchMeta
+from headrace.tests.dataplane.directory.directory_puts import GROUP, SCHEMA, put
+
+FIELDS = ("ids",)
+
+
+def base36(number: int) -> str:
+    return np.base_repr(number, 36).lower()
+
+
+def keys_of(number: int) -> list[str]:
+    """The rows of one prompt."""
+    return [f"{base36(number)}.{sample}" for sample in range(GROUP)]
+
+
+def opened(sampler: str, *, first_prompt: int = 0, group_size: int = GROUP, **options: object) -> Directory:
+    directory = Directory(capacity_bytes=1 << 30, lease_s=1e9, reserve_s=5.0)
+    tasks = (TaskConfig("a", sampler, dict(options), first_prompt), "b")
+    directory.register("p", SCHEMA, tasks, group_size)
+    return directory
+
+
+def put_prompt(directory: Directory, number: int, version: int = 0) -> None:
+    put(directory, keys_of(number), FIELDS, versions=np.full(GROUP, version))
+
+
+def claim(directory: Directory, groups: int = 1, *, min_version: int | None = None) -> KVBatchMeta | None:
+    return directory.claim(ClaimRows("p", "a", FIELDS, groups * GROUP, True, min_version), 0.0)
+
+
+def taken(meta: KVBatchMeta | None) -> list[int]:
+    """Numbers of the prompts claimed, in the receipt's order; of None, none."""
+    keys = () if meta is None else meta.keys
+    return prompt_numbers([key.rpartition(".")[0] for key in keys[::GROUP]]).tolist()

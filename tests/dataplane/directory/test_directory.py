@@ -1,0 +1,204 @@
+"""The directory, rule by rule."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from headrace.dataplane.directory.directory import ClaimRows, Directory
+from headrace.dataplane.directory.partition import PutRows
+from headrace.dataplane.errors import (
+    AlreadyWritten,
+    CapacityExceeded,
+    DataPlaneTimeout,
+    DuplicateKeys,
+    FieldsNotReady,
+    KeysNotFound,
+    SchemaMismatch,
+)
+from headrace.tests.dataplane.directory.directory_puts import GROUP, SCHEMA, commit, make_put, put
+
+
+@pytest.fixture
+def directory() -> Directory:
+    directory = Directory(capacity_bytes=1 << 20, lease_s=10.0, reserve_s=5.0)
+    directory.register("p", SCHEMA, ("a", "b"), GROUP)
+    return directory
+
+
+def test_nothing_is_visible_before_commit_and_nothing_stays_after_abort(directory: Directory) -> None:
+    reservation = directory.reserve(make_put(["g.0", "g.1"], ("ids",)), 0.0)
+    assert reservation is not None
+    with pytest.raises(KeysNotFound):
+        directory.lookup("p", ["g.0"], ("ids",))
+    assert directory.status(None, 0.0).bytes_reserved == 128
+    assert directory.abort(reservation.reservation_id) is reservation
+    assert directory.abort(reservation.reservation_id) is None
+    assert directory.status(None, 0.0).bytes_reserved == 0
+
+
+def test_reservation_of_a_dead_writer_expires(directory: Directory) -> None:
+    made = make_put(["g.0"], ("ids",), writer="w pid=7")
+    reservation = directory.reserve(made, 1.0)
+    assert reservation is not None and directory.next_deadline() == 6.0
+    assert directory.expire(5.9).writers == ()
+    expired = directory.expire(6.0)
+    assert expired.writers == ("w pid=7",) and expired.reservations == (reservation,)
+    with pytest.raises(DataPlaneTimeout, match="reserve_s"):
+        commit(directory, reservation, made)
+
+
+def test_the_second_of_two_writers_of_a_key_is_refused_at_commit(directory: Directory) -> None:
+    made = make_put(["g.0"], ("ids",))
+    first, second = directory.reserve(made, 0.0), directory.reserve(made, 0.0)
+    assert first is not None and second is not None
+    commit(directory, first, made)
+    with pytest.raises(AlreadyWritten, match="'ids'.*g.0"):
+        commit(directory, second, made)
+    assert directory.abort(second.reservation_id) is second
+
+
+def test_capacity(directory: Directory) -> None:
+    small = Directory(capacity_bytes=256, lease_s=1.0, reserve_s=1.0)
+    small.register("p", SCHEMA, (), 1)
+    with pytest.raises(CapacityExceeded, match="320 bytes, more than the capacity of 256"):
+        small.reserve(make_put([f"k{i}" for i in range(5)], ("ids",)), 0.0)
+    put(small, ["a", "b", "c"], ("ids",))
+    assert small.reserve(make_put(["d", "e"], ("ids",)), 0.0) is None
+    small.clear("p", ["a", "b"])
+    assert small.reserve(make_put(["d", "e"], ("ids",)), 0.0) is None, "their block lives on with row c"
+    assert small.clear("p", ["c"])[0] == 1
+    assert small.reserve(make_put(["d", "e"], ("ids",)), 0.0) is not None
+
+
+def test_credit_is_counted_bounded_and_taken_back_first() -> None:
+    directory = Directory(capacity_bytes=1024, lease_s=1.0, reserve_s=5.0)
+    directory.register("p", SCHEMA, (), 1)
+    first, second = directory.grant("w1", 300, 2, 0.0), directory.grant("w2", 300, 2, 1.0)
+    assert first is not None and second is not None
+    assert directory.grant("w3", 400, 1, 1.0) is None, "an eighth stays free"
+    status = directory.status(None, 1.0)
+    assert (status.bytes_credit, status.bytes_reserved) == (600, 0)
+    large = make_put([f"k{i}" for i in range(9)], ("ids",))
+    assert large.nbytes == 576 and directory.reserve(large, 1.0) is None
+    assert directory.revoke(large.nbytes) == [first], "the oldest, and no more than is needed"
+    assert directory.reserve(large, 1.0) is not None
+    with pytest.raises(DataPlaneTimeout):
+        commit(directory, first, make_put(["a"], ("ids",)))
+    with pytest.raises(ValueError, match="3 blocks of 576 bytes, expected at most 2 of 300"):
+        commit(directory, second, large)
+    small = make_put(["a", "b"], ("ids",))
+    commit(directory, second, small)
+    status = directory.status(None, 1.0)
+    assert (status.bytes_credit, status.bytes_reserved, status.bytes_used) == (0, 576, 128), (
+        "what it did not use is free"
+    )
+    assert directory.grant("w1", 64, 1, 1.0) is not None and directory.next_deadline() == 6.0
+    expired = directory.expire(6.0)
+    assert len(expired.reservations) == 2 and expired.writers == ("w",), "an idle writer is not called late"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"arguments": (["g.0", "g.0"], ("ids",))}, DuplicateKeys, "twice.*g.0"),
+        ({"arguments": (["g.0"], ("nope",))}, SchemaMismatch, "nope"),
+        ({"arguments": (["old.0"], ("logp",), [4])}, SchemaMismatch, "4 tokens for 'old.0', expected 5"),
+        ({"arguments": (["old.0"], ("logp",)), "versions": np.array([9])}, SchemaMismatch, "version 9"),
+        ({"arguments": (["old.0"], ("logp",)), "groups": ["new"]}, SchemaMismatch, "group 'new'"),
+        ({"arguments": (["old.1", "old.2"], ("ids",))}, SchemaMismatch, "group 'old' would hold more"),
+        ({"arguments": (["g.0"], ("ids",)), "tags": {"t": np.zeros(1, np.int64)}}, SchemaMismatch, "float32 as before"),
+    ],
+)
+def test_refused_puts_change_nothing(directory: Directory, options: dict, error: type, words: str) -> None:
+    put(directory, ["old.0"], ("ids",), tags={"t": np.zeros(1, np.float32)})
+    before = directory.status(None, 0.0)
+    arguments = options.pop("arguments", ())
+    with pytest.raises(error, match=words) as caught:
+        directory.reserve(make_put(*arguments, **options) if arguments[1] != ("nope",) else _unknown_field(), 0.0)
+    assert caught.value.partition == "p"
+    assert directory.status(None, 0.0) == before
+
+
+def _unknown_field() -> PutRows:
+    made = make_put(["g.0"], ("ids",))
+    return PutRows("p", made.keys, ("nope",), made.lengths, None, made.groups, {}, made.layouts, False, "w")
+
+
+def test_row_without_tokens_gets_its_length_later(directory: Directory) -> None:
+    assert put(directory, ["g.0"], ("score",)).lengths.tolist() == [0]
+    assert put(directory, ["g.0"], ("ids",), [7]).lengths.tolist() == [7]
+    assert directory.lookup("p", ["g.0"], None).lengths.tolist() == [7]
+    put(directory, ["g.0"], ("ids",), [3], replace=True)
+    assert directory.lookup("p", ["g.0"], ("score",)).lengths.tolist() == [3]
+
+
+def test_missing_keys_and_fields_are_named(directory: Directory) -> None:
+    put(directory, ["g.0", "g.1"], ("ids",))
+    put(directory, ["g.1"], ("logp",))
+    with pytest.raises(KeysNotFound, match=r"1 of 2 keys.*'nope'"):
+        directory.lookup("p", ["g.0", "nope"], ("ids",))
+    with pytest.raises(FieldsNotReady, match=r"'logp' is not written for 1 of 2.*'g.0'"):
+        directory.lookup("p", ["g.0", "g.1"], ("ids", "logp"))
+    assert directory.lookup("p", ["g.1", "g.0", "g.1"], None).fields == ("ids",)
+    with pytest.raises(KeysNotFound):
+        directory.clear("p", ["g.0", "nope"])
+    assert directory.status("p", 0.0).rows == 2
+
+
+def test_unknown_names_are_value_errors(directory: Directory) -> None:
+    with pytest.raises(ValueError, match=r"partition 'q'.*\['p'\]"):
+        directory.lookup("q", ["k"], None)
+    with pytest.raises(ValueError, match="task 'c'"):
+        directory.claim(ClaimRows("p", "c", ("ids",), 1), 0.0)
+    with pytest.raises(ValueError, match="multiple of 2"):
+        directory.claim(ClaimRows("p", "a", ("ids",), 3, True), 0.0)
+    with pytest.raises(SchemaMismatch, match="nope"):
+        directory.claim(ClaimRows("p", "a", ("nope",), 1), 0.0)
+    with pytest.raises(ValueError, match="has no lease"):
+        directory.release("p", "a", 0, ["k"], "done")
+
+
+def test_register_again(directory: Directory) -> None:
+    directory.register("p", SCHEMA, ("b", "a"), GROUP)
+    with pytest.raises(ValueError, match="group_size 4.*registered with 2"):
+        directory.register("p", SCHEMA, ("a", "b"), 4)
+    with pytest.raises(ValueError, match="tasks"):
+        directory.register("p", SCHEMA, ("a",), GROUP)
+
+
+def test_shortage_says_what_is_missing(directory: Directory) -> None:
+    put(directory, ["g.0", "g.1", "h.0"], ("ids",))
+    put(directory, ["g.0", "g.1"], ("logp",))
+    meta = directory.claim(ClaimRows("p", "a", ("ids",), 1), 0.0)
+    assert meta is not None and meta.keys == ("g.0",)
+    text = directory.shortage(ClaimRows("p", "a", ("ids", "logp"), 2))
+    assert "fields ['ids', 'logp'] of 2 rows; 1 of the partition's 3 rows are ready" in text
+    assert "1 of the others lack field 'logp'" in text and "1 leased" in text
+
+
+def test_group_numbers_are_never_used_again(directory: Directory) -> None:
+    first = put(directory, ["g.0", "h.0", "g.1"], ("ids",))
+    assert first.groups[0] == first.groups[2] != first.groups[1]
+    directory.clear("p", ["g.0", "g.1"])
+    again = put(directory, ["g.0"], ("ids",))
+    assert again.groups[0] not in first.groups
+    assert put(directory, ["h.1"], ("ids",)).groups[0] == first.groups[1]
+
+
+def test_a_claim_does_not_look_at_rows_that_are_not_ready() -> None:
+    """60 k rows done or waiting: a claim touches its own few only."""
+    directory = Directory(capacity_bytes=1 << 40, lease_s=1e9, reserve_s=1.0)
+    directory.register("p", SCHEMA, ("a",), 1)
+    for start in range(0, 60_000, 20_000):
+        put(directory, [f"k{i}" for i in range(start, start + 20_000)], ("ids",))
+    done = directory.claim(ClaimRows("p", "a", ("ids",), 50_000), 0.0)
+    assert done is not None
+    directory.release("p", "a", done.lease_id, done.keys, "done")
+    started = time.perf_counter()
+    for _ in range(100):
+        meta = directory.claim(ClaimRows("p", "a", ("ids",), 16), 0.0)
+        assert meta is not None
+    assert time.perf_counter() - started < 1.0, "about 0.1 ms each here; scanning all rows would take more"

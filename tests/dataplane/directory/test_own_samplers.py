@@ -1,0 +1,147 @@
+"""Samplers of one's own, what is wrong with some, and rows that are too old."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headrace.dataplane.directory.partition import ClaimRows
+from headrace.dataplane.directory.samplers import Candidates, TaskConfig
+from headrace.dataplane.errors import SamplerError
+from headrace.tests.dataplane.directory.directory_puts import GROUP, SCHEMA, make_put, put
+from headrace.tests.dataplane.directory.prompt_rows import FIELDS, claim, keys_of, opened, put_prompt, taken
+
+# ------------------------------------------------------------------ one's own, and what is wrong with it
+
+
+class LongestFirst:
+    """Whatever has most tokens."""
+
+    order = "ready"
+    looks_ahead = None
+
+    def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
+        return np.argsort(-candidates.tokens, kind="stable")[:wanted]
+
+
+class Picks:
+    """Answers with what it was given."""
+
+    order = "version"
+    looks_ahead = 1
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+    def select(self, candidates: Candidates, wanted: int) -> object:
+        if self.answer == "raise":
+            raise RuntimeError("no idea")
+        if self.answer == "columns":
+            shapes = {len(column) for column in (candidates.groups, candidates.versions, candidates.arrivals)}
+            assert shapes == {len(candidates)} and candidates.tags["score"].shape == (len(candidates), GROUP)
+            assert list(candidates.tags) == ["score"] and candidates.prompts.tolist() == [0, 1][: len(candidates)]
+            return np.flatnonzero(candidates.tags["score"].sum(axis=1) > 0)
+        return np.array(self.answer)
+
+
+def test_a_sampler_of_ones_own_sees_columns_and_decides() -> None:
+    directory = opened(f"{__name__}:LongestFirst")
+    for number, tokens in ((0, 3), (1, 9), (2, 5)):
+        put(directory, keys_of(number), FIELDS, [tokens] * GROUP)
+    assert taken(claim(directory, 2)) == [1, 2]
+    directory = opened(f"{__name__}:Picks", answer="columns")
+    for number, score in ((0, 0.0), (1, 1.0)):
+        put(directory, keys_of(number), FIELDS, tags={"score": np.full(GROUP, score, np.float32)})
+    assert taken(claim(directory)) == [1]
+    assert claim(directory) is None, "it takes none: the claim waits on"
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("raise", "raised RuntimeError: no idea"),
+        ([0, 0], "chose an item twice"),
+        ([2], "chose item 2 of 2"),
+        ([-1], "chose item -1 of 2"),
+        ([0.5], "float64.*expected one dimension of integer"),
+        ([[0]], r"int64 \[1, 1\]"),
+    ],
+)
+def test_a_bad_sampler_is_named_and_nothing_is_leased(answer: object, words: str) -> None:
+    directory = opened(f"{__name__}:Picks", answer=answer)
+    for number in (0, 1):
+        put_prompt(directory, number)
+    with pytest.raises(SamplerError, match=f"task 'a'.*Picks.*{words}") as caught:
+        claim(directory)
+    assert (caught.value.op, caught.value.partition) == ("claim", "p")
+    assert directory.status("p", 0.0).leased_rows == 0
+
+
+def test_groups_that_are_no_prompts_cannot_be_taken_in_order() -> None:
+    directory = opened("in_order")
+    put(directory, ["v-0.0", "v-0.1"], FIELDS)
+    with pytest.raises(SamplerError, match="no base-36 number"):
+        claim(directory)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "options", "words"),
+    [
+        ("in_oder", {}, "'in_oder': expected oldest_version_first, ready_first, in_order, windowed or"),
+        ("windowed", {}, "window"),
+        ("windowed", {"window": 0}, "got 0, expected at least 1"),
+        ("in_order", {"window": 3}, "window"),
+        ("no.such.module:thing", {}, "cannot be imported"),
+        ("headrace.tests.dataplane.directory.prompt_rows:base36", {"number": 3}, "expected a Sampler"),
+    ],
+)
+def test_samplers_that_cannot_be_built_are_refused_at_register(sampler: str, options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=f"task 'a'.*{words}"):
+        opened(sampler, **options)
+
+
+def test_the_same_tasks_must_be_registered_again() -> None:
+    directory = opened("windowed", window=3)
+    directory.register("p", SCHEMA, ("b", TaskConfig("a", "windowed", {"window": 3})), GROUP)
+    with pytest.raises(ValueError, match="tasks .*'window': 4.*registered with .*'window': 3"):
+        directory.register("p", SCHEMA, ("b", TaskConfig("a", "windowed", {"window": 4})), GROUP)
+
+
+def test_in_order_takes_no_parts_of_groups() -> None:
+    with pytest.raises(ValueError, match="'in_order' of task 'a'.*expected whole_groups=True"):
+        opened("in_order").claim(ClaimRows("p", "a", FIELDS, GROUP), 0.0)
+
+
+# ------------------------------------------------------------------ stale rows
+
+
+def test_stale_rows_stay_until_they_are_cleared_and_others_keep_what_they_hold() -> None:
+    directory = opened("oldest_version_first")
+    for number, version in enumerate((1, 2, 5, 6)):
+        put_prompt(directory, number, version)
+    held = directory.claim(ClaimRows("p", "b", FIELDS, GROUP, True), 0.0)
+    assert taken(held) == [0]
+    assert taken(claim(directory, 1, min_version=5)) == [2]
+    assert directory.status("p", 0.0).stale_rows == 2 * GROUP
+    assert claim(directory, 2, min_version=5) is None
+    assert "4 older than min_version=5" in directory.shortage(ClaimRows("p", "a", FIELDS, 2 * GROUP, True, 5))
+    stale = ClaimRows("p", "a", FIELDS, 0, True, 5)
+    keys, freed = directory.clear_stale(stale)
+    assert sorted(keys) == keys_of(1) and len(freed) == 1, "task b holds prompt 0"
+    assert directory.clear_stale(stale) == ([], [])
+    assert directory.status("p", 0.0).rows == 3 * GROUP
+    with pytest.raises(ValueError, match="min_version=None"):
+        directory.clear_stale(ClaimRows("p", "a", FIELDS, 0, True))
+
+
+def test_a_group_is_as_old_as_its_oldest_row_and_a_replace_makes_it_young() -> None:
+    directory = opened("ready_first")
+    put(directory, keys_of(0), FIELDS, versions=np.array([3, 7]))
+    put_prompt(directory, 1, 7)
+    assert taken(claim(directory, 1, min_version=5)) == [1]
+    made = make_put(keys_of(0), FIELDS, versions=np.full(GROUP, 8), replace=True)
+    reservation = directory.reserve(made, 0.0)
+    assert reservation is not None
+    directory.commit(reservation.reservation_id, made, lambda ids, _: [b"at"] * len(ids))
+    assert taken(claim(directory, 1, min_version=5)) == [0]
+    assert directory.status("p", 0.0).stale_rows == 0

@@ -1,0 +1,260 @@
+"""Samplers over the pure directory: the order they promise, under any order of puts, returns, clears and versions."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.dataplane.directory.directory import Directory
+from headrace.dataplane.directory.partition import ClaimRows
+from headrace.dataplane.directory.samplers import StreamProgress
+from headrace.tests.dataplane.directory.directory_puts import GROUP, put
+from headrace.tests.dataplane.directory.prompt_rows import FIELDS, claim, keys_of, opened, put_prompt, taken
+
+# ------------------------------------------------------------------ orders
+
+
+def test_each_sampler_has_its_order() -> None:
+    puts = [(3, 5), (1, 7), (0, 6), (2, 5)]  # prompt, version
+    expected = {
+        "oldest_version_first": [3, 2, 0, 1],
+        "ready_first": [3, 1, 0, 2],
+        "in_order": [0, 1, 2, 3],
+        "windowed": [0, 1, 2, 3],
+    }
+    for name, order in expected.items():
+        directory = opened(name, **({"window": 2} if name == "windowed" else {}))
+        for number, version in puts:
+            put_prompt(directory, number, version)
+        assert [taken(claim(directory))[0] for _ in puts] == order, name
+
+
+def test_ready_first_counts_from_the_last_field_and_from_the_return() -> None:
+    directory = opened("ready_first")
+    assert claim(directory) is None, "from its first claim on the order is kept"
+    for number in (0, 1, 2):
+        put(directory, keys_of(number), ("score",))
+    for number in (1, 2, 0):
+        put(directory, keys_of(number), FIELDS)
+    first = claim(directory)
+    assert taken(first) == [1] and first is not None
+    directory.release("p", "a", first.lease_id, first.keys, "retry")
+    assert [taken(claim(directory))[0] for _ in range(3)] == [2, 0, 1]
+
+
+def test_in_order_waits_for_the_next_prompt_and_says_so() -> None:
+    directory = opened("in_order", first_prompt=35)
+    put_prompt(directory, 36)
+    assert claim(directory) is None
+    assert "waits for prompt number 35 ('z')" in directory.shortage(ClaimRows("p", "a", FIELDS, GROUP, True))
+    put_prompt(directory, 35)
+    assert taken(claim(directory, 2)) == [35, 36]
+
+
+def test_in_order_goes_on_past_what_was_cleared_or_is_too_old() -> None:
+    directory = opened("in_order")
+    for number, version in ((0, 4), (1, 4), (2, 1), (3, 4)):
+        put_prompt(directory, number, version)
+    directory.clear("p", keys_of(0))
+    assert taken(claim(directory, 2, min_version=3)) == [1, 3]
+    assert taken(claim(directory, 1)) == [2], "without a bound it is not too old any more"
+
+
+def test_a_returned_prompt_is_taken_again_before_later_ones() -> None:
+    directory = opened("in_order")
+    for number in range(4):
+        put_prompt(directory, number)
+    first = claim(directory, 2)
+    assert first is not None
+    directory.release("p", "a", first.lease_id, keys_of(0), "retry")
+    assert taken(claim(directory, 2)) == [0, 2]
+
+
+def test_windowed_takes_what_is_ready_within_its_window_only() -> None:
+    directory = opened("windowed", window=3)
+    for number in (1, 2, 3):
+        put_prompt(directory, number)
+    assert taken(claim(directory, 2)) == [1, 2]
+    assert claim(directory) is None, "3 is beyond the window from 0"
+    put_prompt(directory, 0)
+    assert taken(claim(directory, 2)) == [0, 3]
+
+
+def test_rows_without_groups_follow_the_stream_too() -> None:
+    directory = opened("in_order", group_size=1)
+    put(directory, ["1", "2"], FIELDS)
+    assert directory.claim(ClaimRows("p", "a", FIELDS, 1), 0.0) is None
+    put(directory, ["0"], FIELDS)
+    meta = directory.claim(ClaimRows("p", "a", FIELDS, 3), 0.0)
+    assert meta is not None and meta.keys == ("0", "1", "2")
+
+
+# ------------------------------------------------------------------ properties
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["put", "put", "claim", "claim", "retry", "done", "clear"]), st.integers(0, 10**6)),
+    min_size=10,
+    max_size=120,
+)
+
+
+class Story:
+    """Puts prompts 0.. in a random order, as events say, and notes what each claim took."""
+
+    def __init__(self, directory: Directory, order: list[int], spread: int) -> None:
+        self.directory = directory
+        self.left = list(order)
+        self.spread = spread
+        self.version = 0
+        self.versions: dict[int, int] = {}
+        self.held: dict[int, list[int]] = {}
+        """Lease -> prompts."""
+        self.free: set[int] = set()
+        self.settled: set[int] = set()
+        """Taken once, cleared, or passed over as too old."""
+        self.first_takes: list[int] = []
+
+    def put(self, seed: int) -> None:
+        if self.left:
+            number = self.left.pop(0)
+            self.version += seed % 3 == 0
+            self.versions[number] = max(0, self.version - seed % (self.spread + 1))
+            put_prompt(self.directory, number, self.versions[number])
+            self.free.add(number)
+
+    def claim(self, seed: int, bound: int | None = None) -> list[int]:
+        min_version = None if bound is None else self.version - bound
+        meta = claim(self.directory, 1 + seed % 3, min_version=min_version)
+        found = taken(meta)
+        if min_version is not None:
+            self.settled |= {number for number in self.free if self.versions[number] < min_version}
+        assert set(found) <= self.free, "only what is free, and each once"
+        assert len(set(found)) == len(found)
+        if meta is not None:
+            assert sorted(meta.keys) == sorted(key for number in found for key in keys_of(number))
+            self.held[meta.lease_id] = found
+            self.free -= set(found)
+        return found
+
+    def end(self, seed: int, outcome: str) -> None:
+        if self.held:
+            lease = sorted(self.held)[seed % len(self.held)]
+            numbers = self.held.pop(lease)
+            keys = [key for number in numbers for key in keys_of(number)]
+            self.directory.release("p", "a", lease, keys, outcome)  # type: ignore[arg-type]
+            self.free |= set(numbers) if outcome == "retry" else set()
+
+    def clear(self, seed: int) -> None:
+        if self.free:
+            number = sorted(self.free)[seed % len(self.free)]
+            self.directory.clear("p", keys_of(number))
+            self.free.discard(number)
+            self.settled.add(number)
+
+
+def shuffled(draw_seed: int, count: int, spread: int) -> list[int]:
+    """0..count, each at most about `spread` places from its own."""
+    rng = np.random.default_rng(draw_seed)
+    return np.argsort(np.arange(count) + rng.uniform(0, spread, count)).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(events=EVENTS, seed=st.integers(0, 2**32 - 1), window=st.integers(1, 6))
+def test_window_is_never_exceeded_and_each_prompt_is_leased_once(
+    events: list[tuple[str, int]], seed: int, window: int
+) -> None:
+    directory = opened("windowed", window=window) if window > 1 else opened("in_order")
+    story = Story(directory, shuffled(seed, 60, 8), 0)
+    for event, number in events:
+        if event == "claim":
+            for prompt in story.claim(number):
+                head = next(n for n in itertools.count() if n not in story.settled)
+                assert prompt < head + window, f"{prompt} taken while {head} was still to come"
+                if prompt not in story.settled and window == 1:
+                    assert prompt == head, "in_order overtakes nobody"
+                story.settled.add(prompt)
+        elif event in ("retry", "done"):
+            story.end(number, event)
+        else:
+            getattr(story, event)(number)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    events=EVENTS,
+    seed=st.integers(0, 2**32 - 1),
+    bound=st.integers(0, 2),
+    sampler=st.sampled_from(["oldest_version_first", "ready_first", "in_order", "windowed"]),
+)
+def test_staleness_never_exceeds_the_bound_and_stale_rows_hold_nothing_up(
+    events: list[tuple[str, int]], seed: int, bound: int, sampler: str
+) -> None:
+    directory = opened(sampler, **({"window": 4} if sampler == "windowed" else {}))
+    story = Story(directory, shuffled(seed, 60, 4), 4)
+    for event, number in events:
+        if event == "claim":
+            for prompt in story.claim(number, bound):
+                assert story.version - story.versions[prompt] <= bound
+                story.settled.add(prompt)
+        elif event in ("retry", "done"):
+            story.end(number, event)
+        else:
+            getattr(story, event)(number)
+    low = story.version - bound
+    stale = {number for number in story.free if story.versions[number] < low}
+    keys, _ = directory.clear_stale(ClaimRows("p", "a", FIELDS, 0, True, low))
+    assert sorted(keys) == sorted(key for number in stale for key in keys_of(number))
+    while story.left:
+        story.put(1)  # of the newest version but one
+    story.free -= stale
+    story.settled |= stale
+    fresh = {number for number in story.free if story.versions[number] >= story.version - bound}
+    found = [prompt for _ in range(len(fresh)) for prompt in story.claim(0, bound)]
+    assert sorted(found) == sorted(fresh), "all prompts were put: whatever is fresh enough is served"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 40), max_size=60), st.integers(0, 5))
+def test_stream_progress_is_that_of_a_set(numbers: list[int], first: int) -> None:
+    progress = StreamProgress(first)
+    for number in numbers:
+        progress.settle([number])
+    settled = set(numbers) | set(range(first))
+    assert progress.first == next(n for n in itertools.count() if n not in settled)
+    assert progress.ahead == {n for n in settled if n > progress.first}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=300), st.integers(1, 40))
+def test_queue_serves_by_version_then_arrival_however_rows_come(entries: list[tuple[int, bool]], count: int) -> None:
+    directory = opened("oldest_version_first", group_size=1)
+    rows: list[tuple[int, int, str]] = []
+    for arrival, (version, claims) in enumerate(entries):
+        put(directory, [f"k{arrival}"], FIELDS, versions=np.array([version]))
+        rows.append((version, arrival, f"k{arrival}"))
+        if claims:
+            wanted = min(count, len(rows))
+            meta = directory.claim(ClaimRows("p", "a", FIELDS, wanted), 0.0)
+            rows.sort()
+            assert meta is not None and list(meta.keys) == [key for _, _, key in rows[:wanted]]
+            del rows[:wanted]
+
+
+@pytest.mark.parametrize("sampler", ["oldest_version_first", "ready_first", "in_order", "windowed"])
+def test_a_claim_costs_its_own_rows_however_many_are_ready(sampler: str) -> None:
+    """30 k groups ready, put in disorder: a claim of four touches few of them."""
+    directory = opened(sampler, **({"window": 64} if sampler == "windowed" else {}))
+    order = shuffled(0, 30_000, 200)
+    for start in range(0, len(order), 1000):
+        keys = [key for number in order[start : start + 1000] for key in keys_of(number)]
+        put(directory, keys, FIELDS, versions=np.full(len(keys), start // 1000))
+    assert claim(directory) is not None  # builds the view
+    started = time.perf_counter()
+    for number in range(100):
+        assert claim(directory, 4, min_version=number // 100) is not None
+    assert time.perf_counter() - started < 1.0, "about 0.3 ms each here; looking at all would take more"

@@ -1,0 +1,244 @@
+"""The link over sockets: order, waits, tokens, other hosts, ends of either side. The server is a thread here."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.codecs.schema import Field, Kind, Schema
+from headrace.dataplane.client import DataPlaneClient
+from headrace.dataplane.config import DataPlaneConfig, StoreConfig
+from headrace.dataplane.directory import requests
+from headrace.dataplane.directory.directory import ClaimRows
+from headrace.dataplane.directory.requests import body_of
+from headrace.dataplane.directory.service import DirectoryService
+from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, DirectoryLost
+from headrace.dataplane.factory import connect, connect_async
+from headrace.dataplane.handle import DataPlaneHandle
+from headrace.dataplane.rpc import socket_link
+from headrace.dataplane.rpc.frames import DirectoryAddress, FrameReader, frame
+from headrace.dataplane.rpc.server import DirectoryServer
+from headrace.dataplane.rpc.socket_link import SocketLink
+from headrace.dataplane.stores.local import LocalHost
+
+SCHEMA = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (1000,)), Field("y", Kind.PER_SAMPLE, torch.float32)])
+CONFIG = DataPlaneConfig(store=StoreConfig(kind="local", capacity_mib=64), timeout_s=10)
+
+
+class Served:
+    """A directory with sockets, on a loop of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+        self.host = LocalHost("test")
+        self.server, self.service, self.address = self.run(self._start)
+        self.handle = DataPlaneHandle("test", CONFIG, self.host.spec, "no actor", self.address, "directory pid=7")
+
+    async def _start(self) -> tuple[DirectoryServer, DirectoryService, DirectoryAddress]:
+        service = DirectoryService(CONFIG, self.host)
+        server = DirectoryServer(service)
+        return server, service, await server.start("headrace-test", "127.0.0.1")
+
+    def run(self, make: Callable[[], Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(make(), self.loop).result(10)
+
+    def close(self) -> None:
+        self.run(self.service.close)
+        self.run(self.server.close)
+        self.run(lambda: asyncio.sleep(0.01))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[DataPlaneClient]:
+    with connect(served.handle) as client:
+        client.register("p", SCHEMA, ("a",))
+        yield client
+
+
+def put(client: DataPlaneClient, *keys: str) -> None:
+    client.put("p", keys, {"x": torch.ones(len(keys), 1000, dtype=torch.uint8)})
+
+
+def wait_until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_frames_come_whole_however_they_arrive() -> None:
+    sent = [(1, "put", b"x" * 300), (2, "", b""), (4_000_000_000, "claim", b"yz")]
+    data = b"".join(frame(number, body, op) for number, op, body in sent)
+    for step in (1, 7, 100, len(data)):
+        reader, found = FrameReader(), []
+        for at in range(0, len(data), step):
+            found += reader.feed(data[at : at + step])
+        assert found == sent and len(reader) == 0
+
+
+def test_a_waiting_claim_delays_no_other_call(served: Served, client: DataPlaneClient) -> None:
+    waiting = [threading.Thread(target=client.claim, args=("p", "a", ("x",), 1)) for _ in range(8)]
+    for thread in waiting:
+        thread.start()
+    wait_until(lambda: client.status().waiting_claims == 8)
+    started = time.monotonic()
+    for _ in range(100):
+        client.status()
+    assert time.monotonic() - started < 2
+    put(client, *(f"k.{n}" for n in range(8)))
+    for thread in waiting:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_an_event_loop_has_one_connection_for_all_its_calls(served: Served, client: DataPlaneClient) -> None:
+    async def use() -> None:
+        async with connect_async(served.handle) as twin:
+            claims = [asyncio.create_task(twin.claim("p", "a", ("x",), 1)) for _ in range(64)]
+            await asyncio.sleep(0.05)
+            assert (await twin.status()).waiting_claims == 64
+            connections = len(served.server._sessions)
+            await asyncio.gather(*(asyncio.to_thread(put, client, f"k.{n}") for n in range(64)))
+            found = await asyncio.gather(*claims)
+            assert sorted(meta.keys[0] for meta in found) == sorted(f"k.{n}" for n in range(64))
+            assert connections <= 4, "one of each link's own, and one of this loop"
+
+    asyncio.run(use())
+
+
+def test_large_requests_and_replies(served: Served) -> None:
+    with connect(served.handle) as client:
+        wide = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (1 << 20,))])
+        client.register("wide", wide)
+        values = torch.randint(0, 256, (9, 1 << 20), dtype=torch.uint8)
+        receipt = client.put("wide", [f"k.{n}" for n in range(9)], {"x": values})
+        assert torch.equal(client.get(receipt).tensor("x"), values)
+
+
+def test_clients_of_other_hosts_come_over_tcp(served: Served) -> None:
+    elsewhere = dataclasses.replace(served.address, local="no such name here")
+    with connect(dataclasses.replace(served.handle, address=elsewhere)) as client:
+        client.register("p", SCHEMA)
+        put(client, "a.0")
+        (connection,) = client._link._idle  # type: ignore[attr-defined]
+        assert connection.family == socket.AF_INET
+        assert client.lookup("p", ["a.0"]).fields == ("x",)
+
+
+def test_who_does_not_know_the_token_is_refused(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    stranger = SocketLink(dataclasses.replace(served.address, token=b"guess"), "directory")
+    with pytest.raises(DirectoryLost, match="closed the connection"):
+        stranger.call("status", requests.encode(requests.Status(None)), 5)
+    stranger.detach()
+    assert "refused" in caplog.text
+    with socket.create_connection((served.address.host, served.address.port), 5) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\n" * 100)
+        raw.settimeout(5)
+        try:
+            assert raw.recv(1) == b"", "no answer to who has not shown it"
+        except ConnectionResetError:
+            pass
+    assert repr(served.address.token) not in repr(served.handle)
+
+
+def test_the_end_of_the_directory_ends_every_call_at_once(served: Served, client: DataPlaneClient) -> None:
+    failed: list[DirectoryLost] = []
+
+    def claim() -> None:
+        try:
+            client.claim("p", "a", ("x",), 1)
+        except DirectoryLost as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=claim)
+    thread.start()
+
+    async def claim_async() -> None:
+        async with connect_async(served.handle) as twin:
+            task = asyncio.create_task(twin.claim("p", "a", ("x",), 1))
+            await asyncio.sleep(0.05)
+            served.loop.call_soon_threadsafe(abort)
+            started = time.monotonic()
+            with pytest.raises(DirectoryLost, match="pid=7"):
+                await task
+            assert time.monotonic() - started < 1
+
+    def abort() -> None:
+        for server in served.server._servers:
+            server.close()
+        for session in list(served.server._sessions):
+            session._transport.abort()
+
+    wait_until(lambda: client.status().waiting_claims == 1)
+    asyncio.run(claim_async())
+    thread.join(2)
+    assert "claim" in str(failed[0]) and "pid=7" in str(failed[0]) and failed[0].elapsed_s is not None
+    with pytest.raises(DirectoryLost):
+        client.status()
+    with pytest.raises(DirectoryLost, match="connect"):
+        connect(served.handle)
+
+
+def test_a_directory_that_does_not_answer_is_lost_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_link, "GRACE_S", 0.1)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("")  # a name of the system's choice
+        listener.listen()
+        link = SocketLink(DirectoryAddress(listener.getsockname()[1:].decode(), "", 0, b"t"), "directory pid=7")
+        started = time.monotonic()
+        with pytest.raises(DirectoryLost, match="did not answer.*pid=7"):
+            link.call("status", b"", 0.1)
+
+        async def ask() -> None:
+            with pytest.raises(DirectoryLost, match="did not answer"):
+                await link.call_async("status", b"", 0.1)
+            await link.detach_async()
+
+        asyncio.run(ask())
+        assert 0.3 < time.monotonic() - started < 2
+
+
+def test_what_a_client_waits_for_ends_with_its_connection(served: Served, client: DataPlaneClient) -> None:
+    dying = connect(served.handle)
+    link: Any = dying._link
+    (connection,) = link._idle
+    connection.sendall(frame(1, requests.encode(requests.Claim(ClaimRows("p", "a", ("x",), 1), 60.0)), "claim"))
+    wait_until(lambda: client.status().waiting_claims == 1)
+    dying.close()
+    wait_until(lambda: client.status().waiting_claims == 0)
+    put(client, "a.0")
+    assert client.claim("p", "a", ("x",), 1, timeout_s=1).keys == ("a.0",)
+    with pytest.raises(DirectoryLost, match="this client is closed"):
+        dying.status()
+
+
+def test_a_bug_in_the_directory_is_told_not_waited_for(
+    served: Served, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(served.service, "_directory", None)
+    with pytest.raises(DataPlaneError, match="the directory failed: AttributeError"):
+        body_of(client._link.call("lookup", requests.encode(requests.Lookup("p", b"", None)), 5), "lookup", 0.0)
+    assert "AttributeError" in caplog.text
+    monkeypatch.undo()
+    with pytest.raises(ClaimTimeout):
+        client.claim("p", "a", ("y",), 1, timeout_s=0.01)

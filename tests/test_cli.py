@@ -1,0 +1,198 @@
+"""The command: exit codes, messages, and what it does not import."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import headrace
+from headrace.cli import main
+from headrace.trainers.config.config import Config
+from headrace.trainers.errors import UserError
+from headrace.trainers.observe.run_folder import RunFolder
+
+QUIET = ["logging.tensorboard=false", "logging.progress=false"]
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A stand-in for the launcher: no Ray, no model."""
+    module = types.ModuleType("headrace.trainers.run.launch")
+
+    def run_training(config: Config, *, resume: bool) -> None:
+        with RunFolder(config, resume=resume) as folder:
+            folder.metrics.log(1, {"reward/mean": 0.5})
+            folder.metrics.finish(1)
+
+    vars(module)["run_training"] = run_training
+    monkeypatch.setitem(sys.modules, "headrace.trainers.run.launch", module)
+    dry_run = types.ModuleType("headrace.trainers.run.dry_run")
+    vars(dry_run)["describe"] = lambda config: f"placement: dp={config.trainer.dp}"
+    monkeypatch.setitem(sys.modules, "headrace.trainers.run.dry_run", dry_run)
+    return module
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text("algorithm: {steps: 2}\n")
+    return str(path)
+
+
+def fail_with(error: BaseException) -> Callable[..., None]:
+    def run_training(config: Config, *, resume: bool) -> None:
+        with RunFolder(config, resume=resume) as folder:
+            folder.metrics.log(1, {"reward/mean": 0.5})
+            raise error
+
+    return run_training
+
+
+def train(config: str, run_dir: Path, *more: str) -> int:
+    return main(["train", config, f"run.dir={run_dir}", *QUIET, *more])
+
+
+def test_a_finished_run_exits_0_and_resume_goes_on(launch: types.ModuleType, config: str, tmp_path: Path) -> None:
+    assert train(config, tmp_path / "run") == 0
+    assert '"event": "finished"' in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert train(config, tmp_path / "run", "--resume", "algorithm.steps=3") == 0
+    assert "steps: 3" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_a_second_run_in_the_folder_exits_2(
+    launch: types.ModuleType, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(config, tmp_path / "run") == 0
+    assert train(config, tmp_path / "run") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "already holds a run" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["trainer.dp_=1"], "headrace: trainer.dp_: unknown key; did you mean trainer.dp?"),
+        (["trainer.dp=3", "rollout.num_engines=5"], "trainer.dp=3"),
+        (["--resume"], "--resume: run.dir is not set"),
+        (["--dp=3"], "unknown argument '--dp=3'"),
+        (["trainer.lr", "--dry-run"], "expected key.sub=value"),
+    ],
+)
+def test_mistakes_exit_2_with_a_sentence(
+    config: str, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    assert main(["train", config, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and "Traceback" not in error
+
+
+def test_other_mistakes_exit_2(tmp_path: Path) -> None:
+    assert main(["train", str(tmp_path / "missing.yaml")]) == 2
+    assert main(["train"]) == 2
+    assert main([]) == 2
+    assert main(["no-such-command"]) == 2
+    assert main(["report", str(tmp_path)]) == 2
+
+
+def test_options_and_overrides_mix_in_any_order(
+    launch: types.ModuleType, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", config, "trainer.dp=2", "--dry-run", "trainer.dp=4", "run.name=mixed"]) == 0
+    output = capsys.readouterr().out
+    assert "placement: dp=4" in output and "dp: 4" in output and "name: mixed" in output
+
+
+def test_a_dry_run_leaves_nothing(launch: types.ModuleType, config: str, tmp_path: Path) -> None:
+    assert train(config, tmp_path / "run", "--dry-run") == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_failure_exits_1_with_a_panel_a_traceback_file_and_a_report(
+    launch: types.ModuleType, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vars(launch)["run_training"] = fail_with(RuntimeError("rollout actor 0 died"))
+    assert train(config, tmp_path / "run") == 1
+    error = capsys.readouterr().err
+    assert "RuntimeError: rollout actor 0 died" in error and "error.txt" in error.replace("\n", "")
+    assert "Traceback (most" not in error
+    assert "Traceback (most" in (tmp_path / "run" / "error.txt").read_text()
+    assert "not finished, 1 of 2 steps" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_failure_before_the_folder_shows_its_traceback(
+    launch: types.ModuleType, config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_training(config: Config, *, resume: bool) -> None:
+        raise RuntimeError("early")
+
+    vars(launch)["run_training"] = run_training
+    assert train(config, tmp_path / "run") == 1
+    assert "Traceback (most" in capsys.readouterr().err
+
+
+def test_interrupts_exit_130_and_users_mistakes_2(launch: types.ModuleType, config: str, tmp_path: Path) -> None:
+    vars(launch)["run_training"] = fail_with(KeyboardInterrupt())
+    assert train(config, tmp_path / "a") == 130
+    assert not (tmp_path / "a" / "error.txt").exists()
+    vars(launch)["run_training"] = fail_with(UserError("model.path: nothing there"))
+    assert train(config, tmp_path / "b") == 2
+
+
+def test_report_is_built_again(launch: types.ModuleType, config: str, tmp_path: Path) -> None:
+    assert train(config, tmp_path / "run") == 0
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "finished, 1 steps" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"headrace {headrace.__version__}"
+    assert main(["train", "--help"]) == 0
+    assert "key.sub=value" in capsys.readouterr().out
+
+
+def test_mistakes_and_help_import_nothing_heavy(config: str) -> None:
+    code = (
+        "import sys\n"
+        "from headrace.cli import main\n"
+        "assert main(['train', sys.argv[1], 'trainer.dp_=1']) == 2\n"
+        "assert main(['--help']) == 0\n"
+        "heavy = {'torch', 'ray', 'transformers', 'matplotlib', 'tensorboard'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, config], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_sigterm_unwinds_the_run(config: str, tmp_path: Path) -> None:
+    code = (
+        "import sys, time, types\n"
+        "module = types.ModuleType('headrace.trainers.run.launch')\n"
+        "def run_training(config, *, resume):\n"
+        "    try:\n"
+        "        print('up', flush=True)\n"
+        "        time.sleep(60)\n"
+        "    finally:\n"
+        "        print('cleaned up', flush=True)\n"
+        "module.run_training = run_training\n"
+        "sys.modules['headrace.trainers.run.launch'] = module\n"
+        "from headrace.cli import main\n"
+        "sys.exit(main(['train', sys.argv[1]]))\n"
+    )
+    command = [sys.executable, "-c", code, config]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        start = time.monotonic()
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.stdout.read() == "cleaned up\n"
+        assert process.wait(timeout=20) == 130
+        assert time.monotonic() - start < 20

@@ -1,0 +1,197 @@
+"""Shared by the train backends' tests: a tiny model, random rows, and scenarios that run on several ranks."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from headrace.actors.protocols import ROLLOUT_SCHEMA, MicroBatch, TrainBackend
+from headrace.codecs.batch import Batch, Jagged
+from headrace.trainers.backends.config import BackendConfig, OptimizerConfig
+from headrace.trainers.backends.fsdp.backend import FsdpBackend
+from headrace.trainers.losses.factory import LossConfig
+
+VOCAB = 23
+COLUMNS = ("rollout_logprobs", "prev_logprobs", "ref_logprobs")
+MEASURED = {"train/tokens_per_s", "train/tflops", "memory/peak_gib"}
+"""Metrics that depend on the clock or the machine."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the train partition, unpacked."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+    columns: dict[str, np.ndarray]
+    advantage: float
+    group: int
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def save_tiny_model(folder: Path, *, tied: bool = True) -> str:
+    """A random 2-layer Qwen3 as a HF folder."""
+    torch.manual_seed(3)
+    Qwen3ForCausalLM(Qwen3Config(**TINY, tie_word_embeddings=tied)).save_pretrained(folder)
+    return str(folder)
+
+
+def save_tiny_moe(folder: Path) -> str:
+    """A random Qwen3-MoE: a dense layer, then one of 4 experts, 2 a token; its padding token is among the rows'."""
+    torch.manual_seed(3)
+    experts: dict[str, Any] = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    }
+    config = Qwen3MoeConfig(**{**TINY, "pad_token_id": 5}, **experts, mlp_only_layers=[0], tie_word_embeddings=False)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def save_tiny_llama(folder: Path) -> str:
+    """A random 2-layer Llama with biases; its padding token, among the rows', is in the vocabulary's second half."""
+    torch.manual_seed(3)
+    biases: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
+    model = LlamaForCausalLM(LlamaConfig(**{**TINY, "pad_token_id": 15}, **biases, tie_word_embeddings=False))
+    for name, param in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(param, std=0.1)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def random_rows(seed: int, num: int) -> list[Row]:
+    """Rows of 3 to 14 tokens in groups of 4; log-probs like a random policy's; every fifth failed."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index in range(num):
+        prompt, response = int(rng.integers(1, 6)), int(rng.integers(2, 9))
+        mask = np.array([0] * prompt + [1] * response, np.uint8)
+        mask[prompt + 1] = index % 3 > 0  # a token in between that the policy did not choose
+        if index % 5 == 4:
+            mask[:] = 0
+        columns = {name: (rng.normal(-np.log(VOCAB), 0.1, len(mask)) * mask).astype(np.float32) for name in COLUMNS}
+        ids = rng.integers(3, VOCAB, len(mask)).astype(np.int32)
+        rows.append(Row(ids, mask, columns, float(np.float32(rng.normal())), index // 4))
+    return rows
+
+
+def micro_batch(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> MicroBatch:
+    """`rows` packed, with the named log-prob columns."""
+    lengths = np.array([len(row.ids) for row in rows], np.int64)
+    schema = ROLLOUT_SCHEMA.subset(("input_ids", "response_mask", *columns))
+    parts = {name: [row.columns[name] for row in rows] for name in columns}
+    parts |= {"input_ids": [row.ids for row in rows], "response_mask": [row.mask for row in rows]}
+    packed: dict[str, Any] = {}
+    for name, field in schema.items():
+        values = torch.from_numpy(np.concatenate(parts[name])) if rows else torch.zeros(0, dtype=field.dtype)
+        packed[name] = Jagged(values, lengths)
+    groups = np.array([row.group for row in rows], np.int64)
+    tokens = np.array([int(row.mask.sum()) for row in rows], np.int64)
+    return MicroBatch(
+        Batch(schema, len(rows), packed),
+        lengths,
+        np.array([row.advantage for row in rows], np.float32),
+        groups,
+        np.array([tokens[groups == group].sum() for group in groups], np.int64),
+    )
+
+
+def backend_config(model: str, **changes: Any) -> BackendConfig:
+    """Large steps, tight clip bounds and clipping norm, so that every part of a step shows in the figures."""
+    settings: dict[str, Any] = {
+        "loss": LossConfig(clip_low=0.1, clip_high=0.15, kl_coef=0.05),
+        "optimizer": OptimizerConfig(lr=2e-3, weight_decay=0.1, grad_clip=0.05, warmup_steps=2),
+        "prev": "recompute",
+        "with_reference": True,
+    }
+    return BackendConfig(model=model, **{**settings, **changes})
+
+
+def summed_gradients(backend: FsdpBackend) -> dict[str, torch.Tensor]:
+    """The open step's gradients, full and unscaled. Collective."""
+    return {
+        name: param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad.clone()
+        for name, param in backend._policy.model.named_parameters()
+        if param.grad is not None
+    }
+
+
+def logprobs_of(backend: FsdpBackend, micro: MicroBatch, **options: Any) -> torch.Tensor:
+    """Of one microbatch."""
+    [column] = backend.logprobs([micro], 1, **options)
+    return column
+
+
+def weights_of(backend: TrainBackend) -> dict[str, torch.Tensor]:
+    """Copies of all weights on rank 0, {} elsewhere; checks that they come as `weight_specs` says. Collective."""
+    specs, kept, names = backend.weight_specs(), {}, []
+    for name, tensor in backend.weights():
+        names.append(name)
+        assert tensor.dtype == specs[name][0] and not tensor.requires_grad
+        if tensor.numel():
+            assert tuple(tensor.shape) == specs[name][1] and tensor.is_contiguous()
+            kept[name] = tensor.to("cpu", copy=True)
+    assert names == list(specs)
+    return kept
+
+
+def run_step(backend: TrainBackend, chunks: Sequence[Sequence[Row]]) -> dict[str, float]:
+    """One train step, a microbatch a chunk; its metrics without those that a clock or the machine gives."""
+    backend.begin_step(1.3)
+    for chunk in chunks:
+        backend.accumulate([micro_batch(chunk)], 1)
+    return {name: value for name, value in backend.finish_step().items() if name not in MEASURED}
+
+
+def run_on_ranks(scenario: Callable[..., Any], world: int, folder: Path, *arguments: Any) -> list[Any]:
+    """`scenario(rank, world, *arguments)` in `world` processes joined by gloo; what each returned, by rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    spawn(_rank, args=(world, str(folder), scenario, arguments), nprocs=world)
+    return [torch.load(folder / f"result.{rank}", weights_only=False) for rank in range(world)]
+
+
+def _rank(rank: int, world: int, folder: str, scenario: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    torch.save(scenario(rank, world, *arguments), f"{folder}/result.{rank}")
+    dist.destroy_process_group()

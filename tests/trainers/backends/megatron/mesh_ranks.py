@@ -1,0 +1,185 @@
+"""Shared by the megatron backend's tests: microbatches as each rank of a mesh is sent them, and runs over a mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headrace.actors.protocols import MicroBatch
+from headrace.actors.train.stage_fields import stage_fields
+from headrace.codecs.batch import Batch
+from headrace.codecs.context_slices import slice_batch
+from headrace.dataplane.topology import Place, Topology
+from headrace.tests.trainers.backends.backend_ranks import (
+    MEASURED,
+    TINY,
+    Row,
+    backend_config,
+    micro_batch,
+    random_rows,
+    weights_of,
+)
+from headrace.tests.trainers.backends.backend_reference import TEMPERATURE, ReferenceTrainer, recomputed_mismatch
+from headrace.tests.trainers.backends.live_bytes import gathering_share
+
+if TYPE_CHECKING:
+    from headrace.trainers.backends.megatron.backend import MegatronBackend
+
+NEEDS_MEGATRON = [
+    pytest.mark.megatron,
+    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core: pip install 'headrace[megatron]'"),
+]
+STEPS = 3
+NUM_ROWS = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One mesh and what differs in its config."""
+
+    name: str
+    model: str
+    """Name of one of the test's model folders."""
+    topology: Topology
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def build(self, rank: int, folder: str) -> MegatronBackend:
+        """This rank's backend."""
+        from headrace.trainers.backends.megatron.backend import MegatronBackend
+
+        settings = {"kind": "megatron", "packing": "packed", "topology": self.topology, **self.changes}
+        return MegatronBackend(backend_config(f"{folder}/{self.model}", **settings), rank, self.topology.world)
+
+
+def save_plain_llama(folder: Path) -> str:
+    """A random 2-layer Llama without biases, its positions scaled as Llama 3's are."""
+    torch.manual_seed(4)
+    scaled = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    }
+    LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=False, rope_parameters=scaled)).save_pretrained(folder)
+    return str(folder)
+
+
+def sent(rows: Sequence[Row], topology: Topology, place: Place, step_rows: Sequence[Row] = ()) -> MicroBatch:
+    """`rows`, which are some of `step_rows`, as the rank at `place` is sent them: its pieces, its stage's columns."""
+    micro = micro_batch(rows)
+    batch = micro.batch
+    if topology.cp > 1:
+        batch = slice_batch(batch, micro.lengths, topology.pad_multiple, topology.cp, place.cp)
+    names = stage_fields(topology, place, tuple(batch))
+    batch = Batch(batch.schema.subset(names), batch.num_rows, {name: batch[name] for name in names})
+    tokens = [sum(int(other.mask.sum()) for other in step_rows if other.group == row.group) for row in rows]
+    return dataclasses.replace(micro, batch=batch, group_tokens=np.array(tokens, np.int64))
+
+
+def shares(rows: Sequence[Row], num: int) -> list[list[list[Row]]]:
+    """Each of `num` replicas' three microbatches, of different sizes; the first replica's second one is empty."""
+    parts = [[list(rows[replica::num][micro::2]) for micro in (0, 1)] for replica in range(num)]
+    return [[first, [], second] if not index else [first, second[:1], second[1:]]
+            for index, (first, second) in enumerate(parts)]  # fmt: skip
+
+
+def train(backend: MegatronBackend, topology: Topology, rank: int, rows: Sequence[Row]) -> dict[str, float]:
+    """One step in two calls of accumulate, of one and of two microbatches."""
+    accumulate(backend, topology, rank, rows)
+    return {name: value for name, value in backend.finish_step().items() if name not in MEASURED}
+
+
+def accumulate(backend: MegatronBackend, topology: Topology, rank: int, rows: Sequence[Row]) -> None:
+    """`train` without the end."""
+    place = topology.place(rank)
+    micros = [sent(part, topology, place, rows) for part in shares(rows, topology.dp)[place.dp]]
+    backend.begin_step(TEMPERATURE)
+    backend.accumulate(micros[:1], 1)
+    backend.accumulate(iter(micros[1:]), 2)
+
+
+def logprobs(backend: MegatronBackend, topology: Topology, rank: int, **options: Any) -> list[torch.Tensor]:
+    """Of two microbatches, the same on every replica."""
+    rows = random_rows(50, NUM_ROWS)
+    micros = [sent(part, topology, topology.place(rank)) for part in (rows[:6], rows[6:])]
+    return backend.logprobs(micros, 2, temperature=TEMPERATURE, **options)
+
+
+def run_cases(rank: int, world: int, cases: Sequence[Case], folder: str) -> dict[str, dict[str, Any]]:
+    """Steps, log-probs and weights of all of them, one after the other in the same processes."""
+    return {case.name: run_case(rank, case, folder) for case in cases if case.topology.world == world}
+
+
+def run_case(rank: int, case: Case, folder: str) -> dict[str, Any]:
+    """Of one case, on one rank."""
+    with contextlib.closing(case.build(rank, folder)) as backend:
+        return measure(rank, case, backend)
+
+
+def measure(rank: int, case: Case, backend: MegatronBackend) -> dict[str, Any]:
+    """See `run_case`."""
+    result: dict[str, Any] = {"weights before": weights_of(backend)}
+    result["logprobs before"] = logprobs(backend, case.topology, rank)
+    result["steps"] = [train(backend, case.topology, rank, random_rows(step, NUM_ROWS)) for step in range(STEPS)]
+    result["logprobs"] = logprobs(backend, case.topology, rank)
+    result["reference"] = logprobs(backend, case.topology, rank, reference=True)
+    result["weights"] = weights_of(backend)
+    result["share"] = gathering_share(backend, backend._policy)
+    return result
+
+
+def run_reference(folder: str) -> dict[str, Any]:
+    """The same by hand: see `ReferenceTrainer`."""
+    trainer = ReferenceTrainer(folder)
+
+    def of_rows() -> torch.Tensor:
+        with torch.no_grad():
+            rows = random_rows(50, NUM_ROWS)
+            return torch.cat([trainer.row_logprobs(row) * torch.from_numpy(row.mask) for row in rows])
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+
+    result: dict[str, Any] = {"weights before": weights(), "logprobs before": of_rows()}
+    result["steps"] = [trainer.step(random_rows(step, NUM_ROWS)) for step in range(STEPS)]
+    return {**result, "logprobs": of_rows(), "weights": weights()}
+
+
+def assert_as_reference(case: Case, ranks: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """`ranks`: what `run_case` gave on each."""
+    for rank in ranks:
+        figures = [(step["train/loss"], step["train/grad_norm"]) for step in rank["steps"]]
+        assert np.array(figures) == pytest.approx(np.array(expected["steps"]), rel=1e-5, abs=1e-7)
+        assert rank["steps"] == ranks[0]["steps"]
+        for step, metrics in enumerate(rank["steps"]):
+            wanted = recomputed_mismatch(random_rows(step, NUM_ROWS))
+            assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=1e-9)
+    writers = {case.topology.writer(dp) for dp in range(case.topology.dp)}
+    for number, rank in enumerate(ranks):
+        if number not in writers:
+            assert rank["logprobs"] == rank["reference"] == []
+            continue
+        for name, wanted in (
+            ("logprobs before", "logprobs before"),
+            ("reference", "logprobs before"),
+            ("logprobs", "logprobs"),
+        ):
+            torch.testing.assert_close(torch.cat(rank[name]), expected[wanted], rtol=0, atol=1e-5)
+    for name, tensor in expected["weights before"].items():
+        assert torch.equal(ranks[0]["weights before"][name], tensor), name
+        torch.testing.assert_close(ranks[0]["weights"][name], expected["weights"][name], rtol=0, atol=1e-5)
+    assert list(ranks[0]["weights"]) == list(expected["weights"])
+    assert not any(rank["weights"] for rank in ranks[1:])
+    # Two weights that are put together, and what the rank makes of its own: half of one, or two that it has alone.
+    assert max(rank["share"] for rank in ranks) <= (3.01 if case.topology.pp > 1 else 2.51), "memory of a pass"

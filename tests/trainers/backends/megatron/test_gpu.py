@@ -1,0 +1,137 @@
+"""The megatron backend on two GPUs over NCCL, without the CPU shim: float32 as by hand, bfloat16 close to it.
+
+Needs no Ray: `mkdir -p .pyright && ln -sfn .. .pyright/headrace`, then
+`PYTHONPATH=.pyright python -m pytest tests/trainers/megatron/test_gpu.py -m gpu` where megatron-core is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from headrace.dataplane.topology import Topology
+from headrace.tests.trainers.backends.backend_ranks import random_rows, save_tiny_model, save_tiny_moe
+from headrace.tests.trainers.backends.megatron.mesh_ranks import (
+    NEEDS_MEGATRON,
+    NUM_ROWS,
+    Case,
+    run_case,
+    run_reference,
+    save_plain_llama,
+    train,
+)
+
+pytestmark = [
+    *NEEDS_MEGATRON,
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+SP: dict[str, Any] = {"sequence_parallel": True}
+HALF: dict[str, Any] = {"mixed_precision": "bf16"}
+CASES = (
+    Case("tp2", "tied", Topology(1, tp=2)),
+    Case("tp2 sp recompute", "untied", Topology(1, tp=2), {**SP, "recompute": "full"}),
+    Case("pp2", "tied", Topology(1, pp=2)),
+    Case("cp2", "llama", Topology(1, cp=2)),
+    Case("dp2", "tied", Topology(2)),
+    Case("dp2 unpacked, whole optimizer", "untied", Topology(2), {"packing": "none", "distributed_optimizer": False}),
+    Case("ep2", "experts", Topology(2, ep=2)),
+    Case("tp2 ep2", "experts", Topology(1, tp=2, ep=2), SP),
+)
+HALF_CASES = (
+    Case("tp2 sp bf16", "untied", Topology(1, tp=2), {**SP, **HALF}),
+    Case("pp2 bf16 recompute", "tied", Topology(1, pp=2), {**HALF, "recompute": "full"}),
+    Case("cp2 bf16", "llama", Topology(1, cp=2), HALF),
+    Case("dp2 bf16", "tied", Topology(2), HALF),
+    Case("dp2 bf16, whole optimizer", "tied", Topology(2), {**HALF, "distributed_optimizer": False}),
+)
+
+
+def on_two_gpus(rank: int, folder: str) -> None:
+    """Every case, one after the other, then a checkpoint of one mesh on another."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=120),
+    )
+    found: dict[str, Any] = {case.name: run_case(rank, case, folder) for case in (*CASES, *HALF_CASES)}
+    found["resumed"] = resumed(rank, folder)
+    torch.save(found, f"{folder}/result.{rank}")
+    dist.destroy_process_group()
+
+
+def resumed(rank: int, folder: str) -> list[dict[str, float]]:
+    """The second step on the mesh that has saved after the first, and on another that has loaded."""
+    found = []
+    first, second = CASES[0], CASES[4]
+    with contextlib.closing(first.build(rank, folder)) as backend:
+        train(backend, first.topology, rank, random_rows(0, NUM_ROWS))
+        backend.save(f"{folder}/saved")
+        found.append(train(backend, first.topology, rank, random_rows(1, NUM_ROWS)))
+    with contextlib.closing(second.build(rank, folder)) as backend:
+        backend.load(f"{folder}/saved")
+        found.append(train(backend, second.topology, rank, random_rows(1, NUM_ROWS)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpus")
+    save_tiny_model(folder / "tied")
+    save_tiny_model(folder / "untied", tied=False)
+    save_tiny_moe(folder / "experts")
+    save_plain_llama(folder / "llama")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, dict[str, Any]]:
+    """In float32 on the CPU."""
+    return {model: run_reference(str(folder / model)) for model in ("tied", "untied", "experts", "llama")}
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    spawn(on_two_gpus, args=(str(folder),), nprocs=2)
+    return [torch.load(folder / f"result.{rank}", weights_only=False) for rank in range(2)]
+
+
+def assert_near(case: Case, ranks: list[dict[str, Any]], expected: dict[str, Any], step: float, logprob: float) -> None:
+    """Losses and gradient norms of all steps to `step`, log-probs to `logprob`."""
+    for rank in ranks:
+        figures = [(step["train/loss"], step["train/grad_norm"]) for step in rank["steps"]]
+        assert np.array(figures) == pytest.approx(np.array(expected["steps"]), rel=step, abs=step / 10)
+    written = ranks[case.topology.writer(0)]
+    for name in ("logprobs before", "logprobs"):
+        torch.testing.assert_close(torch.cat(written[name]), expected[name], rtol=0, atol=logprob)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_float32(case: Case, ranks: list[dict[str, Any]], expected: dict[str, dict[str, Any]]) -> None:
+    own = [rank[case.name] for rank in ranks]
+    assert_near(case, own, expected[case.model], 1e-4, 1e-4)
+    for name, tensor in expected[case.model]["weights before"].items():
+        assert torch.equal(own[0]["weights before"][name], tensor), name
+
+
+@pytest.mark.parametrize("case", HALF_CASES, ids=[case.name for case in HALF_CASES])
+def test_half_precision(case: Case, ranks: list[dict[str, Any]], expected: dict[str, dict[str, Any]]) -> None:
+    assert_near(case, [rank[case.name] for rank in ranks], expected[case.model], 2e-2, 3e-2)
+
+
+def test_a_checkpoint_goes_on_on_another_mesh(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        saved, loaded = rank["resumed"]
+        assert loaded == pytest.approx(saved, rel=1e-4, abs=1e-6)

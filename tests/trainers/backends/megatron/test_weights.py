@@ -1,0 +1,170 @@
+"""HF weights to Megatron's and back, without processes: the identity for every split; files read tensor by tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from headrace.tests.trainers.backends.backend_ranks import TINY, save_tiny_model, save_tiny_moe
+from headrace.trainers.backends.megatron.gathering import spread_weight
+from headrace.trainers.backends.megatron.hf_source import HfSource
+from headrace.trainers.backends.megatron.weights import (
+    Entry,
+    Part,
+    boxes,
+    cut,
+    entries_of,
+    expert_range,
+    split_of,
+    unbox,
+)
+
+CONFIG = Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
+HIDDEN, VOCAB = CONFIG.hidden_size, CONFIG.vocab_size
+ATTENTION = "decoder.layers.0.self_attention."
+NAMES = (
+    "embedding.word_embeddings.weight",
+    "output_layer.weight",
+    "decoder.final_layernorm.weight",
+    f"{ATTENTION}linear_qkv.weight",
+    f"{ATTENTION}linear_proj.weight",
+    f"{ATTENTION}q_layernorm.weight",
+    "decoder.layers.1.mlp.router.weight",
+    "decoder.layers.0.mlp.linear_fc1.weight",
+    "decoder.layers.0.mlp.linear_fc2.weight",
+)
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed_tokens.weight": (VOCAB, HIDDEN),
+    "lm_head.weight": (VOCAB, HIDDEN),
+    "norm.weight": (HIDDEN,),
+    "q_proj.weight": (32, HIDDEN),
+    "k_proj.weight": (16, HIDDEN),
+    "v_proj.weight": (16, HIDDEN),
+    "o_proj.weight": (HIDDEN, 32),
+    "q_norm.weight": (8,),
+    "gate.weight": (4, HIDDEN),
+    "gate_proj.weight": (48, HIDDEN),
+    "up_proj.weight": (48, HIDDEN),
+    "down_proj.weight": (HIDDEN, 48),
+    "gate_up_proj": (4, 24, HIDDEN),
+    "down_proj": (4, HIDDEN, 12),
+}
+
+
+def names_on(part: Part) -> list[str]:
+    experts = range(CONFIG.num_experts // part.num_ep)
+    inner = [f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc{i}.weight" for i in (1, 2) for e in experts]
+    return [*NAMES, *inner]
+
+
+def whole_tensors(entry: Entry) -> list[torch.Tensor]:
+    """Numbers that tell where they stood."""
+    shapes = [SHAPES[_tail(name)] for name in entry.hf_names]
+    return [torch.randperm(torch.Size(shape).numel()).view(shape).float() for shape in shapes]
+
+
+def _tail(name: str) -> str:
+    parts = name.split(".")
+    return parts[-1] if parts[-1] in SHAPES else ".".join(parts[-2:])
+
+
+PARTS = {
+    "whole": [Part()],
+    "tp2": [Part(tp, 2, tp, 2) for tp in range(2)],
+    "ep2": [Part(ep=ep, num_ep=2) for ep in range(2)],
+    "ep4": [Part(ep=ep, num_ep=4) for ep in range(4)],
+    "ep2 of tp2": [Part(tp, 2, 0, 1, tp, 2) for tp in range(2)],
+}
+
+
+@pytest.mark.parametrize("members", PARTS.values(), ids=PARTS.keys())
+def test_there_and_back(members: list[Part]) -> None:
+    torch.manual_seed(0)
+    for entry in entries_of(names_on(members[0]), first_layer=2, tied=False):
+        tensors = whole_tensors(entry)
+        spans = [expert_range(CONFIG, part) if entry.is_expert else (None, None) for part in members]
+        own = [[tensor[slice(*span)] for tensor in tensors] for span in spans]
+        parts = [cut(entry, tensors, CONFIG, part) for tensors, part in zip(own, members, strict=True)]
+        assert all(len(part) == len(entry.names) for part in parts)
+        assert len({tuple(tensor.shape for tensor in part) for part in parts}) == 1, "ranks' parts are alike in shape"
+        first = members[0]
+        order = sorted(zip(members, parts, strict=True), key=lambda item: (item[0].ep, item[0].etp))
+        for place, (name, tensor) in enumerate(zip(entry.hf_names, tensors, strict=True)):
+            sizes = (first.num_tp, first.num_etp, first.num_ep)
+            weight = spread_weight(name, tuple(tensor.shape), torch.float32, 0, *sizes)
+            back = torch.full_like(tensor, -1)
+            for piece, (part, held) in zip(weight.pieces, order, strict=False):  # of those that have the same the first
+                weight.place(back, piece).copy_(list(boxes(entry, held, CONFIG, part))[place])
+            assert torch.equal(back, tensor), name
+
+
+@pytest.mark.parametrize("members", PARTS.values(), ids=PARTS.keys())
+def test_boxes_and_back(members: list[Part]) -> None:
+    for entry in entries_of(names_on(members[0]), first_layer=0, tied=False):
+        tensors = whole_tensors(entry)
+        for part in members:
+            span = expert_range(CONFIG, part) if entry.is_expert else (None, None)
+            own = cut(entry, [tensor[slice(*span)] for tensor in tensors], CONFIG, part)
+            again = unbox(entry, list(boxes(entry, own, CONFIG, part)), CONFIG, part)
+            assert all(torch.equal(a, b) for a, b in zip(own, again, strict=True)), entry
+
+
+def test_names_count_layers_of_the_whole_model() -> None:
+    [entry] = entries_of([f"{ATTENTION}linear_qkv.weight"], first_layer=7, tied=False)
+    assert entry.hf_names == tuple(f"model.layers.7.self_attn.{part}_proj.weight" for part in "qkv")
+
+
+def test_a_tied_output_layer_is_the_embedding() -> None:
+    [entry] = entries_of(["output_layer.weight"], first_layer=0, tied=True)
+    assert entry.hf_names == ("model.embed_tokens.weight",)
+
+
+def test_more_experts_than_digits_stay_in_order() -> None:
+    names = [f"decoder.layers.0.mlp.experts.local_experts.{e}.linear_fc1.weight" for e in (2, 10, 1, 0)]
+    [entry] = entries_of(names, first_layer=0, tied=False)
+    assert [name.split(".")[6] for name in entry.names] == ["0", "1", "2", "10"]
+
+
+def test_an_unknown_parameter_is_named() -> None:
+    with pytest.raises(ValueError, match="'decoder.layers.0.mlp.linear_fc1.bias' has no counterpart"):
+        entries_of(["decoder.layers.0.mlp.linear_fc1.bias"], first_layer=0, tied=False)
+    with pytest.raises(ValueError, match="HF tensor 'model.layers.0.self_attn.q_proj.bias' has no counterpart"):
+        split_of("model.layers.0.self_attn.q_proj.bias")
+
+
+def weights_of(folder: str) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_files_have_the_models_own_tensors(tmp_path: Path, sharded: bool) -> None:
+    folder = save_tiny_moe(tmp_path / "experts")
+    if sharded:
+        AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
+        (tmp_path / "experts" / "model.safetensors").unlink()
+        assert len(list((tmp_path / "experts").glob("*.safetensors"))) > 1
+    source = HfSource(folder)
+    for name, tensor in weights_of(folder).items():
+        assert torch.equal(source.tensor(name), tensor), name
+    experts = "model.layers.1.mlp.experts.gate_up_proj"
+    assert torch.equal(source.tensor(experts, 1, 3), weights_of(folder)[experts][1:3])
+
+
+def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="trainer.model: got .*nowhere.*expected a folder"):
+        HfSource(str(tmp_path / "nowhere"))
+    folder = save_tiny_model(tmp_path / "model")
+    with pytest.raises(ValueError, match="has no tensor 'model.layers.9.mlp.down_proj.weight'"):
+        HfSource(folder).tensor("model.layers.9.mlp.down_proj.weight")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no model.safetensors and no model.safetensors.index.json"):
+        HfSource(folder)
+
+
+def test_an_empty_model_costs_no_memory(tmp_path: Path) -> None:
+    model: Any = HfSource(save_tiny_model(tmp_path / "model")).empty_model()
+    assert {param.device.type for param in model.parameters()} == {"meta"}

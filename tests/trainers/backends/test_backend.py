@@ -1,0 +1,338 @@
+"""The fsdp backend on one rank, against a step written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, CohereConfig, CohereForCausalLM
+
+from headrace.dataplane.topology import Topology
+from headrace.tests.trainers.backends.backend_ranks import (
+    VOCAB,
+    Row,
+    backend_config,
+    logprobs_of,
+    micro_batch,
+    random_rows,
+    run_step,
+    save_tiny_model,
+    summed_gradients,
+    weights_of,
+)
+from headrace.tests.trainers.backends.backend_reference import (
+    TEMPERATURE,
+    ReferenceTrainer,
+    mismatch_of,
+    recomputed_mismatch,
+)
+from headrace.trainers.backends import vocab_logprobs
+from headrace.trainers.backends.config import BackendConfig
+from headrace.trainers.backends.factory import build_backend
+from headrace.trainers.backends.fsdp.backend import FsdpBackend
+from headrace.trainers.backends.fsdp.causal_lm import CausalLM
+from headrace.trainers.backends.row_layout import lay_out
+from headrace.trainers.backends.train_step import TrainStep
+from headrace.trainers.losses.factory import LossConfig, build_loss
+from headrace.trainers.losses.terms import LossInputs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    return save_tiny_model(tmp_path_factory.mktemp("tied"))
+
+
+@pytest.fixture(scope="module")
+def gradient_backend(model: str) -> FsdpBackend:
+    """Its steps are all aborted."""
+    return FsdpBackend(backend_config(model), 0, 1)
+
+
+def gradients(backend: FsdpBackend, chunks: Sequence[Sequence[Row]]) -> torch.Tensor:
+    """The summed gradient of a step that is then aborted, flat."""
+    backend.begin_step(TEMPERATURE)
+    for chunk in chunks:
+        backend.accumulate([micro_batch(chunk)], 1)
+    flat = torch.cat([grad.flatten() for grad in summed_gradients(backend).values()])
+    backend.abort_step()
+    return flat
+
+
+def weights(backend: FsdpBackend) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in weights_of(backend).values()])
+
+
+# ---------------------------------------------------------------- the step
+
+
+def test_three_steps_equal_a_plain_torch_trainer(model: str) -> None:
+    backend, plain = FsdpBackend(backend_config(model), 0, 1), ReferenceTrainer(model)
+    for step in range(3):
+        rows = random_rows(step, 12)
+        metrics = run_step(backend, [rows[:5], rows[5:]])
+        loss, norm = plain.step(rows)
+        assert metrics["train/loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+        assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert norm > 0.05, "clipping is part of what is compared"
+        assert metrics["train/lr"] == pytest.approx(2e-3 * min(1.0, (step + 1) / 2))
+        assert metrics["train/skipped"] == 0
+        assert metrics["train/tokens"] == sum(int(row.mask.sum()) for row in rows)
+    for name, value in weights_of(backend).items():
+        torch.testing.assert_close(value, plain.model.state_dict()[name], rtol=0, atol=2e-6)
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_any_chunking_and_order_gives_the_gradient_of_the_whole(
+    gradient_backend: FsdpBackend, data: st.DataObject
+) -> None:
+    rows = random_rows(data.draw(st.integers(0, 1000)), 10)
+    order = data.draw(st.permutations(range(10)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, 10), max_size=4)))
+    chunks = [[rows[i] for i in order[a:b]] for a, b in zip([0, *cuts], [*cuts, 10], strict=True)]
+    whole, chunked = gradients(gradient_backend, [rows]), gradients(gradient_backend, chunks)
+    assert torch.linalg.norm(chunked - whole) <= 1e-6 * torch.linalg.norm(whole)
+    assert torch.linalg.norm(whole) > 0.1
+
+
+def test_prev_is_what_the_config_says(model: str) -> None:
+    rows = random_rows(3, 6)
+    swapped = [
+        Row(row.ids, row.mask, {**row.columns, "prev_logprobs": row.columns["rollout_logprobs"]}, row.advantage, 0)
+        for row in rows
+    ]
+    plain = {"loss": LossConfig(), "with_reference": False}
+    configs = (backend_config(model, prev="rollout", **plain), *[backend_config(model, **plain)] * 2)
+    from_rollout, recomputed, from_swapped = (
+        {name: value for name, value in run_step(FsdpBackend(config, 0, 1), [given]).items() if "mismatch" not in name}
+        for config, given in zip(configs, (rows, rows, swapped), strict=True)
+    )
+    assert from_swapped == from_rollout
+    assert recomputed["train/loss"] != from_rollout["train/loss"]
+
+
+def test_the_mismatch_is_of_the_policy_that_the_step_starts_from(model: str) -> None:
+    plain, rows = ReferenceTrainer(model), random_rows(6, 11)
+    with torch.no_grad():
+        now = [plain.row_logprobs(row).numpy() for row in rows]
+    for prev, expected in (("recompute", recomputed_mismatch(rows)), ("rollout", mismatch_of(rows, now))):
+        backend = FsdpBackend(backend_config(model, prev=prev), 0, 1)
+        metrics = run_step(backend, [rows[:4], [], rows[4:]])
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+        assert run_step(backend, [[]])["logprob/mismatch_max"] == 0.0, "a step forgets the one before"
+
+
+def test_sequence_mean_and_entropy(model: str) -> None:
+    config = backend_config(model, loss=LossConfig(aggregation="sequence"), entropy=True)
+    rows = random_rows(4, 7)
+    backend = FsdpBackend(config, 0, 1)
+    metrics = run_step(backend, [rows[:3], rows[3:]])
+    plain = ReferenceTrainer(model)
+    expected, entropies = [], []
+    for row in rows:
+        mask = torch.from_numpy(row.mask).bool()
+        if not mask.any():
+            continue
+        ratio = (plain.row_logprobs(row)[mask] - torch.from_numpy(row.columns["prev_logprobs"])[mask]).exp()
+        expected.append(-torch.minimum(ratio * row.advantage, ratio.clamp(0.8, 1.2) * row.advantage).mean().item())
+        logits = plain.model(input_ids=torch.from_numpy(row.ids).long()[None]).logits[0, :-1] / TEMPERATURE
+        entropies.append(torch.distributions.Categorical(logits=logits).entropy()[mask[1:]])
+    assert metrics["train/loss"] == pytest.approx(np.mean(expected), rel=1e-5)
+    assert metrics["train/sequences"] == len(expected)
+    assert metrics["train/entropy"] == pytest.approx(torch.cat(entropies).mean().item(), rel=1e-5)
+
+
+def test_nothing_to_train_on_skips(model: str) -> None:
+    backend = FsdpBackend(backend_config(model), 0, 1)
+    before = weights(backend)
+    failed = [row for row in random_rows(0, 10) if not row.mask.any()]
+    assert len(failed) == 2
+    for chunks in ([], [[]], [failed], [[], failed]):
+        metrics = run_step(backend, chunks)
+        assert metrics["train/skipped"] == 1 and metrics["train/tokens"] == 0 and metrics["train/loss"] == 0
+    assert torch.equal(weights(backend), before)
+    assert run_step(backend, [random_rows(0, 4)])["train/lr"] == 1e-3, "skipped steps do not move the schedule"
+
+
+def test_failed_rows_weigh_nothing(gradient_backend: FsdpBackend) -> None:
+    rows = random_rows(8, 10)
+    kept = [row for row in rows if row.mask.any()]
+    torch.testing.assert_close(gradients(gradient_backend, [rows]), gradients(gradient_backend, [kept]))
+
+
+def test_a_gradient_that_is_not_finite_skips_and_the_next_step_is_clean(model: str) -> None:
+    backend, untouched = FsdpBackend(backend_config(model), 0, 1), FsdpBackend(backend_config(model), 0, 1)
+    rows = random_rows(1, 8)
+    poisoned = Row(rows[0].ids, rows[0].mask, rows[0].columns, float("nan"), 0)
+    before = weights(backend)
+    metrics = run_step(backend, [[poisoned], rows[1:]])
+    assert metrics["train/skipped"] == 1 and np.isnan(metrics["train/grad_norm"])
+    assert torch.equal(weights(backend), before)
+    assert run_step(backend, [rows]) == run_step(untouched, [rows])
+    assert torch.equal(weights(backend), weights(untouched))
+
+
+def test_abort_leaves_no_trace(model: str) -> None:
+    backend, untouched = FsdpBackend(backend_config(model), 0, 1), FsdpBackend(backend_config(model), 0, 1)
+    backend.abort_step()
+    backend.begin_step()
+    backend.accumulate([micro_batch(random_rows(5, 6))], 1)
+    backend.abort_step()
+    backend.abort_step()
+    rows = random_rows(6, 6)
+    assert run_step(backend, [rows]) == run_step(untouched, [rows])
+
+
+def test_calls_out_of_order_and_missing_columns(model: str) -> None:
+    backend = FsdpBackend(backend_config(model), 0, 1)
+    rows = random_rows(0, 4)
+    with pytest.raises(RuntimeError, match="accumulate: no step is open"):
+        backend.accumulate([micro_batch(rows)], 1)
+    with pytest.raises(RuntimeError, match="finish_step: no step is open"):
+        backend.finish_step()
+    backend.begin_step()
+    with pytest.raises(RuntimeError, match="begin_step: a step is open"):
+        backend.begin_step()
+    with pytest.raises(RuntimeError, match="save: a step is open"):
+        backend.save("nowhere")
+    with pytest.raises(ValueError, match="has no 'prev_logprobs', which algorithm.prev_logprobs = 'recompute' needs"):
+        backend.accumulate([micro_batch(rows, ("rollout_logprobs",))], 1)
+    with pytest.raises(RuntimeError, match="a microbatch of the open step failed"):
+        backend.finish_step()
+    backend.abort_step()
+
+
+def test_rows_that_several_ranks_share_are_counted_by_one() -> None:
+    ones = torch.ones(3)
+    rows = (torch.tensor([0, 0, 1]), torch.tensor([2, 4]))  # of the second row one token is here, three are elsewhere
+    inputs = LossInputs(ones, ones, ones, None, ones, *rows)
+    figures = []
+    for counts in (True, False):
+        step = TrainStep(build_loss(LossConfig(aggregation="token")), torch.device("cpu"), None, counts_rows=counts)
+        step.begin(1.0)
+        with step.accumulating():
+            step.add(inputs, np.array([2, 4]), np.array([7, 8]), None)
+        metrics = step.finish(torch.zeros((), dtype=torch.float64)).metrics
+        figures.append((metrics["train/tokens"], metrics["train/sequences"]))
+    assert figures == [(3, 2), (3, 0)]
+
+
+# ---------------------------------------------------------------- log-probs
+
+
+def test_logprobs_equal_row_by_row_forwards(model: str) -> None:
+    backend, plain = FsdpBackend(backend_config(model), 0, 1), ReferenceTrainer(model)
+    rows = random_rows(2, 9)
+    batch = micro_batch(rows)
+    with torch.no_grad():
+        every = [plain.row_logprobs(row, 0.7) for row in rows]
+    masked = torch.cat([values * torch.from_numpy(row.mask) for values, row in zip(every, rows, strict=True)])
+    got = logprobs_of(backend, batch, temperature=0.7)
+    assert got.dtype == torch.float32 and got.shape == batch.batch.jagged("input_ids").values.shape
+    torch.testing.assert_close(got, masked, rtol=1e-5, atol=1e-5)
+    ids_only = replace(batch, batch=batch.batch.subset(["input_ids"]))
+    torch.testing.assert_close(logprobs_of(backend, ids_only, temperature=0.7), torch.cat(every), rtol=1e-5, atol=1e-5)
+    assert len(logprobs_of(backend, micro_batch([]))) == 0
+
+
+def test_the_reference_stays_where_the_policy_was(model: str) -> None:
+    backend = FsdpBackend(backend_config(model), 0, 1)
+    batch = micro_batch(random_rows(2, 6))
+    first = logprobs_of(backend, batch)
+    assert torch.equal(logprobs_of(backend, batch, reference=True), first)
+    run_step(backend, [random_rows(9, 8)])
+    assert torch.equal(logprobs_of(backend, batch, reference=True), first)
+    assert not torch.equal(logprobs_of(backend, batch), first)
+    without = FsdpBackend(backend_config(model, with_reference=False, loss=LossConfig()), 0, 1)
+    with pytest.raises(ValueError, match="trainer.with_reference: got False"):
+        logprobs_of(without, batch, reference=True)
+
+
+def test_chunks_of_logits_change_nothing(gradient_backend: FsdpBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = random_rows(12, 9)
+    batch = micro_batch(rows)
+    whole, logprobs = gradients(gradient_backend, [rows]), logprobs_of(gradient_backend, batch)
+    monkeypatch.setattr(vocab_logprobs, "LOGIT_ELEMENTS", 4 * VOCAB)
+    chunked = gradients(gradient_backend, [rows])
+    assert torch.linalg.norm(chunked - whole) <= 1e-6 * torch.linalg.norm(whole)
+    torch.testing.assert_close(logprobs_of(gradient_backend, batch), logprobs)
+
+
+def test_a_head_that_does_more_is_noticed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = CohereConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        logit_scale=0.25,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    CohereForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="trainer.head: 'selected' does not fit CohereForCausalLM"):
+        CausalLM(AutoModelForCausalLM.from_pretrained(tmp_path), "selected")
+    backend = FsdpBackend(BackendConfig(model=str(tmp_path), head="full"), 0, 1)
+    rows = random_rows(1, 5)
+    plain = ReferenceTrainer(str(tmp_path))
+    with torch.no_grad():
+        expected = torch.cat([plain.row_logprobs(row, 1.0) * torch.from_numpy(row.mask) for row in rows])
+    torch.testing.assert_close(logprobs_of(backend, micro_batch(rows)), expected, rtol=1e-5, atol=1e-5)
+    assert run_step(backend, [rows])["train/skipped"] == 0
+
+
+def test_a_response_needs_a_prompt() -> None:
+    row = random_rows(0, 1)[0]
+    bad = Row(row.ids, np.ones_like(row.mask), row.columns, 0.0, 0)
+    with pytest.raises(ValueError, match="response_mask: row 1 marks its first token"):
+        lay_out(micro_batch([row, bad]).batch, torch.device("cpu"))
+
+
+# ---------------------------------------------------------------- precision and mistakes
+
+
+def test_bfloat16_follows_float32(model: str) -> None:
+    full, half = (
+        FsdpBackend(backend_config(model), 0, 1),
+        FsdpBackend(backend_config(model, mixed_precision="bf16"), 0, 1),
+    )
+    for step in range(2):
+        rows = random_rows(step, 12)
+        a, b = run_step(full, [rows]), run_step(half, [rows])
+        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=0.02, abs=5e-3)
+        assert b["train/grad_norm"] == pytest.approx(a["train/grad_norm"], rel=0.05)
+        assert a["train/loss"] != b["train/loss"]
+    assert {value.dtype for value in weights_of(half).values()} == {torch.bfloat16}
+
+
+def test_mistakes_are_told(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="trainer.model: got '.*nothing', expected a folder with a HF causal LM"):
+        FsdpBackend(BackendConfig(model=str(tmp_path / "nothing")), 0, 1)
+    with pytest.raises(RuntimeError, match="needs a default process group of 2 ranks"):
+        FsdpBackend(backend_config(model, topology=Topology(2)), 0, 2)
+    with pytest.raises(ValueError, match="trainer.backend: got 'deepspeed', expected 'fsdp', 'megatron' or 'scripted'"):
+        build_backend(BackendConfig(model=model, kind="deepspeed"), 0, 1)  # type: ignore[arg-type]
+    assert isinstance(build_backend(backend_config(model), 0, 1), FsdpBackend)
+    with pytest.raises(ValueError, match="world: got 1 ranks, expected the 2 of Topology"):
+        build_backend(backend_config(model, topology=Topology(1, tp=2)), 0, 1)
+    with pytest.raises(ValueError, match="trainer.pp: got 2, expected 1 with trainer.backend = 'fsdp'"):
+        backend_config(model, topology=Topology(1, pp=2))
+    with pytest.raises(ValueError, match="trainer.sequence_parallel: got True, expected False with trainer.backend"):
+        backend_config(model, sequence_parallel=True)
+    with pytest.raises(ValueError, match="trainer.with_reference: got False, expected True with loss.kl_coef = 0.1"):
+        BackendConfig(model=model, loss=LossConfig(kl_coef=0.1))
+    with pytest.raises(ValueError, match="trainer.mixed_precision: got True, expected 'off' or 'bf16'"):
+        BackendConfig(model=model, mixed_precision=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="algorithm.prev_logprobs: got 'old'"):
+        BackendConfig(model=model, prev="old")  # type: ignore[arg-type]

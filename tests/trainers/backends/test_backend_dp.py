@@ -1,0 +1,232 @@
+"""The fsdp backend on two ranks: gradients, steps and checkpoints are those of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from headrace.dataplane.topology import Topology
+from headrace.tests.trainers.backends.backend_ranks import (
+    COLUMNS,
+    VOCAB,
+    Row,
+    backend_config,
+    logprobs_of,
+    micro_batch,
+    random_rows,
+    run_on_ranks,
+    run_step,
+    save_tiny_model,
+    summed_gradients,
+    weights_of,
+)
+from headrace.tests.trainers.backends.backend_reference import TEMPERATURE, ReferenceTrainer
+from headrace.trainers.backends import vocab_logprobs
+from headrace.trainers.backends.checkpoint import on_first_rank
+from headrace.trainers.backends.fsdp.backend import FsdpBackend
+from headrace.trainers.backends.train_step import TrainStep
+from headrace.trainers.losses.terms import LossInputs, PolicyLoss, TermSums
+
+STEPS = 3
+ZEROS = {name: np.zeros(2, np.float32) for name in COLUMNS}
+POISONED = Row(np.array([3, 4], np.int32), np.array([0, 1], np.uint8), ZEROS, float("nan"), 0)
+
+
+def chunks_of(rows: Sequence[Row], seed: int, rank: int) -> list[list[Row]]:
+    """Rank's share of a random split of `rows` over two ranks and three microbatches, of which some are empty."""
+    rng = np.random.default_rng(seed)
+    place = rng.permutation(np.repeat([0, 1, 2, 4, 5], len(rows) // 5))  # no row goes to microbatch 3: rank 1's first
+    return [[row for row, at in zip(rows, place, strict=True) if at == rank * 3 + micro] for micro in range(3)]
+
+
+class GroupCount:
+    """A loss over groups, for counting them."""
+
+    name, denominator, metrics = "group_count", "groups", ()
+
+    def __call__(self, inputs: LossInputs) -> TermSums:
+        return TermSums(inputs.logprobs.sum(), {})
+
+
+def count_groups(rank: int) -> float:
+    """Rank 0 has groups 1 and 2, rank 1 has 2, 3 and 4, of which 4 has failed."""
+    step = TrainStep(PolicyLoss([(1.0, GroupCount())]), torch.device("cpu"), dist.group.WORLD)  # type: ignore[list-item]
+    step.begin(1.0)
+    tokens, groups = ([1, 1], [1, 2]) if rank == 0 else ([1, 1, 0], [2, 3, 4])
+    ones = torch.ones(2)
+    inputs = LossInputs(ones, ones, ones, None, ones, torch.tensor([0, 1]), torch.tensor(tokens))
+    with step.accumulating():
+        step.add(inputs, np.array(tokens), np.array(groups), None)
+    return step.finish(torch.zeros((), dtype=torch.float64)).denominator
+
+
+def gradients(backend: FsdpBackend, chunks: Sequence[Sequence[Row]]) -> torch.Tensor:
+    backend.begin_step(TEMPERATURE)
+    for chunk in chunks:
+        backend.accumulate([micro_batch(chunk)], 1)
+    flat = torch.cat([grad.flatten() for grad in summed_gradients(backend).values()])
+    backend.abort_step()
+    return flat
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def on_two_ranks(rank: int, world: int, model: str, folder: str) -> dict[str, Any]:
+    """Everything that needs two ranks, in one start of two processes."""
+    backend = FsdpBackend(backend_config(model, topology=Topology(world)), rank, world)
+    rows = random_rows(20, 10)
+    result: dict[str, Any] = {"groups": count_groups(rank)}
+    result["gradients"] = [gradients(backend, chunks_of(rows, seed, rank)) for seed in range(4)]
+    batch = micro_batch(rows[rank * 5 : rank * 5 + 5])
+    result["logprobs"] = logprobs_of(backend, batch)
+
+    whole, vocab_logprobs.LOGIT_ELEMENTS = vocab_logprobs.LOGIT_ELEMENTS, 4 * VOCAB
+    result["chunked"] = gradients(backend, chunks_of(rows, 0, rank))
+    vocab_logprobs.LOGIT_ELEMENTS = whole
+
+    nothing = [[] if rank else [row for row in rows if not row.mask.any()]]
+    result["nothing"] = run_step(backend, nothing)
+    result["poisoned"] = run_step(backend, [[POISONED] if rank else rows])
+    result["steps"] = [run_step(backend, chunks_of(random_rows(step, 10), step, rank)) for step in range(STEPS)]
+    result["reference"] = logprobs_of(backend, batch, reference=True)
+    result["weights"] = weights_of(backend)
+
+    result["save"] = error_of(lambda: backend.save(f"{folder}/two"))
+    result["save elsewhere"] = error_of(lambda: backend.save(model))
+    result["first rank"] = error_of(lambda: on_first_rank(lambda: open("/nonexistent/x").close(), rank, world))
+    result["next"] = run_step(backend, chunks_of(random_rows(9, 10), 9, rank))
+    result["export"] = error_of(lambda: backend.export_model(f"{folder}/exported"))
+    backend.load(f"{folder}/one")
+    result["next of one"] = run_step(backend, chunks_of(random_rows(9, 10), 9, rank))
+
+    untied = FsdpBackend(
+        backend_config(f"{folder}/untied", mixed_precision="bf16", topology=Topology(world)), rank, world
+    )
+    result["half"] = run_step(untied, chunks_of(rows, 1, rank))
+    result["untied"] = weights_of(untied)
+    return result
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> str:
+    torch.set_num_threads(1)
+    return save_tiny_model(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def one(model: str, folder: Path) -> FsdpBackend:
+    """One rank after the same steps, saved as `one`."""
+    backend = FsdpBackend(backend_config(model), 0, 1)
+    for step in range(STEPS):
+        run_step(backend, [random_rows(step, 10)])
+    backend.save(str(folder / "one"))
+    return backend
+
+
+@pytest.fixture(scope="module")
+def two(model: str, folder: Path, one: FsdpBackend) -> list[dict[str, Any]]:
+    save_tiny_model(folder / "untied", tied=False)
+    return run_on_ranks(on_two_ranks, 2, folder / "run", model, str(folder))
+
+
+def assert_same_step(got: dict[str, float], expected: dict[str, float]) -> None:
+    assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_gradients_are_those_of_one_rank_however_rows_are_spread(model: str, two: list[dict[str, Any]]) -> None:
+    whole = gradients(FsdpBackend(backend_config(model), 0, 1), [random_rows(20, 10)])
+    for result in two:
+        for spread in (*result["gradients"], result["chunked"]):
+            assert torch.linalg.norm(spread - whole) <= 1e-6 * torch.linalg.norm(whole)
+
+
+def test_three_steps_equal_a_plain_torch_trainer(model: str, two: list[dict[str, Any]]) -> None:
+    plain = ReferenceTrainer(model)
+    for step in range(STEPS):
+        loss, norm = plain.step(random_rows(step, 10))
+        for result in two:
+            assert result["steps"][step]["train/loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+            assert result["steps"][step]["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert two[0]["steps"] == two[1]["steps"], "metrics are global"
+    for name, value in two[0]["weights"].items():
+        torch.testing.assert_close(value, plain.model.state_dict()[name], rtol=0, atol=2e-6)
+    assert not two[1]["weights"], "only rank 0 keeps what is gathered"
+
+
+def test_all_ranks_skip_together(two: list[dict[str, Any]]) -> None:
+    for result in two:
+        assert result["nothing"]["train/skipped"] == result["poisoned"]["train/skipped"] == 1
+        assert result["nothing"]["train/tokens"] == 0
+        assert np.isnan(result["poisoned"]["train/grad_norm"])
+        assert result["steps"][0]["train/lr"] == 1e-3, "skipped steps do not move the schedule"
+
+
+def test_groups_are_counted_once(two: list[dict[str, Any]]) -> None:
+    assert [result["groups"] for result in two] == [3.0, 3.0]
+
+
+def test_logprobs_and_reference(model: str, two: list[dict[str, Any]]) -> None:
+    backend = FsdpBackend(backend_config(model), 0, 1)
+    rows = random_rows(20, 10)
+    for rank, result in enumerate(two):
+        expected = logprobs_of(backend, micro_batch(rows[rank * 5 : rank * 5 + 5]))
+        torch.testing.assert_close(result["logprobs"], expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(result["reference"], result["logprobs"])
+
+
+def test_saved_at_two_goes_on_at_one_and_back(
+    model: str, folder: Path, one: FsdpBackend, two: list[dict[str, Any]]
+) -> None:
+    rows = random_rows(9, 10)
+    loaded = FsdpBackend(backend_config(model), 0, 1)
+    loaded.load(str(folder / "two"))
+    assert [result["save"] for result in two] == ["no error", "no error"]
+    assert_same_step(run_step(loaded, [rows]), two[0]["next"])
+    assert_same_step(two[0]["next of one"], run_step(one, [rows]))
+
+
+def test_an_error_on_the_first_rank_is_everyones(folder: Path, two: list[dict[str, Any]]) -> None:
+    for result in two:
+        assert result["save elsewhere"].startswith("ValueError: ")
+        assert f"{folder}/model: exists already" in result["save elsewhere"]
+        assert "No such file or directory: '/nonexistent/x'" in result["first rank"]
+    assert two[0]["first rank"].startswith("FileNotFoundError")
+    assert two[1]["first rank"].startswith("OSError: rank 0: ")
+
+
+def test_bfloat16_and_untied_weights(folder: Path, two: list[dict[str, Any]]) -> None:
+    full = FsdpBackend(backend_config(str(folder / "untied")), 0, 1)
+    expected = run_step(full, [random_rows(20, 10)])
+    assert two[0]["half"]["train/loss"] == pytest.approx(expected["train/loss"], rel=0.02, abs=5e-3)
+    assert two[0]["half"]["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.05)
+    untied, tied = two[0]["untied"], two[0]["weights"]
+    assert list(untied) == list(full.weight_specs()) == [*tied, "lm_head.weight"]
+    assert {value.dtype for value in untied.values()} == {torch.bfloat16}
+    assert not torch.equal(untied["lm_head.weight"], untied["model.embed_tokens.weight"])
+
+
+def test_a_folder_exported_by_two_ranks_loads(folder: Path, two: list[dict[str, Any]]) -> None:
+    assert [result["export"] for result in two] == ["no error", "no error"]
+    exported = weights_of(FsdpBackend(backend_config(str(folder / "exported")), 0, 1))
+    loaded = FsdpBackend(backend_config(str(folder / "model")), 0, 1)
+    loaded.load(str(folder / "two"))
+    run_step(loaded, [random_rows(9, 10)])
+    for name, value in weights_of(loaded).items():
+        torch.testing.assert_close(exported[name], value, rtol=0, atol=2e-6)

@@ -1,0 +1,35 @@
+"""The driver's list of engines: left out, taken back, and none left."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.actors.protocols import ActorInfo
+from headrace.trainers.cluster.engine_pool import Engine, EngineSet, NoEngineLeft
+from headrace.trainers.cluster.handles import DriverMeter, Peer
+
+
+def engines() -> EngineSet:
+    peers = [Peer(None, ActorInfo(f"engine {n}", 100 + n, "host"), DriverMeter()) for n in range(2)]
+    return EngineSet([Engine(peer, 1) for peer in peers], embedded=False)
+
+
+def test_the_first_reason_stays_and_listeners_hear_each_change_once() -> None:
+    found, heard = engines(), []
+    found.on_change.append(lambda engine: heard.append((engine.name, engine.left_out)))
+    first, second = found.active
+    found.leave_out(first, "too slow")
+    found.leave_out(first, "dead")
+    assert found.active == [second] and found.named("engine 0").left_out == "too slow"
+    found.take_back(first)
+    found.take_back(first)
+    assert found.active == [first, second]
+    assert heard == [("engine 0", "too slow"), ("engine 0", "")]
+
+
+def test_with_none_left_the_error_says_what_became_of_each() -> None:
+    found = engines()
+    for engine, reason in zip(found.engines, ("too slow", "died"), strict=True):
+        found.leave_out(engine, reason)
+    with pytest.raises(NoEngineLeft, match="no engine is left of 2: engine 0: too slow; engine 1: died"):
+        _ = found.active

@@ -1,0 +1,227 @@
+"""Configuration: files, overrides, sentences, cross checks, round trips."""
+
+from __future__ import annotations
+
+import datetime
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from headrace.trainers.cluster.actor_specs import bucket_mib
+from headrace.trainers.config.config import Config, resolved_yaml, with_run_dir
+from headrace.trainers.config.load import build_config, load_config
+from headrace.trainers.errors import ConfigError, UserError
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> Config:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, *overrides)
+    return list(caught.value.problems)
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, "") == Config()
+    assert load(tmp_path, "trainer:\nrun: {}\n") == Config()
+
+
+def test_file_and_overrides_later_ones_win(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "trainer: {lr: 1e-3, dp: 1}\nreward: {functions: [{kind: format}]}",
+        "trainer.dp=2",
+        "trainer.dp=4",
+        "dataplane.store.kind=shm",
+        "reward.functions.0.weight=0.5",
+        "data.options={min_digits: 3}",
+        "data.options.max_digits=8",
+        "trainer.betas=[0.8, 0.9]",
+    )
+    assert (config.trainer.lr, config.trainer.dp, config.trainer.betas) == (1e-3, 4, (0.8, 0.9))
+    assert config.dataplane.store.kind == "shm"
+    assert config.reward.functions[0].weight == 0.5
+    assert config.data.options == {"min_digits": 3, "max_digits": 8}
+
+
+def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
+    config = load(tmp_path, "dataplane: {integrity: off}", "run.dir=20251120", "data.options={a: 1e-3, b: 1:30, c: on}")
+    assert config.dataplane.integrity == "off"
+    assert config.run.dir == "20251120"
+    assert config.data.options == {"a": 1e-3, "b": "1:30", "c": "on"}
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("trainer.dp_=2", "trainer.dp_: unknown key; did you mean trainer.dp?"),
+        ("rollout.dp=2", "rollout.dp: unknown key; did you mean trainer.dp?"),
+        ("rollout.group_sise=2", "rollout.group_sise: unknown key; did you mean algorithm.group_size?"),
+        ("store.kind=shm", "store: unknown key; did you mean dataplane.store?"),
+        ("trainers.dp=2", "trainers: unknown key; did you mean trainer?"),
+        ("dataplane.store.knd=shm", "dataplane.store.knd: unknown key; did you mean dataplane.store.kind?"),
+        ("sync.xyz=1", "sync.xyz: unknown key; sync has transport, bucket_mib, in_flight,"),
+        ("dataplane.store.kind=shmm", "expected one of auto, local, shm, ray, simple, mooncake (did you mean shm?)"),
+        ("trainer.lr=fast", "trainer.lr: got 'fast', expected a finite number"),
+        ("trainer.lr=.inf", "trainer.lr: got inf, expected a finite number"),
+        ("trainer.lr=0", "trainer.lr: got 0, expected a number > 0"),
+        ("trainer.dp=1.5", "trainer.dp: got 1.5, expected a whole number"),
+        ("run.seed=true", "run.seed: got true, expected a number"),
+        ("trainer.dp=", "trainer.dp: got nothing, expected a whole number"),
+        ("trainer.mixed_precision=3", "trainer.mixed_precision: got 3, expected true or false"),
+        ("trainer=3", "trainer: got 3, expected a section with the keys backend, dp, tp,"),
+        ("reward.functions=[]", "reward.functions: got [], expected at least one function"),
+        ("reward.functions=[{kind: exact_mach}]", "(did you mean exact_match?)"),
+        ("reward.functions=[{weight: 2}]", "reward.functions.0.kind: not set"),
+        ("algorithm.group_size=1", "got 1, expected a whole number >= 2, as a group of one has no baseline"),
+        ("model.path=builtin:huge", "model.path: got 'builtin:huge', expected 'builtin:tiny-qwen3'"),
+        ("trainer.dp=3", "algorithm.prompts_per_step: got 32, expected a multiple of trainer.dp=3"),
+        ("rollout.num_engines=33", "got 32, expected at least rollout.num_engines=33, so that every rollout actor"),
+        ("rollout.num_actors=33", "got 32, expected at least rollout.num_actors=33, so that every rollout actor"),
+        ("rollout.tp=2", "rollout.tp: got 2 with rollout.engine='hf', expected 1, as only vllm splits"),
+        ("sync.transport=nccl", "sync.transport: got 'nccl', expected one of auto, collective, ipc, store, disk"),
+        ("sync.timeout_s=400", "sync.timeout_s: got 400, expected less than resources.stage_timeout_s=300"),
+        ("algorithm.chunk_groups=4", "algorithm.chunk_groups: got 4 with algorithm.mode='sync', expected it unset"),
+        ("algorithm.mode=pipelined", "algorithm.mode: got 'pipelined', expected one of sync, async, streaming"),
+        ("sync.dir=/weights", "sync.dir: got '/weights' with sync.transport='auto', expected it unset"),
+        ("rollout.max_new_tokens=20000", "trainer.tokens_per_microbatch: got 16384, expected at least 20512"),
+        ("trainer.cp=2", "trainer.cp: got 2 with trainer.backend='fsdp', expected 1, as only megatron has it"),
+        ("trainer.pp=2", "trainer.pp: got 2 with trainer.backend='fsdp', expected 1"),
+        ("trainer.sequence_parallel=true", "trainer.sequence_parallel: got true with trainer.backend='fsdp', expected"),
+        ("trainer.distributed_optimizer=false", "trainer.distributed_optimizer: got false with trainer.backend='fsdp'"),
+        ("trainer.offload=true", "trainer.offload: got true with one train worker, expected false"),
+        ("trainer.fetch=all", "trainer.fetch: got 'all', expected one of auto, leader, independent"),
+        ("trainer.packing=tight", "trainer.packing: got 'tight', expected one of none, packed, dynamic"),
+        ("rollout.top_k=5", "algorithm.prev_logprobs: got 'rollout'"),
+        ("trainer.lr", "override 'trainer.lr': expected key.sub=value"),
+        (".lr=2", "override '.lr=2': expected key.sub=value"),
+        ("reward.functions={}", "reward.functions: got {}, expected a list"),
+    ],
+)
+def test_one_sentence_names_key_value_and_what_was_expected(tmp_path: Path, override: str, sentence: str) -> None:
+    found = problems(tmp_path, "", override)
+    assert len(found) == 1, found
+    assert sentence in found[0]
+    assert "\n" not in found[0]
+
+
+def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
+    found = problems(tmp_path, "trainer: {dp_: 1, lr: x}\nloss: {clip_low: 2}")
+    assert {sentence.partition(":")[0] for sentence in found} == {"trainer.dp_", "trainer.lr", "loss.clip_low"}
+    found = problems(tmp_path, "", "trainer.dp=3", "rollout.num_engines=33", "rollout.top_p=0.5")
+    assert len(found) == 3
+
+
+def test_overrides_through_lists_and_scalars_are_refused(tmp_path: Path) -> None:
+    text = "trainer: {lr: 1}\nreward: {functions: [{kind: format}]}"
+    assert "trainer.lr is 1, expected a section" in problems(tmp_path, text, "trainer.lr.x=3")[0]
+    assert "reward.functions is a list of 1" in problems(tmp_path, text, "reward.functions.1.kind=format")[0]
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    assert "line 2: the key 'trainer' stands twice" in problems(tmp_path, "trainer: {dp: 1}\ntrainer: {dp: 2}")[0]
+    assert "line 1" in problems(tmp_path, "trainer: [")[0]
+    assert "expected sections" in problems(tmp_path, "- 3")[0]
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "missing.yaml")
+
+
+def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
+    found = problems(tmp_path, "", "model.path=/no/such/model", "data.train=no.jsonl", "data.validation=./no")
+    assert [sentence.partition(":")[0] for sentence in found] == ["model.path", "data.train", "data.validation"]
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    config = load(tmp_path, "", f"data.train={tmp_path}/train.jsonl", "validation.every=0")
+    assert not config.data.generated
+
+
+def test_a_dataset_needs_its_own_validation_set(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    [sentence] = problems(tmp_path, "", f"data.train={tmp_path}/train.jsonl")
+    assert sentence.startswith("data.validation: not set")
+
+
+def test_only_the_builtin_model_is_warmed_up(tmp_path: Path) -> None:
+    [sentence] = problems(tmp_path, "", "warmup.corpus=digit_skills", "model.path=org/model")
+    assert "only the built-in model is warmed up" in sentence
+    assert load(tmp_path, "", "warmup.corpus=digit_skills").warmup.corpus == "digit_skills"
+
+
+def test_reward_names_are_unique(tmp_path: Path) -> None:
+    twice = "reward: {functions: [{kind: exact_match}, {kind: 'my.rewards:exact_match'}]}"
+    assert "the name 'exact_match' is taken" in problems(tmp_path, twice)[0]
+    config = load(tmp_path, twice, "reward.functions.1.name=mine")
+    assert [function.label for function in config.reward.functions] == ["exact_match", "mine"]
+
+
+def test_resolved_yaml_reads_back_equal(tmp_path: Path) -> None:
+    config = load(
+        tmp_path, "", "trainer.lr=3e-5", "data.template='{prompt} = '", "run.name=off", "data.options={a: '1'}"
+    )
+    config = with_run_dir(config)
+    assert load(tmp_path, resolved_yaml(config)) == config
+    assert set(yaml.safe_load(resolved_yaml(config))) == set(Config.model_fields)
+
+
+def test_run_dir_is_named_after_run_and_time() -> None:
+    config = with_run_dir(Config(), datetime.datetime(2025, 11, 20, 7, 8, 9))
+    assert config.run.dir is not None
+    assert config.run.dir.endswith("/runs/headrace-20251120-070809")
+    assert with_run_dir(config) == config
+
+
+def test_derived_values() -> None:
+    config = build_config({"algorithm": {"steps": 3}, "loss": {"kl_coef": 0.1}})
+    assert (config.rows_per_step, config.with_reference, config.traced_step) == (256, True, 3)
+
+
+def test_config_never_changes() -> None:
+    with pytest.raises(ValidationError):
+        Config().trainer.lr = 1.0  # type: ignore[misc]
+
+
+def test_config_error_is_a_user_error_and_travels() -> None:
+    import pickle
+
+    error = pickle.loads(pickle.dumps(ConfigError(["a", "b"])))
+    assert error.problems == ("a", "b") and issubclass(ConfigError, UserError)
+    assert str(error) == "a\nb"
+
+
+def test_every_field_of_every_section_survives_its_own_default() -> None:
+    """A default that its own checks refuse would only show when a user writes it down."""
+
+    def sections(model: type[BaseModel]) -> typing.Iterator[type[BaseModel]]:
+        yield model
+        for field in model.model_fields.values():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                yield from sections(field.annotation)
+
+    for section in sections(Config):
+        assert section.model_validate(section().model_dump()) == section()
+
+
+def test_a_mesh_of_megatron(tmp_path: Path) -> None:
+    config = load(tmp_path, "trainer: {backend: megatron, dp: 2, tp: 2, cp: 2, pp: 2, ep: 4, sequence_parallel: true}")
+    assert config.trainer.topology.world == 16 and config.trainer.topology.pad_multiple == 8
+    [found] = problems(tmp_path, "trainer: {backend: megatron, sequence_parallel: true}")
+    assert found.startswith("trainer.sequence_parallel: got true with trainer.tp=1, expected false")
+    [found] = problems(tmp_path, "trainer: {backend: megatron, ep: 2}")
+    assert found.startswith("trainer.ep: got 2, expected a divisor of trainer.dp x tp x cp = 1")
+    small = "trainer: {backend: megatron, tp: 2, cp: 2, tokens_per_microbatch: 765}\nrollout: {max_new_tokens: 250}"
+    [found] = problems(tmp_path, small)
+    assert "got 765, expected at least 768, the longest row" in found and "rounded up to a multiple of 8" in found
+
+
+def test_buckets_are_larger_between_gpus(tmp_path: Path) -> None:
+    unset, given = load(tmp_path, ""), load(tmp_path, "sync: {bucket_mib: 8}")
+    for kind in ("ipc", "collective", "store", "disk"):
+        assert bucket_mib(unset, kind, "cpu") == 64
+        assert bucket_mib(unset, kind, "cuda:1") == (512 if kind in ("ipc", "collective") else 64)
+        assert bucket_mib(given, kind, "cuda") == 8

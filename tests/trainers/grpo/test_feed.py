@@ -1,0 +1,169 @@
+"""The feed: staleness stays within its bound and every prompt is trained on once, whatever dies, is late or resumed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from headrace.dataplane.config import DataPlaneConfig
+from headrace.dataplane.factory import DataPlane, open_data_plane
+from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.tests.trainers.grpo.feed_world import World, positions_of, saved
+from headrace.trainers.config.config import Config
+from headrace.trainers.config.load import build_config
+from headrace.trainers.errors import UserError
+from headrace.trainers.grpo import steps as grpo
+
+PROMPTS = 3
+FOR_EVER = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def plane() -> Iterator[DataPlane]:
+    with open_data_plane(
+        DataPlaneConfig.model_validate({"store": {"kind": "local"}}), run_id=fresh_run_id(), in_process=True
+    ) as plane:
+        yield plane
+
+
+def settings(mode: str, **algorithm: object) -> Config:
+    sizes = {"prompts_per_step": PROMPTS, "group_size": 2, "steps": FOR_EVER, "mode": mode}
+    return build_config({"algorithm": {**sizes, **algorithm}, "validation": {"every": 0}})
+
+
+def train(world: World, steps: int, monkeypatch: pytest.MonkeyPatch, kills: float = 0.0) -> dict[int, list[int]]:
+    """Positions that each step was trained on, after `steps` steps. With chance `kills` each, everything is killed
+    after one and resumed from the last checkpoint, of every third step; or only the train workers die, before its
+    end."""
+    algorithm = world.config.algorithm
+    state = grpo.State()
+    checkpoint = saved(state)
+    run, feed = world.begin(state, monkeypatch)
+    trained: dict[int, list[int]] = {}
+    staleness = algorithm.max_staleness if algorithm.mode == "async" else 0
+    while state.step < steps:
+        feed.top_up()
+        claimed = [feed.claim(1) for _ in range(PROMPTS)] if algorithm.mode == "streaming" else [feed.claim(PROMPTS)]
+        if algorithm.mode != "async":
+            feed.give_up_surplus()
+        meta = claimed[0].concat(*claimed[1:])
+        assert len(meta) == PROMPTS * algorithm.group_size
+        assert (state.version - meta.versions <= staleness).all(), "staleness"
+        if world.dice.random() < kills:
+            world.num_lost += 1
+            state.go_back(grpo.State(**json.loads(checkpoint)))
+            trained = {step: positions for step, positions in trained.items() if step <= state.step}
+            before, feed = world.partition, world.begin_again(run, feed, state)
+            assert world.inner.status(before).rows == 0
+            continue
+        for part in claimed:
+            grpo.retire(run, part)
+        state.step, state.version = state.step + 1, state.version + 1
+        world.version = max(world.version, state.version)
+        trained[state.step] = positions_of(meta)
+        feed.settle()
+        if state.step % 3 == 0:
+            checkpoint = saved(state)
+        if world.dice.random() < kills:
+            world.inner.clear(world.partition)
+            state = grpo.State(**json.loads(checkpoint))
+            trained = {step: positions for step, positions in trained.items() if step <= state.step}
+            run, feed = world.begin(state, monkeypatch)
+    outstanding = set(state.outstanding)
+    seen = [position for positions in trained.values() for position in positions]
+    assert len(seen) == len(set(seen)), "a prompt was trained on twice"
+    assert not outstanding & set(seen) and max(seen) < state.position
+    return trained
+
+
+def nothing_is_left(world: World) -> None:
+    status = world.inner.status(world.partition)
+    assert status.leased_rows == 0
+    world.inner.clear(world.partition)
+    assert world.inner.status(world.partition).rows == 0
+
+
+CASES = {
+    "sync": {"mode": "sync"},
+    "streaming": {"mode": "streaming"},
+    "streaming, oversampled": {"mode": "streaming", "dynamic_sampling": {"enabled": True, "oversample": 2.0}},
+    "async in order": {"mode": "async", "max_staleness": 2},
+    "async ready first": {"mode": "async", "max_staleness": 1, "sampler": "ready_first"},
+    "async oldest first, dropping": {
+        "mode": "async", "max_staleness": 2, "sampler": "oldest_version_first", "stale_groups": "drop",
+    },
+    "async windowed": {"mode": "async", "max_staleness": 2, "sampler": "windowed", "sampler_options": {"window": 4}},
+    "async ready first, dynamic": {
+        "mode": "async", "max_staleness": 3, "sampler": "ready_first", "dynamic_sampling": {"enabled": True},
+    },
+    "async in order, dynamic": {"mode": "async", "max_staleness": 1, "dynamic_sampling": {"enabled": True}},
+}  # fmt: skip
+
+
+def drill(plane: DataPlane, name: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    flat = 0.3 if "dynamic_sampling" in case else 0.0
+    world = World(plane, settings(**case), random.Random(name), deaths=0.02, flat=flat)  # pyright: ignore[reportArgumentType]
+    trained = train(world, steps, monkeypatch, kills=0.05)
+    assert len(trained) == steps and world.num_dead and world.num_lost
+    if "order" in name or name in ("sync", "streaming"):
+        # With a journal nothing that was finished is generated again, unless it grew too old.
+        assert len(world.generated) == len(set(world.generated))
+    nothing_is_left(world)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bounds_hold_while_actors_die_and_runs_are_resumed(
+    plane: DataPlane, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drill(plane, name, 100, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["async in order", "async ready first", "async ready first, dynamic"])
+def test_bounds_hold_for_ten_thousand_steps(plane: DataPlane, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drill(plane, name, 10_000, monkeypatch)
+
+
+def test_in_order_repeats_whatever_the_timing(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings("async", max_staleness=2, dynamic_sampling={"enabled": True})
+    found = [train(World(plane, config, random.Random(seed), flat=0.4), 40, monkeypatch) for seed in (1, 2)]
+    assert found[0] == found[1]
+
+
+def test_groups_without_a_signal_are_replaced(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    for mode in ("sync", "streaming", "async"):
+        world = World(plane, settings(mode, dynamic_sampling={"enabled": True}), random.Random(0), flat=0.5)
+        trained = [position for group in train(world, 30, monkeypatch).values() for position in group]
+        assert all(random.Random(position).random() >= 0.5 for position in trained)
+        nothing_is_left(world)
+
+
+def test_a_step_has_its_size_even_when_no_group_has_a_signal(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings("sync", dynamic_sampling={"enabled": True, "max_factor": 2.0})
+    world = World(plane, config, random.Random(0), flat=1.0)
+    assert len(train(world, 5, monkeypatch)) == 5
+    assert len(world.generated) == 5 * 2 * PROMPTS
+    nothing_is_left(world)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "text"),
+    [
+        (
+            {"mode": "async", "dynamic_sampling": {"oversample": 1.5}},
+            "algorithm.dynamic_sampling.oversample: got 1.5 with",
+        ),
+        (
+            {"mode": "sync", "sampler": "in_order", "dynamic_sampling": {"oversample": 2}},
+            "takes the groups that are ready",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(algorithm: dict[str, object], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        build_config({"algorithm": algorithm})

@@ -1,0 +1,114 @@
+"""What the driver ships of a step's plan: every rank its sizes, receipts only to those that read or write."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS
+from headrace.actors.train.step_rows import TrainShard
+from headrace.codecs import messages
+from headrace.codecs.batch import Batch, Jagged
+from headrace.dataplane.config import DataPlaneConfig
+from headrace.dataplane.factory import connect, open_data_plane
+from headrace.dataplane.meta import KVBatchMeta
+from headrace.dataplane.plans import Budget
+from headrace.trainers.config.config import Config
+from headrace.trainers.grpo import steps as grpo
+from headrace.trainers.observe.trace import Tracer
+
+ROWS = 256
+
+
+@dataclass
+class DeafPeer:
+    """Takes calls, answers nothing."""
+
+    payloads: list[bytes] = field(default_factory=list)
+
+    def call(self, method: str, payload: bytes) -> None:
+        assert method == "begin"
+        self.payloads.append(payload)
+
+
+@dataclass
+class PlanningRun:
+    """The part of `grpo.Run` that shipping a plan needs."""
+
+    config: Config
+    workers: list[DeafPeer]
+    tracer: Tracer
+    budget: Budget
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        yield
+
+    def gather(self, calls: list[Any], stage: str) -> list[Any]:
+        return calls
+
+
+@pytest.fixture(scope="module")
+def meta() -> Iterator[KVBatchMeta]:
+    """A step's receipt, as a claim gives it."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(40, 900, ROWS)
+    tokens = int(lengths.sum())
+    dtypes = {name: ROLLOUT_SCHEMA[name].dtype for name in TRAIN_FIELDS}
+    columns = {name: Jagged(torch.zeros(tokens, dtype=dtype), lengths) for name, dtype in dtypes.items()}
+    batch = Batch(ROLLOUT_SCHEMA.subset(TRAIN_FIELDS), ROWS, columns)
+    tags = {
+        "reward": rng.random(ROWS).astype(np.float32),
+        "valid": (np.arange(ROWS) % 7 > 0).astype(np.float32),
+        "response_length": (lengths // 2).astype(np.float32),
+    }
+    with open_data_plane(DataPlaneConfig.model_validate({"store": {"kind": "local"}}), in_process=True) as plane:
+        with connect(plane.handle) as client:
+            client.register("train", ROLLOUT_SCHEMA, ("train",), group_size=8)
+            keys = [f"{row // 8:x}.{row % 8}" for row in range(ROWS)]
+            got = client.put("train", keys, batch, versions=3, tags=tags)
+            yield got.with_tags(advantage=rng.normal(size=ROWS).astype(np.float32))
+
+
+def ship(meta: KVBatchMeta, **sections: dict[str, Any]) -> tuple[list[TrainShard], int]:
+    """(each rank's shard, bytes in all)."""
+    config = Config.model_validate(sections)
+    workers = [DeafPeer() for _ in range(config.trainer.topology.world)]
+    run: Any = PlanningRun(config, workers, Tracer(0), Budget(4096))
+    grpo.ship_plan(run, meta, 5)
+    shards = [messages.decode(payload, TrainShard) for peer in workers for payload in peer.payloads]
+    return shards, sum(len(payload) for peer in workers for payload in peer.payloads)
+
+
+def test_siblings_get_sizes_and_leaders_the_receipt(meta: KVBatchMeta) -> None:
+    shards, num_bytes = ship(meta, trainer={"dp": 2, "tp": 2})
+    assert [shard.meta is not None for shard in shards] == [True, False, True, False]
+    assert num_bytes / ROWS < 40
+    assert len({shard.digest for shard in shards}) == 1 and {shard.step for shard in shards} == {5}
+    for leader, sibling in ((0, 1), (2, 3)):
+        assert shards[leader].sizes.tolist() == shards[sibling].sizes.tolist()
+        receipt = KVBatchMeta.from_bytes(shards[leader].meta or b"")
+        assert len(receipt) == shards[leader].sizes.sum() and set(receipt.tags) == {"advantage"}
+    every, more_bytes = ship(meta, trainer={"dp": 2, "tp": 2, "fetch": "independent"})
+    assert all(shard.meta is not None for shard in every) and more_bytes > 1.5 * num_bytes
+
+
+def test_writers_of_a_pipeline_get_the_receipt_too(meta: KVBatchMeta) -> None:
+    shards, _ = ship(meta, trainer={"backend": "megatron", "tp": 2, "pp": 2})
+    assert [shard.meta is not None for shard in shards] == [True, False, True, False]
+
+
+def test_tokens_of_groups_are_shipped_when_the_loss_asks(meta: KVBatchMeta) -> None:
+    [shard], _ = ship(meta, loss={"aggregation": "prompt"})
+    receipt = KVBatchMeta.from_bytes(shard.meta or b"")
+    trained = meta.tags["response_length"] * (meta.tags["valid"] > 0)
+    position = {key: row for row, key in enumerate(meta.keys)}
+    for key, told in zip(receipt.keys, receipt.tags["group_tokens"], strict=True):
+        group = position[key] // 8
+        assert told == trained[8 * group : 8 * group + 8].sum()

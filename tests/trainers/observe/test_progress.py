@@ -1,0 +1,131 @@
+"""The live view: lines without a terminal, a panel on one."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from headrace.trainers.observe.progress import Progress
+
+
+def figures(step: int) -> dict[str, float]:
+    return {
+        "reward/mean": step / 100,
+        "time/step_s": 0.5,
+        "time/rollout_s": 0.25,
+        "time/train_s": 0.2,
+        "rollout/tokens_per_s": 1234.0,
+    }
+
+
+SYNC = {
+    "queue/groups_in_flight": 0.0,
+    "queue/groups_ready": 0.0,
+    "staleness/mean": 0.0,
+    "staleness/max": 0.0,
+    "idle/rollout": 0.5,
+    "idle/train": 0.6,
+    "rollout/groups_dropped": 0.0,
+    "sync/engines_left_out": 0.0,
+}
+ASYNC = {
+    "queue/groups_in_flight": 48.0,
+    "queue/groups_ready": 5.0,
+    "staleness/mean": 0.75,
+    "staleness/max": 2.0,
+    "idle/rollout": 0.02,
+    "idle/train": 0.31,
+}
+
+
+def shown(*steps: dict[str, float], terminal: bool) -> str:
+    """What a view prints last for these steps, without its colours."""
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=140)
+    with Progress("tiny", len(steps), console=console) as progress:
+        for number, step in enumerate(steps, start=1):
+            progress.update(number, figures(number) | step)
+    assert isinstance(console.file, io.StringIO)
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())
+
+
+def run(num_steps: int, *, terminal: bool, enabled: bool = True) -> str:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    with Progress("tiny", num_steps, enabled=enabled, console=console) as progress:
+        for done in range(1, 4):
+            progress.phase("warm-up", done, 3, f"loss {3 - done}")
+        progress.update(0, {"val/exact_match": 0.1})
+        for step in range(1, num_steps + 1):
+            progress.update(step, figures(step) | ({"val/exact_match": 0.75} if step == 33 else {}))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_without_a_terminal_there_are_about_twenty_short_lines() -> None:
+    lines = run(200, terminal=False).splitlines()
+    steps = [line for line in lines if " step " in line]
+    assert 20 <= len(steps) <= 24
+    assert all(line.startswith("[0:") and len(line) < 130 for line in lines)
+    [validation] = [line for line in steps if "step 33/200" in line]
+    assert "held-out exact match 0.750" in validation and "reward 0.330" in validation
+    assert [line.split("] ")[1] for line in lines if "warm-up" in line] == ["warm-up: loss 2", "warm-up: loss 0"]
+    assert "left" in steps[-2] and "\x1b" not in "".join(lines)
+
+
+def test_on_a_terminal_a_panel_shows_step_figures_and_where_time_goes() -> None:
+    text = run(40, terminal=True)
+    for expected in (
+        "step 40/40",
+        "held-out exact match",
+        "75.0%",
+        "rollout 50%",
+        "train 40%",
+        "other 10%",
+        "tokens/s",
+    ):
+        assert expected in text.replace("\x1b[0m\x1b[1m", "").replace("\x1b[0m", ""), expected
+
+
+def test_switched_off_it_is_silent() -> None:
+    assert run(20, terminal=False, enabled=False) == ""
+    assert run(20, terminal=True, enabled=False) == ""
+
+
+def test_the_panel_goes_away_cleanly_when_the_run_fails() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with pytest.raises(RuntimeError, match="boom"), Progress("tiny", 10, console=console) as progress:
+        progress.update(1, figures(1))
+        raise RuntimeError("boom")
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().endswith("\x1b[?25h")  # the cursor is back
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_in_lock_step_shows_no_queue(terminal: bool) -> None:
+    text = shown(SYNC, SYNC, terminal=terminal)
+    assert "tokens/s" in text
+    assert not any(word in text for word in ("in flight", "staleness", "idle", "groups", "engines"))
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_rollouts_ahead_show_how_far_and_who_waits(terminal: bool) -> None:
+    text = shown(ASYNC, ASYNC, terminal=terminal)
+    for expected in ("groups 48 in flight, 5 ready", "staleness 0.75, at most 2", "idle rollout 2%, train 31%"):
+        assert expected in text, expected
+    assert all(len(line) <= 160 for line in text.splitlines())
+
+
+def test_a_streaming_run_shows_idle_shares_as_its_sides_overlap() -> None:
+    text = shown(SYNC | {"idle/rollout": 0.3, "idle/train": 0.4}, terminal=False)
+    assert "idle rollout 30%, train 40%" in text and "staleness" not in text and "in flight" not in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_a_run_lost_adds_up_and_shows(terminal: bool) -> None:
+    lost = SYNC | {"rollout/groups_dropped": 3.0, "rollout/groups_stale": 1.0, "rollout/actors_replaced": 1.0}
+    text = shown(lost, lost | {"run/restarts": 1.0, "sync/engines_left_out": 2.0}, terminal=terminal)
+    for expected in ("groups dropped 6", "groups too old 2", "actors replaced 1", "restarts 1", "engines left out 2"):
+        assert expected in text, expected
+    assert "issued again" not in text and "in flight" not in text

@@ -1,0 +1,121 @@
+"""The run folder: what is made, what is refused, what is kept."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.trainers.config.config import Config, resolved_yaml
+from headrace.trainers.config.load import build_config, load_config
+from headrace.trainers.errors import UserError
+from headrace.trainers.observe.metrics import read_metrics
+from headrace.trainers.observe.run_folder import RunFolder
+
+
+def config_for(folder: Path, **algorithm: int) -> Config:
+    return build_config({"run": {"dir": str(folder)}, "logging": {"tensorboard": False}, "algorithm": algorithm})
+
+
+def finished_run(folder: Path) -> Path:
+    with RunFolder(config_for(folder), resume=False) as run:
+        run.metrics.log(1, {"reward/mean": 0.5})
+        run.metrics.finish(1)
+    return folder
+
+
+def test_it_holds_the_resolved_configuration_and_the_figures(tmp_path: Path) -> None:
+    folder = finished_run(tmp_path / "deep" / "run")
+    assert load_config(folder / "config.yaml") == config_for(folder)
+    records, events = read_metrics(folder / "metrics.jsonl")
+    assert (len(records), events[-1]["event"]) == (1, "finished")
+    assert (folder / "checkpoints").is_dir()
+    assert not (folder / "error.txt").exists()
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    folder = finished_run(tmp_path)
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.suffix != ".lock"}
+    with pytest.raises(UserError, match="already holds a run"):
+        RunFolder(config_for(folder, steps=7), resume=False)
+    after = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.suffix != ".lock"}
+    assert after == before
+
+
+def test_a_live_run_is_refused_with_and_without_resume(tmp_path: Path) -> None:
+    with RunFolder(config_for(tmp_path), resume=False) as run:
+        with pytest.raises(UserError, match=r"under way in .* \(pid \d+\)"):
+            RunFolder(config_for(tmp_path), resume=False)
+        run.metrics.log(1, {})
+        with pytest.raises(UserError, match="under way"):
+            RunFolder(config_for(tmp_path), resume=True)
+
+
+def test_the_lock_of_a_killed_run_is_free(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\n"
+        "from headrace.trainers.config.load import build_config\n"
+        "from headrace.trainers.observe.run_folder import RunFolder\n"
+        "config = build_config({'run': {'dir': sys.argv[1]}, 'logging': {'tensorboard': False}})\n"
+        "run = RunFolder(config, resume=False)\n"
+        "run.metrics.log(1, {})\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60).returncode == -9
+    with pytest.raises(UserError, match="already holds a run"):
+        RunFolder(config_for(tmp_path), resume=False)
+    RunFolder(config_for(tmp_path), resume=True).close()
+
+
+def test_resume_goes_on_and_keeps_the_earlier_configuration(tmp_path: Path) -> None:
+    folder = finished_run(tmp_path)
+    with RunFolder(config_for(folder, steps=200), resume=True) as run:
+        run.resumed(1)
+        run.metrics.log(2, {"reward/mean": 0.6})
+    records, events = read_metrics(folder / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2]
+    assert [event["event"] for event in events] == ["finished", "resumed"]
+    assert load_config(folder / "config.yaml").algorithm.steps == 200
+    assert load_config(folder / "config.before-resume-1.yaml") == config_for(folder)
+    with RunFolder(config_for(folder, steps=200), resume=True):
+        pass
+    assert not (folder / "config.before-resume-2.yaml").exists()
+
+
+def test_resume_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no run to resume"):
+        RunFolder(config_for(tmp_path / "new"), resume=True)
+
+
+def test_a_failure_leaves_its_traceback_and_says_where(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as caught, RunFolder(config_for(tmp_path), resume=False):
+        raise RuntimeError("engine exploded")
+    assert "engine exploded" in (tmp_path / "error.txt").read_text()
+    assert "Traceback" in (tmp_path / "error.txt").read_text()
+    assert caught.value.__notes__ == [f"The traceback is in {tmp_path / 'error.txt'}"]
+    (tmp_path / "watchdog.txt").write_text("step 3, stage 'train'")
+    # It had no figures yet: the next run may have the folder, and what there was to say of the old one is gone.
+    RunFolder(config_for(tmp_path), resume=False).close()
+    assert not (tmp_path / "error.txt").exists() and not (tmp_path / "watchdog.txt").exists()
+
+
+def test_a_users_mistake_leaves_no_traceback(tmp_path: Path) -> None:
+    with pytest.raises(UserError), RunFolder(config_for(tmp_path), resume=False):
+        raise UserError("no such model")
+    assert not (tmp_path / "error.txt").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be made"):
+        RunFolder(config_for(tmp_path / "file" / "run"), resume=False)
+    with pytest.raises(UserError, match="run.dir: not set"):
+        RunFolder(Config(), resume=False)
+
+
+def test_the_written_configuration_is_the_whole_one(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    RunFolder(config, resume=False).close()
+    assert (tmp_path / "config.yaml").read_text() == resolved_yaml(config)

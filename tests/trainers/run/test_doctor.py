@@ -1,0 +1,127 @@
+"""The doctor: what it finds, what it advises, when it says that nothing works."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from headrace.trainers.run import doctor
+from headrace.trainers.run.doctor import Finding, Probe, State, try_imports, verdict
+
+KINDS = ("shm", "mooncake", "hf")
+MOONCAKE = Probe("store", "mooncake", ("mooncake.store",), "mooncake")
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the import path, here and in child processes."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_imports_are_tried_in_a_child_and_errors_are_one_line(library: Path) -> None:
+    (library / "fine_lib.py").write_text("print('noise')\n")
+    (library / "broken_lib.py").write_text("raise ImportError('libibverbs.so.1: cannot open\\nmore')\n")
+    found = try_imports({"a": ("fine_lib",), "b": ("fine_lib", "broken_lib"), "c": ("no_such_lib.part",)})
+    assert found == {"a": "", "b": "ImportError: libibverbs.so.1: cannot open", "c": "no_such_lib is not installed"}
+    assert "fine_lib" not in sys.modules
+
+
+def test_a_library_that_kills_or_hangs_its_process_is_named(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (library / "fine_lib.py").write_text("")
+    (library / "crashing_lib.py").write_text("import os\nos._exit(139)\n")
+    found = try_imports({"a": ("fine_lib",), "b": ("crashing_lib",), "c": ("fine_lib",)})
+    assert found["a"] == ""
+    assert "exit code 139" in found["b"]
+    (library / "hanging_lib.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(doctor, "IMPORT_TIMEOUT_S", 1.0)
+    assert try_imports({"d": ("hanging_lib",)}) == {"d": "the import took more than 1 s"}
+
+
+@pytest.mark.parametrize(
+    ("probe", "error", "state", "fix"),
+    [
+        (MOONCAKE, "", State.OK, ""),
+        (MOONCAKE, "mooncake is not installed", State.FIX, "pip install -e '.[mooncake]'"),
+        (MOONCAKE, "ImportError: libibverbs.so.1: cannot open", State.FIX, "apt-get install libibverbs1"),
+        (Probe("engine", "hf", ("torch",)), "torch is not installed", State.FIX, "pip install -e ."),
+        (Probe("store", "shm", ()), "/dev/shm cannot be written: No space left", State.FIX, "dataplane.store.kind=ray"),
+        (Probe("engine", "hf", ("torch",)), "OSError: bad wheel", State.FIX, "python -c 'import torch'"),
+        (Probe("engine", "vllm", ("vllm",), "vllm"), "", State.NOTE, ""),
+    ],
+)
+def test_every_fault_has_the_one_line_that_fixes_it(probe: Probe, error: str, state: State, fix: str) -> None:
+    finding = verdict(probe, error, KINDS)
+    assert finding.state is state
+    assert fix in finding.fix and bool(finding.fix) == bool(fix)
+
+
+def test_shared_memory_tells_leftovers_from_live_runs(tmp_path: Path) -> None:
+    for name in ("headrace-dead", "headrace-live"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "owner").write_text("")
+    (tmp_path / "headrace-half-made").mkdir()
+    (tmp_path / "someone-else").mkdir()
+    with open(tmp_path / "headrace-live" / "owner") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        [room, leftovers] = doctor._shared_memory(tmp_path)
+    assert "free of" in room.detail
+    assert leftovers.detail == "2 of dead runs: headrace-dead, headrace-half-made"
+    assert leftovers.fix == f"rm -r {tmp_path}/headrace-dead {tmp_path}/headrace-half-made"
+    assert (tmp_path / "headrace-dead" / "owner").exists()  # it looks, it does not touch
+
+
+def test_no_shared_memory_and_rdma_devices(tmp_path: Path) -> None:
+    [missing] = doctor._shared_memory(tmp_path / "none")
+    assert missing.state is State.FIX and "mount" in missing.fix
+    (tmp_path / "mlx5_0").mkdir()
+    assert doctor._rdma(tmp_path)[0].detail == "mlx5_0"
+    assert doctor._rdma(tmp_path / "none")[0].state is State.NOTE
+
+
+def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor._gpus()[0].state is State.NOTE
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB'\necho 'NVIDIA H200, 143771 MiB'\n")
+    smi.chmod(0o755)
+    monkeypatch.setattr(doctor, "_version", lambda name: "2.13.0+cpu")
+    [finding] = doctor._gpus()
+    assert finding.state is State.FIX and finding.detail.startswith("2: NVIDIA H200") and "torch 2.13.0" in finding.fix
+    monkeypatch.setattr(doctor, "_version", lambda name: "2.13.0")
+    assert doctor._gpus()[0].state is State.OK
+
+
+@pytest.mark.parametrize(
+    ("store", "engine", "code"), [(State.OK, State.OK, 0), (State.FIX, State.OK, 1), (State.OK, State.NOTE, 1)]
+)
+def test_the_exit_code_is_0_unless_nothing_works(
+    monkeypatch: pytest.MonkeyPatch, store: State, engine: State, code: int
+) -> None:
+    findings = [
+        Finding("machine", "cores", State.OK, "2"),
+        Finding("store", "ray", store, "x", "fix the store"),
+        Finding("store", "simple", State.FIX, "[red]not markup[/red]"),
+        Finding("engine", "hf", engine, "x"),
+    ]
+    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    console = Console(file=io.StringIO(), width=120)
+    assert doctor.run_doctor(console) == code
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "fix the store" in text and "[red]not markup[/red]" in text
+
+
+def test_this_machine_can_be_examined() -> None:
+    findings = doctor.examine()
+    assert {finding.area for finding in findings} == {"software", "machine", "store", "engine"}
+    assert all(finding.fix for finding in findings if finding.state is State.FIX)
+    by_name = {finding.name: finding for finding in findings}
+    assert "torch" in by_name["packages"].detail
+    assert by_name["hf"].state is State.OK

@@ -1,0 +1,241 @@
+"""The watchdog beside a driver of its own: one that stands still, one that will not stop, one that is killed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from headrace.trainers.config.load import build_config
+from headrace.trainers.run.under_watchdog import watched
+from headrace.trainers.supervision import heartbeat
+from headrace.trainers.supervision.cleanup import Family, is_running, start_ticks
+from headrace.trainers.supervision.heartbeat import Heartbeat, HeartbeatReader
+from headrace.trainers.supervision.report import write_actors
+from headrace.trainers.supervision.watchdog import Watchdog
+
+DRIVER = """
+import json, os, signal, subprocess, sys, threading
+from headrace.trainers import heartbeat, stacks
+
+folder, run_id, manner = sys.argv[1:]
+signal.signal(signal.SIGUSR2, signal.default_int_handler)
+child = [sys.executable, "-c", "import time; time.sleep(600)"]
+stranger = subprocess.Popen(child, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # the driver's, not the run's
+memory = heartbeat.shared_memory()
+beat = heartbeat.Heartbeat(memory, bound_s=0.2)
+watchdog = subprocess.Popen(
+    [sys.executable, "-m", "headrace.trainers.supervision.watchdog", str(memory), str(os.getpid()), folder,
+     f"--strangers={stranger.pid}", "--margin-s=0.1", "--grace-s=1", "--groups=8", "--group-size=4"],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory], start_new_session=True, text=True)
+stacks.answer_with_stacks(folder)
+
+def tell(said):
+    watchdog.stdin.write(json.dumps(said) + "\\n")
+    watchdog.stdin.flush()
+
+beat.enter("starting", float("inf"))
+member = subprocess.Popen(child, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print(json.dumps([stranger.pid, watchdog.pid, member.pid]), flush=True)
+nobody = f"headrace-{run_id}-nobody"
+sys.stdin.readline()
+tell({"run_id": run_id, "local": nobody, "host": "", "port": 0, "token": "00", "peer": "directory"})
+
+def stand_still():
+    beat.step(3)
+    beat.enter("train")
+    threading.Event().wait()
+
+try:
+    if manner == "ends":
+        sys.stdin.read()
+    elif manner == "is killed":
+        beat.step(3)
+        beat.enter("train", float("inf"))
+        print("waiting", flush=True)
+        threading.Event().wait()
+    elif manner == "does not stop":
+        signal.signal(signal.SIGUSR2, lambda *_: None)
+        stand_still()
+    else:
+        stand_still()
+except KeyboardInterrupt:
+    print(watchdog.stdout.readline(), end="", flush=True)
+member.kill()
+member.wait()
+tell({"end": True})
+watchdog.wait()
+"""
+
+
+class Driver:
+    """A driver that ends as its manner is, with a watchdog, a child of the run and one that is none of it."""
+
+    def __init__(self, folder: Path, manner: str) -> None:
+        self.folder = folder
+        self.run_id = f"test{uuid.uuid4().hex[:8]}"
+        self.shared_memory = Path(f"/dev/shm/headrace-{self.run_id}")
+        self.shared_memory.mkdir()
+        (self.shared_memory / "seg-0").write_bytes(b"rows")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, str(folder), self.run_id, manner],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        pids = json.loads(self.line())
+        self.stranger, self.watchdog, self.member = [psutil.Process(pid) for pid in pids]
+        actors = [("train worker 0", _gone()), ("train worker 1", self.member.pid)]
+        write_actors(folder, self.run_id, [(*actor, socket.gethostname()) for actor in actors])
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def end(self) -> tuple[str, str]:
+        """What is left of both outputs, once the driver and its watchdog are gone: both hold standard error open."""
+        return self.process.communicate(timeout=120)
+
+    @property
+    def report(self) -> str:
+        return (self.folder / "watchdog.txt").read_text()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], Driver]]:
+    started: list[Driver] = []
+
+    def start(manner: str) -> Driver:
+        started.append(Driver(tmp_path, manner))
+        return started[-1]
+
+    yield start
+    for driver in started:
+        for process in (driver.process, driver.stranger, driver.member, driver.watchdog):
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        driver.process.communicate()
+        if driver.shared_memory.exists():
+            (driver.shared_memory / "seg-0").unlink()
+            driver.shared_memory.rmdir()
+
+
+def test_a_stage_that_does_not_end_is_reported_once_and_the_run_is_told_to_stop(
+    start: Callable[[str], Driver],
+) -> None:
+    driver = start("stands still")
+    told = driver.line()
+    assert told.startswith("step 3, stage 'train': no progress for ") and "expected within 0.2 s" in told
+    output, errors = driver.end()
+    assert (driver.process.returncode, output) == (0, "")
+    assert errors.count("step 3, stage 'train'") == 1
+    report = driver.report
+    assert "the directory does not answer: " in report
+    assert "train worker 0" in report and "gone" in report
+    assert "in stand_still" in report, "the driver's stack"
+    assert report.endswith("The run stopped by itself when it was told to.\n")
+    assert driver.stranger.is_running() and driver.shared_memory.exists(), "the driver's own to end"
+
+
+def test_a_driver_that_does_not_stop_is_killed_with_all_that_is_the_runs(start: Callable[[str], Driver]) -> None:
+    driver = start("does not stop")
+    _, errors = driver.end()
+    assert driver.process.returncode == -signal.SIGKILL
+    assert f"the driver (pid {driver.process.pid}) did not stop when it was told to end" in errors
+    assert "in stand_still" in driver.report and f"(pid {driver.member.pid})" in driver.report
+    assert not is_running(driver.member.pid) and not driver.shared_memory.exists()
+    assert is_running(driver.stranger.pid)
+
+
+def test_what_a_killed_driver_leaves_behind_is_ended(start: Callable[[str], Driver]) -> None:
+    driver = start("is killed")
+    assert driver.line() == "waiting\n"
+    driver.process.kill()
+    _, errors = driver.end()
+    assert f"the driver (pid {driver.process.pid}) is gone without a word, step 3, stage 'train'" in errors
+    assert f"(pid {driver.member.pid})" in driver.report and driver.shared_memory.name in driver.report
+    assert not is_running(driver.member.pid) and not driver.shared_memory.exists()
+    assert is_running(driver.stranger.pid)
+
+
+def test_a_run_that_ends_takes_its_watchdog_along(start: Callable[[str], Driver]) -> None:
+    driver = start("ends")
+    _, errors = driver.end()
+    assert (driver.process.returncode, errors) == (0, "")
+    assert not driver.watchdog.is_running() and not (driver.folder / "watchdog.txt").exists()
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does nothing."""
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+        process.communicate()
+
+
+def test_a_run_that_somebody_has_suspended_does_not_stand_still(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
+    memory = heartbeat.shared_memory()
+    Heartbeat(memory).enter("train")
+    watchdog = Watchdog(
+        argparse.Namespace(
+            descriptor=memory, pid=other.pid, folder=tmp_path, strangers=[], margin_s=1, grace_s=1, groups=1,
+            group_size=1,
+        )
+    )  # fmt: skip
+    beat = HeartbeatReader(memory).read()
+    os.close(memory)
+    deadline = time.monotonic() + 60
+    while watchdog.stood_s(beat) < 1 and time.monotonic() < deadline:
+        pass
+    assert watchdog.stood_s(beat) >= 1
+    other.send_signal(signal.SIGSTOP)
+    while psutil.Process(other.pid).status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+        pass
+    assert watchdog.stood_s(beat) < 1
+    other.send_signal(signal.SIGCONT)
+
+
+def test_a_pid_that_another_process_has_now_is_not_hit(other: subprocess.Popen[bytes]) -> None:
+    ticks = start_ticks(other.pid)
+    assert ticks is not None
+    family = Family(driver_pid=_gone())
+    family.add([(other.pid, ticks - 1)])
+    assert family.kill() == [] and is_running(other.pid)
+    family.add([(other.pid, ticks)])
+    [killed] = family.kill()
+    assert f"(pid {other.pid})" in killed and not is_running(other.pid)
+
+
+def _gone() -> int:
+    """The pid of a process that is no more."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_run_has_a_watchdog_where_its_configuration_says_so(tmp_path: Path, on: bool) -> None:
+    before, started = set(psutil.Process().children()), set()
+    config = build_config({"run": {"dir": str(tmp_path)}, "resources": {"watchdog": on}})
+    with pytest.raises(RuntimeError, match="its own"), watched(config, tmp_path) as under:
+        under.heartbeat.enter("train")
+        started = set(psutil.Process().children()) - before
+        assert len(started) == on and under.reason() is None
+        raise RuntimeError("its own")
+    assert not any(is_running(process.pid) for process in started)
+    assert list(tmp_path.iterdir()) == []

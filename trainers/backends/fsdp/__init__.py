@@ -1,0 +1,1 @@
+"""The fsdp train backend: FSDP2 with tensor parallelism over Hugging Face models."""

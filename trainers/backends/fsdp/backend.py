@@ -1,0 +1,241 @@
+"""The FSDP2 backend: a HF causal LM over data- and tensor-parallel ranks, on CPU (gloo) or GPU (NCCL)."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from ....actors.protocols import MicroBatch
+from ....codecs.batch import Batch
+from ...losses.factory import build_loss
+from ..checkpoint import on_first_rank, training_state
+from ..checkpointer import Checkpointer
+from ..config import BackendConfig
+from ..flops import flop_model
+from ..hf_model import collect, load_causal_lm, write_folder
+from ..loss_inputs import loss_inputs
+from ..optimizer import build_adamw, local_gradients, scale_, square_norm
+from ..row_layout import lay_out
+from ..throughput import StepMeter
+from ..train_step import TrainStep
+from ..vocab_logprobs import Entropy
+from ..weight_stream import stream_weights
+from .causal_lm import CausalLM, recompute_layers
+from .sharding import build_mesh, own_piece, spread, spread_weights
+from .tensor_parallel import split_dim, sum_per_head_gradients
+
+
+class FsdpBackend:
+    """See `TrainBackend`. Collective calls wait until all ranks make them, bounded by the process group's timeout."""
+
+    def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
+        """Load and shard the model. Needs a default process group of `world` ranks when `world` > 1.
+
+        Raises ValueError for a model that is not there, needs another `head` or cannot be split as the topology says;
+        RuntimeError without the process group.
+        """
+        if world > 1 and (not dist.is_initialized() or dist.get_world_size() != world):
+            raise RuntimeError(f"fsdp backend: needs a default process group of {world} ranks before it is built")
+        self._config = config
+        self._rank, self._world = rank, world
+        self._place = config.topology.place(rank)
+        self._half = config.mixed_precision == "bf16"
+        self._packed = config.packing == "packed"
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
+        self._mesh = build_mesh(config.topology, self._device)
+        self._tp = None if self._mesh is None or config.topology.tp == 1 else self._mesh["tp"].get_group()
+        policy = self._load()
+        flops = flop_model(policy.model.config)
+        self._reference: CausalLM | None = None
+        if config.with_reference:
+            reference = copy.deepcopy(policy).requires_grad_(False)
+            self._reference = self._spread(reference, offload=config.offload or self._device.type == "cuda")
+        if config.recompute == "full":
+            recompute_layers(policy.layers())
+        self._policy = self._spread(policy, offload=config.offload)
+        dtype = torch.bfloat16 if self._half else torch.float32
+        self._weights = spread_weights(self._policy.model, config.topology, dtype)
+        self._optimizer = build_adamw(self._policy.model, config.optimizer)
+        self._steps = torch.zeros((), dtype=torch.int64)
+        self._checkpointer = Checkpointer(rank, world)
+        group = None if self._mesh is None else self._mesh["dp"].get_group()
+        self._entropy: Entropy = "train" if config.loss.entropy_coef > 0 else "report" if config.entropy else "off"
+        self._step = TrainStep(
+            build_loss(config.loss),
+            self._device,
+            group,
+            recomputed=config.prev == "recompute",
+            with_entropy=self._entropy != "off",
+        )
+        self._meter = StepMeter(flops, self._device, world, group, half=self._half)
+
+    # ------------------------------------------------------------ one step
+
+    def begin_step(self, temperature: float = 1.0) -> None:
+        """See `TrainBackend`. Raises ValueError when `temperature` is not above 0."""
+        self._step.begin(temperature)
+        self._meter.begin()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
+        """See `TrainBackend`. Every rank must have as many microbatches; one of no rows is legal.
+
+        Needs `input_ids`, `response_mask`, `rollout_logprobs`; `prev_logprobs` with `prev` "recompute"; `ref_logprobs`
+        with a KL term. Raises RuntimeError when no step is open, ValueError naming a column that is missing.
+        """
+        with self._meter.working():
+            for micro in itertools.islice(micros, count):
+                self._accumulate(micro)
+
+    def finish_step(self) -> dict[str, float]:
+        """See `TrainBackend`. A skipped step leaves weights, optimizer state and schedule as they were."""
+        with self._meter.working():
+            metrics = self._finish()
+        return {**metrics, **self._meter.metrics()}
+
+    def abort_step(self) -> None:
+        """See `TrainBackend`."""
+        self._step.abort()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    # ------------------------------------------------------------ log-probs
+
+    @torch.no_grad()
+    def logprobs(
+        self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
+    ) -> list[torch.Tensor]:
+        """See `TrainBackend`. Legal while a step is open. Raises ValueError for `reference` without a reference."""
+        model = self._reference if reference else self._policy
+        if model is None:
+            raise ValueError("trainer.with_reference: got False, expected True for log-probs of the reference model")
+        columns = [self._logprobs(model, micro.batch, temperature) for micro in itertools.islice(micros, count)]
+        return columns if self._rank == self._config.topology.writer(self._place.dp) else []
+
+    # ------------------------------------------------------------ weights and state
+
+    def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """See `TrainBackend`. In the HF model's own order; bfloat16 with `mixed_precision`, as forward computes with,
+        else float32."""
+        return {weight.name: (weight.dtype, weight.shape) for weight in self._weights}
+
+    def weights(self) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """See `TrainBackend` and `stream_weights`."""
+        if isinstance(self._policy, FSDPModule):
+            self._policy.reshard()  # a forward without backward leaves the root's parameters gathered
+        params = dict(self._policy.model.named_parameters())
+        return stream_weights(self._weights, lambda weight: own_piece(params[weight.name]), self._rank, self._device)
+
+    def save(self, path: str, *, wait: bool = True) -> None:
+        """See `TrainBackend`. A checkpoint of that name is replaced once the new one is whole.
+
+        Without `wait` it is written while training goes on: see `Checkpointer.save`. Raises RuntimeError while a
+        step is open, ValueError when `path` exists and is no checkpoint.
+        """
+        self._step.require_closed("save")
+        self._checkpointer.save(path, self._state(), wait=wait)
+
+    def wait_saved(self) -> None:
+        """See `TrainBackend`."""
+        self._checkpointer.wait()
+
+    def load(self, path: str) -> None:
+        """See `TrainBackend`. The reference stays the config's model; learning rate and the like stay the config's.
+
+        Raises RuntimeError while a step is open, ValueError when `path` is no whole checkpoint of this model.
+        """
+        self._step.require_closed("load")
+        self._checkpointer.load(path, self._state())
+
+    def export_model(self, path: str) -> None:
+        """See `TrainBackend`. Weights as `weights` gives them, which rank 0 collects in host memory before it writes.
+        Raises ValueError when `path` exists."""
+        weights = collect(self.weights(), keep=self._rank == 0)
+        on_first_rank(
+            lambda: write_folder(path, self._policy.model, weights, self._config.model), self._rank, self._world
+        )
+
+    def close(self) -> None:
+        """Drop an open step; finish a checkpoint that is being written, or raise why it is not there. The process group
+        is its owner's to end."""
+        self.abort_step()
+        self._checkpointer.close()
+
+    # ------------------------------------------------------------ inside
+
+    def _load(self) -> CausalLM:
+        model = load_causal_lm(self._config.model)
+        module = CausalLM(model, self._config.head, packed=self._packed)
+        if self._packed and self._half and self._device.type == "cuda":
+            from .varlen_attention import use_varlen_attention  # its kernels exist on GPUs only, in half precision
+
+            use_varlen_attention(model)
+        return module
+
+    def _spread(self, module: CausalLM, *, offload: bool) -> CausalLM:
+        return spread(module, self._mesh, self._device, half=self._half, offload=offload)
+
+    def _accumulate(self, micro: MicroBatch) -> None:
+        with self._step.accumulating() as temperature:
+            layout = lay_out(micro.batch, self._device, packed=self._packed)
+            with self._precision():
+                logprobs, entropy = self._policy(layout, temperature, self._entropy)
+            inputs = loss_inputs(
+                self._config,
+                micro,
+                index=layout.index,
+                row_ids=layout.row_ids,
+                row_tokens=layout.row_tokens,
+                logprobs=logprobs,
+                entropy=entropy if self._entropy == "train" else None,
+                reduce_rows=None,
+            )
+            self._step.add(inputs, layout.row_tokens.numpy(), micro.group_ids, entropy).backward()
+            self._meter.add(micro.lengths, len(layout.index))
+
+    def _finish(self) -> dict[str, float]:
+        if self._tp is not None:
+            sum_per_head_gradients(self._policy, self._tp, self._device)
+        params = list(self._policy.parameters())
+        grads = local_gradients(params)
+        # What all tensor-parallel ranks have alike counts once, with the first of them.
+        own = grads if self._place.tp == 0 else local_gradients(p for p in params if split_dim(p) is not None)
+        square = square_norm(own, self._device)
+        if self._tp is not None:
+            dist.all_reduce(square, group=self._tp)
+
+        def update(factor: float, rate: float) -> None:
+            scale_(grads, factor)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+
+        metrics = self._step.finish(square).apply(self._config.optimizer, self._steps, update)
+        self._optimizer.zero_grad(set_to_none=True)
+        return metrics
+
+    def _logprobs(self, model: CausalLM, batch: Batch, temperature: float) -> torch.Tensor:
+        layout = lay_out(batch, self._device, packed=self._packed)
+        with self._precision():
+            values, _ = model(layout, temperature)
+        if isinstance(model, FSDPModule):
+            model.reshard()  # the root keeps its parameters gathered for a backward that does not come
+        result = torch.zeros(len(batch.jagged("input_ids").values), dtype=torch.float32)
+        result[layout.index] = values.cpu()
+        return result
+
+    def _precision(self) -> AbstractContextManager[object]:
+        """One rank has no FSDP to cast for it."""
+        if self._mesh is None and self._half:
+            return torch.autocast(self._device.type, torch.bfloat16)
+        return nullcontext()
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return training_state(self._policy.model, self._optimizer, self._steps)

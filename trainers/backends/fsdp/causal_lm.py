@@ -1,0 +1,97 @@
+"""A HF causal language model from token ids to log-probs: rows in, logits only where they are used."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..config import Head
+from ..row_layout import RowLayout
+from ..vocab_logprobs import Entropy, VocabShard, token_logprobs
+
+
+class CausalLM(nn.Module):
+    """Wraps a HF model so that one forward, which is what FSDP hooks on to, ends in log-probs instead of logits."""
+
+    def __init__(self, model: Any, head: Head, *, packed: bool = False) -> None:
+        """`head` "selected" applies the output layer to the wanted positions only; "full" lets the model compute all
+        logits, for architectures that do something to them behind that layer. `packed`: layouts will be packed.
+
+        Raises ValueError when "selected" would give other logits than the model itself, or when packed rows see each
+        other.
+        """
+        super().__init__()
+        self.model = model
+        self.vocab: int | VocabShard = model.config.get_text_config().vocab_size
+        """Logits that the output layer gives; tensor parallelism puts this rank's part here."""
+        self._selected = head == "selected"
+        if self._selected:
+            self._check_head()
+        if packed:
+            self._check_packing()
+
+    def forward(
+        self, layout: RowLayout, temperature: float, entropy: Entropy = "off"
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs and entropies of the layout's wanted tokens: see `token_logprobs`."""
+        places = {}
+        if layout.position_ids is not None:
+            places = {"position_ids": layout.position_ids, "row_ends": layout.ends, "longest_row": layout.longest}
+        if self._selected:
+            hidden = self.model.base_model(input_ids=layout.input_ids, use_cache=False, **places).last_hidden_state
+            head = self.model.get_output_embeddings()
+        else:
+            hidden = self.model(input_ids=layout.input_ids, use_cache=False, **places).logits
+            head = nn.Identity()
+        hidden = hidden.flatten(0, 1)[layout.source]
+        return token_logprobs(hidden, layout.targets, head, self.vocab, temperature=temperature, entropy=entropy)
+
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers. Raises ValueError when the model does not name them."""
+        names = self.model._no_split_modules or ()
+        found = [child for child in self.model.modules() if type(child).__name__ in names]
+        if not found:
+            raise ValueError(f"trainer.model: {type(self.model).__name__} does not name its layers, cannot be sharded")
+        return found
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        ids = torch.arange(4).reshape(1, 4) % self.model.config.get_text_config().vocab_size
+        head = self.model.get_output_embeddings()
+        own = self.model(input_ids=ids, use_cache=False).logits
+        ours = None
+        if head is not None:
+            ours = head(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+        if ours is None or not torch.allclose(own.float(), ours.float(), rtol=1e-3, atol=1e-3):
+            raise ValueError(
+                f"trainer.head: 'selected' does not fit {type(self.model).__name__}, whose logits are not its output "
+                "layer applied to its last hidden state; set it to 'full'"
+            )
+
+    @torch.no_grad()
+    def _check_packing(self) -> None:
+        ids = torch.arange(3).reshape(1, 3) % self.model.config.get_text_config().vocab_size
+        alone = self.model(input_ids=ids, use_cache=False).logits
+        twice = torch.arange(3).repeat(2)[None]
+        packed = self.model(input_ids=ids.repeat(1, 2), position_ids=twice, use_cache=False).logits
+        if not torch.allclose(packed[:, 3:].float(), alone.float(), rtol=1e-3, atol=1e-3):
+            raise ValueError(
+                f"trainer.packing: got 'packed', expected 'none' or 'dynamic' for {type(self.model).__name__}, whose "
+                "rows see each other when they stand in one"
+            )
+
+
+def recompute_layers(layers: Sequence[nn.Module]) -> None:
+    """Keep of each layer only its input for backward, which computes the layer again (Chen et al. 2016,
+    arXiv:1604.06174).
+
+    Wraps forward itself, inside of FSDP's hooks: a layer's parameters are then gathered once for both its second
+    forward and its backward. HF's own switch works in training mode only, where dropout would be on too.
+    """
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

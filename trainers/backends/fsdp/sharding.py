@@ -1,0 +1,73 @@
+"""The fsdp backend's mesh, how a model is spread over it (tensor parallelism, then FSDP2 over each rank's part), and
+which rank has which piece of a weight then."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ....dataplane.topology import Place, Topology
+from ..weight_stream import Cut, Piece, SpreadWeight
+from .causal_lm import CausalLM
+from .tensor_parallel import split_dim, split_over
+
+
+def build_mesh(topology: Topology, device: torch.device) -> DeviceMesh | None:
+    """Dimensions "dp" and "tp", ranks counted as `Topology` does; None for one rank, which has no process group."""
+    if topology.world == 1:
+        return None
+    return init_device_mesh(device.type, (topology.dp, topology.tp), mesh_dim_names=("dp", "tp"))
+
+
+def spread(module: CausalLM, mesh: DeviceMesh | None, device: torch.device, *, half: bool, offload: bool) -> CausalLM:
+    """Split `module` over the tensor-parallel ranks, then shard each decoder layer and the rest over the data-parallel
+    ones; in place. `half`: compute in bfloat16. `offload`: shards stay in host memory between uses.
+
+    Gradients come out summed over the data-parallel ranks. One rank alone is not wrapped: there is nothing to shard,
+    and hooks and copies would only cost. Raises ValueError when the model cannot be split or sharded.
+    """
+    if mesh is None:
+        return module.to(device)
+    if mesh["tp"].size() > 1:
+        split_over(module, mesh["tp"])
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    host = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    for part in (*module.layers(), module):
+        sharded = fully_shard(
+            part,
+            mesh=mesh["dp"],
+            mp_policy=precision if half else MixedPrecisionPolicy(),
+            offload_policy=host if offload else OffloadPolicy(),
+        )
+        _sum_gradients(sharded)
+    return module
+
+
+def _sum_gradients(module: FSDPModule) -> None:
+    """Have a shard's gradients summed over the ranks, not averaged: the step divides once, by N of all ranks."""
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, which a factor asks for otherwise
+
+
+def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtype) -> list[SpreadWeight]:
+    """The parameters of a HF `model` that `spread` has spread, tied ones once; those in floating point as `dtype`."""
+    found = []
+    for name, param in model.named_parameters():
+        tp_dim = split_dim(param)
+        pieces = []
+        for tp in range(1 if tp_dim is None else topology.tp):
+            for dp in range(topology.dp):
+                # FSDP2 splits along dimension 0 what tensor parallelism has left of it.
+                cuts = ((tp_dim or 0, topology.tp if tp_dim is not None else 1, tp), (0, topology.dp, dp))
+                rank = topology.rank(Place(dp, tp))
+                pieces.append(Piece(rank, tuple(Cut(*cut) for cut in cuts if cut[1] > 1)))
+        kind = dtype if param.is_floating_point() else param.dtype
+        found.append(SpreadWeight(name, kind, tuple(param.shape), tuple(pieces)))
+    return found
+
+
+def own_piece(param: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    return (param.to_local() if isinstance(param, DTensor) else param).detach()

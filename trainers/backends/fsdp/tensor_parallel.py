@@ -1,0 +1,227 @@
+"""Tensor parallelism of HF Qwen3, Qwen3-MoE and Llama: weights are DTensors, each rank computes with its own part.
+
+As in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): projections into a block split by columns, those out of it by
+rows, one all-reduce a block and direction; embedding and output layer split by vocabulary. Experts are split among the
+ranks whole: each computes its own experts' share of every token, which one all-reduce adds up.
+
+DTensors are only how weights are stored, which FSDP and checkpoints go by; nothing is computed on them. That would give
+every rank the whole vocabulary's embedding gradient, does not know fused experts, and costs a dispatch per operation.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from ..vocab_logprobs import VocabShard
+from .causal_lm import CausalLM
+
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
+_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_ROWS = ("o_proj", "down_proj")
+_PER_HEAD = ("q_norm", "k_norm")
+
+
+def check_fits(config: Any, architecture: str, tp: int) -> None:
+    """Raises ValueError when a model with HF `config` cannot be split `tp`-fold."""
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"trainer.tp: got {tp}, expected 1 for {architecture}; it fits {', '.join(ARCHITECTURES)}")
+    sizes = ["num_attention_heads", "num_key_value_heads", "intermediate_size"]
+    if getattr(config, "num_experts", 0):
+        sizes.append("num_experts")
+    for name in sizes:
+        if getattr(config, name) % tp:
+            raise ValueError(
+                f"trainer.tp: got {tp}, expected a divisor of the model's {name} = {getattr(config, name)}"
+            )
+    if config.vocab_size <= (tp - 1) * -(-config.vocab_size // tp):
+        raise ValueError(f"trainer.tp: got {tp}, which leaves a rank no token of vocab_size = {config.vocab_size}")
+
+
+def split_over(module: CausalLM, mesh: DeviceMesh) -> None:
+    """Split the weights of `module` over the 1-d `mesh`, in place; every rank of it holds the same ones before.
+
+    The output layer then gives this rank's logits, and `module.vocab` says which they are.
+    Raises ValueError when the model cannot be split so.
+    """
+    model, group = module.model, mesh.get_group()
+    check_fits(model.config, type(model).__name__, mesh.size())
+    child: Any
+    for layer in module.layers():
+        for name, child in layer.named_modules():
+            kind = name.rpartition(".")[2]
+            if kind in _COLUMNS:
+                _split(child, mesh, 0)
+                child.forward = functools.partial(_columns, child)
+            elif kind in _ROWS:
+                _split(child, mesh, 1)
+                child.forward = functools.partial(_rows, child, group)
+            elif kind == "experts":
+                _split_experts(child, mesh)
+            elif kind == "self_attn" or (kind == "mlp" and not hasattr(child, "experts")):
+                child.forward = functools.partial(_block, child.forward, group)
+    width = _split_vocabulary(model, mesh)
+    module.vocab = VocabShard(group, mesh.get_local_rank() * width, width)
+
+
+def split_dim(param: torch.Tensor) -> int | None:
+    """Along which dimension tensor-parallel ranks hold different parts of it; None when they hold the same."""
+    if not isinstance(param, DTensor) or "tp" not in (names := param.device_mesh.mesh_dim_names or ()):
+        return None
+    placement = param.placements[names.index("tp")]
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+def sum_per_head_gradients(module: CausalLM, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Add up the gradients of weights that every rank has whole but applies to its own heads only. Collective.
+
+    Once a step, over sums: these are a few hundred numbers a layer. `device`: the group's; gradients may be offloaded.
+    """
+    params = [p for name, p in module.named_parameters() if name.rpartition(".")[0].endswith(_PER_HEAD)]
+    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params if p.grad is not None]
+    if not grads:
+        return
+    flat = torch.cat([grad.flatten() for grad in grads]).to(device)
+    dist.all_reduce(flat, group=group)
+    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
+
+
+# ---------------------------------------------------------------- communication
+
+
+class _Share(torch.autograd.Function):
+    """The same tensor on all ranks, used differently by each: their gradients add up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Sum(torch.autograd.Function):
+    """The ranks' parts added up: each part's gradient is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+# ---------------------------------------------------------------- what a split module computes
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _block(forward: Any, group: dist.ProcessGroup, hidden_states: torch.Tensor, **arguments: Any) -> Any:
+    """Attention or MLP: one all-reduce of its input's gradient, whichever projections it goes to."""
+    return forward(_Share.apply(hidden_states, group), **arguments)
+
+
+def _columns(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    return F.linear(hidden, _local(linear.weight), None if linear.bias is None else _local(linear.bias))
+
+
+def _rows(linear: nn.Linear, group: dist.ProcessGroup, hidden: torch.Tensor) -> torch.Tensor:
+    total: Any = _Sum.apply(F.linear(hidden, _local(linear.weight)), group)
+    return total if linear.bias is None else total + linear.bias
+
+
+def _embedding(embedding: nn.Embedding, group: dist.ProcessGroup, start: int, input_ids: torch.Tensor) -> torch.Tensor:
+    weight = _local(embedding.weight)
+    local = input_ids - start
+    here = (local >= 0) & (local < len(weight))
+    padding = None if embedding.padding_idx is None else embedding.padding_idx - start
+    if padding is not None and not 0 <= padding < len(weight):
+        padding = None
+    found = F.embedding(local.where(here, 0), weight, padding)
+    total: Any = _Sum.apply(found.masked_fill(~here[..., None], 0.0), group)
+    return total
+
+
+class _ExpertsPart:
+    """A HF experts module as one rank sees it: some of its experts, everything else as it is."""
+
+    def __init__(self, module: nn.Module, **own: Any) -> None:
+        self.__dict__.update(own)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _experts(
+    experts: nn.Module,
+    group: dist.ProcessGroup,
+    start: int,
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    weights = {name: _local(param) for name, param in experts.named_parameters(recurse=False)}
+    count = len(next(iter(weights.values())))
+    # HF's own convention for experts that are elsewhere: the index behind the last, and `_is_expert_parallel`.
+    part = _ExpertsPart(experts, num_experts=count, _is_expert_parallel=True, **weights)
+    local = top_k_index - start
+    elsewhere = (local < 0) | (local >= count)
+    shares: Any = _Share.apply(top_k_weights, group)
+    forward: Any = type(experts).forward
+    out = forward(
+        part, _Share.apply(hidden, group), local.masked_fill(elsewhere, count), shares.masked_fill(elsewhere, 0.0)
+    )
+    total: Any = _Sum.apply(out, group)
+    return total
+
+
+# ---------------------------------------------------------------- splitting
+
+
+def _split(module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
+    """Weights by `dim`; biases, which belong to output features, with the columns or not at all."""
+    for name, param in list(module.named_parameters(recurse=False)):
+        if dim == 0 or name == "weight":
+            # No source rank: all have the same weights, and each takes its part of them without communication.
+            part = distribute_tensor(param.detach(), mesh, [Shard(dim)], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(part, requires_grad=param.requires_grad))
+
+
+def _split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
+    _split(experts, mesh, 0)
+    first = next(experts.parameters())
+    start = mesh.get_local_rank() * (len(first) // mesh.size())
+    experts.forward = functools.partial(_experts, experts, mesh.get_group(), start)
+
+
+def _split_vocabulary(model: Any, mesh: DeviceMesh) -> int:
+    """Returns the most tokens that a rank has."""
+    embedding, head, group = model.get_input_embeddings(), model.get_output_embeddings(), mesh.get_group()
+    tied = head.weight is embedding.weight
+    width = -(-model.config.vocab_size // mesh.size())
+    _split(embedding, mesh, 0)
+    if tied:
+        head.weight = embedding.weight
+    else:
+        _split(head, mesh, 0)
+    embedding.forward = functools.partial(_embedding, embedding, group, mesh.get_local_rank() * width)
+    head.forward = functools.partial(_block, functools.partial(_columns, head), group)
+    return width

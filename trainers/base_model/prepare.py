@@ -1,0 +1,88 @@
+"""The model that a run starts from: the user's own, or the built-in one, made and warmed up on the spot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from ..config.config import Config
+from ..errors import UserError
+from ..observe.progress import Progress
+from ..observe.run_folder import RunFolder
+
+TINY_QWEN3: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    "initializer_range": 0.05,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Qwen3Config of `builtin:tiny-qwen3`: 100 k parameters, as small as still learns the quickstart's task."""
+
+
+def prepare_model(config: Config, folder: RunFolder, progress: Progress) -> str:
+    """Path or hub id of the model to start from.
+
+    The built-in one is made in the run folder (`base_model/`), from `run.seed` alone, warmed up as `warmup` says; a
+    resumed run finds it there. The warm-up is a phase of its own and in no figure of the training.
+    Raises UserError when the longest row does not fit into the model's context.
+    """
+    check_context(config)
+    if not config.model.builtin:
+        return config.model.path
+    path = folder.path / "base_model"
+    if path.exists():
+        return str(path)
+    from . import warmup  # torch and transformers: seconds of import that a dry run must not pay
+
+    start = time.perf_counter()
+    progress.phase("making the base model")
+    tokenizer = warmup.make_tokenizer()
+    model = warmup.make_model(TINY_QWEN3, config.run.seed)
+    fields = {}
+    if config.warmup.corpus != "none":
+        steps = config.warmup.steps
+
+        def show(step: int, loss: float) -> None:
+            progress.phase("supervised warm-up of the base model", step, steps, f"loss {loss:.3f}")
+
+        fields["loss"] = warmup.warm_up(model, tokenizer, config.warmup, config.run.seed, show)
+    draft = path.with_name("base_model.tmp")
+    shutil.rmtree(draft, ignore_errors=True)
+    model.save_pretrained(draft)
+    tokenizer.save_pretrained(draft)
+    draft.rename(path)
+    folder.metrics.event("warmup", 0, seconds=round(time.perf_counter() - start, 2), **fields)
+    return str(path)
+
+
+def model_config(config: Config) -> dict[str, Any]:
+    """The model's config.json; empty for a hub id, whose files are fetched later."""
+    if config.model.builtin:
+        return TINY_QWEN3
+    path = Path(config.model.path) / "config.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def check_context(config: Config) -> None:
+    """Prompt and answer must fit into the model's context."""
+    context = model_config(config).get("max_position_embeddings")
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if context is not None and longest > context:
+        raise UserError(
+            f"data.max_prompt_tokens + rollout.max_new_tokens: got {config.data.max_prompt_tokens} + "
+            f"{config.rollout.max_new_tokens}, expected at most {context}, the context of {config.model.path}"
+        )

@@ -1,0 +1,301 @@
+"""From the run's configuration to what each process is built from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+
+from ...actors.engine_actor import EngineSetup
+from ...actors.engines.factory import EngineConfig
+from ...actors.engines.protocol import SamplingParams
+from ...actors.environments.factory import EnvironmentConfig
+from ...actors.rewards.factory import RewardConfig
+from ...actors.rollout.actor import RolloutSetup
+from ...actors.rollout.journal import JournalConfig
+from ...actors.rollout.prompts import DataConfig
+from ...actors.train.worker import WorkerSetup
+from ...actors.weights.publisher import PublisherConfig
+from ...actors.weights.transports.factory import LASTING_KINDS, build_sender, resolve_kind
+from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig
+from ...dataplane.directory.samplers import TaskConfig
+from ...dataplane.factory import DataPlaneHandle
+from ...dataplane.plans import Budget
+from ..advantages.factory import AdvantageConfig, build_advantages
+from ..backends.config import BackendConfig, OptimizerConfig
+from ..backends.factory import build_backend
+from ..base_model.prepare import model_config
+from ..config.config import Config
+from ..losses.factory import LossConfig
+
+
+def transport(config: Config, *, one_host: bool) -> str:
+    """The kind of weight transport; `auto` depends on where the run's processes are."""
+    return resolve_kind(config.sync.transport, one_host=one_host)
+
+
+def is_lasting(config: Config, *, one_host: bool, gpus: bool) -> bool:
+    """Whether engines may read a version of the weights long after it was sent, without the trainer. What lies in GPU
+    memory (`ipc` there) is written over."""
+    kind = transport(config, one_host=one_host)
+    return kind in LASTING_KINDS and not (gpus and kind == "ipc")
+
+
+TASK = "train"
+"""The data plane's consumer that the train workers are."""
+SAMPLERS = {"sync": "oldest_version_first", "streaming": "ready_first", "async": "in_order"}
+"""What `algorithm.sampler: auto` is in each mode."""
+
+
+def sampler(config: Config) -> str:
+    """Which ready groups are trained on first."""
+    algorithm = config.algorithm
+    if algorithm.sampler != "auto":
+        return algorithm.sampler
+    return "in_order" if config.run.deterministic else SAMPLERS[algorithm.mode]
+
+
+def task(config: Config, next_prompt: int, outstanding: Sequence[int]) -> TaskConfig:
+    """How the train task claims its rows. Of the prompts before `next_prompt` only `outstanding` are still to come."""
+    first = min(outstanding, default=next_prompt)
+    settled = tuple(sorted(set(range(first, next_prompt)) - set(outstanding)))
+    return TaskConfig(TASK, sampler(config), config.algorithm.sampler_options, first, settled)
+
+
+def signal_terms(config: Config) -> list[tuple[str, float]]:
+    """(name, weight) of the rewards whose sum says whether a group has a signal: all that count but `overlong`, which
+    shapes the others."""
+    return [(f.label, f.weight) for f in config.reward.functions if f.weight and f.kind != "overlong"]
+
+
+def threads(config: Config) -> int:
+    """Compute threads of each worker: rollout actors and train workers take turns, so each side has all cores."""
+    side = max(config.rollout.num_engines * config.rollout.tp, config.trainer.topology.world)
+    return config.resources.threads or max(1, (os.cpu_count() or 1) // side)
+
+
+def sampling(config: Config) -> SamplingParams:
+    """Of training rollouts."""
+    rollout = config.rollout
+    return SamplingParams(
+        n=config.algorithm.group_size,
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        seed=config.run.seed,
+    )
+
+
+def greedy(config: Config) -> SamplingParams:
+    """Of validation."""
+    longest = config.validation.max_new_tokens or config.rollout.max_new_tokens
+    return SamplingParams(n=1, max_new_tokens=longest, temperature=0.0, seed=config.run.seed)
+
+
+def training_data(config: Config) -> DataConfig:
+    data = config.data
+    return DataConfig(
+        source=data.train,
+        split=data.split,
+        prompt_field=data.prompt_field,
+        answer_field=data.answer_field,
+        template=data.template,
+        options=data.options,
+        seed=config.run.seed,
+    )
+
+
+def validation_data(config: Config) -> DataConfig | None:
+    """None when the run never validates."""
+    data = config.data
+    if not config.validation.every:
+        return None
+    source = data.validation or data.train
+    generated = source.startswith("task:")
+    options = data.options if generated else {}
+    return replace(training_data(config), source=source, options=options, held_out=generated)
+
+
+def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle, device: str) -> EngineConfig:
+    """The engine of the actor `name`; `model` is a local folder or hub id."""
+    rollout = config.rollout
+    return EngineConfig(
+        kind="scripted" if config.run.replay else rollout.engine,  # asked for nothing
+        model=model,
+        dtype=config.model.dtype,
+        device=device,
+        # What else is in a batch rounds log-probs in the last bit: alone, a group comes out alike whenever it is made.
+        max_batch=config.algorithm.group_size if config.run.deterministic else rollout.max_batch,
+        tp=rollout.tp,
+        kv_cache_mib=rollout.kv_cache_mib,
+        seed=config.run.seed,
+        latency_s=config.scripted.latency_s,
+        latency_sigma=config.scripted.latency_sigma,
+        receiver=ReceiverConfig(
+            engine=name,
+            staging=config.sync.staging,
+            device=device,
+            data_plane=handle,
+            keep_base=config.sync.delta,
+        ),
+    )
+
+
+def engine_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str) -> EngineSetup:
+    """Engine actor `index`."""
+    name = f"engine {index}"
+    return EngineSetup(name, threads(config), engine_config(config, name, model, handle, device))
+
+
+def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str | None) -> RolloutSetup:
+    """Rollout actor `index`, which embeds its engine on `device`; None: engines are actors of their own."""
+    name = f"rollout {index}"
+    return RolloutSetup(
+        name=name,
+        threads=threads(config),
+        seed=config.run.seed,
+        engine=None if device is None else engine_config(config, name, model, handle, device),
+        environment=EnvironmentConfig(
+            config.rollout.environment, tools=config.rollout.tools, max_turns=config.rollout.max_turns
+        ),
+        tokenizer=model,
+        rewards=rewards(config),
+        data=training_data(config),
+        validation=validation_data(config),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        check_prompts=index == 0,
+        data_plane=handle,
+        engine_timeout_s=config.resources.stage_timeout_s,
+        journal=journal(config),
+    )
+
+
+def journal(config: Config) -> JournalConfig | None:
+    """Where finished groups are kept, or come from; None for a run that needs neither."""
+    run = config.run
+    if not (run.record or run.replay or (run.journal and run.checkpoint_every)):
+        return None
+    rollout = config.rollout
+    decisive = {
+        "seed": config.run.seed,
+        "model": config.model.model_dump(),
+        "warmup": config.warmup.model_dump(),
+        "data": asdict(training_data(config)),
+        "sampling": asdict(sampling(config)),
+        "environment": [rollout.environment, rollout.tools, rollout.max_turns],
+        "rewards": [asdict(term) for term in rewards(config)],
+    }
+    fingerprint = json.dumps(decisive, sort_keys=True, default=str)
+    folder = os.path.join(run.replay or run.dir or ".", "journal")
+    return JournalConfig(folder, fingerprint, purpose="replay" if run.replay else "record" if run.record else "resume")
+
+
+def rewards(config: Config) -> tuple[RewardConfig, ...]:
+    """The rubric; the rewards that the advantage estimator or dynamic sampling asks for one by one are tagged."""
+    one_by_one = set(build_advantages(advantage_config(config)).components)
+    if config.algorithm.dynamic_sampling.enabled:
+        one_by_one |= {name for name, _ in signal_terms(config)}
+    return tuple(
+        RewardConfig(
+            kind=term.kind,
+            weight=term.weight,
+            options=term.options,
+            name=term.label,
+            tagged=term.label in one_by_one,
+        )
+        for term in config.reward.functions
+    )
+
+
+def worker_setup(
+    config: Config, rank: int, model: str, handle: DataPlaneHandle, *, host: str, one_host: bool, device: str
+) -> WorkerSetup:
+    """Train worker `rank`. host: the address at which engines reach it."""
+    sync, kind = config.sync, transport(config, one_host=one_host)
+    bucket_bytes = bucket_mib(config, kind, device) << 20
+    sender = SenderConfig(
+        run_id=handle.run_id,
+        bucket_bytes=bucket_bytes,
+        timeout_s=sync.timeout_s,
+        host=host,
+        folder=sync.dir or os.path.join(config.run.dir or ".", "weights"),
+        data_plane=handle,
+        device=device,
+    )
+    return WorkerSetup(
+        rank=rank,
+        topology=config.trainer.topology,
+        fetch=config.trainer.fetch,
+        threads=threads(config),
+        temperature=config.rollout.temperature,
+        timeout_s=config.resources.stage_timeout_s,
+        data_plane=handle,
+        backend=partial(build_backend, backend_config(config, model)),
+        sender=partial(build_sender, kind, sender),
+        weights=PublisherConfig(
+            bucket_bytes=bucket_bytes, timeout_s=sync.timeout_s, delta=sync.delta, cache=sync.cache
+        ),
+    )
+
+
+def bucket_mib(config: Config, kind: str, device: str) -> int:
+    """Of weights that leave a trainer on `device` by transport `kind`."""
+    if config.sync.bucket_mib is not None:
+        return config.sync.bucket_mib
+    return 512 if device.startswith("cuda") and kind in ("ipc", "collective") else 64
+
+
+def backend_config(config: Config, model: str) -> BackendConfig:
+    trainer = config.trainer
+    return BackendConfig(
+        model=model,
+        kind=trainer.backend,
+        loss=loss_config(config),
+        optimizer=OptimizerConfig(
+            lr=trainer.lr,
+            betas=trainer.betas,
+            weight_decay=trainer.weight_decay,
+            grad_clip=trainer.grad_clip,
+            warmup_steps=trainer.warmup_steps,
+            schedule=trainer.schedule,
+            total_steps=config.algorithm.steps,
+        ),
+        prev=config.algorithm.prev_logprobs,
+        mixed_precision="bf16" if trainer.mixed_precision else "off",
+        with_reference=config.with_reference,
+        topology=trainer.topology,
+        packing=trainer.packing,
+        recompute=trainer.recompute,
+        offload=trainer.offload,
+        sequence_parallel=trainer.sequence_parallel,
+        distributed_optimizer=trainer.distributed_optimizer,
+        train_row_s=config.scripted.train_row_s,
+        train_step_s=config.scripted.train_step_s,
+    )
+
+
+def loss_config(config: Config) -> LossConfig:
+    keys = config.loss.model_dump()
+    if config.loss.aggregation == "sequence_sum" and config.loss.length_norm is None:
+        keys["length_norm"] = config.rollout.max_new_tokens
+    return LossConfig(**keys)
+
+
+def advantage_config(config: Config) -> AdvantageConfig:
+    weights = {function.label: function.weight for function in config.reward.functions}
+    return AdvantageConfig(**config.advantage.model_dump(), weights=weights)
+
+
+def budget(config: Config) -> Budget:
+    """Of a microbatch. Attention's share of a token's cost is L / (6 · hidden size) of the matrix products'
+    (24·h² and 4·h·L FLOPs a token and layer)."""
+    hidden = model_config(config).get("hidden_size")
+    return Budget(
+        config.trainer.tokens_per_microbatch,
+        linear_cost=1.0,
+        quadratic_cost=1.0 / (6 * hidden) if hidden else 0.0,
+        packing=config.trainer.packing,
+    )

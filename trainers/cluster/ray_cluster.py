@@ -1,0 +1,97 @@
+"""Ray for a run: joined or started, checked before anything waits on it, ended with everything it started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import psutil
+import ray
+
+from ..errors import UserError
+
+MIN_OBJECT_STORE_MIB = 128
+"""Just enough for Ray itself, which wants an object store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Logical CPUs that a run's actors ask of Ray: one each, an engine one for each of its processes."""
+
+    rollout_actors: int
+    """Without those that embed an engine."""
+    engines: int
+    """Processes of all engines."""
+    train_workers: int
+
+    @property
+    def cpus(self) -> int:
+        return self.rollout_actors + self.engines + self.train_workers
+
+    def __str__(self) -> str:
+        parts = {
+            "rollout actor": self.rollout_actors,
+            "engine process": self.engines,
+            "train worker": self.train_workers,
+        }
+        return " + ".join(f"{count} {name}(s)" for name, count in parts.items() if count)
+
+
+class Cluster:
+    """A Ray connection. `close` ends what this process started and waits until it is gone."""
+
+    def __init__(
+        self, *, address: str | None, num_cpus: int | None, demand: Demand, namespace: str, object_store_mib: int
+    ) -> None:
+        if num_cpus is not None and num_cpus < demand.cpus:
+            raise UserError(
+                f"resources.num_cpus: got {num_cpus}, expected at least {demand.cpus}: {demand} need a logical CPU each"
+            )
+        self.owned = address is None
+        before = set(psutil.Process().children())
+        quiet = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
+        if self.owned:
+            # Read by Ray's own processes; without them it phones home and warns about accelerators it did not find.
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            ray.init(
+                address="local",
+                num_cpus=num_cpus or max(os.cpu_count() or 1, demand.cpus),
+                object_store_memory=object_store_mib << 20,
+                include_dashboard=False,
+                **quiet,
+            )
+        else:
+            ray.init(address=address, **quiet)
+            self._check(demand)
+        self._started = set(psutil.Process().children()) - before if self.owned else set()
+        self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        self.num_nodes = sum(1 for node in ray.nodes() if node["Alive"])
+
+    def _check(self, demand: Demand) -> None:
+        free = ray.available_resources().get("CPU", 0.0)
+        if free < demand.cpus:
+            ray.shutdown()
+            raise UserError(
+                f"resources.ray_address: that Ray cluster has {free:g} free CPUs, expected at least {demand.cpus}: "
+                f"{demand} need a logical CPU each"
+            )
+
+    def close(self) -> None:
+        """Leave Ray; end a Ray that was started here, by pid if need be. Idempotent."""
+        if not ray.is_initialized():
+            return
+        started = [process for root in self._started for process in _family(root)]
+        ray.shutdown()
+        _, alive = psutil.wait_procs(started, timeout=10)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=5)
+
+
+def _family(root: psutil.Process) -> list[psutil.Process]:
+    """A process and all below it; nothing when it is gone."""
+    try:
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []

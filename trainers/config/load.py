@@ -1,0 +1,248 @@
+"""The way from a YAML file and `key.sub=value` overrides to a checked Config, or to one sentence a mistake."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from ..errors import ConfigError
+from .config import Config
+
+SHOWN_CHARS = 80
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+    """Read `path`, apply `overrides` (`key.sub=value`, the value parsed as YAML, later ones win), check all.
+
+    Raises ConfigError with one sentence for each problem found.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read ({error.strerror}), expected a YAML file"]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path}: not UTF-8 text ({error.reason}), expected a YAML file"]) from error
+    data = _parse(text, str(path))
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError([f"{path}: got {_shown(data)}, expected sections such as `trainer:` with keys below them"])
+    for override in overrides:
+        _apply(data, override)
+    return build_config(data)
+
+
+def build_config(data: Mapping[str, Any]) -> Config:
+    """A checked Config from plain nested data. Raises ConfigError."""
+    # A section whose keys are all commented out is null in YAML; it means the defaults.
+    given = {key: {} if value is None and key in Config.model_fields else value for key, value in data.items()}
+    try:
+        config = Config.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError([sentence for problem in error.errors() for sentence in _sentences(problem)]) from None
+    missing = _missing_paths(config)
+    if missing:
+        raise ConfigError(missing)
+    return config
+
+
+# ---------------------------------------------------------------- YAML
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 scalars: PyYAML's 1.1 reads `off` as false, `1e-3` as text and `1:30` as 90. A key twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
+            seen.add(key if isinstance(key, str) else id(key_node))
+        return super().construct_mapping(node, deep)
+
+
+_REPLACED = ("bool", "int", "float", "timestamp")
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in _REPLACED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern, _first in (
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", "-+0123456789"),
+    ("float", r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$", "-+.0123456789"),
+    ("float", r"^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$", "-+."),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError([f"{where}{line}: {error.problem or 'broken'}, expected YAML"]) from error
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{where}: {error}, expected YAML".replace("\n", " ")]) from error
+
+
+# ---------------------------------------------------------------- overrides
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    """Set `key.sub=value` in the nested data; a number names a place in a list."""
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError([f"override {override!r}: expected key.sub=value, such as trainer.lr=1e-4"])
+    value = _parse(text, f"override {override!r}")
+    here: Any = data
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        if isinstance(here, list):
+            if not key.isdigit() or int(key) >= len(here):
+                at = ".".join(keys[:depth])
+                raise ConfigError(
+                    [f"override {override!r}: {at} is a list of {len(here)}, expected a number below that"]
+                )
+            place: Any = int(key)
+        elif isinstance(here, dict):
+            place = key
+            if not last and here.get(key) is None:
+                here[key] = {}
+        else:
+            at = ".".join(keys[:depth])
+            raise ConfigError([f"override {override!r}: {at} is {_shown(here)}, expected a section with keys"])
+        if last:
+            here[place] = value
+        else:
+            here = here[place]
+
+
+# ---------------------------------------------------------------- sentences
+
+
+def _sentences(problem: Mapping[str, Any]) -> list[str]:
+    """A pydantic error as sentences that name key, value and what was expected."""
+    key = ".".join(str(part) for part in problem["loc"])
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind == "value_error":
+        text = str(context["error"])
+        return [f"{key}: {text}"] if key else text.split("\n")
+    if kind == "extra_forbidden":
+        return [f"{key}: unknown key; {_suggestion(problem['loc'])}"]
+    if kind == "missing":
+        return [f"{key}: not set, expected a value"]
+    got = _shown(problem["input"])
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        model = _model_at(problem["loc"])
+        keys = f" with the keys {', '.join(model.model_fields)}" if model else " of keys and values"
+        return [f"{key}: got {got}, expected a section{keys}"]
+    return [f"{key}: got {got}, expected {_expected(kind, problem['input'], context, problem['msg'])}"]
+
+
+_PLAIN_EXPECTATIONS = {
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a finite number",
+    "float_type": "a finite number",
+    "finite_number": "a finite number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "greater_than": "a number > {gt:g}",
+    "greater_than_equal": "a number >= {ge:g}",
+    "less_than": "a number < {lt:g}",
+    "less_than_equal": "a number <= {le:g}",
+    "too_short": "at least {min_length} entries",
+    "too_long": "at most {max_length} entries",
+    "string_too_short": "text of at least {min_length} characters",
+    "string_pattern_mismatch": "text that matches {pattern}",
+}
+"""pydantic's error type -> what was expected, filled from the error's context."""
+
+
+def _expected(kind: str, value: Any, context: Mapping[str, Any], message: str) -> str:
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", context["expected"])
+        near = difflib.get_close_matches(str(value), choices, 1) if len(choices) > 1 else []
+        listed = f"one of {', '.join(choices)}" if len(choices) > 1 else repr(choices[0])
+        return listed + (f" (did you mean {near[0]}?)" if near else "")
+    if kind in _PLAIN_EXPECTATIONS:
+        return _PLAIN_EXPECTATIONS[kind].format(**context)
+    return message.removeprefix("Input should be ")
+
+
+def _shown(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else "nothing" if value is None else repr(value)
+    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
+
+
+def _suggestion(location: Sequence[str | int]) -> str:
+    """`did you mean ...?`: the same name in another section, else the most similar here, else elsewhere."""
+    *parents, name = (str(part) for part in location)
+    model = _model_at(location[:-1])
+    siblings = list(model.model_fields) if model else []
+    prefix = "".join(f"{part}." for part in parents)
+    known = dict(_all_keys(Config, ""))
+    elsewhere = [dotted for dotted, last in known.items() if last == name]
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere[:3])}?"
+    near = difflib.get_close_matches(name, siblings, 1)
+    if near:
+        return f"did you mean {prefix}{near[0]}?"
+    near = difflib.get_close_matches(name, known.values(), 1, cutoff=0.75)
+    if near:
+        return f"did you mean {' or '.join([dotted for dotted, last in known.items() if last == near[0]][:3])}?"
+    return f"{prefix.rstrip('.') or 'the configuration'} has {', '.join(siblings)}"
+
+
+def _all_keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
+    """(dotted key, its last name) of every key outside lists."""
+    for name, field in model.model_fields.items():
+        yield prefix + name, name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _all_keys(field.annotation, f"{prefix}{name}.")
+
+
+def _model_at(location: Sequence[str | int]) -> type[BaseModel] | None:
+    """The section at `location`, None where there is no section."""
+    here: Any = Config
+    for part in location:
+        if isinstance(part, int):
+            arguments = typing.get_args(here)
+            here = arguments[0] if arguments else None
+        elif isinstance(here, type) and issubclass(here, BaseModel) and part in here.model_fields:
+            here = here.model_fields[part].annotation
+        else:
+            return None
+    return here if isinstance(here, type) and issubclass(here, BaseModel) else None
+
+
+def _missing_paths(config: Config) -> list[str]:
+    """Sentences on values that can only be a local path and lead nowhere."""
+    problems = []
+    model = config.model.path
+    if _only_a_path(model) and not Path(model).expanduser().is_dir():
+        problems.append(f"model.path: got {model!r}, expected a model folder, and there is none")
+    for key, source in (("data.train", config.data.train), ("data.validation", config.data.validation)):
+        if source and (_only_a_path(source) or source.endswith(".jsonl")) and not Path(source).expanduser().exists():
+            problems.append(f"{key}: got {source!r}, expected a .jsonl file or a dataset folder, and there is none")
+    return problems
+
+
+def _only_a_path(text: str) -> bool:
+    return text.startswith(("/", "./", "../", "~"))

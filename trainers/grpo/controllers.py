@@ -1,0 +1,122 @@
+"""The lock-step controller: roll out, train, sync, and again. Strictly on-policy.
+
+    rollouts -> claim -> advantages -> plan -> log-probs (prev, ref) -> train -> sync weights -> clear
+        ^                                                                              |
+        +------------------------------ next version ---------------------------------+
+
+stage       waits for                                unblocked by
+rollout     all rollout actors (oversampled: not)    the last group being put
+claim       prompts_per_step whole groups            the commit of the last group (already there)
+plan        all workers have their shard             -
+log-probs   all workers                              columns written back
+train       all workers                              the optimizer step
+sync        all engines serve the new version        every bucket verified
+
+Every wait is bounded by resources.stage_timeout_s or dataplane.timeout_s; a dead or failing actor ends it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..config.config import Config
+from . import steps as grpo
+from .feed import Feed
+from .loop import AfterStep, Steps
+from .steps import Run, State
+
+
+def run_sync(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
+    """Train from `state` to `algorithm.steps`."""
+    steps = Steps(run, state, after_step)
+    oversampled = run.config.algorithm.dynamic_sampling.oversample > 1
+    while steps.go_on:
+        tally = steps.begin()
+        feed.top_up()
+        if not oversampled:
+            feed.drain()
+        tally.rows.append(feed.claim(run.config.algorithm.prompts_per_step))
+        feed.give_up_surplus()
+        tally.passes += grpo.train_on(run, tally.rows[0], state.step + 1)
+        steps.end(tally, feed)
+
+
+# ---------------- The streaming controller: groups are trained on as they become ready. Strictly on-policy, like
+# sync.
+#
+#     rollouts of the step ---- group ---- group ------- group ---> put one by one
+#                                 |          |             |
+#                               claim -> advantages -> plan -> log-probs -> accumulate, chunk by chunk
+#                                                                              |
+#                                                               optimizer -> sync weights -> clear
+#
+# stage       waits for                                unblocked by
+# claim       the next chunk of whole groups           the commit of its last group, or a rollout that failed
+# accumulate  all workers                              gradients of the chunk
+# finish      the last chunk                           the optimizer step
+# sync        all engines serve the new version        every bucket verified
+#
+# Training hides under the long tail of generation. The gradient is that of sync for the same rows: losses are sums,
+# and their N is counted over all chunks.
+
+
+def run_streaming(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
+    """Train from `state` to `algorithm.steps`."""
+    algorithm = run.config.algorithm
+    steps = Steps(run, state, after_step)
+    while steps.go_on:
+        tally = steps.begin()
+        feed.top_up()
+        left = algorithm.prompts_per_step
+        while left:
+            chunk = min(left, algorithm.chunk_groups or max(run.config.trainer.dp, algorithm.prompts_per_step // 4))
+            rows = feed.claim(chunk)
+            tally.rows.append(rows)
+            tally.passes += grpo.train_on(run, rows, state.step + 1)
+            left -= chunk
+        feed.give_up_surplus()
+        feed.drain()
+        steps.end(tally, feed)
+
+
+# ---------------- The async controller: rollouts run up to `algorithm.max_staleness` versions ahead of the training.
+#
+#     rollouts of step s     issued as soon as version s - 1 - max_staleness is served
+#     rollouts of step s+1   ...                          |
+#                                                       claim -> train -> sync weights in flight
+#
+# stage       waits for                                unblocked by
+# claim       a step's groups, by the sampler          the commit of the last one, or a rollout that failed
+# train       all workers                              the optimizer step
+# sync     all engines serve the new version        engines pause as sync.in_flight says; rollouts of later steps go on
+#
+# No token of a step's rows is more than max_staleness versions older than the policy that is trained
+# (`staleness/max`). In the prompts' order groups are admitted so that this holds; with a sampler that lets some
+# overtake others, those that grow too old are cleared, and rolled out again or dropped (`algorithm.stale_groups`).
+
+
+def run_ahead(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
+    """Train from `state` to `algorithm.steps`."""
+    steps = Steps(run, state, after_step)
+    while steps.go_on:
+        tally = steps.begin()
+        feed.top_up()
+        tally.rows.append(feed.claim(run.config.algorithm.prompts_per_step))
+        tally.passes += grpo.train_on(run, tally.rows[0], state.step + 1)
+        if run.config.run.deterministic:
+            feed.drain()  # so that no row has tokens of two versions, and timing decides nothing
+        steps.end(tally, feed)
+
+
+# ---------------- Controller by mode: one line each.
+
+
+def controller(config: Config) -> Callable[[Run, State, Feed, AfterStep], None]:
+    """The loop of `algorithm.mode`. Raises ValueError for an unknown one."""
+    if config.algorithm.mode == "sync":
+        return run_sync
+    if config.algorithm.mode == "async":
+        return run_ahead
+    if config.algorithm.mode == "streaming":
+        return run_streaming
+    raise ValueError(f"algorithm.mode: got {config.algorithm.mode!r}, expected 'sync', 'async' or 'streaming'")

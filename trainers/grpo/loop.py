@@ -1,0 +1,77 @@
+"""The steps of a run, the same for every controller: begin, and end with optimizer, weight sync, clear, validation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ...actors.train.worker import WorkerReport
+from ...dataplane.meta import KVBatchMeta
+from . import steps as grpo
+from .feed import Feed
+from .step_metrics import step_metrics
+from .steps import Run, State
+from .validation import Validation
+
+AfterStep = Callable[[State, dict[str, float]], None]
+"""Called with the state and the step's metrics when a step is done: log, checkpoint, show."""
+
+
+@dataclass(slots=True)
+class StepTally:
+    """What a step has done so far."""
+
+    started: float
+    """`time.perf_counter`."""
+    rows: list[KVBatchMeta] = field(default_factory=list)
+    """Receipts of its rows, a chunk each."""
+    passes: list[WorkerReport] = field(default_factory=list)
+
+
+class Steps:
+    """The steps from `state` to the last. Moves `state`."""
+
+    def __init__(self, run: Run, state: State, after_step: AfterStep) -> None:
+        """Validates the model that the run starts from."""
+        self._run = run
+        self._state = state
+        self._after_step = after_step
+        self._validation = Validation(run)
+        if run.config.validation.every and state.step == 0 and not run.engines.ahead_of(state.version):
+            after_step(state, {**self._validation.validate(state), "policy/version": float(state.version)})
+
+    @property
+    def go_on(self) -> bool:
+        """Whether there is another step."""
+        return self._state.step < self._run.config.algorithm.steps and not self._validation.reached
+
+    def begin(self) -> StepTally:
+        """Start timing and tracing the next one."""
+        self._run.begin_step(self._state.step + 1)
+        return StepTally(time.perf_counter())
+
+    def end(self, tally: StepTally, feed: Feed) -> None:
+        """Optimizer step, weight sync and clear; then the step counts, and its metrics are told."""
+        run, state = self._run, self._state
+        validated = self._validation.finish()  # while the workers still have the weights that it is of
+        tally.passes += grpo.finish(run)
+        meta = tally.rows[0].concat(*tally.rows[1:])
+        state.step, state.version = state.step + 1, state.version + 1
+        sync = grpo.sync_weights(run, state)
+        for engine, spans in sync.spans:
+            run.tracer.add(engine, spans)
+        for rows in tally.rows:
+            grpo.retire(run, rows)
+        fed = feed.settle()
+        seconds = time.perf_counter() - tally.started
+        metrics = {**step_metrics(run, state, fed, tally.passes, meta, seconds, sync), **validated}
+        metrics["queue/groups_in_flight"] = float(feed.in_flight)
+        config, last = run.config.validation, state.step == run.config.algorithm.steps
+        due = config.every and (state.step % config.every == 0 or last)
+        if due and not run.engines.ahead_of(state.version):  # else it was validated before the workers went back
+            if config.background and not last:
+                self._validation.start(state)
+            else:
+                metrics |= self._validation.validate(state)
+        self._after_step(state, metrics)

@@ -1,0 +1,1 @@
+"""What a run shows: metrics, progress, timeline, plots and report."""

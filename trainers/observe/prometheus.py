@@ -1,0 +1,244 @@
+"""The run for Prometheus: an HTTP endpoint in the driver that answers each scrape with what is known at that moment.
+
+Of the last finished step its figures; of the data plane the calls reported so far and, asked for anew at every scrape,
+what stands in it: during a step that hangs, these still tell rows that wait from consumers that wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ...dataplane.errors import DataPlaneError
+from ...dataplane.traffic import EDGES, STEPS_PER_OCTAVE, Traffic, at_most
+from ..config.config import Config
+from ..errors import UserError
+from .data_plane_watch import DataPlaneWatch
+from .metrics import time_split
+
+STATUS_TIMEOUT_S = 2.0
+"""Bound of a scrape's question to the directory; with the link's grace it stays below Prometheus' usual 10 s."""
+END_TIMEOUT_S = 5.0
+
+STEP_GAUGES = (
+    ("headrace_reward_mean", "reward/mean", "Mean reward of the step's rows that did not fail."),
+    ("headrace_validation_exact_match", "val/exact_match", "Held-out exact match of the last validation."),
+    ("headrace_loss", "train/loss", "Loss of the step."),
+    ("headrace_grad_norm", "train/grad_norm", "Gradient norm of the step before clipping."),
+    ("headrace_reference_kl", "train/reference_kl", "KL to the reference model."),
+    ("headrace_response_tokens_mean", "rollout/response_length_mean", "Mean tokens of the step's responses."),
+    ("headrace_failed_rows", "rollout/failed_rows", "Rows of the step that were masked."),
+    ("headrace_staleness_mean", "staleness/mean", "Versions between a row's oldest token and the policy, on average."),
+    ("headrace_staleness_max", "staleness/max", "Policy versions between the oldest token trained on and the policy."),
+    ("headrace_policy_version", "policy/version", "Policy version that the engines serve."),
+    ("headrace_step_seconds", "time/step_s", "Seconds of the step, without its validation."),
+    ("headrace_rollout_tokens_per_second", "rollout/tokens_per_s", "Response tokens a second of the rollout stage."),
+    ("headrace_sync_engines_left_out", "sync/engines_left_out", "Engines that do not serve the newest version."),
+    ("headrace_actors_replaced", "rollout/actors_replaced", "Rollout actors and engines that died and were replaced."),
+    ("headrace_restarts", "run/restarts", "Times that the run went back to its last checkpoint by itself."),
+    ("headrace_driver_bytes_per_row", "driver/bytes_per_row", "Bytes through the driver for each row of the step."),
+)
+"""Metric, key in metrics.jsonl, help. Of the last step that had the key."""
+
+GROUP_COUNTS = {
+    "dropped": "rollout/groups_dropped",
+    "stale": "rollout/groups_stale",
+    "surplus": "rollout/groups_surplus",
+    "reissued": "rollout/groups_reissued",
+}
+"""Fate -> key in metrics.jsonl, of a step. Exported as counters: a scrape would miss most steps."""
+QUEUE = {"ready": "queue/groups_ready", "in_flight": "queue/groups_in_flight"}
+
+STANDING_GAUGES = (
+    ("headrace_dataplane_rows", "rows", "Rows that are put and not cleared."),
+    ("headrace_dataplane_leases", "leases", "Claims that are not released in full."),
+    ("headrace_dataplane_leased_rows", "leased_rows", "Rows under them."),
+    ("headrace_dataplane_oldest_lease_seconds", "oldest_lease_s", "Age of the oldest lease; 0 without leases."),
+    ("headrace_dataplane_waiting_claims", "waiting_claims", "Claims that wait for rows."),
+    ("headrace_dataplane_waiting_puts", "waiting_puts", "Puts that wait for room."),
+    ("headrace_dataplane_used_bytes", "bytes_used", "Bytes of committed blocks."),
+    ("headrace_dataplane_reserved_bytes", "bytes_reserved", "Bytes promised to puts under way."),
+    ("headrace_dataplane_credit_bytes", "bytes_credit", "Bytes set aside for writers' next puts."),
+    ("headrace_dataplane_capacity_bytes", "bytes_capacity", "Bytes that fit."),
+)
+"""Metric, field of DataPlaneStatus, help."""
+
+
+class RunCollector(Collector):
+    """What a scrape gets. Thread-safe: every scrape comes in a thread of its own."""
+
+    def __init__(self, run_name: str) -> None:
+        self._run_name = run_name
+        self._lock = threading.Lock()
+        self._figures: dict[str, float] = {}
+        self._groups = dict.fromkeys(GROUP_COUNTS, 0.0)
+        self._step: tuple[int, float] | None = None
+        self._watch: DataPlaneWatch | None = None
+
+    def watch(self, watch: DataPlaneWatch) -> None:
+        """From now on scrapes show this data plane."""
+        with self._lock:
+            self._watch = watch
+
+    def publish(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """The figures of a finished step; those that it lacks (a validation's, mostly) stay as they were."""
+        with self._lock:
+            self._figures.update({key: value for key, value in metrics.items() if value is not None})
+            for fate, key in GROUP_COUNTS.items():
+                self._groups[fate] += metrics.get(key) or 0.0
+            self._step = (step, time.time())
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            figures, groups, step, watch = dict(self._figures), dict(self._groups), self._step, self._watch
+        yield _labelled("headrace_run_info", "The run, by its name.", "name", {self._run_name: 1.0})
+        if step is not None:
+            yield GaugeMetricFamily("headrace_step", "Steps finished.", step[0])
+            yield GaugeMetricFamily(
+                "headrace_last_step_timestamp_seconds", "Unix time at which the last step was finished.", step[1]
+            )
+            yield from step_families(figures)
+            yield from group_families(figures, groups)
+        if watch is not None:
+            yield from call_families(watch.total())
+            yield from standing_families(watch)
+
+
+def step_families(figures: Mapping[str, float]) -> Iterator[Metric]:
+    """The figures of steps, by their keys in metrics.jsonl."""
+    for name, key, text in STEP_GAUGES:
+        if key in figures:
+            yield GaugeMetricFamily(name, text, figures[key])
+    sides = {side: figures[f"idle/{side}"] for side in ("rollout", "train") if f"idle/{side}" in figures}
+    yield _labelled("headrace_idle_share", "Share of the step in which this side did nothing.", "side", sides)
+    yield _labelled("headrace_stage_seconds", "Seconds of the step by stage.", "stage", time_split(figures))
+
+
+def group_families(figures: Mapping[str, float], counts: Mapping[str, float]) -> Iterator[Metric]:
+    """Groups of the queue, how old their rows were, and what became of those that were not trained on.
+
+    counts: fate -> groups since the run started.
+    """
+    yield _labelled(
+        "headrace_queue_groups",
+        "Groups issued and not claimed, and those of them that are ready, at the step's end.",
+        "state",
+        {state: figures[key] for state, key in QUEUE.items() if key in figures},
+    )
+    prefix = "staleness/share_"
+    shares = {key.removeprefix(prefix): value for key, value in figures.items() if key.startswith(prefix)}
+    yield _labelled("headrace_staleness_share", "Share of the step's rows by staleness.", "versions", shares)
+    family = CounterMetricFamily(
+        "headrace_groups", "Groups that were not trained on, or issued again.", labels=["fate"]
+    )
+    for fate, count in counts.items():
+        family.add_metric([fate], count)
+    yield family
+
+
+def call_families(total: Traffic) -> Iterator[Metric]:
+    """The calls of all clients: their seconds, their bytes, and what a call and a byte cost."""
+    seconds = HistogramMetricFamily(
+        "headrace_dataplane_call_seconds", "Seconds of data-plane calls, waits included.", labels=["op"]
+    )
+    for op, calls in total.ops.items():
+        counts = at_most(calls.buckets)[::STEPS_PER_OCTAVE]
+        edges = [f"{edge:.10g}" for edge in EDGES[::STEPS_PER_OCTAVE]]
+        seconds.add_metric([op], [*zip(edges, counts, strict=True), ("+Inf", calls.calls)], calls.seconds)
+    yield seconds
+    moved = CounterMetricFamily("headrace_dataplane_bytes", "Bytes moved by data-plane calls.", labels=["op"])
+    lines = {}
+    for op, calls in total.ops.items():
+        if calls.nbytes:
+            moved.add_metric([op], calls.nbytes)
+            lines[op] = calls.cost_line()
+    yield moved
+    known = {op: line for op, line in lines.items() if line is not None}
+    yield _labelled(
+        "headrace_dataplane_fixed_seconds",
+        "Seconds of a call that moves next to nothing (least squares; absent while undetermined).",
+        "op",
+        {op: line.fixed_s for op, line in known.items()},
+    )
+    yield _labelled(
+        "headrace_dataplane_bandwidth_bytes_per_second",
+        "Bytes a second beyond a call's fixed cost (least squares; absent while undetermined).",
+        "op",
+        {op: line.bytes_per_s for op, line in known.items()},
+    )
+
+
+def standing_families(watch: DataPlaneWatch) -> Iterator[Metric]:
+    """What the directory says now; only that it is lost when it does not answer."""
+    try:
+        status = watch.status(STATUS_TIMEOUT_S)
+    except DataPlaneError:
+        status = None
+    yield GaugeMetricFamily(
+        "headrace_dataplane_up", "1 when the directory answered this scrape, else 0.", float(status is not None)
+    )
+    if status is not None:
+        for name, field, text in STANDING_GAUGES:
+            yield GaugeMetricFamily(name, text, getattr(status, field))
+
+
+def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+class PrometheusEndpoint:
+    """Serves a run's figures while it is open, when `logging.prometheus_port` asks for it. A context manager."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        """Listen, and leave the address in `folder`/prometheus.txt for as long as somebody does.
+
+        Raises UserError when the port cannot be had.
+        """
+        self.run = RunCollector(config.run.name)
+        self.address = ""
+        """What to scrape; "" when nothing is served."""
+        self._file = folder / "prometheus.txt"
+        self._serving = None
+        self._file.unlink(missing_ok=True)  # of a run that was killed in this folder
+        host, port = config.logging.prometheus_host, config.logging.prometheus_port
+        if port is None:
+            return
+        registry = CollectorRegistry()
+        registry.register(self.run)
+        try:
+            self._serving = start_http_server(port, addr=host, registry=registry)
+        except OSError as error:
+            raise UserError(
+                f"logging.prometheus_port: got {port} on {host!r}, expected a port that is free there "
+                f"({error.strerror or error})"
+            ) from error
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"http://{shown}:{self._serving[0].server_port}/metrics"
+        self._file.write_text(self.address + "\n", encoding="utf-8")
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            server, thread = serving
+            self._file.unlink(missing_ok=True)
+            server.shutdown()
+            server.server_close()
+            thread.join(END_TIMEOUT_S)
+
+    def __enter__(self) -> PrometheusEndpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()

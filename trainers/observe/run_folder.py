@@ -1,0 +1,134 @@
+"""The folder that one run leaves behind: its configuration, figures, timeline, checkpoints and report."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from ..config.config import Config, resolved_yaml
+from ..errors import UserError
+from .metrics import RESUMED, MetricsWriter
+
+
+def has_figures(folder: str | os.PathLike[str]) -> bool:
+    """Whether the folder holds a metrics.jsonl with at least one line."""
+    path = Path(folder) / "metrics.jsonl"
+    return path.exists() and path.stat().st_size > 0
+
+
+class RunFolder:
+    """An open run folder, locked for this process; a context manager that keeps the traceback of what ends the run.
+
+    config.yaml     the resolved configuration
+    metrics.jsonl   one JSON object a line; the last one of a finished run has "event": "finished"
+    tensorboard/    the same figures as TensorBoard events
+    trace.json      the timeline of some steps (Perfetto, chrome://tracing)
+    checkpoints/    one folder a checkpoint
+    journal/        finished groups that no checkpoint covers yet
+    report.html     figures and plots; opens without a network
+    error.txt       the traceback, when the run failed
+    watchdog.txt    where it stood and what its processes did, when the watchdog ended it
+    """
+
+    def __init__(self, config: Config, *, resume: bool) -> None:
+        """Create `config.run.dir`, or with `resume` open the run that is in it.
+
+        Raises UserError when run.dir is not set or cannot be made, when another process has a run open there, when it
+        holds a run (any figures) and `resume` is not set, and when `resume` is set and it holds none.
+        """
+        if config.run.dir is None:
+            raise UserError("run.dir: not set, expected a folder (`with_run_dir` fills in the default)")
+        self.path = Path(config.run.dir)
+        self.config_path = self.path / "config.yaml"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.tensorboard_dir = self.path / "tensorboard"
+        self.trace_path = self.path / "trace.json"
+        self.checkpoints_dir = self.path / "checkpoints"
+        self.report_path = self.path / "report.html"
+        self.error_path = self.path / "error.txt"
+        self.watchdog_path = self.path / "watchdog.txt"
+        if resume and not self.holds_run:
+            raise UserError(f"run.dir: {self.path} holds no run to resume, expected the folder of an earlier run")
+        self._lock = self._acquire()
+        try:
+            if not resume and self.holds_run:
+                raise UserError(
+                    f"run.dir: {self.path} already holds a run, expected a new folder (or --resume to go on with it)"
+                )
+            self.checkpoints_dir.mkdir(exist_ok=True)
+            if not resume:
+                shutil.rmtree(self.path / "journal", ignore_errors=True)  # of one that failed before its first figures
+            self._write_config(config)
+            self.error_path.unlink(missing_ok=True)
+            self.watchdog_path.unlink(missing_ok=True)
+            self.metrics = MetricsWriter(
+                self.metrics_path, self.tensorboard_dir if config.logging.tensorboard else None
+            )
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run has left figures here; one that failed before its first is no loss and may be written over."""
+        return has_figures(self.path)
+
+    def _acquire(self) -> int:
+        """Descriptor of the locked lock file; the lock ends with the process, however it ends."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(
+                f"run.dir: {self.path} cannot be made ({error.strerror}), expected a folder to write in"
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode().strip() or "unknown"
+            os.close(descriptor)
+            raise UserError(
+                f"run.dir: a run is under way in {self.path} (pid {holder}), expected a folder of its own for each run"
+            ) from None
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        return descriptor
+
+    def _write_config(self, config: Config) -> None:
+        """Write config.yaml, whole or not at all; a resumed run's earlier one is kept beside it when it differs."""
+        text = resolved_yaml(config)
+        if self.holds_run and self.config_path.exists():
+            before = self.config_path.read_text(encoding="utf-8")
+            if before == text:
+                return
+            number = 1 + len(list(self.path.glob("config.before-resume-*.yaml")))
+            (self.path / f"config.before-resume-{number}.yaml").write_text(before, encoding="utf-8")
+        new = self.path / "config.yaml.new"
+        new.write_text(text, encoding="utf-8")
+        new.replace(self.config_path)
+
+    def resumed(self, step: int) -> None:
+        """Note in the metrics that training goes on after `step`; later steps there will be taken again."""
+        self.metrics.event(RESUMED, step)
+
+    def close(self) -> None:
+        """Close the files and give up the lock. Idempotent."""
+        self.metrics.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, UserError):
+            self.error_path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+            error.add_note(f"The traceback is in {self.error_path}")
+        self.close()

@@ -1,0 +1,331 @@
+"""What this machine can run: versions, hardware, stores and engines, each with the one line that puts it right.
+
+Imports are tried in child processes, so that a broken library can neither crash the doctor nor leave anything loaded.
+"""
+
+from __future__ import annotations
+
+import enum
+import fcntl
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import typing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...dataplane.config import StoreKind
+from ..config.config import RolloutConfig
+
+SHM = Path("/dev/shm")
+SHM_ENOUGH_BYTES = 1 << 30
+PROBE_BYTES = 1 << 20
+IMPORT_TIMEOUT_S = 90.0
+SMI_TIMEOUT_S = 10.0
+
+
+class State(enum.Enum):
+    """How a finding reads: (mark, colour)."""
+
+    OK = ("ok", "green")
+    NOTE = ("-", "bright_black")
+    """Absent, and nothing needs it."""
+    FIX = ("fix", "red")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor's table."""
+
+    area: str
+    name: str
+    state: State
+    detail: str
+    fix: str = ""
+    """The one line that puts it right, "" when there is nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A store or an engine, and the imports it starts with."""
+
+    area: str
+    name: str
+    imports: tuple[str, ...]
+    extra: str = ""
+    """Extra of this package that installs what is imported; "" for the core."""
+
+
+PROBES = (
+    Probe("store", "local", ("headrace.dataplane.stores.local",)),
+    Probe("store", "shm", ("headrace.dataplane.stores.shared_memory",)),
+    Probe("store", "ray", ("headrace.dataplane.stores.ray_objects", "ray")),
+    Probe("store", "simple", ("headrace.dataplane.stores.simple", "transfer_queue")),
+    Probe("store", "mooncake", ("mooncake.store",), "mooncake"),
+    Probe("engine", "hf", ("headrace.actors.engines.hf.engine", "torch", "transformers")),
+    Probe("engine", "scripted", ("headrace.actors.engines.scripted",)),
+    Probe("engine", "vllm", ("vllm",), "vllm"),
+)
+
+# Imports in turn; JSON lines, marked because libraries print too: probe name -> first line of the error, "" when fine.
+_IMPORTER = """
+import importlib, json, sys
+found = {}
+for name, modules in json.loads(sys.argv[1]).items():
+    try:
+        for module in modules:
+            importlib.import_module(module)
+        found[name] = ""
+    except BaseException as error:
+        found[name] = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    print("HEADRACE " + json.dumps(found), flush=True)
+"""
+
+
+def run_doctor(console: Console) -> int:
+    """Print the table. 0 when at least one store and one engine can start, else 1."""
+    with console.status("looking around"):
+        findings = examine()
+    console.print(table(findings))
+    working = {finding.area for finding in findings if finding.state is State.OK}
+    return 0 if {"store", "engine"} <= working else 1
+
+
+def examine() -> list[Finding]:
+    """All findings, in the order of the table."""
+    checks: list[Callable[[], list[Finding]]] = [_python, _packages, _machine, _shared_memory, _gpus, _rdma, _starts]
+    with ThreadPoolExecutor(len(checks)) as pool:
+        return [finding for findings in pool.map(lambda check: check(), checks) for finding in findings]
+
+
+def table(findings: Sequence[Finding]) -> Table:
+    """The findings as a rich table."""
+    drawn = Table(title="headrace doctor", title_justify="left", title_style="bold", expand=False)
+    for column in ("area", "what", "", "found", "to fix it"):
+        drawn.add_column(column, overflow="fold", no_wrap=column in ("area", "what", ""))
+    area = ""
+    for finding in findings:
+        if area and finding.area != area:
+            drawn.add_section()
+        mark, colour = finding.state.value
+        shown_area = finding.area if finding.area != area else ""
+        drawn.add_row(shown_area, finding.name, Text(mark, style=colour), Text(finding.detail), Text(finding.fix))
+        area = finding.area
+    return drawn
+
+
+# ---------------------------------------------------------------- software
+
+
+def _python() -> list[Finding]:
+    good = sys.version_info >= (3, 11)
+    detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    fix = "" if good else "make a virtual environment with Python 3.11 or newer"
+    return [Finding("software", "python", State.OK if good else State.FIX, detail, fix)]
+
+
+def _packages() -> list[Finding]:
+    """Versions of what the package requires itself; extras are looked at as stores and engines."""
+    required = [line for line in importlib.metadata.requires("headrace") or [] if "extra ==" not in line]
+    versions = {name: _version(name) for name in (re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in required)}
+    missing = [name for name, version in versions.items() if version is None]
+    if missing:
+        return [Finding("software", "packages", State.FIX, "missing: " + ", ".join(missing), _install(""))]
+    detail = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return [Finding("software", "packages", State.OK, detail)]
+
+
+def _version(name: str) -> str | None:
+    """The installed version, None when it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _install(extra: str) -> str:
+    return f"pip install -e '.[{extra}]'" if extra else "pip install -e ."
+
+
+# ---------------------------------------------------------------- hardware
+
+
+def _machine() -> list[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    quota = _cgroup_cores()
+    given = f", and the container's share is {quota:g}" if quota and quota < cores else ""
+    memory = psutil.virtual_memory()
+    limit = _cgroup_memory_limit()
+    total = min(memory.total, limit) if limit else memory.total
+    within = " (the container's limit)" if limit and limit < memory.total else ""
+    return [
+        Finding("machine", "cores", State.OK, f"{cores} usable of {os.cpu_count()}{given}"),
+        Finding("machine", "memory", State.OK, f"{_gib(memory.available)} free of {_gib(total)}{within}"),
+    ]
+
+
+def _cgroup(name: str) -> str:
+    """A limit file of the container, "" where there is none."""
+    try:
+        return Path("/sys/fs/cgroup", name).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _cgroup_memory_limit() -> int | None:
+    """Bytes that the container may use, None without a limit."""
+    text = _cgroup("memory.max")
+    return int(text) if text.isdigit() else None
+
+
+def _cgroup_cores() -> float | None:
+    """Cores' worth of time that the container may use, None without a limit."""
+    quota, _, period = _cgroup("cpu.max").partition(" ")
+    return int(quota) / int(period) if quota.isdigit() else None
+
+
+def _shared_memory(root: Path = SHM) -> list[Finding]:
+    """Room in /dev/shm by a small write, and what dead runs left there."""
+    error = write_error(root)
+    if error:
+        fix = "free room in it" if root.is_dir() else f"mount -t tmpfs tmpfs {root}"
+        return [Finding("machine", str(root), State.FIX, error, fix)]
+    usage = shutil.disk_usage(root)
+    enough = usage.free >= SHM_ENOUGH_BYTES
+    fix = "" if enough else "give the container more, such as --shm-size=8g"
+    detail = f"{_gib(usage.free)} free of {_gib(usage.total)}"
+    findings = [Finding("machine", str(root), State.OK if enough else State.FIX, detail, fix)]
+    stale = [folder for folder in sorted(root.glob("headrace-*")) if not _held(folder)]
+    if stale:
+        names = ", ".join(folder.name for folder in stale[:3]) + (", ..." if len(stale) > 3 else "")
+        fix = "rm -r " + " ".join(str(folder) for folder in stale)
+        findings.append(Finding("machine", "left behind", State.FIX, f"{len(stale)} of dead runs: {names}", fix))
+    return findings
+
+
+def write_error(root: Path) -> str:
+    """Why a small file cannot be written into `root`, "" when it can."""
+    try:
+        with tempfile.TemporaryFile(dir=root) as file:
+            os.posix_fallocate(file.fileno(), 0, PROBE_BYTES)
+            file.write(b"\1" * PROBE_BYTES)
+    except OSError as error:
+        return f"{root} cannot be written: {error.strerror}"
+    return ""
+
+
+def _held(folder: Path) -> bool:
+    """Whether a living run holds the lock on its folder."""
+    try:
+        with open(folder / "owner", "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _gpus() -> list[Finding]:
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return [Finding("machine", "GPUs", State.NOTE, "none; models run on the CPU")]
+    query = [smi, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        detail = f"nvidia-smi does not answer within {SMI_TIMEOUT_S:g} s"
+        return [Finding("machine", "GPUs", State.FIX, detail, "look at the NVIDIA driver (dmesg)")]
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode or not lines:
+        said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["nvidia-smi finds none"]
+        return [Finding("machine", "GPUs", State.NOTE, said[0])]
+    detail = f"{len(lines)}: {', '.join(sorted(set(lines)))}"
+    torch_version = _version("torch") or ""
+    if torch_version.endswith("+cpu"):
+        detail += f"; torch {torch_version} cannot use them"
+        fix = f"install the CUDA build of torch {torch_version.removesuffix('+cpu')}"
+        return [Finding("machine", "GPUs", State.FIX, detail, fix)]
+    return [Finding("machine", "GPUs", State.OK, detail)]
+
+
+def _rdma(root: Path = Path("/sys/class/infiniband")) -> list[Finding]:
+    devices = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+    if not devices:
+        return [Finding("machine", "RDMA", State.NOTE, "no device; bytes between hosts go over TCP")]
+    return [Finding("machine", "RDMA", State.OK, ", ".join(devices))]
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"
+
+
+# ---------------------------------------------------------------- stores and engines
+
+
+def _starts() -> list[Finding]:
+    """Try every probe's imports: the core's in one child, each extra's in its own."""
+    core = {probe.name: probe.imports for probe in PROBES if not probe.extra}
+    groups = [core, *({probe.name: probe.imports} for probe in PROBES if probe.extra)]
+    with ThreadPoolExecutor(len(groups)) as pool:
+        errors = {name: error for found in pool.map(try_imports, groups) for name, error in found.items()}
+    errors["shm"] = errors["shm"] or write_error(SHM)
+    stores, engines = typing.get_args(StoreKind), typing.get_args(RolloutConfig.model_fields["engine"].annotation)
+    return [verdict(probe, errors[probe.name], stores + engines) for probe in PROBES]
+
+
+def try_imports(groups: dict[str, tuple[str, ...]]) -> dict[str, str]:
+    """Name -> "" when all its modules can be imported in a fresh process, else the error in one line."""
+    absent = {
+        name: f"{module.partition('.')[0]} is not installed"
+        for name, modules in groups.items()
+        for module in modules
+        if importlib.util.find_spec(module.partition(".")[0]) is None
+    }
+    wanted = {name: modules for name, modules in groups.items() if name not in absent}
+    if not wanted:
+        return absent
+    command = [sys.executable, "-c", _IMPORTER, json.dumps(wanted)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
+        output, end = done.stdout, f"the import ended its process (exit code {done.returncode})"
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+        end = f"the import took more than {IMPORT_TIMEOUT_S:g} s"
+    lines = [line.removeprefix("HEADRACE ") for line in output.splitlines() if line.startswith("HEADRACE ")]
+    found = json.loads(lines[-1]) if lines else {}
+    return {**absent, **{name: found.get(name, end) for name in wanted}}
+
+
+def verdict(probe: Probe, error: str, kinds: Sequence[str]) -> Finding:
+    """What a probe's error ("" for none) means to the user; `kinds`: stores and engines that the config accepts."""
+    if probe.name not in kinds:
+        detail = f"no such {probe.area} in this version yet ({error or 'its library is there'})"
+        return Finding(probe.area, probe.name, State.NOTE, detail)
+    if error:
+        return Finding(probe.area, probe.name, State.FIX, error, _remedy(probe, error))
+    return Finding(probe.area, probe.name, State.OK, "can start here")
+
+
+def _remedy(probe: Probe, error: str) -> str:
+    if "libibverbs" in error:
+        return "apt-get install libibverbs1"
+    if "not installed" in error or "ModuleNotFoundError" in error:
+        return _install(probe.extra)
+    if "cannot be written" in error:
+        return "choose another store, such as dataplane.store.kind=ray"
+    return f"python -c 'import {', '.join(probe.imports)}' shows the whole error"

@@ -1,0 +1,132 @@
+"""What a run would take, told without starting it: placement, memory, rows and microbatches of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...dataplane.topology import Topology
+from ..base_model.prepare import check_context, model_config
+from ..config.checks import step_bytes
+from ..config.config import Config
+
+TRAINING_COPIES = 4
+"""float32 weights, gradients and two Adam moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One process of the run."""
+
+    name: str
+    cpus: int
+    """Logical CPUs asked of Ray."""
+    what: str
+
+
+def placements(config: Config) -> list[Placement]:
+    """Every process that the run starts, Ray's own aside."""
+    store = config.dataplane.store
+    listed = [Placement("driver", 0, "controller: receipts, plans, figures"), Placement("directory", 0, "row metadata")]
+    if store.kind == "simple":
+        listed += [Placement(f"storage unit {unit}", 0, "TransferQueue blocks") for unit in range(store.num_units)]
+    rollout = config.rollout
+    engine = f"engine {rollout.engine}" + f", tp {rollout.tp}" * (rollout.tp > 1)
+    if rollout.num_actors is None:
+        listed += [Placement(f"rollout {index}", rollout.tp, engine) for index in range(rollout.num_engines)]
+    else:
+        listed += [Placement(f"engine {index}", rollout.tp, engine) for index in range(rollout.num_engines)]
+        listed += [Placement(f"rollout {index}", 1, "environments, rewards") for index in range(rollout.num_actors)]
+    topology = config.trainer.topology
+    return listed + [
+        Placement(f"train worker {rank}", 1, f"backend {config.trainer.backend}{_role(topology, rank)}")
+        for rank in range(topology.world)
+    ]
+
+
+def _role(topology: Topology, rank: int) -> str:
+    """Where a rank stands, and whether it reads for its replica; "" when every rank is a replica."""
+    if topology.replica_size == 1:
+        return ""
+    place = topology.place(rank)
+    coordinates = [f"dp {place.dp}"]
+    for name in ("tp", "cp", "pp"):
+        coordinates += [f"{name} {getattr(place, name)}"] if getattr(topology, name) > 1 else []
+    return ", " + " ".join(coordinates) + (", leader" if rank == topology.leader(place.dp) else "")
+
+
+def describe(config: Config) -> str:
+    """The text of `--dry-run`, behind the resolved configuration. Raises UserError like a run would."""
+    check_context(config)
+    algorithm, trainer = config.algorithm, config.trainer
+    topology = trainer.topology
+    rows, longest = config.rows_per_step, config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    per_replica = rows // topology.dp
+    padded = -(-longest // topology.pad_multiple) * topology.pad_multiple
+    microbatches = -(-per_replica // (trainer.tokens_per_microbatch // padded))
+    lines = ["placement"]
+    lines += [f"  {place.name:<16} {place.cpus} CPU   {place.what}" for place in placements(config)]
+    lines += ["memory"]
+    params = count_parameters(config)
+    if params is None:
+        lines += [f"  model            {config.model.path}: read when the run starts"]
+    else:
+        wide = {"float32": 4, "bfloat16": 2}[config.model.dtype]
+        trained = trained_bytes(config, params)
+        lines += [
+            f"  model            {params:,} parameters",
+            f"  train worker     {_size(trained)} weights, gradients, Adam"
+            + (" and reference" * config.with_reference),
+            f"  engine           {_size(params * wide / config.rollout.tp)} weights"
+            + f" in each of {config.rollout.tp} processes" * (config.rollout.tp > 1),
+        ]
+    store = config.dataplane.store
+    lines += [
+        f"  store ({store.kind})".ljust(19)
+        + f"at most {_size(step_bytes(config))} a step; {store.capacity_mib} MiB in all",
+        "plan of a step",
+        f"  {algorithm.prompts_per_step} prompts x {algorithm.group_size} samples = {rows} rows of up to {longest} "
+        "tokens",
+        f"  {trainer.dp} replica(s) of {topology.replica_size} rank(s) x {per_replica} rows, at most {microbatches} "
+        f"microbatch(es) of {trainer.tokens_per_microbatch} tokens each",
+        f"  {algorithm.steps} steps, validation every {config.validation.every}"
+        if config.validation.every
+        else f"  {algorithm.steps} steps, no validation",
+    ]
+    return "\n".join(lines)
+
+
+def trained_bytes(config: Config, params: int) -> int:
+    """Of one train worker: float32 weights, gradients, Adam and reference, as its backend splits them."""
+    trainer = config.trainer
+    topology = trainer.topology
+    if trainer.backend == "fsdp":
+        return params * 4 * (TRAINING_COPIES + config.with_reference) // topology.world
+    moments = 2 / (topology.dp * topology.cp if trainer.distributed_optimizer else 1)
+    copies = TRAINING_COPIES - 2 + moments + config.with_reference
+    return int(params * 4 * copies) // (topology.tp * topology.pp)
+
+
+def count_parameters(config: Config) -> int | None:
+    """Parameters of a dense Llama-like model, from its config; None when that is not here or of another kind."""
+    return _dense_parameters(model_config(config))
+
+
+def _dense_parameters(model: dict[str, Any]) -> int | None:
+    if "num_experts" in model or not {"hidden_size", "num_hidden_layers", "intermediate_size"} <= set(model):
+        return None
+    hidden, heads = model["hidden_size"], model["num_attention_heads"]
+    head_dim = model.get("head_dim") or hidden // heads
+    kv_heads = model.get("num_key_value_heads") or heads
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    layer = attention + 3 * hidden * model["intermediate_size"] + 2 * hidden
+    tables = 1 if model.get("tie_word_embeddings") else 2
+    return model["num_hidden_layers"] * layer + tables * model["vocab_size"] * hidden + hidden
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            return f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError

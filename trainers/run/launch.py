@@ -1,0 +1,291 @@
+"""A run from start to end: folder, base model, Ray, data plane, actors, controller, and all of it undone in reverse."""
+
+from __future__ import annotations
+
+import gc
+import math
+import shutil
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from ...dataplane.factory import DataPlane, connect, open_data_plane
+from ..advantages.factory import build_advantages
+from ..base_model.prepare import prepare_model
+from ..cluster import actor_specs as setups
+from ..cluster.handles import DriverMeter, PeerFailed
+from ..cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster
+from ..cluster.run_actors import START_TIMEOUT_S, Crew, demand, start_crew
+from ..config.config import Config
+from ..errors import UserError
+from ..grpo import steps as grpo
+from ..grpo.checkpoints import Checkpoints
+from ..grpo.controllers import controller
+from ..grpo.feed import PARTITION, Feed
+from ..grpo.weight_sync import WeightSync
+from ..observe.data_plane_watch import DataPlaneWatch
+from ..observe.progress import Progress
+from ..observe.prometheus import PrometheusEndpoint
+from ..observe.report import write_report
+from ..observe.run_folder import RunFolder
+from ..observe.trace import Tracer
+from ..supervision.cleanup import remove_shared_memory
+from ..supervision.heartbeat import Heartbeat
+from ..supervision.report import read_actors, write_actors
+from .restarts import lost_only_workers, lost_process
+from .under_watchdog import Watched, watched
+
+CLOSE_TIMEOUT_S = 120.0
+"""In which a run's processes must have been ended: each wait in it is bounded by seconds."""
+
+
+def run_training(config: Config, *, resume: bool) -> None:
+    """Train as `config` says, into `config.run.dir`; with `resume` go on from the run's newest checkpoint there.
+
+    When one of its processes dies it goes on from there by itself, as often as `run.max_restarts` says.
+    Raises UserError for what the user can mend, PeerFailed and DataPlaneError for a process that died, failed or hung,
+    RunStuck when the watchdog stopped it. Whatever happens, the processes, shared memory and ports of the run are gone
+    when it returns.
+    """
+    try:
+        setups.backend_config(config, config.model.path)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    with RunFolder(config, resume=resume) as folder, PrometheusEndpoint(config, folder.path) as endpoint:
+        steps = config.algorithm.steps
+        with (
+            Progress(config.run.name, steps, enabled=config.logging.progress) as progress,
+            watched(config, folder.path) as watch,
+        ):
+            if endpoint.address:
+                progress.message(f"metrics for Prometheus: {endpoint.address}")
+            _Training(config, folder, endpoint, progress, watch).run(resume)
+
+
+class _Training:
+    """The training of one `run_training`: launched, and launched again when a process is lost."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        endpoint: PrometheusEndpoint,
+        progress: Progress,
+        watch: Watched,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._endpoint = endpoint
+        self._progress = progress
+        self._watch = watch
+        self._tracer = Tracer(config.traced_step, config.run.trace_num_steps, folder.trace_path)
+        self._restarts = 0
+        """Launches beyond the first."""
+        self._replaced = 0
+        """Actors that another took the place of, in all launches; both count against run.max_restarts."""
+        self._begun = False
+        """Whether a launch has come as far as its first step: what fails before that would fail again."""
+
+    def run(self, resume: bool) -> None:
+        """From the newest checkpoint, or from the start, to the end of the run folder."""
+        state = Checkpoints(self._folder.checkpoints_dir).latest_state() if resume else grpo.State()
+        self._watch.heartbeat.enter("preparing the model", math.inf)  # it may be fetched, or warmed up
+        model = prepare_model(self._config, self._folder, self._progress)
+        while True:
+            lost = self._attempt(model, state)
+            if lost is None:
+                break
+            gc.collect()  # handles of the Ray that is gone must not meet the next one
+            state = self._go_back(lost)
+        self._watch.heartbeat.enter("writing the report")
+        self._tracer.write(self._folder.trace_path)
+        self._folder.metrics.finish(state.step)
+        write_report(self._folder.path)
+        self._progress.message(f"report: {self._folder.report_path}")
+
+    def _attempt(self, model: str, state: grpo.State) -> str | None:
+        """Train from `state` to the end, moving it. Returns what was lost when another attempt may go on."""
+        config, lost = self._config, None
+        self._progress.phase("starting Ray, data plane and actors")
+        try:
+            with launched(config, model, self._tracer, self._folder.path, self._watch) as run:
+                run.crew.replaced, run.crew.max_replaced = self._replaced, config.run.max_restarts - self._restarts
+                try:
+                    self._train(run, state)
+                except Exception as error:  # told apart while the others of its processes are there
+                    self._replaced = run.crew.replaced
+                    lost = lost_process(error, needed_processes(self._folder.path))
+                    raise
+        except Exception as error:
+            lost = lost or lost_process(error, {})
+            left = config.run.max_restarts - self._restarts - self._replaced
+            if lost is None or not self._begun or left <= 0 or self._watch.reason() is not None:
+                raise
+        return lost
+
+    def _train(self, run: grpo.Run, state: grpo.State) -> None:
+        config, folder = self._config, self._folder
+        checkpoints = Checkpoints(folder.checkpoints_dir)
+        self._endpoint.run.watch(run.watch)
+        run.heartbeat.enter("loading the checkpoint")
+        checkpoints.load(run, state)
+        if state.step:
+            grpo.sync_weights(run, state)
+        if state.step or self._restarts:
+            folder.resumed(state.step)
+
+        def after_step(state: grpo.State, metrics: dict[str, float]) -> None:
+            metrics["run/restarts"] = float(self._restarts)
+            folder.metrics.log(state.step, metrics)
+            self._endpoint.run.publish(state.step, metrics)
+            self._progress.update(state.step, metrics)
+            every = config.run.checkpoint_every
+            if every and state.step and state.step % every == 0:
+                checkpoints.save(run, state)
+
+        self._begun = True
+        feed = Feed(run, state)
+        while True:
+            try:
+                controller(config)(run, state, feed, after_step)
+                break
+            except PeerFailed as error:
+                if not self._may_restart_workers(run, error):
+                    raise
+                feed = self._restart_workers(run, state, feed, checkpoints, error)
+        self._progress.phase("saving the model")
+        run.heartbeat.enter("finishing the last checkpoint")
+        checkpoints.finish(run)
+        run.heartbeat.enter("saving the model")
+        draft = folder.path / "model.new"
+        shutil.rmtree(draft, ignore_errors=True)
+        grpo.export_model(run, str(draft))
+        shutil.rmtree(folder.path / "model", ignore_errors=True)  # of the run that this one resumed
+        draft.rename(folder.path / "model")
+
+    def _may_restart_workers(self, run: grpo.Run, error: PeerFailed) -> bool:
+        """Whether train workers were lost and nothing else, and the journal has what they were trained on."""
+        if setups.journal(self._config) is None or self._watch.reason() is not None:
+            return False
+        processes = needed_processes(self._folder.path)
+        return run.crew.may_replace and lost_process(error, processes) is not None and lost_only_workers(run, processes)
+
+    def _restart_workers(
+        self, run: grpo.Run, state: grpo.State, feed: Feed, checkpoints: Checkpoints, error: PeerFailed
+    ) -> Feed:
+        """Other train workers, at the newest whole checkpoint, while the rollouts under way go on to their end; `state`
+        goes back to it. Returns the feed to go on with.
+
+        Engines keep the version that they serve. What was trained on since comes again, from the journal, and the
+        workers catch up with them.
+        """
+        earlier = self._go_back(f"{error}; the train workers alone are restarted, the rollouts go on")
+        run.crew.max_replaced -= 1
+        run.heartbeat.enter("restarting the train workers", 3 * START_TIMEOUT_S)  # its three waits in a row
+        run.crew.restart_workers()
+        run.weights.forget()
+        run.heartbeat.enter("loading the checkpoint")
+        checkpoints.load(run, earlier)
+        state.go_back(earlier)
+        feed.give_up()
+        self._folder.resumed(state.step)
+        return Feed(run, state, f"{PARTITION}-{self._restarts}")
+
+    def _go_back(self, lost: str) -> grpo.State:
+        """Where to go on after a loss: the newest whole checkpoint, or the start when there is none."""
+        self._restarts += 1
+        try:
+            state = Checkpoints(self._folder.checkpoints_dir).latest_state()
+        except UserError:
+            state = grpo.State()
+        where = f"the checkpoint of step {state.step}" if state.step else "the start, as there is no checkpoint yet"
+        limit = f"run.max_restarts={self._config.run.max_restarts}"
+        self._progress.message(f"{lost}\nrestart {self._restarts} ({limit}): going on from {where}")
+        return state
+
+
+@contextmanager
+def launched(
+    config: Config,
+    model: str,
+    tracer: Tracer,
+    folder: Path,
+    watch: Watched | None = None,
+) -> Iterator[grpo.Run]:
+    """Ray, data plane and actors, ready to train; all of it gone on leaving, however that happens.
+
+    watch: the watchdog, which is told what there is.
+    """
+    run_id = uuid.uuid4().hex[:8]
+    heartbeat = Heartbeat() if watch is None else watch.heartbeat
+    with ExitStack() as stack:
+        stack.callback(remove_shared_memory, run_id)
+        heartbeat.enter("starting Ray", START_TIMEOUT_S)
+        cluster = Cluster(
+            address=config.resources.ray_address,
+            num_cpus=config.resources.num_cpus,
+            demand=demand(config),
+            namespace=f"headrace-{run_id}",
+            object_store_mib=object_store_mib(config),
+        )
+        stack.callback(cluster.close)
+        heartbeat.enter("starting the data plane", START_TIMEOUT_S)
+        plane = stack.enter_context(open_data_plane(config.dataplane, run_id=run_id, one_host=cluster.num_nodes == 1))
+        client = connect(plane.handle, name="driver")
+        stack.callback(client.close)
+        if watch is not None:
+            watch.opened(plane.handle)
+        meter = DriverMeter()
+        heartbeat.enter("starting the actors", 4 * START_TIMEOUT_S)  # its four waits in a row
+        crew = start_crew(config, model, plane, cluster, meter, stack)
+
+        def tell() -> None:
+            write_actors(folder, run_id, everyone(plane, crew))
+            if watch is not None:
+                watch.started(crew)
+
+        tell()
+        crew.on_replaced.append(tell)
+        meter.take()
+        stack.callback(heartbeat.enter, "closing", CLOSE_TIMEOUT_S)
+        yield grpo.Run(
+            config=config,
+            client=client,
+            crew=crew,
+            weights=WeightSync(
+                config.sync,
+                crew.workers,
+                crew.engines,
+                lasting=setups.is_lasting(config, one_host=cluster.num_nodes == 1, gpus=cluster.num_gpus > 0),
+                direct=config.sync.staging == "none" or (config.sync.staging == "auto" and cluster.num_gpus > 0),
+            ),
+            meter=meter,
+            tracer=tracer,
+            estimate=build_advantages(setups.advantage_config(config)),
+            sampling=setups.sampling(config),
+            greedy=setups.greedy(config),
+            budget=setups.budget(config),
+            watch=DataPlaneWatch(client),
+            heartbeat=heartbeat,
+        )
+
+
+def everyone(plane: DataPlane, crew: Crew) -> list[tuple[str, int, str]]:
+    """Name, pid and host of all processes of the run."""
+    host = socket.gethostname()
+    hosts = [(name, pid, host) for name, pid in plane.processes().items()]
+    return hosts + [(peer.info.name, peer.info.pid, peer.info.host) for peer in crew.peers]
+
+
+def needed_processes(folder: Path) -> dict[str, int]:
+    """Name -> pid of the run's processes on this host, by its actors.json."""
+    return {actor.name: actor.pid for actor in read_actors(folder) if actor.here}
+
+
+def object_store_mib(config: Config) -> int:
+    """Ray's object store: the data plane's capacity when that lives in it, else just enough for Ray."""
+    if config.dataplane.store.kind == "ray":
+        return config.dataplane.store.capacity_mib + MIN_OBJECT_STORE_MIB
+    return MIN_OBJECT_STORE_MIB

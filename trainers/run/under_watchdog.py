@@ -1,0 +1,160 @@
+"""A run under its watchdog: the driver's side, which starts that process, tells it what there is, and ends it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from ...dataplane.handle import DataPlaneHandle
+from ..cluster.run_actors import Crew
+from ..config.config import Config
+from ..supervision import stack_dumps as stacks
+from ..supervision import watchdog
+from ..supervision.heartbeat import Heartbeat, shared_memory
+from ..supervision.report import Opened
+
+END_TIMEOUT_S = 10.0
+"""In which the watchdog ends when it is told to; it is killed then."""
+
+_log = logging.getLogger(__name__)
+
+
+class RunStuck(RuntimeError):
+    """The watchdog has stopped the run: says where it stood, for how long, and where the report is."""
+
+
+class Watched:
+    """The watchdog's process, and the heartbeat that it reads."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        """Starts it, unless `resources.watchdog` is off."""
+        bound_s = config.resources.stage_timeout_s
+        self.heartbeat = Heartbeat(bound_s=bound_s)
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reason = b""
+        self._before: Any = None
+        """The handler of its signal that was there before."""
+        if not config.resources.watchdog:
+            return
+        descriptor = shared_memory()
+        try:
+            self.heartbeat = Heartbeat(descriptor, bound_s=bound_s)
+            self._process = _start(config, folder, descriptor)
+        finally:
+            os.close(descriptor)
+        stacks.answer_with_stacks(folder)
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(watchdog.STOP, _stop)
+
+    def opened(self, handle: DataPlaneHandle) -> None:
+        """The data plane is up."""
+        address = handle.address
+        assert address is not None, "a run's directory is an actor"
+        opened = Opened(handle.run_id, address.local, address.host, address.port, address.token.hex(), handle.peer)
+        self._tell(dataclasses.asdict(opened))
+
+    def started(self, crew: Crew) -> None:
+        """Actors are up, or one of them is another now; actors.json says so."""
+        if self._process is None:
+            return
+        # Nobody waits for it: a train worker gets there between two calls. Who has not is said to have no stacks.
+        for peer in crew.peers:
+            peer.handle.__ray_call__.remote(_answer_with_stacks, str(self._folder))
+
+    def reason(self) -> str | None:
+        """Why the watchdog stops the run; None while it does not."""
+        if self._process is not None and self._process.stdout is not None:
+            self._reason += self._process.stdout.read() or b""
+        return self._reason.decode(errors="replace").strip() or None
+
+    def close(self) -> None:
+        """End the watchdog and wait until it is gone. Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            process.communicate(json.dumps(watchdog.END).encode() + b"\n", timeout=END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if self._before is not None:
+            signal.signal(watchdog.STOP, self._before)
+        stacks.stop_answering()
+        stacks.remove_stacks(self._folder)
+
+    def _tell(self, said: dict[str, Any]) -> None:
+        if self._process is None or self._process.stdin is None:
+            return
+        try:
+            self._process.stdin.write(json.dumps(said).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            _log.warning("the watchdog is gone (exit code %s); the run goes on without", self._process.poll())
+
+
+@contextmanager
+def watched(config: Config, folder: Path) -> Iterator[Watched]:
+    """A run in `folder` with its watchdog. Raises RunStuck instead of what the run ended with when that stopped it."""
+    under = Watched(config, folder)
+    try:
+        yield under
+    except BaseException as error:
+        reason = under.reason()
+        if reason is None:
+            raise
+        raise RunStuck(reason) from error
+    finally:
+        under.close()
+
+
+def _start(config: Config, folder: Path, descriptor: int) -> subprocess.Popen[bytes]:
+    options = {
+        "strangers": ",".join(str(child.pid) for child in psutil.Process().children(recursive=True)),
+        "margin-s": watchdog.MARGIN_S,
+        "grace-s": watchdog.GRACE_S,
+        "groups": config.algorithm.prompts_per_step,
+        "group-size": config.algorithm.group_size,
+    }
+    process = subprocess.Popen(
+        [
+            *(
+                sys.executable,
+                "-m",
+                "headrace.trainers.supervision.watchdog",
+                str(descriptor),
+                str(os.getpid()),
+                folder,
+            ),
+            *(f"--{name}={value}" for name, value in options.items()),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[descriptor],
+        start_new_session=True,  # Ctrl-C is for the driver; and who kills the driver's group leaves its watchdog
+    )
+    assert process.stdout is not None
+    os.set_blocking(process.stdout.fileno(), False)
+    return process
+
+
+def _stop(_signum: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _answer_with_stacks(_actor: object, folder: str) -> None:
+    """Runs in an actor's process."""
+    stacks.answer_with_stacks(folder)
