@@ -1,7 +1,7 @@
 """Wire blocks: one put's rows x fields as a few contiguous parts plus a header that describes them.
 
 A block's parts, in order:
-  part 0                the header (`codecs/block_header.py`): the fields' schema, rows, checksums, int32 lengths `[N]`
+  part 0                the header (`codecs/blocks.py`): the fields' schema, rows, checksums, int32 lengths `[N]`
   then for each field   its values part; RAGGED and OBJECT fields have an index part behind it
                         (RAGGED: int64 shapes `[N, ndim]`; OBJECT: int64 end offsets `[N]` into the msgpack bytes)
 Fields with an index part come last, so that a layout alone says which part is which.

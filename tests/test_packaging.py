@@ -15,13 +15,3 @@ def test_packages_list_is_true():
         if not path.relative_to(ROOT).parts[0].startswith(".") and path.relative_to(ROOT).parts[0] not in ignored
     }
     assert sorted(declared) == sorted(found)
-
-
-def test_no_file_is_longer_than_400_lines():
-    long = {
-        str(path.relative_to(ROOT)): lines
-        for path in ROOT.rglob("*.py")
-        if not path.relative_to(ROOT).parts[0].startswith((".", "build"))
-        and (lines := len(path.read_text().splitlines())) > 400
-    }
-    assert not long

@@ -17,7 +17,7 @@ from ...trainers.run import doctor
 from ..conditions import conditions
 from .baselines import factory as baselines
 from .contenders import CHECKSUMMED, Contender, Op
-from .pool import Crew, CrewHost, RayCrew, ThreadCrew
+from .pool import PoolHost, ProcessPool, RayPool, ThreadPool
 from .results import PAIRED, Result, StepResult, summarise, write_records, write_summary
 from .rounds import Pattern, measure
 from .step import BLOCK_ROWS, DP, measure_steps
@@ -170,11 +170,11 @@ def _first_run(
     pattern = options.pattern()
     in_process = options.in_process
     with ExitStack() as stack:
-        crew = _start_crew(stack, options, pattern)
+        pool = _start_pool(stack, options, pattern)
         open_one = _Opener(stack, absent, tell)
         stores = [open_one(kind, lambda kind=kind: _store(kind, in_process)) for kind in kinds]
         others = [
-            open_one(baselines.contender_name(name), lambda name=name: baselines.open_baseline(name, CrewHost(crew)))
+            open_one(baselines.contender_name(name), lambda name=name: baselines.open_baseline(name, PoolHost(pool)))
             for name in names
             if name != baselines.SECOND_RUN
         ]
@@ -189,8 +189,8 @@ def _first_run(
                 turns = [[one] for one in everyone] if len(specs) > 1 else [everyone]
                 for part, seated in enumerate(turns):
                     if number + part and not options.quick:
-                        crew.restart()  # what was left in the processes' heaps adds up to all memory
-                    results += measure([(crew, contender) for contender in seated], specs, pattern, tell)
+                        pool.restart()  # what was left in the processes' heaps adds up to all memory
+                    results += measure([(pool, contender) for contender in seated], specs, pattern, tell)
                 for contender in sums:
                     contender.close()
         if "step" in pattern.ops:
@@ -203,7 +203,7 @@ def _first_run(
                 if kind not in absent
             ]
             steppers = [contender for contender in (*by_prompt, *others) if contender is not None]
-            steps += measure_steps([(crew, contender) for contender in steppers], options.share, options.repeats, tell)
+            steps += measure_steps([(pool, contender) for contender in steppers], options.share, options.repeats, tell)
 
 
 def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable[[str], None]) -> list[Result]:
@@ -220,12 +220,12 @@ def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable
         # All anew for each: the baseline's clients lend their memory to its master, which does not get over their end.
         with ExitStack() as stack:
             open_one = _Opener(stack, absent, tell)
-            crew, other = _start_crew(stack, options, pattern), _start_crew(stack, options, pattern)
+            pool, other = _start_pool(stack, options, pattern), _start_pool(stack, options, pattern)
             store = open_one("mooncake", lambda: _store("mooncake", False))
-            baseline = open_one(name, lambda other=other: baselines.open_baseline(name, CrewHost(other)))
+            baseline = open_one(name, lambda other=other: baselines.open_baseline(name, PoolHost(other)))
             if store is None or baseline is None:
                 return []
-            results += measure([(crew, store), (other, baseline)], specs, pattern, tell)
+            results += measure([(pool, store), (other, baseline)], specs, pattern, tell)
     return [
         result if result.contender == name else replace(result, contender=result.contender + PAIRED)
         for result in results
@@ -266,12 +266,12 @@ def _store(kind: str, in_process: bool, *, checksum: bool = False, block_rows: i
     )
 
 
-def _start_crew(stack: ExitStack, options: TransferOptions, pattern: Pattern) -> Crew:
+def _start_pool(stack: ExitStack, options: TransferOptions, pattern: Pattern) -> ProcessPool:
     """The processes, ended with `stack`."""
     num_consumers = max(DP + 1, *pattern.readers) if pattern.readers else DP + 1
-    crew = ThreadCrew(num_consumers) if options.in_process else RayCrew(num_consumers)
-    stack.callback(crew.close)
-    return crew
+    pool = ThreadPool(num_consumers) if options.in_process else RayPool(num_consumers)
+    stack.callback(pool.close)
+    return pool
 
 
 @contextmanager

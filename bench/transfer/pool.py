@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 
 from .baselines.served import Server
 from .baselines.transferqueue import PROCESS_ENV
-from .process import Hand
+from .process import BenchProcess
 
 CALL_TIMEOUT_S = 120.0
 """Bound of every call: what a contender's own call does within it is measured, what it does not is a failure."""
@@ -28,56 +28,56 @@ def consumer(number: int) -> str:
     return f"consumer{number}"
 
 
-class HandLost(RuntimeError):
-    """A process died or did not answer within its bound: the crew must `restart`."""
+class ProcessLost(RuntimeError):
+    """A process died or did not answer within its bound: the pool must `restart`."""
 
 
-class Crew(Protocol):
-    """Named hands. Calls to one hand come one after another, in the order they were started."""
+class ProcessPool(Protocol):
+    """Named processes. Calls to one process come one after another, in the order they were started."""
 
     names: tuple[str, ...]
     lead_s: float
-    """How far ahead hands are told to start together: longer than it takes to tell them."""
+    """How far ahead processes are told to start together: longer than it takes to tell them."""
 
-    def start(self, hand: str, method: str, *args: Any) -> Any:
-        """Begin `method` of a hand; give what this returns to `gather`."""
+    def start(self, process: str, method: str, *args: Any) -> Any:
+        """Begin `method` of a process; give what this returns to `gather`."""
         ...
 
     def gather(self, calls: Sequence[Any], timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
-        """The results in order. Raises what a hand raised, or HandLost."""
+        """The results in order. Raises what a process raised, or ProcessLost."""
         ...
 
     def restart(self) -> None:
-        """End all hands, whatever they do, and begin with new ones."""
+        """End all processes, whatever they do, and begin with new ones."""
         ...
 
     def close(self) -> None:
-        """End all hands. Idempotent."""
+        """End all processes. Idempotent."""
         ...
 
 
-def call(crew: Crew, hand: str, method: str, *args: Any) -> Any:
+def call(pool: ProcessPool, process: str, method: str, *args: Any) -> Any:
     """Start and gather one call."""
-    return crew.gather([crew.start(hand, method, *args)])[0]
+    return pool.gather([pool.start(process, method, *args)])[0]
 
 
-def hand_names(num_consumers: int) -> tuple[str, ...]:
-    """All hands of a crew."""
+def process_names(num_consumers: int) -> tuple[str, ...]:
+    """All processes of a pool."""
     return (PRODUCER, SERVING, *[consumer(number) for number in range(num_consumers)])
 
 
-class RayCrew:
-    """Each hand in a Ray actor's process. Ray must be initialised."""
+class RayPool:
+    """Each process in a Ray actor's process. Ray must be initialised."""
 
     lead_s = 0.05
 
     def __init__(self, num_consumers: int) -> None:
-        self.names = hand_names(num_consumers)
+        self.names = process_names(num_consumers)
         self._actors: dict[str, Any] = {}
         self._begin(self.names)
 
-    def start(self, hand: str, method: str, *args: Any) -> ray.ObjectRef:
-        return getattr(self._actors[hand], method).remote(*args)
+    def start(self, process: str, method: str, *args: Any) -> ray.ObjectRef:
+        return getattr(self._actors[process], method).remote(*args)
 
     def gather(self, calls: Sequence[ray.ObjectRef], timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
         try:
@@ -85,12 +85,12 @@ class RayCrew:
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except GetTimeoutError:
-            raise HandLost(f"no answer within {timeout_s:g} s") from None
+            raise ProcessLost(f"no answer within {timeout_s:g} s") from None
         except (RayActorError, OutOfMemoryError) as error:
-            raise HandLost(f"a benchmark process died: {error}") from None
+            raise ProcessLost(f"a benchmark process died: {error}") from None
 
     def restart(self) -> None:
-        """The serving hand goes on: its servers hang on nobody."""
+        """The serving process goes on: its servers hang on nobody."""
         names = [name for name in self.names if name != SERVING]
         self._end(names)
         self._begin(names)
@@ -99,7 +99,7 @@ class RayCrew:
         self._end(list(self._actors))
 
     def _begin(self, names: Sequence[str]) -> None:
-        actor_class = ray.remote(num_cpus=0, runtime_env={"env_vars": PROCESS_ENV})(Hand)
+        actor_class = ray.remote(num_cpus=0, runtime_env={"env_vars": PROCESS_ENV})(BenchProcess)
         self._actors |= {name: actor_class.remote() for name in names}
         ready = [self._actors[name].leave.remote() for name in names]
         ray.get(ready, timeout=START_TIMEOUT_S)
@@ -111,45 +111,45 @@ class RayCrew:
                 ray.kill(actor)
 
 
-class ThreadCrew:
-    """Each hand in a thread of this process, for in-process data planes."""
+class ThreadPool:
+    """Each process in a thread of this process, for in-process data planes."""
 
     lead_s = 0.005
 
     def __init__(self, num_consumers: int) -> None:
-        self.names = hand_names(num_consumers)
-        self._hands = {name: Hand() for name in self.names}
+        self.names = process_names(num_consumers)
+        self._processes = {name: BenchProcess() for name in self.names}
         self._pools = {name: ThreadPoolExecutor(1, f"bench-{name}") for name in self.names}
 
-    def start(self, hand: str, method: str, *args: Any) -> concurrent.futures.Future[Any]:
-        return self._pools[hand].submit(getattr(self._hands[hand], method), *args)
+    def start(self, process: str, method: str, *args: Any) -> concurrent.futures.Future[Any]:
+        return self._pools[process].submit(getattr(self._processes[process], method), *args)
 
     def gather(self, calls: Sequence[concurrent.futures.Future[Any]], timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
         try:
             return [future.result(timeout_s) for future in calls]
         except concurrent.futures.TimeoutError:
-            raise HandLost(f"no answer within {timeout_s:g} s") from None
+            raise ProcessLost(f"no answer within {timeout_s:g} s") from None
 
     def restart(self) -> None:
         for name in self.names:
             self._pools[name].shutdown(wait=False, cancel_futures=True)
-            self._hands[name] = Hand()
+            self._processes[name] = BenchProcess()
             self._pools[name] = ThreadPoolExecutor(1, f"bench-{name}")
 
     def close(self) -> None:
         for name in self.names:
-            self._pools[name].submit(self._hands[name].leave).result(CALL_TIMEOUT_S)
+            self._pools[name].submit(self._processes[name].leave).result(CALL_TIMEOUT_S)
             self._pools[name].shutdown()
 
 
-class CrewHost:
-    """Puts servers into the crew's serving hand."""
+class PoolHost:
+    """Puts servers into the pool's serving process."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, pool: ProcessPool) -> None:
+        self._pool = pool
 
     def serve(self, name: str, start: Callable[[], Server]) -> tuple[str, int]:
-        return self._crew.gather([self._crew.start(SERVING, "serve", name, start)], SERVE_TIMEOUT_S)[0]
+        return self._pool.gather([self._pool.start(SERVING, "serve", name, start)], SERVE_TIMEOUT_S)[0]
 
     def stop(self, name: str) -> None:
-        self._crew.gather([self._crew.start(SERVING, "stop", name)], SERVE_TIMEOUT_S)
+        self._pool.gather([self._pool.start(SERVING, "stop", name)], SERVE_TIMEOUT_S)

@@ -59,7 +59,7 @@ class Station:
     """Columns that the stages of a step have read, by name."""
 
 
-class Hand:
+class BenchProcess:
     """One process. Calls come one at a time. A station goes by a label of the caller's choice."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Hand:
     # -------------------------------------------------------------- set-up
 
     def size(self, spec: LoadSpec) -> LoadSize:
-        """Builds the workload's rows; other hands do so when they need them."""
+        """Builds the workload's rows; other processes do so when they need them."""
         load = self._load(spec)
         groups = np.arange(load.num_rows) // load.group_size
         fields = {name: column_bytes(load.batch[name]) for name in load.batch}

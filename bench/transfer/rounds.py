@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .contenders import Contender, Op, RowContender, Share, shares
-from .pool import CALL_TIMEOUT_S, PRODUCER, Crew, HandLost, call, consumer
+from .pool import CALL_TIMEOUT_S, PRODUCER, ProcessLost, ProcessPool, call, consumer
 from .process import LoadSize, Span
 from .results import Result
 from .workloads import WRITE_BACK, LoadSpec
@@ -27,7 +27,7 @@ SETTLE_TIMEOUT_S = 60.0
 
 _runs = itertools.count()
 
-Seat = tuple[Crew, Contender]
+Seat = tuple[ProcessPool, Contender]
 """A contender, and the processes it is measured in."""
 
 
@@ -35,7 +35,7 @@ Seat = tuple[Crew, Contender]
 class Case:
     """One contender on one workload."""
 
-    crew: Crew
+    pool: ProcessPool
     """Whose processes it uses: usually everybody's."""
     contender: Contender
     spec: LoadSpec
@@ -97,11 +97,11 @@ def measure(
 
 
 def open_cases(seats: Sequence[Seat], specs: Sequence[LoadSpec]) -> list[Case]:
-    """Every contender on every workload, with a station in every hand of its crew."""
+    """Every contender on every workload, with a station in every process of its pool."""
     cases = []
     for spec in specs:
         size = call(seats[0][0], PRODUCER, "size", spec)
-        cases += [Case(crew, contender, spec, size) for crew, contender in seats]
+        cases += [Case(pool, contender, spec, size) for pool, contender in seats]
     for case in cases:
         attempt(case, cases, lambda case=case: _join(case))
     return cases
@@ -109,8 +109,8 @@ def open_cases(seats: Sequence[Seat], specs: Sequence[LoadSpec]) -> list[Case]:
 
 def close_cases(cases: Sequence[Case]) -> None:
     """Leave all stations."""
-    for crew in {id(case.crew): case.crew for case in cases}.values():
-        crew.gather([crew.start(hand, "leave") for hand in crew.names])
+    for pool in {id(case.pool): case.pool for case in cases}.values():
+        pool.gather([pool.start(process, "leave") for process in pool.names])
 
 
 def attempt(case: Case, cases: Iterable[Case], run: Callable[[], None]) -> None:
@@ -122,28 +122,28 @@ def attempt(case: Case, cases: Iterable[Case], run: Callable[[], None]) -> None:
     except Exception as error:
         case.failure = f"{type(error).__name__}: {error}".splitlines()[0]
         _logger.warning("%s failed: %s", case.label, case.failure)
-        if isinstance(error, HandLost) or not _settled(case.crew):
-            # Hands may be stuck in the failed contender's call for ever: the others get new ones.
-            case.crew.restart()
+        if isinstance(error, ProcessLost) or not _settled(case.pool):
+            # BenchProcess may be stuck in the failed contender's call for ever: the others get new ones.
+            case.pool.restart()
             for other in cases:
-                if other.crew is case.crew:
+                if other.pool is case.pool:
                     attempt(other, (), lambda other=other: _join(other))
 
 
-def _settled(crew: Crew) -> bool:
-    """Whether every hand is through with what it was told, lest the next case wait for it."""
+def _settled(pool: ProcessPool) -> bool:
+    """Whether every process is through with what it was told, lest the next case wait for it."""
     try:
-        crew.gather([crew.start(hand, "idle") for hand in crew.names], SETTLE_TIMEOUT_S)
-    except HandLost:
+        pool.gather([pool.start(process, "idle") for process in pool.names], SETTLE_TIMEOUT_S)
+    except ProcessLost:
         return False
     return True
 
 
 def _join(case: Case) -> None:
-    crew = case.crew
+    pool = case.pool
     factory = case.contender.factory(case.spec)
-    hands = [hand for hand in crew.names if hand == PRODUCER or hand.startswith("consumer")]
-    crew.gather([crew.start(hand, "join", case.label, case.spec, factory) for hand in hands])
+    processes = [process for process in pool.names if process == PRODUCER or process.startswith("consumer")]
+    pool.gather([pool.start(process, "join", case.label, case.spec, factory) for process in processes])
 
 
 def _warm_up(case: Case, pattern: Pattern) -> None:
@@ -158,18 +158,18 @@ def _warm_up(case: Case, pattern: Pattern) -> None:
 
 def _iterate(case: Case, ops: frozenset[Op], readers: tuple[int, ...], verify: bool) -> None:
     """One put, and what follows it up to the clear."""
-    crew = case.crew
+    pool = case.pool
     ops = ops & case.contender.ops
     label, whole = case.label, shares(case.size.num_rows, 1)[0]
     claiming = None
     if "claim" in ops:
-        claiming = crew.start(consumer(1), "claim", label, case.size.num_rows, CLAIM_TIMEOUT_S)
-        time.sleep(crew.lead_s)  # so that it waits by the time of the put
-    token, span = call(crew, PRODUCER, "put", label, f"r{next(_runs)}")
+        claiming = pool.start(consumer(1), "claim", label, case.size.num_rows, CLAIM_TIMEOUT_S)
+        time.sleep(pool.lead_s)  # so that it waits by the time of the put
+    token, span = call(pool, PRODUCER, "put", label, f"r{next(_runs)}")
     if "put" in ops:
         case.note("put", span.seconds)
     if claiming is not None:
-        claimed: Span = crew.gather([claiming])[0]
+        claimed: Span = pool.gather([claiming])[0]
         case.note("claim", max(0.0, claimed.end - span.end))
     if "get" in ops:
         case.note("get", _read(case, token, [whole], None, verify))
@@ -179,25 +179,25 @@ def _iterate(case: Case, ops: frozenset[Op], readers: tuple[int, ...], verify: b
         case.note("field", _read(case, token, [whole], case.size.first[:1], verify))
     if "write_back" in ops and isinstance(case.contender, RowContender):
         keys = case.contender.keys(token)
-        written, span = call(crew, consumer(0), "write", label, keys, (WRITE_BACK,), None)
+        written, span = call(pool, consumer(0), "write", label, keys, (WRITE_BACK,), None)
         case.note("write_back", span.seconds)
         if verify:
             _read(case, written, [whole], (WRITE_BACK,), True)
     if isinstance(case.contender, RowContender):
-        span = call(crew, PRODUCER, "clear", label, token)
+        span = call(pool, PRODUCER, "clear", label, token)
         if "clear" in ops:
             case.note("clear", span.seconds)
 
 
 def _read(case: Case, token: object, dealt: Sequence[Share], fields: tuple[str, ...] | None, verify: bool) -> float:
     """Seconds from the first reader's start to the last one's end; a single reader starts when it is told."""
-    crew = case.crew
-    expected = [call(crew, PRODUCER, "expected", case.label, share, fields) if verify else None for share in dealt]
+    pool = case.pool
+    expected = [call(pool, PRODUCER, "expected", case.label, share, fields) if verify else None for share in dealt]
     parts = [case.contender.part(token, share) for share in dealt]
-    start_at = time.monotonic() + crew.lead_s if len(dealt) > 1 else 0.0
+    start_at = time.monotonic() + pool.lead_s if len(dealt) > 1 else 0.0
     calls = [
-        crew.start(consumer(number), "get", case.label, part, share, fields, start_at, digests)
+        pool.start(consumer(number), "get", case.label, part, share, fields, start_at, digests)
         for number, (part, share, digests) in enumerate(zip(parts, dealt, expected, strict=True))
     ]
-    spans: list[Span] = crew.gather(calls, CALL_TIMEOUT_S)
+    spans: list[Span] = pool.gather(calls, CALL_TIMEOUT_S)
     return max(span.end for span in spans) - min(span.start for span in spans)

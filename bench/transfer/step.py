@@ -41,9 +41,9 @@ TRAIN = (*FORWARD, "generation_logprobs", "previous_logprobs", "reference_logpro
 def measure_steps(seats: Sequence[Seat], share: float, repeats: int, tell: Callable[[str], None]) -> list[StepResult]:
     """The step through every contender in turn: once with every read verified, once warm, then `repeats` times.
 
-    The crews need DP + 1 consumers.
+    The pools need DP + 1 consumers.
     """
-    chosen = [(crew, contender) for crew, contender in seats if "step" in contender.ops]
+    chosen = [(pool, contender) for pool, contender in seats if "step" in contender.ops]
     cases = open_cases(chosen, [LoadSpec("step", share)])
     counts: dict[str, StepResult] = {}
     for case in cases:
@@ -80,14 +80,14 @@ class _Step:
 
     def __init__(self, case: Case) -> None:
         assert isinstance(case.contender, RowContender)
-        self._crew = case.crew
+        self._pool = case.pool
         self._case = case
         self._label = case.label
         self._contender: RowContender = case.contender
         self._size = case.size
         self._whole = Share(0, 1, np.arange(case.size.num_rows))
         self._shares = train_shares(case.size)
-        self._hands = [*[consumer(rank) for rank in range(DP)], consumer(DP)]
+        self._processes = [*[consumer(rank) for rank in range(DP)], consumer(DP)]
         self._stages_s = 0.0
         self._counting = False
         self._blocks_read = 0
@@ -100,23 +100,23 @@ class _Step:
         expected = [self._expected(share, names) if verify else None for share in (*self._shares, self._whole)]
         keys = _keys(self._size)
         started = time.monotonic()
-        (token,) = self._stage([self._crew.start(PRODUCER, "write", self._label, keys, STEP_FIRST, None, True)])
+        (token,) = self._stage([self._pool.start(PRODUCER, "write", self._label, keys, STEP_FIRST, None, True)])
         mine = [self._contender.part(token, share) for share in self._shares]
         mine = self._ranks(mine, FORWARD, FORWARD, "previous_logprobs", expected)
         mine = self._ranks(mine, FORWARD, (), "reference_logprobs", expected)
         self._count_blocks([token], ("mask",))
         write = ("advantages",), keys
         arguments = (self._label, token, self._whole, ("mask",), write, expected[DP])
-        (advantages,) = self._stage([self._crew.start(self._hands[DP], "stage", *arguments)])
+        (advantages,) = self._stage([self._pool.start(self._processes[DP], "stage", *arguments)])
         mine = [
             self._contender.merge(part, self._contender.part(advantages, share))
             for part, share in zip(mine, self._shares, strict=True)
         ]
         self._ranks(mine, TRAIN, TRAIN[len(FORWARD) :], None, expected)
-        cleared = call(self._crew, PRODUCER, "clear", self._label, token)
+        cleared = call(self._pool, PRODUCER, "clear", self._label, token)
         self._case.note("step", self._stages_s + cleared.seconds)
         self._case.note("called", time.monotonic() - started)
-        self._crew.gather([self._crew.start(hand, "forget", self._label) for hand in self._hands])
+        self._pool.gather([self._pool.start(process, "forget", self._label) for process in self._processes])
 
     def verify(self) -> None:
         """One step with every read verified."""
@@ -152,11 +152,13 @@ class _Step:
         """A stage on all ranks at once; the tokens, able to read what was written. missing: not read before."""
         self._count_blocks(tokens, missing)
         calls = [
-            self._crew.start(
-                hand, "stage", self._label, token, share, read,
+            self._pool.start(
+                name, "stage", self._label, token, share, read,
                 None if write is None else ((write,), self._contender.keys(token)), digests,
             )
-            for hand, token, share, digests in zip(self._hands[:DP], tokens, self._shares, expected[:DP], strict=True)
+            for name, token, share, digests in zip(
+                self._processes[:DP], tokens, self._shares, expected[:DP], strict=True
+            )
         ]  # fmt: skip
         written = self._stage(calls)
         if write is None:
@@ -165,7 +167,7 @@ class _Step:
 
     def _stage(self, calls: Sequence[Any]) -> list[Any]:
         """Tokens of the calls, which run side by side; their time counts from the first start to the last end."""
-        done: list[tuple[Any, Span]] = self._crew.gather(calls)
+        done: list[tuple[Any, Span]] = self._pool.gather(calls)
         self._stages_s += max(span.end for _, span in done) - min(span.start for _, span in done)
         return [token for token, _ in done]
 
@@ -177,12 +179,14 @@ class _Step:
         self._blocks_needed += len(frozenset().union(*touched))
 
     def _expected(self, share: Share, names: tuple[str, ...]) -> Digests:
-        return call(self._crew, PRODUCER, "expected", self._label, share, names)
+        return call(self._pool, PRODUCER, "expected", self._label, share, names)
 
     def _counters(self) -> dict[str, int]:
-        hands = [PRODUCER, *self._hands]
+        processes = [PRODUCER, *self._processes]
         total: dict[str, int] = {}
-        for counters in self._crew.gather([self._crew.start(hand, "counters", self._label) for hand in hands]):
+        for counters in self._pool.gather(
+            [self._pool.start(process, "counters", self._label) for process in processes]
+        ):
             for name, value in counters.items():
                 total[name] = total.get(name, 0) + value
         return total

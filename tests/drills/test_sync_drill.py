@@ -25,13 +25,14 @@ def send(engine: Engine, number: signal.Signals) -> None:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.slow  # each fault by itself: tests/actors/transports/test_faults.py, tests/actors/vllm/test_failures.py
+# Each fault by itself: tests/actors/weights/transports/test_faults.py, tests/actors/engines/vllm/test_failures.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["ipc", "collective"])
 def test_stopped_and_killed_engines(tmp_path: Path, transport: str) -> None:
     folder = runs.model_folder(tmp_path / "model", "tied")
     overrides = (
         "rollout.num_engines=3", f"sync.transport={transport}", f"sync.timeout_s={BOUND_S}", "dataplane.timeout_s=20",
-        "run.max_restarts=0",  # replacing the dead is tests/test_healing.py's matter
+        "run.max_restarts=0",  # replacing the dead is tests/runs/test_healing.py's matter
     )  # fmt: skip
     state = grpo.State()
     with runs.run(tmp_path / "run", folder, *overrides) as run:

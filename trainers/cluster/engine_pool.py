@@ -42,7 +42,7 @@ class Engine:
 
 
 @dataclass(slots=True)
-class EngineSet:
+class EnginePool:
     """All engines of a run, in a fixed order."""
 
     engines: list[Engine]

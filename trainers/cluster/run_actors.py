@@ -20,8 +20,8 @@ from ...dataplane.errors import DataPlaneError
 from ...dataplane.factory import DataPlane
 from ..config.config import Config
 from ..errors import UserError
-from . import actor_specs as setups
-from .engine_pool import Engine, EngineSet
+from . import actor_specs
+from .engine_pool import Engine, EnginePool
 from .handles import DriverMeter, Peer, PeerFailed, gather
 from .ray_cluster import Cluster, Demand
 
@@ -31,15 +31,15 @@ START_TIMEOUT_S = 300.0
 
 
 @dataclass(slots=True)
-class Crew:
+class RunActors:
     """All actors of a run."""
 
-    engines: EngineSet
+    engines: EnginePool
     rollouts: list[Peer]
     """Those of `engines` when they are embedded."""
     workers: list[Peer]
     """By rank."""
-    starter: Starter
+    starter: ActorStarter
     max_replaced: int
     replaced: int = 0
     """Rollout actors and engines that died and have a successor."""
@@ -102,14 +102,14 @@ def demand(config: Config) -> Demand:
     return Demand(rollout.num_actors or 0, rollout.num_engines * rollout.tp, config.trainer.topology.world)
 
 
-def start_crew(
+def start_actors(
     config: Config, model: str, plane: DataPlane, cluster: Cluster, meter: DriverMeter, stack: ExitStack
-) -> Crew:
+) -> RunActors:
     """Start and build all of them. `model`: a local folder or hub id.
 
     Raises UserError for what shows only where it is opened (a path, a dataset, a reward), PeerFailed.
     """
-    starter = Starter(config, model, plane, cluster, meter, stack)
+    starter = ActorStarter(config, model, plane, cluster, meter, stack)
     embedded = config.rollout.num_actors is None
     hosts = [starter.engine(index) for index in range(config.rollout.num_engines)]
     rollouts = hosts if embedded else [starter.rollout(index) for index in range(config.rollout.num_actors or 0)]
@@ -118,15 +118,15 @@ def start_crew(
     for peer, info in zip(peers, _all(peers, "info"), strict=True):
         peer.info = info
     _build(starter.host, [peer for peer in peers if peer not in workers], workers)
-    engines = EngineSet(
+    engines = EnginePool(
         [Engine(peer, num) for peer, num in zip(hosts, _all(hosts, "num_workers"), strict=True)], embedded
     )
     if not embedded:
         _introduce(engines, rollouts)
-    return Crew(engines, rollouts, workers, starter, config.run.max_restarts)
+    return RunActors(engines, rollouts, workers, starter, config.run.max_restarts)
 
 
-class Starter:
+class ActorStarter:
     """Starts actors, one at a call."""
 
     def __init__(
@@ -149,18 +149,18 @@ class Starter:
         config, tp = self._config, self._config.rollout.tp
         device = "cuda:0" if self._gpus else "cpu"
         if config.rollout.num_actors is None:
-            setup = setups.rollout_setup(config, index, self._model, self._plane.handle, device)
+            setup = actor_specs.rollout_setup(config, index, self._model, self._plane.handle, device)
             return self._start(RolloutActor, setup, tp, self._gpus * tp)
-        setup = setups.engine_setup(config, index, self._model, self._plane.handle, device)
+        setup = actor_specs.engine_setup(config, index, self._model, self._plane.handle, device)
         return self._start(EngineActor, setup, tp, self._gpus * tp, max_concurrency=CONCURRENCY)
 
     def rollout(self, index: int) -> Peer:
         """Rollout actor `index`, without an engine."""
-        setup = setups.rollout_setup(self._config, index, self._model, self._plane.handle, None)
+        setup = actor_specs.rollout_setup(self._config, index, self._model, self._plane.handle, None)
         return self._start(RolloutActor, setup, 1, 0.0)
 
     def worker(self, rank: int) -> Peer:
-        setup = setups.worker_setup(
+        setup = actor_specs.worker_setup(
             self._config,
             rank,
             self._model,
@@ -204,7 +204,7 @@ def _build(host: str, others: list[Peer], workers: list[Peer]) -> None:
         raise
 
 
-def _introduce(engines: EngineSet, rollouts: list[Peer]) -> None:
+def _introduce(engines: EnginePool, rollouts: list[Peer]) -> None:
     """Give every rollout actor's router the engines, and tell it of those that are left out or taken back."""
     handles = [(engine.name, engine.peer.handle) for engine in engines.engines]
     ray.get([peer.handle.set_engines.remote(handles) for peer in rollouts], timeout=START_TIMEOUT_S)

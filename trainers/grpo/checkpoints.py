@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ..cluster import actor_specs as setups
+from ..cluster import actor_specs
 from ..cluster.handles import Call, PeerFailed, gather_each
 from ..errors import UserError
 from .steps import Run, State
@@ -72,7 +72,7 @@ class Checkpoints:
     def _trim_journal(self, run: Run) -> None:
         """Have the rollout actors forget the groups that the last checkpoint covers."""
         last = self._last
-        if last is None or setups.journal(run.config) is None:
+        if last is None or actor_specs.journal(run.config) is None:
             return
         self._expect_trimmed(run)
         self._trims = [

@@ -27,7 +27,7 @@ from ...actors.rollout.prompts import base36
 from ...actors.rollout.report import RolloutReport
 from ...dataplane.errors import ClaimTimeout, KeysNotFound
 from ...dataplane.meta import KVBatchMeta
-from ..cluster import actor_specs as setups
+from ..cluster import actor_specs
 from ..cluster.actor_specs import TASK
 from ..cluster.handles import Call, Peer, PeerFailed, ended, gather_each
 from ..observe.data_plane_watch import Busy
@@ -121,7 +121,7 @@ class Feed:
         self._run = run
         self._state = state
         self._partition = partition
-        task = setups.task(run.config, state.position, state.outstanding)
+        task = actor_specs.task(run.config, state.position, state.outstanding)
         run.client.register(partition, ROLLOUT_SCHEMA, [task], group_size=algorithm.group_size)
         self._next = state.position
         self._again = deque((position, False) for position in state.outstanding)
@@ -132,9 +132,9 @@ class Feed:
         """In the step that is open."""
         self._issues: list[_Issue] = []
         self._staleness = algorithm.max_staleness if algorithm.mode == "async" else 0
-        self._overtaking = algorithm.mode == "async" and setups.sampler(run.config) != "in_order"
+        self._overtaking = algorithm.mode == "async" and actor_specs.sampler(run.config) != "in_order"
         """Whether a group can grow too old: in the prompts' order none does, as rollouts are admitted in time."""
-        self._components = setups.signal_terms(run.config)
+        self._components = actor_specs.signal_terms(run.config)
         self._tally = FeedTally()
 
     # ---------------------------------------------------------------- out
@@ -300,7 +300,7 @@ class Feed:
             issue.ended = True
             _log.warning("stuck: no answer within %g s from %s: it is ended", bound_s, issue.call.peer.info)
             if issue.call.peer.info.pid == issue.call.pid:  # else another has taken its place
-                self._run.crew.end(issue.call.peer)
+                self._run.actors.end(issue.call.peer)
         return bool(stuck)
 
     def _report(self, issue: _Issue, report: RolloutReport) -> None:

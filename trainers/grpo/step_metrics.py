@@ -43,7 +43,7 @@ def step_metrics(
     data_plane, client_bytes = run.watch.end_step(run.config.algorithm.group_size)
     world = len(run.workers)
     wait_s = max(sum(report.data_wait_s for report in passes[rank::world]) for rank in range(world))
-    generating_s = mean_covered_s(fed.generated, len(run.crew.rollouts), end_s - step_s, end_s)
+    generating_s = mean_covered_s(fed.generated, len(run.actors.rollouts), end_s - step_s, end_s)
     idle = idle_shares(generating_s, seconds, wait_s, step_s)
     algorithm = run.config.algorithm
     bound = algorithm.max_staleness if algorithm.mode == "async" else 0
@@ -54,7 +54,7 @@ def step_metrics(
         "rollout/groups_stale": float(fed.stale),
         "rollout/groups_surplus": float(fed.surplus),
         "rollout/groups_reissued": float(fed.reissued),
-        "rollout/actors_replaced": float(run.crew.replaced),
+        "rollout/actors_replaced": float(run.actors.replaced),
         **staleness_figures(state.version - 1 - meta.versions, bound),
         **trained,
         "policy/version": float(state.version),

@@ -23,9 +23,9 @@ from ...dataplane.client import DataPlaneClient
 from ...dataplane.meta import KVBatchMeta
 from ...dataplane.plans import Budget, ShardPlan, plan_shards
 from ..advantages.estimator import AdvantageEstimator, RewardRows
-from ..cluster.engine_pool import EngineSet, NoEngineLeft
+from ..cluster.engine_pool import EnginePool, NoEngineLeft
 from ..cluster.handles import Call, DriverMeter, Peer, PeerFailed, gather
-from ..cluster.run_actors import START_TIMEOUT_S, Crew
+from ..cluster.run_actors import START_TIMEOUT_S, RunActors
 from ..config.config import Config
 from ..observe.data_plane_watch import DataPlaneWatch
 from ..observe.trace import Tracer
@@ -39,7 +39,7 @@ class Run:
 
     config: Config
     client: DataPlaneClient
-    crew: Crew
+    actors: RunActors
     weights: WeightSync
     meter: DriverMeter
     tracer: Tracer
@@ -72,17 +72,17 @@ class Run:
     @property
     def workers(self) -> list[Peer]:
         """Train workers by rank."""
-        return self.crew.workers
+        return self.actors.workers
 
     @property
-    def engines(self) -> EngineSet:
-        return self.crew.engines
+    def engines(self) -> EnginePool:
+        return self.actors.engines
 
     @property
     def active_rollouts(self) -> list[Peer]:
         """Rollout actors that have an engine to generate with. Raises NoEngineLeft when there is none."""
         active = self.engines.active
-        return [engine.peer for engine in active] if self.engines.embedded else self.crew.rollouts
+        return [engine.peer for engine in active] if self.engines.embedded else self.actors.rollouts
 
     def gather(self, calls: list[Call], stage: str) -> list[Any]:
         return gather(calls, stage, self.config.resources.stage_timeout_s)
@@ -205,7 +205,7 @@ def _replace_dead(run: Run, version: int) -> bool:
     """Put others in the place of engines that died, as often as run.max_restarts allows. Whether all were."""
     dead = [engine for engine in run.engines.engines if engine.dead]
     for engine in dead:
-        if not run.crew.may_replace:
+        if not run.actors.may_replace:
             return False
         replace_actor(run, engine.peer, engine.peer.info.pid, PeerFailed(engine.left_out, died=True), version)
     return bool(dead)
@@ -223,7 +223,7 @@ def replace_actor(run: Run, peer: Peer, pid: int, failure: PeerFailed, version: 
         engine = next((engine for engine in run.engines.engines if engine.peer is peer), None)
         if engine is not None:
             run.engines.leave_out(engine, str(failure))
-        run.crew.replace(peer, failure)
+        run.actors.replace(peer, failure)
         if engine is None:
             return
         engine.version, engine.dead = 0, False

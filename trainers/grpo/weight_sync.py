@@ -24,7 +24,7 @@ from ...actors.protocols import Span
 from ...actors.weights.publisher import SendReport
 from ...actors.weights.transports.protocol import WeightTransferError, WeightUpdate
 from ...codecs import messages
-from ..cluster.engine_pool import Engine, EngineSet
+from ..cluster.engine_pool import Engine, EnginePool
 from ..cluster.handles import Call, Peer, PeerFailed, gather, gather_each
 from ..config.config import SyncConfig
 
@@ -69,7 +69,7 @@ class WeightSync:
     """Driver's side. One sync at a time."""
 
     def __init__(
-        self, config: SyncConfig, workers: Sequence[Peer], engines: EngineSet, *, lasting: bool, direct: bool
+        self, config: SyncConfig, workers: Sequence[Peer], engines: EnginePool, *, lasting: bool, direct: bool
     ) -> None:
         """lasting: whether the transport's last versions stay readable, so that another attempt needs no trainer.
         direct: whether engines may receive straight into their parameters: then all of them start, or none.

@@ -14,10 +14,10 @@ from pathlib import Path
 from ...dataplane.factory import DataPlane, connect, open_data_plane
 from ..advantages.factory import build_advantages
 from ..base_model.prepare import prepare_model
-from ..cluster import actor_specs as setups
+from ..cluster import actor_specs
 from ..cluster.handles import DriverMeter, PeerFailed
 from ..cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster
-from ..cluster.run_actors import START_TIMEOUT_S, Crew, demand, start_crew
+from ..cluster.run_actors import START_TIMEOUT_S, RunActors, demand, start_actors
 from ..config.config import Config
 from ..errors import UserError
 from ..grpo import steps as grpo
@@ -35,7 +35,7 @@ from ..supervision.cleanup import remove_shared_memory
 from ..supervision.heartbeat import Heartbeat
 from ..supervision.report import read_actors, write_actors
 from .restarts import lost_only_workers, lost_process
-from .under_watchdog import Watched, watched
+from .under_watchdog import WatchdogProcess, under_watchdog
 
 CLOSE_TIMEOUT_S = 120.0
 """In which a run's processes must have been ended: each wait in it is bounded by seconds."""
@@ -50,14 +50,14 @@ def run_training(config: Config, *, resume: bool) -> None:
     when it returns.
     """
     try:
-        setups.backend_config(config, config.model.path)
+        actor_specs.backend_config(config, config.model.path)
     except ValueError as error:
         raise UserError(str(error)) from error
     with RunFolder(config, resume=resume) as folder, PrometheusEndpoint(config, folder.path) as endpoint:
         steps = config.algorithm.steps
         with (
             Progress(config.run.name, steps, enabled=config.logging.progress) as progress,
-            watched(config, folder.path) as watch,
+            under_watchdog(config, folder.path) as watch,
         ):
             if endpoint.address:
                 progress.message(f"metrics for Prometheus: {endpoint.address}")
@@ -73,7 +73,7 @@ class _Training:
         folder: RunFolder,
         endpoint: PrometheusEndpoint,
         progress: Progress,
-        watch: Watched,
+        watch: WatchdogProcess,
     ) -> None:
         self._config = config
         self._folder = folder
@@ -111,11 +111,11 @@ class _Training:
         self._progress.phase("starting Ray, data plane and actors")
         try:
             with launched(config, model, self._tracer, self._folder.path, self._watch) as run:
-                run.crew.replaced, run.crew.max_replaced = self._replaced, config.run.max_restarts - self._restarts
+                run.actors.replaced, run.actors.max_replaced = self._replaced, config.run.max_restarts - self._restarts
                 try:
                     self._train(run, state)
                 except Exception as error:  # told apart while the others of its processes are there
-                    self._replaced = run.crew.replaced
+                    self._replaced = run.actors.replaced
                     lost = lost_process(error, needed_processes(self._folder.path))
                     raise
         except Exception as error:
@@ -167,10 +167,12 @@ class _Training:
 
     def _may_restart_workers(self, run: grpo.Run, error: PeerFailed) -> bool:
         """Whether train workers were lost and nothing else, and the journal has what they were trained on."""
-        if setups.journal(self._config) is None or self._watch.reason() is not None:
+        if actor_specs.journal(self._config) is None or self._watch.reason() is not None:
             return False
         processes = needed_processes(self._folder.path)
-        return run.crew.may_replace and lost_process(error, processes) is not None and lost_only_workers(run, processes)
+        return (
+            run.actors.may_replace and lost_process(error, processes) is not None and lost_only_workers(run, processes)
+        )
 
     def _restart_workers(
         self, run: grpo.Run, state: grpo.State, feed: Feed, checkpoints: Checkpoints, error: PeerFailed
@@ -182,9 +184,9 @@ class _Training:
         workers catch up with them.
         """
         earlier = self._go_back(f"{error}; the train workers alone are restarted, the rollouts go on")
-        run.crew.max_replaced -= 1
+        run.actors.max_replaced -= 1
         run.heartbeat.enter("restarting the train workers", 3 * START_TIMEOUT_S)  # its three waits in a row
-        run.crew.restart_workers()
+        run.actors.restart_workers()
         run.weights.forget()
         run.heartbeat.enter("loading the checkpoint")
         checkpoints.load(run, earlier)
@@ -212,7 +214,7 @@ def launched(
     model: str,
     tracer: Tracer,
     folder: Path,
-    watch: Watched | None = None,
+    watch: WatchdogProcess | None = None,
 ) -> Iterator[grpo.Run]:
     """Ray, data plane and actors, ready to train; all of it gone on leaving, however that happens.
 
@@ -239,44 +241,44 @@ def launched(
             watch.opened(plane.handle)
         meter = DriverMeter()
         heartbeat.enter("starting the actors", 4 * START_TIMEOUT_S)  # its four waits in a row
-        crew = start_crew(config, model, plane, cluster, meter, stack)
+        actors = start_actors(config, model, plane, cluster, meter, stack)
 
         def tell() -> None:
-            write_actors(folder, run_id, everyone(plane, crew))
+            write_actors(folder, run_id, everyone(plane, actors))
             if watch is not None:
-                watch.started(crew)
+                watch.started(actors)
 
         tell()
-        crew.on_replaced.append(tell)
+        actors.on_replaced.append(tell)
         meter.take()
         stack.callback(heartbeat.enter, "closing", CLOSE_TIMEOUT_S)
         yield grpo.Run(
             config=config,
             client=client,
-            crew=crew,
+            actors=actors,
             weights=WeightSync(
                 config.sync,
-                crew.workers,
-                crew.engines,
-                lasting=setups.is_lasting(config, one_host=cluster.num_nodes == 1, gpus=cluster.num_gpus > 0),
+                actors.workers,
+                actors.engines,
+                lasting=actor_specs.is_lasting(config, one_host=cluster.num_nodes == 1, gpus=cluster.num_gpus > 0),
                 direct=config.sync.staging == "none" or (config.sync.staging == "auto" and cluster.num_gpus > 0),
             ),
             meter=meter,
             tracer=tracer,
-            estimate=build_advantages(setups.advantage_config(config)),
-            sampling=setups.sampling(config),
-            greedy=setups.greedy(config),
-            budget=setups.budget(config),
+            estimate=build_advantages(actor_specs.advantage_config(config)),
+            sampling=actor_specs.sampling(config),
+            greedy=actor_specs.greedy(config),
+            budget=actor_specs.budget(config),
             watch=DataPlaneWatch(client),
             heartbeat=heartbeat,
         )
 
 
-def everyone(plane: DataPlane, crew: Crew) -> list[tuple[str, int, str]]:
+def everyone(plane: DataPlane, actors: RunActors) -> list[tuple[str, int, str]]:
     """Name, pid and host of all processes of the run."""
     host = socket.gethostname()
     hosts = [(name, pid, host) for name, pid in plane.processes().items()]
-    return hosts + [(peer.info.name, peer.info.pid, peer.info.host) for peer in crew.peers]
+    return hosts + [(peer.info.name, peer.info.pid, peer.info.host) for peer in actors.peers]
 
 
 def needed_processes(folder: Path) -> dict[str, int]:

@@ -38,7 +38,7 @@ def lost_only_workers(run: Run, processes: Mapping[str, int]) -> bool:
 
     processes: name -> pid of those of this host.
     """
-    peers = run.crew.peers
+    peers = run.actors.peers
     answers = gather_each([peer.call("info") for peer in peers], "health", HEALTH_S)
     silent = [peer for peer, answer in zip(peers, answers, strict=True) if isinstance(answer, PeerFailed)]
     workers = {peer.info.name for peer in run.workers}

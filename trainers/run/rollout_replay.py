@@ -24,7 +24,7 @@ from ...actors.rollout.journal_records import JournaledGroup
 from ...codecs.batch import Batch, Jagged, Ragged
 from ...dataplane.config import DataPlaneConfig
 from ...dataplane.factory import connect, open_data_plane
-from ..cluster import actor_specs as setups
+from ..cluster import actor_specs
 from ..config.config import Config
 from ..config.load import load_config
 from ..errors import UserError
@@ -93,7 +93,7 @@ def _recorded(config: Config, run_dir: Path, version: int) -> dict[int, Journale
     """Groups by position, of which every token is of `version`."""
     if config.run.replay is not None:
         raise UserError(f"{run_dir} is itself a replay of {config.run.replay}, expected that one")
-    kept = setups.journal(config)
+    kept = actor_specs.journal(config)
     if kept is None:
         raise UserError(f"{run_dir} has no journal, expected a run with run.record=true")
     try:
@@ -133,7 +133,7 @@ async def _replay(
     local = DataPlaneConfig.model_validate({**config.dataplane.model_dump(), "store": {"kind": "local"}})
     with open_data_plane(local, in_process=True) as plane, connect(plane.handle, name="replay") as client:
         client.register(_PARTITION, ROLLOUT_SCHEMA, group_size=config.algorithm.group_size)
-        setup = setups.rollout_setup(config, 0, model, plane.handle, device)
+        setup = actor_specs.rollout_setup(config, 0, model, plane.handle, device)
         assert setup.engine is not None
         actor = RolloutActor(replace(setup, engine=replace(setup.engine, version=version), journal=None))
         tally, seconds = _Tally(), 0.0
@@ -143,7 +143,7 @@ async def _replay(
                 chunk = positions[first : first + together]
                 tell(f"rolling out group {first + len(chunk)} of {len(positions)}")
                 started = time.perf_counter()
-                await actor.rollout(chunk, _PARTITION, setups.sampling(config), fresh=True)
+                await actor.rollout(chunk, _PARTITION, actor_specs.sampling(config), fresh=True)
                 seconds += time.perf_counter() - started
                 for position in chunk:
                     rows = recorded[position].rows

@@ -19,10 +19,9 @@ from typing import Any
 import psutil
 
 from ...dataplane.handle import DataPlaneHandle
-from ..cluster.run_actors import Crew
+from ..cluster.run_actors import RunActors
 from ..config.config import Config
-from ..supervision import stack_dumps as stacks
-from ..supervision import watchdog
+from ..supervision import stack_dumps, watchdog
 from ..supervision.heartbeat import Heartbeat, shared_memory
 from ..supervision.report import Opened
 
@@ -36,7 +35,7 @@ class RunStuck(RuntimeError):
     """The watchdog has stopped the run: says where it stood, for how long, and where the report is."""
 
 
-class Watched:
+class WatchdogProcess:
     """The watchdog's process, and the heartbeat that it reads."""
 
     def __init__(self, config: Config, folder: Path) -> None:
@@ -56,7 +55,7 @@ class Watched:
             self._process = _start(config, folder, descriptor)
         finally:
             os.close(descriptor)
-        stacks.answer_with_stacks(folder)
+        stack_dumps.answer_with_stacks(folder)
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(watchdog.STOP, _stop)
 
@@ -67,12 +66,12 @@ class Watched:
         opened = Opened(handle.run_id, address.local, address.host, address.port, address.token.hex(), handle.peer)
         self._tell(dataclasses.asdict(opened))
 
-    def started(self, crew: Crew) -> None:
+    def started(self, actors: RunActors) -> None:
         """Actors are up, or one of them is another now; actors.json says so."""
         if self._process is None:
             return
         # Nobody waits for it: a train worker gets there between two calls. Who has not is said to have no stacks.
-        for peer in crew.peers:
+        for peer in actors.peers:
             peer.handle.__ray_call__.remote(_answer_with_stacks, str(self._folder))
 
     def reason(self) -> str | None:
@@ -93,8 +92,8 @@ class Watched:
             process.wait()
         if self._before is not None:
             signal.signal(watchdog.STOP, self._before)
-        stacks.stop_answering()
-        stacks.remove_stacks(self._folder)
+        stack_dumps.stop_answering()
+        stack_dumps.remove_stacks(self._folder)
 
     def _tell(self, said: dict[str, Any]) -> None:
         if self._process is None or self._process.stdin is None:
@@ -107,9 +106,9 @@ class Watched:
 
 
 @contextmanager
-def watched(config: Config, folder: Path) -> Iterator[Watched]:
+def under_watchdog(config: Config, folder: Path) -> Iterator[WatchdogProcess]:
     """A run in `folder` with its watchdog. Raises RunStuck instead of what the run ended with when that stopped it."""
-    under = Watched(config, folder)
+    under = WatchdogProcess(config, folder)
     try:
         yield under
     except BaseException as error:
@@ -157,4 +156,4 @@ def _stop(_signum: int, _frame: FrameType | None) -> None:
 
 def _answer_with_stacks(_actor: object, folder: str) -> None:
     """Runs in an actor's process."""
-    stacks.answer_with_stacks(folder)
+    stack_dumps.answer_with_stacks(folder)

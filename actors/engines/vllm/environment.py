@@ -40,7 +40,7 @@ def log_level() -> Iterator[None]:
 
 @contextmanager
 def engine_environment(*, cpu: bool, tp: int) -> Iterator[None]:
-    """What vLLM's processes are to inherit. Afterwards this process's own environment is as before (vLLM writes
+    """What vLLM's processes are to inherit. EventCallbacks this process's own environment is as before (vLLM writes
     LD_PRELOAD and more into it, which every later child would get), and so are its random generators."""
     before = dict(os.environ)
     generators = random.getstate(), np.random.get_state(), torch.random.get_rng_state()

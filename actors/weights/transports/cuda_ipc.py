@@ -35,7 +35,7 @@ from .sending import OpenUpdate
 # else.
 
 
-class Afterwards:
+class EventCallbacks:
     """Makes calls in order, each when a stream has done what was queued on it before."""
 
     def __init__(self, device: torch.device, name: str) -> None:
@@ -114,7 +114,7 @@ class CudaIpcSender(PagedSender):
         self._last: list[int | None] = [None] * RING
         """The bucket that each buffer had last, of the open update."""
         self._num_payloads = 0
-        self._outbox = Afterwards(device, "headrace-ipc-frames")
+        self._outbox = EventCallbacks(device, "headrace-ipc-frames")
 
     def _begin(self, update: OpenUpdate) -> str:
         nbytes = max((1, *update.plan.sizes))
@@ -302,7 +302,7 @@ class RingCache:
         self._handles: tuple[bytes, ...] = ()
         self._ring: list[torch.Tensor] = []
         self._near: list[torch.Tensor] = []
-        self.afterwards = Afterwards(device, "headrace-ipc-counts")
+        self.afterwards = EventCallbacks(device, "headrace-ipc-counts")
         """Tells senders what was read."""
         self.place = ""
         """Which GPU this process is on."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from headrace.actors.protocols import ActorInfo
-from headrace.trainers.cluster.engine_pool import Engine, EngineSet, NoEngineLeft
+from headrace.trainers.cluster.engine_pool import Engine, EnginePool, NoEngineLeft
 from headrace.trainers.cluster.handles import DriverMeter, Peer
 
 
-def engines() -> EngineSet:
+def engines() -> EnginePool:
     peers = [Peer(None, ActorInfo(f"engine {n}", 100 + n, "host"), DriverMeter()) for n in range(2)]
-    return EngineSet([Engine(peer, 1) for peer in peers], embedded=False)
+    return EnginePool([Engine(peer, 1) for peer in peers], embedded=False)
 
 
 def test_the_first_reason_stays_and_listeners_hear_each_change_once() -> None:

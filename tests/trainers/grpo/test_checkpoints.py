@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.trainers.cluster import actor_specs as setups
+from headrace.trainers.cluster import actor_specs
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.grpo.checkpoints import Checkpoints
@@ -35,14 +35,14 @@ def test_one_from_before_prompts_could_be_outstanding_still_counts(tmp_path: Pat
 
 def fingerprint(**sections: Any) -> str:
     sections["run"] = {"dir": "/somewhere", "checkpoint_every": 5, **sections.get("run", {})}
-    found = setups.journal(build_config(sections))
+    found = actor_specs.journal(build_config(sections))
     assert found is not None and found.folder == "/somewhere/journal"
     return found.fingerprint
 
 
 def test_a_run_that_cannot_be_resumed_has_no_journal() -> None:
-    assert setups.journal(build_config({})) is None
-    assert setups.journal(build_config({"run": {"checkpoint_every": 5, "journal": False}})) is None
+    assert actor_specs.journal(build_config({})) is None
+    assert actor_specs.journal(build_config({"run": {"checkpoint_every": 5, "journal": False}})) is None
 
 
 def test_the_journal_s_groups_are_for_the_same_settings_only() -> None:

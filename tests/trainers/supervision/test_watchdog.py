@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from headrace.trainers.config.load import build_config
-from headrace.trainers.run.under_watchdog import watched
+from headrace.trainers.run.under_watchdog import under_watchdog
 from headrace.trainers.supervision import heartbeat
 from headrace.trainers.supervision.cleanup import Family, is_running, start_ticks
 from headrace.trainers.supervision.heartbeat import Heartbeat, HeartbeatReader
@@ -39,7 +39,7 @@ watchdog = subprocess.Popen(
     [sys.executable, "-m", "headrace.trainers.supervision.watchdog", str(memory), str(os.getpid()), folder,
      f"--strangers={stranger.pid}", "--margin-s=0.1", "--grace-s=1", "--groups=8", "--group-size=4"],
     stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory], start_new_session=True, text=True)
-stacks.answer_with_stacks(folder)
+stack_dumps.answer_with_stacks(folder)
 
 def tell(said):
     watchdog.stdin.write(json.dumps(said) + "\\n")
@@ -232,7 +232,7 @@ def _gone() -> int:
 def test_a_run_has_a_watchdog_where_its_configuration_says_so(tmp_path: Path, on: bool) -> None:
     before, started = set(psutil.Process().children()), set()
     config = build_config({"run": {"dir": str(tmp_path)}, "resources": {"watchdog": on}})
-    with pytest.raises(RuntimeError, match="its own"), watched(config, tmp_path) as under:
+    with pytest.raises(RuntimeError, match="its own"), under_watchdog(config, tmp_path) as under:
         under.heartbeat.enter("train")
         started = set(psutil.Process().children()) - before
         assert len(started) == on and under.reason() is None

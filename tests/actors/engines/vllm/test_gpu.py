@@ -1,6 +1,6 @@
 """A real vLLM on a GPU: weights from another process in place, every byte and every token's version checked.
 
-    pytest -m gpu tests/actors/vllm/test_gpu.py
+    pytest -m gpu tests/actors/engines/vllm/test_gpu.py
 
 In small what `headrace.bench.weights.gpu` does in large. Needs vLLM, no Ray.
 """

@@ -14,7 +14,7 @@ from headrace.actors.weights.transports.factory import TRANSPORT_KINDS
 from headrace.actors.weights.transports.protocol import ReceiverConfig, SenderConfig
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.tests.actors.train.replica_ranks import data_plane
-from headrace.tests.actors.weights.transports.transport_peers import Crew, end_resting
+from headrace.tests.actors.weights.transports.transport_peers import PeerGroup, end_resting
 
 _NUMBER = itertools.count()
 BUCKET_BYTES = 1 << 20
@@ -56,13 +56,13 @@ def sender_config(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..
 
 
 @pytest.fixture
-def crew(tmp_path: Path, sender_config: Callable[..., SenderConfig]) -> Iterator[Callable[..., Crew]]:
-    """Makes crews; afterwards nothing of them is left."""
+def group(tmp_path: Path, sender_config: Callable[..., SenderConfig]) -> Iterator[Callable[..., PeerGroup]]:
+    """Makes groups; afterwards nothing of them is left."""
     with ExitStack() as stack:
 
-        def build(kind: str, timeout_s: float = 30.0) -> Crew:
+        def build(kind: str, timeout_s: float = 30.0) -> PeerGroup:
             config = sender_config(kind, timeout_s)
-            made = Crew(kind, config, ReceiverConfig("", "full", "cpu", config.data_plane))
+            made = PeerGroup(kind, config, ReceiverConfig("", "full", "cpu", config.data_plane))
             stack.callback(made.close)
             return made
 

@@ -16,35 +16,35 @@ from headrace.actors.weights.transports.protocol import (
     WeightTransferError,
 )
 from headrace.tests.actors.weights.transports.sample_weights import plan_of, publish, weights
-from headrace.tests.actors.weights.transports.transport_peers import Crew, outcome
+from headrace.tests.actors.weights.transports.transport_peers import PeerGroup, outcome
 
 LASTING = ("ipc", "store", "disk")
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 256, 1 << 20])
-def test_versions_arrive_whole_in_all_workers(crew: Callable[..., Crew], kind: str, bucket_bytes: int) -> None:
-    peers = crew(kind)
+def test_versions_arrive_whole_in_all_workers(group: Callable[..., PeerGroup], kind: str, bucket_bytes: int) -> None:
+    peers = group(kind)
     for version in (1, 2, 5, 6):
         assert set(peers.update(version, bucket_bytes)) == {"whole"}
 
 
-def test_many_megabytes(crew: Callable[..., Crew], kind: str) -> None:
-    peers = crew(kind)
+def test_many_megabytes(group: Callable[..., PeerGroup], kind: str) -> None:
+    peers = group(kind)
     for version in (1, 2, 3):
         peers.update(version, 1 << 20, rows=150_000)  # 9.6 MB in tensors of 4.8
 
 
-def test_any_subset_of_engines(crew: Callable[..., Crew], kind: str) -> None:
-    peers = crew(kind)
+def test_any_subset_of_engines(group: Callable[..., PeerGroup], kind: str) -> None:
+    peers = group(kind)
     peers.update(1, 256)
     peers.update(2, 256, groups=peers.groups[1:])
     peers.update(3, 256, groups=peers.groups[:1])
     peers.update(4, 256)
 
 
-def test_the_same_version_again(crew: Callable[..., Crew], kind: str) -> None:
+def test_the_same_version_again(group: Callable[..., PeerGroup], kind: str) -> None:
     """After an update that failed in the middle, and after one that went well."""
-    peers = crew(kind)
+    peers = group(kind)
     peers.update(1, 256)
     named = weights(2)
     plan = plan_of(named, 256)
@@ -65,8 +65,8 @@ def test_the_same_version_again(crew: Callable[..., Crew], kind: str) -> None:
     peers.update(3, 256)
 
 
-def test_deltas(crew: Callable[..., Crew], kind: str) -> None:
-    peers = crew(kind)
+def test_deltas(group: Callable[..., PeerGroup], kind: str) -> None:
+    peers = group(kind)
     peers.update(1, 1024)
     # rows=50 of two seeds differ nearly everywhere, so versions of one seed are made to differ in a few places.
     old = weights(1)
@@ -87,8 +87,8 @@ def test_deltas(crew: Callable[..., Crew], kind: str) -> None:
     assert set(peers.update(4, 1024, base=None)) == {"whole"}
 
 
-def test_a_delta_without_its_base_is_refused(crew: Callable[..., Crew], kind: str) -> None:
-    peers = crew(kind, 5.0)
+def test_a_delta_without_its_base_is_refused(group: Callable[..., PeerGroup], kind: str) -> None:
+    peers = group(kind, 5.0)
     peers.update(1, 256)
     peers.update(2, 256, groups=peers.groups[:1])
     named = weights(3)
@@ -107,8 +107,8 @@ def test_a_delta_without_its_base_is_refused(crew: Callable[..., Crew], kind: st
 
 
 @pytest.mark.parametrize("kind", LASTING)
-def test_who_comes_late_reads_the_last_two_versions(crew: Callable[..., Crew], kind: str) -> None:
-    peers = crew(kind)
+def test_who_comes_late_reads_the_last_two_versions(group: Callable[..., PeerGroup], kind: str) -> None:
+    peers = group(kind)
     updates = []
     for version in (1, 2, 3):
         named = weights(version)
@@ -124,8 +124,8 @@ def test_who_comes_late_reads_the_last_two_versions(crew: Callable[..., Crew], k
     assert "(any more)" in late.call("prepare", updates[2]).error
 
 
-def test_without_staging_tensors_come_as_they_are_whole(crew: Callable[..., Crew], kind: str) -> None:
-    peers = crew(kind)
+def test_without_staging_tensors_come_as_they_are_whole(group: Callable[..., PeerGroup], kind: str) -> None:
+    peers = group(kind)
     for worker in (0, 1):
         peers.workers["engine-1", worker].call("choose", "none").expect()
     for version, ahead, bucket_bytes in ((1, False, 128), (2, True, 128), (3, True, 1 << 20)):
@@ -144,8 +144,8 @@ def test_without_staging_tensors_come_as_they_are_whole(crew: Callable[..., Crew
         peers.commit(version, peers.groups[:1])
 
 
-def test_what_goes_wrong_ahead_of_the_reader_is_raised_to_it(crew: Callable[..., Crew], kind: str) -> None:
-    peers = crew(kind)
+def test_what_goes_wrong_ahead_of_the_reader_is_raised_to_it(group: Callable[..., PeerGroup], kind: str) -> None:
+    peers = group(kind)
     for worker in (0, 1):
         peers.workers["engine-1", worker].call("choose", "none").expect()
     named = weights(1)
@@ -164,9 +164,9 @@ def test_what_goes_wrong_ahead_of_the_reader_is_raised_to_it(crew: Callable[...,
         assert "changed its mind" in peer.answer().error
 
 
-def test_a_drop_ends_a_reception(crew: Callable[..., Crew], kind: str) -> None:
+def test_a_drop_ends_a_reception(group: Callable[..., PeerGroup], kind: str) -> None:
     """Before the sender has begun to send, and in the middle."""
-    peers = crew(kind)
+    peers = group(kind)
     peers.update(1, 256)
     named = weights(2)
     plan = plan_of(named, 256)
@@ -208,8 +208,8 @@ def test_calls_out_of_order(sender_config: Callable[..., SenderConfig], kind: st
         sender.close()
 
 
-def test_an_engine_that_takes_no_part(crew: Callable[..., Crew], kind: str) -> None:
-    peers = crew(kind)
+def test_an_engine_that_takes_no_part(group: Callable[..., PeerGroup], kind: str) -> None:
+    peers = group(kind)
     update = peers.sender.begin(1, plan_of(weights(1), 256), (ReceiverGroup("engine-1", 1),))
     for number, (engine, worker) in enumerate((("engine-0", 0), ("engine-1", 1))):
         error = peers.workers[engine, worker].call("prepare", update).error

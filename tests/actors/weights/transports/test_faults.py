@@ -22,7 +22,7 @@ from headrace.tests.actors.weights.transports.sample_weights import plan_of, pub
 from headrace.tests.actors.weights.transports.transport_peers import (
     GRACE_S,
     Answer,
-    Crew,
+    PeerGroup,
     PeerProcess,
     SenderHost,
     outcome,
@@ -35,7 +35,7 @@ LASTING = ("ipc", "store", "disk")
 
 
 def one_update(
-    peers: Crew, version: int, during: Callable[[], None] | None = None, **how: object
+    peers: PeerGroup, version: int, during: Callable[[], None] | None = None, **how: object
 ) -> tuple[Answer, dict[tuple[str, int], Answer | None]]:
     """What sending, and preparing in each worker, came to (None: it is dead). during: called when all have begun."""
     named = weights(version, ROWS)
@@ -83,9 +83,9 @@ def dice(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(request.node.name)
 
 
-def test_a_receiver_is_killed(crew: Callable[..., Crew], kind: str, dice: random.Random) -> None:
+def test_a_receiver_is_killed(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
     bound_s = 3.0
-    peers = crew(kind, bound_s)
+    peers = group(kind, bound_s)
     version = 0
     peers.update(version := version + 1, BUCKET_BYTES)
     for _ in range(TIMES):
@@ -112,8 +112,8 @@ def test_a_receiver_is_killed(crew: Callable[..., Crew], kind: str, dice: random
     peers.update(version + 1, BUCKET_BYTES)
 
 
-def test_a_receiver_that_dies_on_the_way_is_missed_at_once(crew: Callable[..., Crew]) -> None:
-    peers = crew("collective", 60.0)
+def test_a_receiver_that_dies_on_the_way_is_missed_at_once(group: Callable[..., PeerGroup]) -> None:
+    peers = group("collective", 60.0)
     peers.update(1, BUCKET_BYTES)
     victim = peers.workers["engine-1", 0]
 
@@ -128,18 +128,18 @@ def test_a_receiver_that_dies_on_the_way_is_missed_at_once(crew: Callable[..., C
     peers.update(3, BUCKET_BYTES, groups=peers.groups[:1])
 
 
-def test_the_sender_is_killed(crew: Callable[..., Crew], kind: str, dice: random.Random) -> None:
+def test_the_sender_is_killed(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
     """Receivers say so and go on with the next sender, which finds nothing of the last one in its way."""
     # With store and disk nothing but time tells that a sender is dead.
-    _kill_senders(crew(kind, 1.5), kind, dice, 3 if kind in ("store", "disk") else TIMES)
+    _kill_senders(group(kind, 1.5), kind, dice, 3 if kind in ("store", "disk") else TIMES)
 
 
 @pytest.mark.slow
-def test_the_sender_is_killed_ten_times(crew: Callable[..., Crew], kind: str, dice: random.Random) -> None:
-    _kill_senders(crew(kind, 3.0), kind, dice, TIMES)
+def test_the_sender_is_killed_ten_times(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
+    _kill_senders(group(kind, 3.0), kind, dice, TIMES)
 
 
-def _kill_senders(peers: Crew, kind: str, dice: random.Random, times: int) -> None:
+def _kill_senders(peers: PeerGroup, kind: str, dice: random.Random, times: int) -> None:
     bound_s = peers.config.timeout_s
     peers.sender.close()
     for number in range(times):
@@ -189,9 +189,9 @@ def losing(sender: Sender, bucket: int) -> Iterator[None]:
         sender._send = original
 
 
-def test_a_bucket_is_lost(crew: Callable[..., Crew], kind: str, dice: random.Random) -> None:
+def test_a_bucket_is_lost(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
     bound_s = 10.0
-    peers = crew(kind, bound_s)
+    peers = group(kind, bound_s)
     num_buckets = len(plan_of(weights(1, ROWS), BUCKET_BYTES).sizes)
     for number in range(TIMES):
         bucket = dice.randrange(num_buckets)
@@ -207,9 +207,9 @@ def test_a_bucket_is_lost(crew: Callable[..., Crew], kind: str, dice: random.Ran
         peers.update(number + 1, BUCKET_BYTES, rows=ROWS)
 
 
-def test_a_byte_is_flipped(crew: Callable[..., Crew], kind: str, dice: random.Random) -> None:
+def test_a_byte_is_flipped(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
     bound_s = 10.0
-    peers = crew(kind, bound_s)
+    peers = group(kind, bound_s)
     num_buckets = len(plan_of(weights(1, ROWS), BUCKET_BYTES).sizes)
     for number in range(TIMES):
         bucket, where, bit = dice.randrange(num_buckets), dice.random(), 1 << dice.randrange(8)
@@ -228,10 +228,12 @@ def test_a_byte_is_flipped(crew: Callable[..., Crew], kind: str, dice: random.Ra
         peers.update(number + 1, BUCKET_BYTES, rows=ROWS)
 
 
-def test_a_byte_is_flipped_on_the_way_to_one_worker(crew: Callable[..., Crew], kind: str, dice: random.Random) -> None:
+def test_a_byte_is_flipped_on_the_way_to_one_worker(
+    group: Callable[..., PeerGroup], kind: str, dice: random.Random
+) -> None:
     """The others get theirs, though their bytes may come through the damaged one's process."""
     bound_s = 10.0
-    peers = crew(kind, bound_s)
+    peers = group(kind, bound_s)
     named = weights(1, ROWS)
     plan = plan_of(named, BUCKET_BYTES)
     for number in range(TIMES):
@@ -253,17 +255,17 @@ def test_a_byte_is_flipped_on_the_way_to_one_worker(crew: Callable[..., Crew], k
                 assert peer.call("holds", number + 1, ROWS).expect()
 
 
-def test_a_receiver_is_stopped(crew: Callable[..., Crew], kind: str, dice: random.Random) -> None:
+def test_a_receiver_is_stopped(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
     """Longer than the bound: the error names it, the others have the next version, and so has it once it goes on."""
-    _stop(crew(kind, 2.5 if kind == "collective" else 20.0), kind, dice, 3)
+    _stop(group(kind, 2.5 if kind == "collective" else 20.0), kind, dice, 3)
 
 
 @pytest.mark.slow
-def test_a_receiver_is_stopped_ten_times(crew: Callable[..., Crew], kind: str, dice: random.Random) -> None:
-    _stop(crew(kind, 3.0 if kind == "collective" else 20.0), kind, dice, TIMES)
+def test_a_receiver_is_stopped_ten_times(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
+    _stop(group(kind, 3.0 if kind == "collective" else 20.0), kind, dice, TIMES)
 
 
-def _stop(peers: Crew, kind: str, dice: random.Random, times: int) -> None:
+def _stop(peers: PeerGroup, kind: str, dice: random.Random, times: int) -> None:
     bound_s = peers.config.timeout_s
     version = 1
     peers.update(version, BUCKET_BYTES)
@@ -317,9 +319,9 @@ def test_the_rendezvous_s_port_is_taken(sender_config: Callable[..., SenderConfi
     assert raised.value.errno == errno.EADDRNOTAVAIL
 
 
-def test_a_version_that_is_held_is_never_overwritten(crew: Callable[..., Crew]) -> None:
+def test_a_version_that_is_held_is_never_overwritten(group: Callable[..., PeerGroup]) -> None:
     """ipc: who holds on to an old version keeps its bytes; the sender takes other memory and goes on."""
-    peers = crew("ipc", 5.0)
+    peers = group("ipc", 5.0)
     peers.update(1, 256)
     held = peers.workers["engine-1", 1]
     for version in range(2, 7):

@@ -11,7 +11,7 @@ import torch
 
 from headrace.actors.weights.transports.protocol import ReceiverConfig, SenderConfig
 from headrace.tests.actors.weights.transports.sample_weights import plan_of, publish, weights
-from headrace.tests.actors.weights.transports.transport_peers import Crew, outcome
+from headrace.tests.actors.weights.transports.transport_peers import PeerGroup, outcome
 
 pytestmark = pytest.mark.gpu
 OWN = {("engine-0", 0): "cuda:0"}
@@ -28,32 +28,36 @@ CASES = [
 
 
 @pytest.fixture
-def gpu_crew() -> Iterator[Callable[..., Crew]]:
-    made: list[Crew] = []
+def gpu_group() -> Iterator[Callable[..., PeerGroup]]:
+    made: list[PeerGroup] = []
 
-    def build(kind: str, devices: dict[tuple[str, int], str], timeout_s: float = 30.0, staging: str = "full") -> Crew:
+    def build(
+        kind: str, devices: dict[tuple[str, int], str], timeout_s: float = 30.0, staging: str = "full"
+    ) -> PeerGroup:
         if torch.cuda.device_count() < len(set(devices.values()) | {"cuda:0"}):
             pytest.skip("needs two GPUs")
         config = SenderConfig(f"gpu{os.getpid()}-{len(made)}", 1 << 26, timeout_s, device="cuda:0")
-        made.append(Crew(kind, config, ReceiverConfig("", staging, "cuda:0"), devices))  # pyright: ignore[reportArgumentType]
+        made.append(PeerGroup(kind, config, ReceiverConfig("", staging, "cuda:0"), devices))  # pyright: ignore[reportArgumentType]
         return made[-1]
 
     yield build
-    for crew in made:
-        crew.close()
+    for group in made:
+        group.close()
 
 
 @pytest.mark.parametrize(("kind", "devices"), CASES)
-def test_versions_arrive_whole(gpu_crew: Callable[..., Crew], kind: str, devices: dict[tuple[str, int], str]) -> None:
-    peers = gpu_crew(kind, devices)
+def test_versions_arrive_whole(
+    gpu_group: Callable[..., PeerGroup], kind: str, devices: dict[tuple[str, int], str]
+) -> None:
+    peers = gpu_group(kind, devices)
     for version, bucket_bytes, rows in ((1, 64, 50), (2, 1 << 26, ROWS), (3, 1 << 22, ROWS), (4, 256, 50)):
         peers.update(version, bucket_bytes, rows=rows)
     peers.update(5, 256, base=4)
 
 
 @pytest.mark.parametrize(("kind", "devices"), CASES)
-def test_without_staging(gpu_crew: Callable[..., Crew], kind: str, devices: dict[tuple[str, int], str]) -> None:
-    peers = gpu_crew(kind, devices, staging="none")
+def test_without_staging(gpu_group: Callable[..., PeerGroup], kind: str, devices: dict[tuple[str, int], str]) -> None:
+    peers = gpu_group(kind, devices, staging="none")
     for version in (1, 2, 3):
         named = weights(version, ROWS)
         plan = plan_of(named, 1 << 24)
@@ -66,8 +70,10 @@ def test_without_staging(gpu_crew: Callable[..., Crew], kind: str, devices: dict
 
 
 @pytest.mark.parametrize(("kind", "devices"), CASES)
-def test_a_flipped_byte_is_seen(gpu_crew: Callable[..., Crew], kind: str, devices: dict[tuple[str, int], str]) -> None:
-    peers = gpu_crew(kind, devices, 10.0)
+def test_a_flipped_byte_is_seen(
+    gpu_group: Callable[..., PeerGroup], kind: str, devices: dict[tuple[str, int], str]
+) -> None:
+    peers = gpu_group(kind, devices, 10.0)
     named = weights(1, ROWS)
     plan = plan_of(named, 1 << 24)
 
@@ -89,9 +95,9 @@ def test_a_flipped_byte_is_seen(gpu_crew: Callable[..., Crew], kind: str, device
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize(("kind", "devices"), CASES[:2] + CASES[3:])
 def test_a_lost_receiver_is_named(
-    gpu_crew: Callable[..., Crew], kind: str, devices: dict[tuple[str, int], str], how: signal.Signals
+    gpu_group: Callable[..., PeerGroup], kind: str, devices: dict[tuple[str, int], str], how: signal.Signals
 ) -> None:
-    peers = gpu_crew(kind, devices, 5.0)
+    peers = gpu_group(kind, devices, 5.0)
     peers.update(1, 1 << 22, rows=ROWS)
     lost = peers.workers["engine-0", 0]
     named = weights(2, ROWS)

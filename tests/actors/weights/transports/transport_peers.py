@@ -1,4 +1,4 @@
-"""Shared by the transports' tests: processes that receive or send, and crews of them."""
+"""Shared by the transports' tests: processes that receive or send, and groups of them."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ class SenderHost:
         self._sender.close()
 
 
-class Crew:
+class PeerGroup:
     """A sender in this process and two engines of two workers each in others."""
 
     def __init__(
@@ -311,7 +311,7 @@ class Crew:
 
 
 _RESTING: list[PeerProcess] = []
-"""Workers of crews that are closed: a process takes a second to start."""
+"""Workers of groups that are closed: a process takes a second to start."""
 
 
 def _rest(peer: PeerProcess) -> None:

@@ -1,7 +1,7 @@
 """The megatron backend on two GPUs over NCCL, without the CPU shim: float32 as by hand, bfloat16 close to it.
 
-Needs no Ray: `mkdir -p .pyright && ln -sfn .. .pyright/headrace`, then
-`PYTHONPATH=.pyright python -m pytest tests/trainers/megatron/test_gpu.py -m gpu` where megatron-core is installed.
+Needs no Ray: `mkdir -p .pyright && ln -sfn .. .pyright/headrace`, then, where megatron-core is installed,
+`PYTHONPATH=.pyright python -m pytest tests/trainers/backends/megatron/test_gpu.py -m gpu`.
 """
 
 from __future__ import annotations
