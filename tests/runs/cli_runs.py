@@ -1,0 +1,84 @@
+"""Runs of the command line for tests: small ones of the quickstart, as separate processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = (
+    "warmup.steps=10",
+    "trainer.schedule=constant",
+    "algorithm.prompts_per_step=8",
+    "validation.num_prompts=16",
+    "logging.tensorboard=false",
+)
+
+
+def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+    """`headrace train examples/quickstart.yaml` in the background, small, in `run_dir`."""
+    # Tests that a shell has started in the background ignore SIGINT, and so would what they start.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "headrace.cli", "train"]
+    return subprocess.Popen(
+        [*command, str(ROOT / "examples" / "quickstart.yaml"), f"run.dir={run_dir}", *SMALL, *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=run_dir.parent,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+
+
+def run(run_dir: Path, *overrides: str, timeout_s: float = 240) -> tuple[int, str]:
+    """Exit code and output of a small run."""
+    process = start(run_dir, *overrides)
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, output
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    """The lines of metrics.jsonl."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be being written
+
+
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str], timeout_s: float = 180) -> None:
+    """Return when the run has logged `step`; raise when it ends or stands still before."""
+    deadline = time.monotonic() + timeout_s
+    while not any(line["step"] >= step for line in metrics(run_dir)):
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(f"the run did not reach step {step}:\n{process.communicate()[0]}")
+        time.sleep(0.2)
+
+
+def actors(run_dir: Path) -> dict[str, psutil.Process]:
+    """The run's actors by name, but for those that are gone and not replaced yet."""
+    found = {}
+    for actor in json.loads((run_dir / "actors.json").read_text())["actors"]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[actor["name"]] = psutil.Process(actor["pid"])
+    return found
+
+
+def shared_memory(run_dir: Path) -> list[str]:
+    """What the run has in /dev/shm."""
+    run_id = json.loads((run_dir / "actors.json").read_text())["run_id"]
+    return [path.name for path in Path("/dev/shm").iterdir() if run_id in path.name]
+
+
+def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Every process below the run's own."""
+    return psutil.Process(process.pid).children(recursive=True)

@@ -1,0 +1,65 @@
+"""The whole system through the command line: stores agree, ranks agree, the driver stays light, resume goes on."""
+
+import json
+
+import pytest
+
+from headrace.tests.runs import cli_runs as runs
+
+FIGURES = ("reward/mean", "train/loss", "train/grad_norm", "rollout/response_length_mean", "policy/version")
+
+
+def steps_of(run_dir):
+    return [line for line in runs.metrics(run_dir) if "event" not in line and "reward/mean" in line]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [("shm", "simple"), ("local", "shm", "ray", "simple")])
+def test_stores_give_identical_metrics(tmp_path, kinds):
+    seen = {}
+    for kind in kinds:
+        run_dir = tmp_path / kind
+        code, output = runs.run(run_dir, f"dataplane.store.kind={kind}", "algorithm.steps=5")
+        assert code == 0, output
+        assert runs.metrics(run_dir)[-1]["event"] == "finished"
+        seen[kind] = [[line[name] for name in FIGURES] for line in steps_of(run_dir)]
+        assert len(seen[kind]) == 5
+    assert all(figures == seen["shm"] for figures in seen.values())
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks_with_log_prob_passes_and_a_light_driver(tmp_path):
+    run_dir = tmp_path / "run"
+    code, output = runs.run(
+        run_dir, "trainer.dp=2", "algorithm.steps=4", "algorithm.prev_logprobs=recompute", "loss.kl_coef=0.01",
+        "dataplane.integrity=verify", "run.trace_step=3",
+        "algorithm.prompts_per_step=16",  # 128 rows: plan, sync and reports cost the same few KB for any number
+    )  # fmt: skip
+    assert code == 0, output
+    lines = steps_of(run_dir)
+    assert all(0 < line["driver/bytes_per_row"] < 100 for line in lines)
+    assert all(line["dataplane/bytes_put"] > 0 and line["dataplane/bytes_got"] > 0 for line in lines)
+    assert [line["policy/version"] for line in lines] == [1, 2, 3, 4]
+    assert abs(lines[0]["train/reference_kl"]) < 1e-5 and lines[-1]["train/reference_kl"] > 0
+    names = {event["args"]["name"] for event in json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+             if event["ph"] == "M" and event["name"] == "process_name"}  # fmt: skip
+    assert {"driver", "rollout 0", "train worker 0", "train worker 1"} <= names
+    assert "<svg" in (report := (run_dir / "report.html").read_text()) or "data:image/png" in report
+    assert "http://" not in report.replace("http://www.w3.org", "") and "https://" not in report
+
+
+@pytest.mark.slow  # a resume that equals the whole run is also in test_kill_drill
+@pytest.mark.timeout(600)
+def test_resume_goes_on_where_the_checkpoint_stands(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    code, output = runs.run(whole, "algorithm.steps=6", "run.checkpoint_every=3")
+    assert code == 0, output
+    code, output = runs.run(parts, "algorithm.steps=3", "run.checkpoint_every=3")
+    assert code == 0, output
+    code, output = runs.run(parts, "algorithm.steps=6", "run.checkpoint_every=3")
+    assert code == 2 and "already holds a run" in output
+    code, output = runs.run(parts, "algorithm.steps=6", "run.checkpoint_every=3", "--resume")
+    assert code == 0, output
+    after = [[line[name] for name in FIGURES] for line in steps_of(parts)[3:]]
+    assert after == [[line[name] for name in FIGURES] for line in steps_of(whole)[3:]]

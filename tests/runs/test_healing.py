@@ -1,0 +1,116 @@
+"""kill -9 of a rollout actor or an engine of a run: another takes its place, nothing is trained on twice or lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from headrace.tests.runs import cli_runs as runs
+from headrace.tests.runs.test_end_to_end import steps_of
+
+STEPS = 30
+
+
+def kill(run_dir: Path, process, name: str) -> None:
+    [target] = [found for actor, found in runs.actors(run_dir).items() if actor == name]
+    assert target in runs.descendants(process)  # never a process that this test's run did not start
+    os.kill(target.pid, signal.SIGKILL)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
+def test_a_killed_rollout_actor_is_replaced(tmp_path: Path, mode: str) -> None:
+    """Its engine lives in it: the new one has the version of the others before it answers."""
+    run_dir = tmp_path / "run"
+    process = runs.start(
+        run_dir, f"algorithm.mode={mode}", f"algorithm.steps={STEPS}", "rollout.num_engines=2", "validation.every=0"
+    )
+    runs.wait_for_step(run_dir, 2, process)
+    kill(run_dir, process, "rollout 1")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    steps = steps_of(run_dir)
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert steps[-1]["rollout/actors_replaced"] == 1 and steps[-1]["sync/engines"] == 2
+    assert all(step["train/sequences"] == 8 * 8 and step["rollout/failed_rows"] == 0 for step in steps)
+    assert max(step["staleness/max"] for step in steps) <= (1 if mode == "async" else 0)
+    assert steps[-1]["dataplane/leased_rows"] == 0
+    assert "rollout 1" in output and "replaced" in output
+    assert not runs.shared_memory(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_killed_engine_is_replaced(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = runs.start(
+        run_dir, "rollout.num_actors=1", "rollout.num_engines=2", f"algorithm.steps={STEPS}", "validation.every=0"
+    )
+    runs.wait_for_step(run_dir, 2, process)
+    kill(run_dir, process, "engine 1")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    steps = steps_of(run_dir)
+    assert len(steps) == STEPS and steps[-1]["rollout/actors_replaced"] == 1
+    assert min(step["sync/engines"] for step in steps) <= 2 and steps[-1]["sync/engines"] == 2
+    assert all(step["rollout/failed_rows"] == 0 for step in steps), "its requests went to the other"
+    assert not runs.shared_memory(run_dir)
+
+
+@pytest.mark.timeout(400)
+def test_train_workers_are_restarted_under_the_rollouts(tmp_path: Path) -> None:
+    """Engines keep their weights, and workers catch up with them: no version is served twice, no group made twice."""
+    run_dir = tmp_path / "run"
+    process = runs.start(
+        run_dir, "algorithm.mode=async", f"algorithm.steps={STEPS}", "rollout.num_engines=2", "trainer.dp=2",
+        "run.checkpoint_every=3", "validation.every=5", "validation.background=true",
+    )  # fmt: skip
+    runs.wait_for_step(run_dir, 5, process)
+    before = {name: found.pid for name, found in runs.actors(run_dir).items()}
+    kill(run_dir, process, "train worker 1")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert "train worker 1" in output and "the train workers alone are restarted, the rollouts go on" in output
+    after = {actor["name"]: actor["pid"] for actor in json.loads((run_dir / "actors.json").read_text())["actors"]}
+    changed = {name for name, pid in before.items() if after[name] != pid}
+    assert changed == {"train worker 0", "train worker 1"}
+    lines = runs.metrics(run_dir)
+    [at] = [index for index, line in enumerate(lines) if line.get("event") == "resumed"]
+    first, again = lines[at]["step"], [line for line in lines[at:] if "reward/mean" in line]
+    assert first > 0 and [line["step"] for line in again] == list(range(first + 1, STEPS + 1))
+    done = {line["step"]: line for line in lines[:at] if "reward/mean" in line}
+    twice = [line for line in again if line["step"] in done]
+    assert twice and sum(line.get("rollout/restored_rows", 0) for line in again) >= 8 * 8 * len(twice)
+    for line in twice:
+        assert line["sync/bytes"] == 0 and line["reward/mean"] == done[line["step"]]["reward/mean"]
+    for line in again:
+        assert line["train/sequences"] == 8 * 8 and 0 <= line["staleness/max"] <= 1
+    assert again[-1]["run/restarts"] == 1 and again[-1]["rollout/actors_replaced"] == 0
+    assert again[-1]["dataplane/leased_rows"] == 0
+    versions = [line["val/version"] for line in lines if "val/version" in line]
+    assert versions == sorted(set(versions))
+    assert not runs.shared_memory(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_rollout_actor_that_hangs_is_replaced(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = runs.start(
+        run_dir, "algorithm.mode=async", f"algorithm.steps={STEPS}", "rollout.num_engines=2", "validation.every=0",
+        "resources.stage_timeout_s=20", "sync.timeout_s=5",
+    )  # fmt: skip
+    runs.wait_for_step(run_dir, 2, process)
+    hanging = runs.actors(run_dir)["rollout 1"]
+    hanging.suspend()
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    steps = steps_of(run_dir)
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert steps[-1]["rollout/actors_replaced"] == 1 and steps[-1]["run/restarts"] == 0
+    assert "no answer within 20 s from rollout 1" in output
+    assert not hanging.is_running()

@@ -1,0 +1,61 @@
+"""kill -9 of a whole run, and its resume: the steps taken again are the same ones, from the journal's groups."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import psutil
+import pytest
+
+from headrace.actors.rollout.journal_records import read_heads
+from headrace.tests.runs import cli_runs as runs
+from headrace.tests.runs.test_end_to_end import FIGURES, steps_of
+
+GROUPS, ROWS = 8, 8
+"""Prompts a step, and samples a prompt."""
+EVERY = 5
+"""Steps between checkpoints: the kill comes two steps behind the second, so that it has steps to take again, and has
+trimmed before."""
+OPTIONS = ("validation.every=0", f"run.checkpoint_every={EVERY}", f"algorithm.group_size={ROWS}")
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_run_takes_its_steps_again_without_generating(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = runs.start(run_dir, *OPTIONS, "algorithm.steps=100000")
+    runs.wait_for_step(run_dir, 2 * EVERY + 2, process)
+    kill_all(process, run_dir)
+    before = {line["step"]: line for line in steps_of(run_dir)}
+    resumed_steps = max(before) + 2
+    code, output = runs.run(run_dir, *OPTIONS, f"algorithm.steps={resumed_steps}", "--resume")
+    assert code == 0, output
+    lines = runs.metrics(run_dir)
+    [at] = [index for index, line in enumerate(lines) if line.get("event") == "resumed"]
+    after = {line["step"]: line for line in lines[at:] if "reward/mean" in line}
+    first = lines[at]["step"]
+    assert first == max(before) // EVERY * EVERY and list(after) == list(range(first + 1, resumed_steps + 1))
+    again = after.keys() & before.keys()
+    assert again, "killed right behind a checkpoint: nothing was taken again"
+    for step in again:
+        assert after[step]["rollout/restored_rows"] == GROUPS * ROWS, "generated again"
+        assert after[step]["staleness/max"] == 0
+        assert [after[step][name] for name in FIGURES] == pytest.approx(
+            [before[step][name] for name in FIGURES], rel=1e-6
+        )
+    assert after[resumed_steps]["rollout/restored_rows"] == 0
+    covered = resumed_steps // EVERY * EVERY * GROUPS
+    kept = {head.position for path in (run_dir / "journal").iterdir() for _, head in read_heads(path, 0)[0]}
+    assert kept == set(range(covered, resumed_steps * GROUPS)), "what the last checkpoint does not cover"
+
+
+def kill_all(process, run_dir: Path) -> None:
+    """kill -9 of every process of a run, and the end of its shared memory, as of a host's."""
+    family = [*runs.descendants(process), psutil.Process(process.pid)]
+    left = runs.shared_memory(run_dir)
+    for one in family:
+        one.kill()
+    process.communicate(timeout=60)
+    psutil.wait_procs(family, timeout=30)
+    for name in left:
+        shutil.rmtree(Path("/dev/shm") / name, ignore_errors=True)

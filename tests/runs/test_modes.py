@@ -1,0 +1,98 @@
+"""The controllers in the whole system: streaming gives the gradients of sync, async keeps its staleness bound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.tests.runs import cli_runs as runs
+from headrace.tests.runs.test_end_to_end import steps_of
+
+SHORT = ("validation.every=0", "algorithm.steps=3")
+
+
+def figures(line: dict[str, float]) -> list[float]:
+    return [line["reward/mean"], line["train/loss"], line["train/grad_norm"]]
+
+
+def test_streaming_gives_the_gradients_of_sync(tmp_path: Path) -> None:
+    found = {}
+    for mode in ("sync", "streaming"):
+        code, output = runs.run(tmp_path / mode, *SHORT, f"algorithm.mode={mode}", "trainer.dp=2", "loss.kl_coef=0.01")
+        assert code == 0, output
+        found[mode] = steps_of(tmp_path / mode)
+    for alone, chunked in zip(found["sync"], found["streaming"], strict=True):
+        assert figures(chunked) == pytest.approx(figures(alone), rel=1e-6, abs=1e-6)
+        assert alone["staleness/max"] == chunked["staleness/max"] == 0
+
+
+@pytest.mark.parametrize(("staleness", "in_flight"), [(0, "keep"), pytest.param(2, "abort", marks=pytest.mark.slow)])
+def test_async_stays_within_its_staleness(tmp_path: Path, staleness: int, in_flight: str) -> None:
+    run_dir = tmp_path / "run"
+    code, output = runs.run(
+        run_dir, "validation.every=3", "algorithm.steps=6", "algorithm.mode=async",
+        f"algorithm.max_staleness={staleness}", f"sync.in_flight={in_flight}",
+    )  # fmt: skip
+    assert code == 0, output
+    steps = steps_of(run_dir)
+    seen = [step["staleness/max"] for step in steps]
+    assert len(steps) == 6 and max(seen) <= staleness
+    assert all(step["rollout/failed_rows"] == 0 for step in steps), "what is cut off goes on"
+    if staleness:
+        assert max(seen) > 0 and steps[0]["queue/groups_in_flight"] == 2 * 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_deterministic_run_repeats_figure_by_figure(tmp_path: Path) -> None:
+    found = []
+    for name in ("first", "second"):
+        code, output = runs.run(
+            tmp_path / name, *SHORT, "algorithm.mode=async", "run.deterministic=true", "sync.in_flight=keep",
+            "rollout.num_engines=2", "algorithm.dynamic_sampling.enabled=true",
+        )  # fmt: skip
+        assert code == 0, output
+        steps = steps_of(tmp_path / name)
+        assert steps[-1]["staleness/max"] == 1
+        found.append([figures(step) + [step["rollout/groups_dropped"]] for step in steps])
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow  # background validation also runs in test_healing
+def test_validation_in_the_background_keeps_the_best_and_ends_at_the_target(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    code, output = runs.run(
+        run_dir, "algorithm.mode=async", "algorithm.steps=50", "validation.every=2", "validation.background=true",
+        "validation.stop_at=0.0", "run.keep_best=true",
+    )  # fmt: skip
+    assert code == 0, output
+    lines = [line for line in runs.metrics(run_dir) if "val/exact_match" in line]
+    assert [(line["step"], line["val/version"]) for line in lines] == [(0, 0)]
+    assert (run_dir / "best" / "config.json").exists() and (run_dir / "best.json").exists()
+
+    run_dir = tmp_path / "longer"
+    code, output = runs.run(
+        run_dir, "algorithm.mode=streaming", "algorithm.steps=5", "validation.every=2", "validation.background=true"
+    )
+    assert code == 0, output
+    lines = [line for line in runs.metrics(run_dir) if "val/exact_match" in line]
+    assert [(line["step"], line["val/version"]) for line in lines] == [(0, 0), (3, 2), (5, 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_recorded_run_is_trained_again_without_an_engine(tmp_path: Path) -> None:
+    """Rollouts that overlap the training as timing has it; other loss, same groups."""
+    options = (*SHORT, "algorithm.mode=async", "sync.in_flight=keep", "algorithm.dynamic_sampling.enabled=true")
+    recorded, replayed, other = (tmp_path / name for name in ("recorded", "replayed", "other"))
+    code, output = runs.run(recorded, *options, "run.record=true", "run.checkpoint_every=1")
+    assert code == 0, output
+    code, output = runs.run(replayed, *options, f"run.replay={recorded}", "trainer.dp=2")
+    assert code == 0, output
+    for was, now in zip(steps_of(recorded), steps_of(replayed), strict=True):
+        assert figures(now) == pytest.approx(figures(was), rel=1e-4, abs=1e-5)
+        assert now["staleness/mean"] == was["staleness/mean"]
+        assert now["rollout/groups_dropped"] == was["rollout/groups_dropped"]
+    code, output = runs.run(other, *options, f"run.replay={recorded}", "run.seed=1")
+    assert code == 1 and "holds no group of the" in output, output

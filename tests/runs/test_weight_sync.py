@@ -1,0 +1,95 @@
+"""Weight sync in the whole system: after every step each engine's log-probs are those of the trainer's own export."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from headrace.tests.runs import weight_sync_runs as runs
+from headrace.trainers.grpo import steps as grpo
+
+HF, VLLM = ("rollout.engine=hf",), ("rollout.engine=vllm", "rollout.kv_cache_mib=32")
+MEGATRON = ("trainer.backend=megatron", "trainer.packing=packed")
+CASES = {
+    # name: (model, overrides, steps)
+    "fsdp dp2 -> 2 hf, ipc": ("tied", (*HF, "trainer.dp=2", "rollout.num_engines=2", "sync.transport=ipc"), 6),
+    "fsdp -> 2 hf, collective delta": (
+        "untied", (*HF, "rollout.num_engines=2", "sync.transport=collective", "sync.delta=true"), 6,
+    ),
+    "fsdp tp2 -> hf, store": ("tied", (*HF, "trainer.tp=2", "sync.transport=store"), 20),
+    "fsdp dp2 -> hf, disk delta": ("untied", (*HF, "trainer.dp=2", "sync.transport=disk", "sync.delta=true"), 20),
+    "fsdp -> hf, ipc delta": ("tied", (*HF, "sync.transport=ipc", "sync.delta=true"), 20),
+    "fsdp -> hf, store delta": ("tied", (*HF, "sync.transport=store", "sync.delta=true"), 20),
+    "megatron tp2 -> hf, collective": ("tied", (*HF, *MEGATRON, "trainer.tp=2", "sync.transport=collective"), 20),
+    "megatron pp2 -> hf, ipc": ("untied", (*HF, *MEGATRON, "trainer.pp=2", "sync.transport=ipc"), 20),
+    "megatron ep2 moe -> hf, ipc": (
+        "moe", (*HF, *MEGATRON, "trainer.dp=2", "trainer.ep=2", "sync.transport=ipc"), 20,
+    ),
+    "fsdp -> vllm, ipc": ("tied", (*VLLM, "sync.transport=ipc"), 6),
+    "fsdp dp2 -> vllm tp2, collective": (
+        "untied", (*VLLM, "trainer.dp=2", "rollout.tp=2", "sync.transport=collective"), 20,
+    ),
+    "fsdp tp2 -> vllm, store": ("tied", (*VLLM, "trainer.tp=2", "sync.transport=store"), 20),
+    "megatron tp2 -> vllm tp2, ipc delta": (
+        "tied", (*VLLM, *MEGATRON, "trainer.tp=2", "rollout.tp=2", "sync.transport=ipc", "sync.delta=true"), 20,
+    ),
+    "megatron pp2 -> vllm, disk": ("untied", (*VLLM, *MEGATRON, "trainer.pp=2", "sync.transport=disk"), 20),
+    "megatron ep2 moe -> vllm, collective": (
+        "moe", (*VLLM, *MEGATRON, "trainer.dp=2", "trainer.ep=2", "sync.transport=collective"), 20,
+    ),
+    "fsdp moe -> vllm tp2, ipc": ("moe", (*VLLM, "rollout.tp=2", "sync.transport=ipc"), 20),
+}  # fmt: skip
+ALWAYS = ("fsdp dp2 -> 2 hf, ipc", "fsdp -> 2 hf, collective delta", "fsdp -> vllm, ipc")
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not here: make vllm")
+
+
+def _marked(name):
+    marks = [] if name in ALWAYS else [pytest.mark.slow]
+    marks += [pytest.mark.vllm, needs_vllm] if "vllm" in name else []
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [_marked(name) for name in CASES])
+def test_every_engine_has_the_trainers_weights_after_every_sync(tmp_path: Path, name: str) -> None:
+    kind, overrides, steps = CASES[name]
+    folder = runs.model_folder(tmp_path / "model", kind)
+    state = grpo.State()
+    with runs.run(tmp_path / "run", folder, *overrides) as run:
+        before = runs.trainer_model(run, tmp_path / "export")
+        for number in range(1, steps + 1):
+            report = runs.step(run, state)
+            assert (report.version, report.engines, report.left_out) == (number, len(run.engines.engines), 0)
+            assert report.gathers == 1, "one gather serves all engines"
+            model = runs.trainer_model(run, tmp_path / "export")
+            for engine in run.engines.engines:
+                answers = runs.engine_logprobs(engine, f"{number}")
+                assert all(set(versions) == {number} for _, _, versions in answers)
+                assert runs.difference(model, answers) < 1e-3
+                assert runs.difference(before, answers) > 1e-3, "the step moved the weights"
+            before = model
+
+
+@pytest.mark.timeout(300)
+def test_a_subset_is_synced_and_the_others_catch_up_without_the_trainer(tmp_path: Path) -> None:
+    folder = runs.model_folder(tmp_path / "model", "tied")
+    overrides = (*HF, "rollout.num_engines=2", "sync.transport=ipc")
+    state = grpo.State()
+    with runs.run(tmp_path / "run", folder, *overrides) as run:
+        runs.step(run, state)
+        first, second = run.engines.engines
+        old = runs.trainer_model(run, tmp_path / "old")
+        run.engines.leave_out(second, "set aside by the test")
+        state.version += 1
+        report = run.weights.sync(state.version, [first])
+        assert (report.engines, report.left_out) == (1, 1)
+        assert (first.version, second.version) == (2, 1)
+        assert runs.difference(old, runs.engine_logprobs(second, "old")) < 1e-3, "the one set aside still serves 1"
+        run.weights.catch_up(second)
+        assert (second.version, second.left_out) == (2, "")
+        model = runs.trainer_model(run, tmp_path / "new")
+        answers = runs.engine_logprobs(second, "new")
+        assert runs.difference(model, answers) < 1e-3
+        assert all(set(versions) == {2} for _, _, versions in answers)

@@ -1,0 +1,117 @@
+"""Runs for tests of weight sync: real actors, real steps, after each the engines held against the trainer's export."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from headrace.actors.engines.calls import GenerateCall, GenerateReply
+from headrace.actors.engines.protocol import SamplingParams
+from headrace.codecs import messages
+from headrace.trainers.base_model.prepare import TINY_QWEN3
+from headrace.trainers.base_model.warmup import make_tokenizer
+from headrace.trainers.cluster.engine_pool import Engine
+from headrace.trainers.config.config import with_run_dir
+from headrace.trainers.config.load import load_config
+from headrace.trainers.grpo import steps as grpo
+from headrace.trainers.grpo.feed import Feed
+from headrace.trainers.observe.trace import Tracer
+from headrace.trainers.run.launch import launched
+
+ROOT = Path(__file__).parent.parent.parent
+PROMPTS = ([5, 9, 12, 4], [7, 7, 3], [10, 11, 5, 6, 8, 9])
+TOKENS = 8
+SMALL = (
+    "warmup.corpus=none",
+    "trainer.schedule=constant",
+    "trainer.lr=0.01",
+    "algorithm.prompts_per_step=4",
+    "algorithm.group_size=4",
+    "algorithm.steps=100",
+    "validation.every=0",
+    "rollout.num_actors=1",
+    "sync.timeout_s=30",
+)
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+
+
+def model_folder(folder: Path, kind: str) -> Path:
+    """A model of the built-in one's size: `tied`, `untied` or `moe`."""
+    torch.manual_seed(3)
+    sizes = {**TINY_QWEN3, "tie_word_embeddings": kind == "tied", "num_key_value_heads": 2, "initializer_range": 0.2}
+    model = (
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **MOE)) if kind == "moe" else Qwen3ForCausalLM(Qwen3Config(**sizes))
+    )
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def run(folder: Path, model: Path, *overrides: str) -> Iterator[grpo.Run]:
+    """The quickstart's actors on `model`, small, ready for `step`."""
+    chosen = [*SMALL, f"model.path={model}", f"run.dir={folder}", *overrides]
+    config = with_run_dir(load_config(ROOT / "examples" / "quickstart.yaml", chosen))
+    folder.mkdir(parents=True, exist_ok=True)
+    with launched(config, str(model), Tracer(0), folder) as started:
+        yield started
+
+
+def step(started: grpo.Run, state: grpo.State) -> Any:
+    """One whole step up to the sync; returns its report."""
+    started.begin_step(state.step + 1)
+    prompts = started.config.algorithm.prompts_per_step
+    feed = Feed(started, state, f"train-{state.step}")
+    feed.top_up()
+    feed.drain()
+    meta = feed.claim(prompts)
+    # Advantages of random answers are mostly 0: give each row one, so that every step moves the weights.
+    moving = np.random.default_rng(state.step).normal(size=len(meta)).astype(np.float32)
+    grpo.ship_plan(started, meta.with_tags(advantage=moving), state.step + 1)
+    grpo.write_logprobs(started)
+    grpo.accumulate(started)
+    grpo.finish(started)
+    feed.settle()
+    state.step, state.version = state.step + 1, state.version + 1
+    report = grpo.sync_weights(started, state)
+    grpo.retire(started, meta)
+    return report
+
+
+def engine_logprobs(engine: Engine, name: str) -> list[tuple[list[int], np.ndarray, list[int]]]:
+    """(tokens, log-probs, versions) of the prompts' sampled answers."""
+    params = SamplingParams(n=1, max_new_tokens=TOKENS, temperature=1.0, seed=5)
+    calls = [GenerateCall(f"probe-{name}-{n}", np.array(ids, np.int32), params) for n, ids in enumerate(PROMPTS)]
+    refs = [engine.peer.handle.generate.remote(messages.encode(call)) for call in calls]
+    found = []
+    for answer in ray.get(refs, timeout=60):
+        [completion] = messages.decode(answer, GenerateReply).completions()
+        found.append((completion.token_ids.tolist(), completion.logprobs, completion.versions.tolist()))
+    return found
+
+
+def trainer_model(started: grpo.Run, folder: Path) -> Any:
+    """The trainer's present weights as a HF model, by its own export."""
+    shutil.rmtree(folder, ignore_errors=True)
+    grpo.export_model(started, str(folder))
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def difference(model: Any, answers: list[tuple[list[int], np.ndarray, list[int]]]) -> float:
+    """The largest difference of a log-prob from the model's own."""
+    worst = 0.0
+    for prompt, (tokens, logprobs, _) in zip(PROMPTS, answers, strict=True):
+        ids = torch.tensor([list(prompt) + tokens])
+        table = torch.log_softmax(model(ids).logits[0].float(), -1)[len(prompt) - 1 : -1]
+        expected = table.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+        worst = max(worst, float(np.abs(expected - logprobs).max()))
+    return worst
