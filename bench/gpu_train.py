@@ -199,7 +199,7 @@ class Served:
 
     def wait_s(self) -> float:
         """Seconds waited for rows since the last call."""
-        return self.reader.figures().wait_s
+        return self.reader.take_metrics().wait_s
 
 
 @contextmanager

@@ -331,7 +331,7 @@ class TrainWorker:
     def _report(self, metrics: dict[str, float]) -> bytes:
         """Figures since the last report."""
         assert self._client is not None and self._reader is not None
-        figures = self._reader.figures()
+        figures = self._reader.take_metrics()
         traced = (*self._spans, *figures.spans) if self._shard is not None and self._shard.traced else ()
         spans = SpanTable.of(traced)
         self._spans.clear()

@@ -213,7 +213,7 @@ def _check_columns(client: Any, step: Step) -> None:
 def _check_failure(results: list[dict[str, Any]]) -> None:
     leader, sibling = (of_rank["fails"] for of_rank in results)
     assert sibling["error"][:2] == ("FloatingPointError", "by chance")
-    assert leader["error"][0] == "ReplicaLost" and "not taken by rank 1: train worker 1 (pid" in leader["error"][1]
+    assert leader["error"][0] == "ReplicaLost" and "not received by rank 1: train worker 1 (pid" in leader["error"][1]
     assert leader["error"][2] < 7
     assert leader["again"][0] == sibling["again"][0] == "ReplicaError"
     for found in (leader, sibling):
