@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import time
@@ -23,6 +22,8 @@ from headrace.actors.engines.remote import RemoteEngine
 from headrace.codecs import messages
 from headrace.tests.actors.weights.weight_updates import Publisher, receiver, scaled
 
+pytestmark = pytest.mark.usefixtures("ray_session")
+
 PROMPT = [5, 6, 7, 13]
 
 
@@ -31,17 +32,6 @@ def slow_script(request_id: str, prompt_ids: Sequence[int], sample: int) -> list
 
 
 SLOW = {"script": "headrace.tests.actors.test_engine_actor:slow_script", "latency_s": 60.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    started = not ray.is_initialized()
-    if started:
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns about its coming default otherwise
-        ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
-    yield
-    if started:
-        ray.shutdown()
 
 
 def start(config: EngineConfig, name: str = "engine 0") -> Any:

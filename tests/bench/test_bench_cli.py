@@ -34,6 +34,7 @@ def test_mistakes_exit_2_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureF
     assert cli.main(["bench"]) == 2
 
 
+@pytest.mark.processes
 def test_transfer_prints_tables_and_leaves_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -47,6 +48,7 @@ def test_transfer_prints_tables_and_leaves_a_report(
     assert (tmp_path / "report.md").exists()
 
 
+@pytest.mark.processes
 def test_starting_the_command_imports_nothing_heavy():
     code = "import sys, headrace.bench.cli; print([m for m in ('torch', 'ray', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -13,6 +13,8 @@ from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.test_end_to_end import FIGURES
 from headrace.trainers.observe.metrics import read_metrics
 
+pytestmark = pytest.mark.drill
+
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(

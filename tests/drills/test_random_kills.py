@@ -17,6 +17,8 @@ from headrace.tests.drills.test_kill_drill import figures_of
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.test_journal_resume import kill_all
 
+pytestmark = pytest.mark.drill
+
 STEPS = 120
 DRILL = (
     "algorithm.mode=async",

@@ -15,6 +15,8 @@ from headrace.tests.runs import weight_sync_runs as runs
 from headrace.trainers.cluster.engine_pool import Engine, NoEngineLeft
 from headrace.trainers.grpo import steps as grpo
 
+pytestmark = pytest.mark.drill
+
 BOUND_S = 4.0
 MARGIN_S = 30.0
 """Of a whole sync beyond its transport's bounds: the driver's own margin, health checks, a second attempt."""

@@ -6,6 +6,8 @@ import pytest
 
 from headrace.tests.runs import cli_runs as runs
 
+pytestmark = pytest.mark.processes
+
 FIGURES = ("reward/mean", "train/loss", "train/grad_norm", "rollout/response_length_mean", "policy/version")
 
 

@@ -17,6 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.trainers.observe.trace_events import complete, crossing, names
 
+pytestmark = pytest.mark.processes
+
 NUM_STEPS = 60
 STANDING = ("rows", "bytes_used", "bytes_reserved", "leased_rows", "oldest_lease_s", "waiting_claims", "waiting_puts")
 

@@ -10,6 +10,8 @@ import pytest
 from headrace.tests.runs import weight_sync_runs as runs
 from headrace.trainers.grpo import steps as grpo
 
+pytestmark = pytest.mark.processes
+
 HF, VLLM = ("rollout.engine=hf",), ("rollout.engine=vllm", "rollout.kv_cache_mib=32")
 MEGATRON = ("trainer.backend=megatron", "trainer.packing=packed")
 CASES = {

@@ -4,7 +4,6 @@ actors of which some die."""
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import pickle
 from collections.abc import Iterator
@@ -30,17 +29,9 @@ from headrace.tests.actors.weights.weight_updates import Publisher, receiver, sc
 
 
 @pytest.fixture(scope="module")
-def plane() -> Iterator[DataPlane]:
-    started = not ray.is_initialized()
-    if started:
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns about its coming default otherwise
-        ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
-    try:
-        with open_data_plane(DataPlaneConfig(store=StoreConfig(kind="local"))) as opened:
-            yield opened
-    finally:
-        if started:
-            ray.shutdown()
+def plane(ray_session: None) -> Iterator[DataPlane]:
+    with open_data_plane(DataPlaneConfig(store=StoreConfig(kind="local"))) as opened:
+        yield opened
 
 
 def setup(model_folder: str, plane: DataPlane) -> RolloutSetup:

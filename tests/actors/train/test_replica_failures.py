@@ -35,6 +35,8 @@ from headrace.tests.actors.train.replica_ranks import (
     ship,
 )
 
+pytestmark = pytest.mark.processes
+
 FIRST = ("input_ids", "response_mask")
 LENGTHS = [20] * 16
 TP2 = Topology(1, tp=2)

@@ -139,12 +139,14 @@ def _value(name: str, tokens: np.ndarray) -> np.ndarray:
     }[name]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_rank_gets_exactly_its_rows(handle: DataPlaneHandle, world: int, tmp_path: Path) -> None:
     names = [name for name, mesh in MESHES.items() if mesh.world == world]
     check_meshes(handle, names, ("auto", "independent"), tmp_path)
 
 
+@pytest.mark.processes
 def test_rows_of_a_store_with_processes_of_its_own(tmp_path: Path) -> None:
     with data_plane("simple") as handle:
         check_meshes(handle, ["pp2"], ("auto",), tmp_path)
@@ -196,6 +198,7 @@ def _check_traffic(step: Step, seen: list[dict[str, Any]]) -> None:
             assert of_rank["got_in_train"] == tokens * (4 if writer == leader else 8)
 
 
+@pytest.mark.processes
 def test_a_replica_of_four_reads_its_rows_once_and_sends_little_more(handle: DataPlaneHandle, tmp_path: Path) -> None:
     client = connect(handle, name="driver")
     lengths = [int(length) for length in np.random.default_rng(5).integers(300, 1600, 24)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import threading
 import time
@@ -126,6 +125,7 @@ def alone(handle: DataPlaneHandle, backend: Any) -> WorkerSetup:
     return WorkerSetup(0, Topology(1), "auto", 1, 1.0, 5.0, handle, backend, MemorySender, WEIGHTS)
 
 
+@pytest.mark.processes
 def test_two_workers_in_each_mesh(handle: DataPlaneHandle, tmp_path: Path) -> None:
     client = connect(handle, name="driver")
     meshes = {"tp": Topology(1, tp=2), "pp": Topology(1, pp=2), "dp": Topology(2), "fails": Topology(1, tp=2)}
@@ -281,13 +281,14 @@ class ThreadBackend(RecordingBackend):
         return {"threads": len(self.threads), "torch": torch.get_num_threads()}
 
 
-def test_weights_are_sent_again_by_an_actor_that_trains(handle: DataPlaneHandle, tmp_path: Path) -> None:
+def test_weights_are_sent_again_by_an_actor_that_trains(
+    handle: DataPlaneHandle, tmp_path: Path, ray_session: None
+) -> None:
     """And whatever the backend does, it does in one thread."""
     for name in ("started", "go"):
         os.mkfifo(tmp_path / name)
     client = connect(handle, name="driver")
     step = ship(handle, put_rows(client, [3, 4, 5], "ray-r"), Topology(1))
-    ray.init(num_cpus=1, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
     try:
         folder = str(tmp_path)
         setup = alone(handle, lambda _rank, _world: ThreadBackend(folder))
@@ -315,9 +316,8 @@ def test_weights_are_sent_again_by_an_actor_that_trains(handle: DataPlaneHandle,
         call("send_weights", call("open_update", 2, [("engine 0", 1)], 1))
         call("close")
     finally:
-        ray.shutdown()
-    client.clear(PARTITION)
-    client.close()
+        client.clear(PARTITION)
+        client.close()
 
 
 def test_a_step_of_several_shards_is_begun_and_finished_once(handle: DataPlaneHandle) -> None:

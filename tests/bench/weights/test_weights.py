@@ -9,6 +9,8 @@ import pytest
 
 from headrace.bench.weights.benchmark import WeightOptions, run_weights, weights_table
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize("kind", ["collective", "ipc", "store", "disk"])
 def test_a_transport_is_measured_and_verified(tmp_path: Path, kind: str) -> None:

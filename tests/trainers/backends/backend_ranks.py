@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -180,7 +180,7 @@ def run_step(backend: TrainBackend, chunks: Sequence[Sequence[Row]]) -> dict[str
 def run_on_ranks(scenario: Callable[..., Any], world: int, folder: Path, *arguments: Any) -> list[Any]:
     """`scenario(rank, world, *arguments)` in `world` processes joined by gloo; what each returned, by rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    spawn(_rank, args=(world, str(folder), scenario, arguments), nprocs=world)
+    start_processes(_rank, (world, str(folder), scenario, arguments), world, start_method="forkserver")
     return [torch.load(folder / f"result.{rank}", weights_only=False) for rank in range(world)]
 
 

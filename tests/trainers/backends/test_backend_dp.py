@@ -33,6 +33,8 @@ from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.train_step import TrainStep
 from headrace.trainers.losses.terms import LossInputs, PolicyLoss, TermSums
 
+pytestmark = pytest.mark.processes
+
 STEPS = 3
 ZEROS = {name: np.zeros(2, np.float32) for name in COLUMNS}
 POISONED = Row(np.array([3, 4], np.int32), np.array([0, 1], np.uint8), ZEROS, float("nan"), 0)

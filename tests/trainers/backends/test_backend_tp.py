@@ -33,6 +33,8 @@ from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.fsdp.tensor_parallel import check_fits
 from headrace.trainers.losses.factory import LossConfig
 
+pytestmark = pytest.mark.processes
+
 STEPS = 3
 TP2, DP2 = Topology(1, tp=2), Topology(2)
 CASES: dict[str, tuple[str, Topology, dict[str, Any]]] = {

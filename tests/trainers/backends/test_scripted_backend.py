@@ -102,6 +102,7 @@ def _two_ranks(rank: int, world: int) -> list[dict[str, object]]:
     return found
 
 
+@pytest.mark.processes
 def test_two_ranks_count_every_row_once(tmp_path: Path) -> None:
     """As two replicas, and as one that is split in two."""
     tokens = sum(int(np.sum(row.mask)) for row in random_rows(5, 8))

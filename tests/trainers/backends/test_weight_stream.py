@@ -16,6 +16,8 @@ from headrace.tests.trainers.backends.live_bytes import LiveBytes
 from headrace.trainers.backends import weight_stream
 from headrace.trainers.backends.weight_stream import Cut, Piece, SpreadWeight, stream_weights
 
+pytestmark = pytest.mark.processes
+
 CPU = torch.device("cpu")
 RANKS = 3
 

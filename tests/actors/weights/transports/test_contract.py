@@ -18,6 +18,8 @@ from headrace.actors.weights.transports.protocol import (
 from headrace.tests.actors.weights.transports.sample_weights import plan_of, publish, weights
 from headrace.tests.actors.weights.transports.transport_peers import PeerGroup, outcome
 
+pytestmark = pytest.mark.processes
+
 LASTING = ("ipc", "store", "disk")
 
 

@@ -28,6 +28,8 @@ from headrace.tests.actors.weights.transports.transport_peers import (
     outcome,
 )
 
+pytestmark = pytest.mark.processes
+
 ROWS = 20_000
 BUCKET_BYTES = 1 << 16
 TIMES = 10

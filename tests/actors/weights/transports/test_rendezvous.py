@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.processes
+
 LEAVES_AND_ENDS = """
 import torch
 from headrace.actors.weights.transports.control_link import listen

@@ -11,6 +11,8 @@ from headrace.actors.weights.transports.protocol import ReceiverConfig, SenderCo
 from headrace.tests.actors.train.replica_ranks import data_plane
 from headrace.tests.actors.weights.transports.transport_peers import PeerGroup
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize("store", [pytest.param("local", marks=pytest.mark.slow), "simple"])
 def test_versions_arrive_whole(store: str, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import threading
@@ -27,9 +26,8 @@ from headrace.actors.weights.transports.protocol import (
     WeightUpdate,
 )
 from headrace.tests.actors.weights.transports.sample_weights import equal, plan_of, publish, weights
+from headrace.tests.process_pool import FORKSERVER
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["headrace.actors.weights.inbox", "headrace.codecs.bucket_delta"])
 GRACE_S = 2.5
 """Beyond its bound that a call may take on a machine with other things to do."""
 START_S = 60.0
@@ -56,8 +54,8 @@ class PeerProcess:
     """A process that serves calls of `host`'s methods, one after another."""
 
     def __init__(self, host: Callable[..., Any], *args: Any) -> None:
-        self._pipe, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=_serve, args=(theirs, host, args), daemon=True)
+        self._pipe, theirs = FORKSERVER.Pipe()
+        self.process = FORKSERVER.Process(target=_serve, args=(theirs, host, args), daemon=True)
         self.process.start()
         theirs.close()
         self._calls = 0

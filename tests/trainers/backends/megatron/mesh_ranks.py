@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +33,6 @@ from headrace.tests.trainers.backends.live_bytes import gathering_share
 if TYPE_CHECKING:
     from headrace.trainers.backends.megatron.backend import MegatronBackend
 
-NEEDS_MEGATRON = [
-    pytest.mark.megatron,
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core: pip install 'headrace[megatron]'"),
-]
 STEPS = 3
 NUM_ROWS = 10
 

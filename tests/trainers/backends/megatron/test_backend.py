@@ -28,7 +28,6 @@ from headrace.tests.trainers.backends.backend_ranks import (
 )
 from headrace.tests.trainers.backends.backend_reference import TEMPERATURE, ReferenceTrainer
 from headrace.tests.trainers.backends.megatron.mesh_ranks import (
-    NEEDS_MEGATRON,
     Case,
     assert_as_reference,
     run_case,
@@ -39,7 +38,7 @@ from headrace.trainers.backends.factory import build_backend
 if TYPE_CHECKING:
     from headrace.trainers.backends.megatron.backend import MegatronBackend
 
-pytestmark = NEEDS_MEGATRON
+pytestmark = pytest.mark.megatron
 
 ZEROS = {name: np.zeros(2, np.float32) for name in COLUMNS}
 POISONED = Row(np.array([3, 4], np.int32), np.array([0, 1], np.uint8), ZEROS, float("nan"), 0)

@@ -20,7 +20,6 @@ from torch.multiprocessing.spawn import spawn
 from headrace.dataplane.topology import Topology
 from headrace.tests.trainers.backends.backend_ranks import random_rows, save_tiny_model, save_tiny_moe
 from headrace.tests.trainers.backends.megatron.mesh_ranks import (
-    NEEDS_MEGATRON,
     NUM_ROWS,
     Case,
     run_case,
@@ -30,7 +29,7 @@ from headrace.tests.trainers.backends.megatron.mesh_ranks import (
 )
 
 pytestmark = [
-    *NEEDS_MEGATRON,
+    pytest.mark.megatron,
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]

@@ -11,7 +11,6 @@ import torch
 from headrace.dataplane.topology import Topology
 from headrace.tests.trainers.backends.backend_ranks import run_on_ranks, save_tiny_model, save_tiny_moe
 from headrace.tests.trainers.backends.megatron.mesh_ranks import (
-    NEEDS_MEGATRON,
     Case,
     assert_as_reference,
     run_cases,
@@ -19,7 +18,7 @@ from headrace.tests.trainers.backends.megatron.mesh_ranks import (
     save_plain_llama,
 )
 
-pytestmark = NEEDS_MEGATRON
+pytestmark = [pytest.mark.megatron, pytest.mark.processes]
 
 SP: dict[str, Any] = {"sequence_parallel": True}
 CASES = (

@@ -24,11 +24,11 @@ from headrace.tests.trainers.backends.backend_ranks import (
     weights_of,
 )
 from headrace.tests.trainers.backends.backend_reference import TEMPERATURE
-from headrace.tests.trainers.backends.megatron.mesh_ranks import NEEDS_MEGATRON, NUM_ROWS, Case, accumulate, train
+from headrace.tests.trainers.backends.megatron.mesh_ranks import NUM_ROWS, Case, accumulate, train
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.losses.factory import LossConfig
 
-pytestmark = NEEDS_MEGATRON
+pytestmark = [pytest.mark.megatron, pytest.mark.processes]
 
 SP: dict[str, Any] = {"sequence_parallel": True}
 MESHES = {"cp2": Topology(1, cp=2), "pp2": Topology(1, pp=2), "tp2": Topology(1, tp=2), "dp2": Topology(2)}
