@@ -171,7 +171,7 @@ def test_mistakes() -> None:
         AdvantageConfig(kind="gae")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="advantage.baseline: got 'none', expected 'step' or 'group'"):
         AdvantageConfig(kind="reinforce_pp", baseline="none")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="got 'gdpo' without a reward of a weight"):
+    with pytest.raises(ValueError, match="got 'gdpo' without a reward that has a weight"):
         AdvantageConfig(kind="gdpo", weights={"exact": 0.0})
     with pytest.raises(ValueError, match="gdpo needs the reward 'shape' of each row, got"):
         build_advantages(CONFIGS["gdpo"])(RewardRows(ones, ones, groups, {"exact": ones}))
