@@ -1,4 +1,4 @@
-"""Advantage config to estimator: one line for each kind."""
+"""Builds the advantage estimator from the `advantage` section of the configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AdvantageConfig:
 
 
 def build_advantages(config: AdvantageConfig) -> AdvantageEstimator:
-    """Raises ValueError naming the key, its value and what was expected."""
+    """Build the estimator that `config` names. Raises ValueError naming the key, its value and what was expected."""
     if config.kind == "grpo":
         return GrpoAdvantage(config.normalize_std)
     if config.kind == "dr_grpo":

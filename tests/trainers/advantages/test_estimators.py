@@ -1,4 +1,4 @@
-"""Every advantage estimator against its formula, row by row."""
+"""Tests every advantage estimator against its formula, row by row."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ ROWS = st.lists(st.tuples(LEVELS, st.booleans(), st.integers(-2, 3), LEVELS), ma
 
 
 def reward_rows(table: Sequence[tuple[float, bool, int, float]]) -> RewardRows:
-    """The total and the reward `exact` are the first column, `shape` is the last."""
+    """Make rows whose total and reward `exact` are the first column and whose reward `shape` is the last."""
     first, valid, groups, last = (list(column) for column in zip(*table, strict=True)) if table else ([], [], [], [])
     components = {"exact": np.array(first), "shape": np.array(last)}
     return RewardRows(np.array(first), np.array(valid, bool), np.array(groups, np.int64), components)
 
 
 def peers(rows: RewardRows, values: np.ndarray, row: int) -> list[float]:
-    """The values of the valid rows of `row`'s group, itself included."""
+    """Return the values of the valid rows of `row`'s group, including `row`."""
     return [
         float(values[other]) for other in np.flatnonzero(rows.valid) if rows.group_ids[other] == rows.group_ids[row]
     ]
 
 
 def group_score(rows: RewardRows, values: np.ndarray, row: int) -> float:
-    """(value - group's mean) / (group's std + eps)."""
+    """Return (value - group's mean) / (group's std + eps)."""
     own = peers(rows, values, row)
     if len(own) < 2 or min(own) == max(own):
         return 0.0
@@ -51,14 +51,14 @@ def group_score(rows: RewardRows, values: np.ndarray, row: int) -> float:
 
 
 def normalised(values: list[float]) -> list[float]:
-    """(value - mean) / (std + eps) over the list."""
+    """Return (value - mean) / (std + eps) over the list."""
     if len(values) < 2:
         return [0.0] * len(values)
     return [(value - statistics.fmean(values)) / (statistics.stdev(values) + EPS) for value in values]
 
 
 def formula(kind: str, rows: RewardRows, row: int) -> float:
-    """Of estimators that look at one group only."""
+    """Return the formula of an estimator that uses one group only."""
     own = peers(rows, rows.rewards, row)
     if kind == "grpo":
         return group_score(rows, rows.rewards, row)
@@ -149,7 +149,7 @@ def test_whole_step_says_whether_groups_may_come_one_by_one(kind: str) -> None:
 
 
 def test_gdpo_tells_mixes_apart_that_a_total_does_not() -> None:
-    """The paper's example: two rewards that trade off leave every total, and so GRPO's advantage, the same."""
+    """In the paper's example two rewards that trade off leave every total, and so GRPO's advantage, the same."""
     exact, shape = np.array([1.0, 0.0, 0.0, 1.0]), np.array([0.0, 1.0, 0.0, 0.0])
     rows = RewardRows(exact + shape, np.ones(4), np.zeros(4, np.int64), {"exact": exact, "shape": shape})
     grpo = build_advantages(AdvantageConfig())(rows)
@@ -171,7 +171,7 @@ def test_mistakes() -> None:
         AdvantageConfig(kind="gae")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="advantage.baseline: got 'none', expected 'step' or 'group'"):
         AdvantageConfig(kind="reinforce_pp", baseline="none")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="got 'gdpo' without a reward of a weight"):
+    with pytest.raises(ValueError, match="got 'gdpo' without a reward that has a weight"):
         AdvantageConfig(kind="gdpo", weights={"exact": 0.0})
     with pytest.raises(ValueError, match="gdpo needs the reward 'shape' of each row, got"):
         build_advantages(CONFIGS["gdpo"])(RewardRows(ones, ones, groups, {"exact": ones}))

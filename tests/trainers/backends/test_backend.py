@@ -1,4 +1,4 @@
-"""The fsdp backend on one rank, against a step written by hand."""
+"""Tests the fsdp backend on one rank against a train step computed by hand."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def gradient_backend(model: str) -> FsdpBackend:
-    """Its steps are all aborted."""
+    """A backend that the tests share; they abort every step that they open."""
     return FsdpBackend(backend_config(model), 0, 1)
 
 
 def gradients(backend: FsdpBackend, chunks: Sequence[Sequence[Row]]) -> torch.Tensor:
-    """The summed gradient of a step that is then aborted, flat."""
+    """Return the flat summed gradient of a step, which is then aborted."""
     backend.begin_step(TEMPERATURE)
     for chunk in chunks:
         backend.accumulate([micro_batch(chunk)], 1)

@@ -1,4 +1,4 @@
-"""Checkpoints written behind the training, and processes killed while they write one."""
+"""Tests checkpoints that are written in the background, and processes that are killed while they write one."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def test_a_checkpoint_caught_between_its_renames_is_found(model: str, tmp_path: 
 
 
 def train_and_save(model: str, path: str, saved: Connection) -> None:
-    """Resume if there is a checkpoint, then a step and a save for ever; tells each step that is surely on disk."""
+    """Resume if there is a checkpoint, then train and save steps forever; prints each step whose checkpoint is on
+    disk."""
     torch.set_num_threads(1)
     backend = FsdpBackend(backend_config(model), 0, 1)
     if os.path.exists(path) or os.path.exists(f"{path}.old"):

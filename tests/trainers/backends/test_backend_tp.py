@@ -1,4 +1,4 @@
-"""The fsdp backend with tensor parallelism: steps, log-probs and checkpoints are those of one rank."""
+"""Tests that steps, log-probs and checkpoints of the fsdp backend with tensor parallelism are those of one rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ BONUS = LossConfig(clip_low=0.1, clip_high=0.15, entropy_coef=0.3)
 
 
 def share(rows: Sequence[Row], topology: Topology, rank: int) -> list[list[Row]]:
-    """The rank's rows in three microbatches, one of them empty; tensor-parallel ranks have the same."""
+    """Return the rank's rows in three microbatches, one of them empty; tensor-parallel ranks get the same rows."""
     mine = list(rows[topology.place(rank).dp :: topology.dp])
     return [mine[:2], [], mine[2:]]
 
@@ -63,7 +63,7 @@ def three_steps(backend: FsdpBackend, topology: Topology, rank: int) -> list[dic
 
 
 def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Everything that needs two ranks, in one start of two processes."""
+    """Run everything that needs two ranks in one start of two processes."""
     result: dict[str, Any] = {"cases": {}}
     for name, (model, topology, changes) in CASES.items():
         config = backend_config(f"{folder}/{model}", topology=topology, **changes)
@@ -242,5 +242,5 @@ def test_what_cannot_be_split_is_told(folder: Path) -> None:
     config.num_experts, config.vocab_size = 8, 5
     with pytest.raises(ValueError, match="trainer.tp: got 4, which leaves a rank no token of vocab_size = 5"):
         check_fits(config, "Qwen3MoeForCausalLM", 4)
-    with pytest.raises(ValueError, match="trainer.tp: got 2, expected 1 for GemmaForCausalLM; it fits Qwen3ForCausal"):
+    with pytest.raises(ValueError, match="trainer.tp: got 2, expected 1 for GemmaForCausalLM; Qwen3ForCausal"):
         check_fits(config, "GemmaForCausalLM", 2)

@@ -1,4 +1,4 @@
-"""The scripted backend: a step's states, counts and seconds, weights that change, checkpoints and two ranks."""
+"""Tests the scripted backend: step states, counts and seconds, changing weights, checkpoints and two ranks."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _two_ranks(rank: int, world: int) -> list[dict[str, object]]:
 
 @pytest.mark.processes
 def test_two_ranks_count_every_row_once(tmp_path: Path) -> None:
-    """As two replicas, and as one that is split in two."""
+    """Run two ranks as two replicas, and as one replica that is split in two."""
     tokens = sum(int(np.sum(row.mask)) for row in random_rows(5, 8))
     for topology, found in enumerate(zip(*run_on_ranks(_two_ranks, 2, tmp_path), strict=True)):
         assert [rank["metrics"]["train/tokens"] for rank in found] == [tokens, tokens]

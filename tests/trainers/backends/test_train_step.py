@@ -1,4 +1,4 @@
-"""The train step's state machine, sums and counts, without a model."""
+"""Tests the train step's state machine, sums and counts, without a model."""
 
 from __future__ import annotations
 

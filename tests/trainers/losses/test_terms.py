@@ -1,4 +1,4 @@
-"""The rules that a step's terms obey together, and what is refused."""
+"""Tests the rules that a step's loss terms must obey together, and the errors for terms that break them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_terms_must_agree() -> None:
 
 
 class PositiveLikelihood:
-    """A mean over the *microbatch's* tokens of good rows, to be divided by N once more: what must not pass."""
+    """Takes a mean over the *microbatch's* tokens of good rows, which the step would divide by N again."""
 
     name, denominator, metrics = "positive_likelihood", "tokens", ()
 
@@ -105,7 +105,7 @@ class PositiveLikelihood:
 
 
 class WhitenedAdvantages:
-    """The value is right, by accident, and the gradient is not: whitened within the microbatch."""
+    """Whitens within the microbatch, so that the value happens to be right and the gradient is wrong."""
 
     name, denominator, metrics = "whitened", "tokens", ()
 
@@ -115,7 +115,7 @@ class WhitenedAdvantages:
 
 
 class MeanMetric:
-    """A metric that is a mean already."""
+    """Reports a metric that is a mean instead of a sum."""
 
     name, denominator, metrics = "mean_metric", "tokens", ("level",)
 

@@ -1,4 +1,4 @@
-"""HF config to Megatron config: which models fit, how the mesh splits them, and what Megatron is told of both."""
+"""Translates a HF config and the mesh to a Megatron config, and checks that the model can be trained so."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
 
 
 def expert_tensor_size(topology: Topology) -> int:
-    """Ranks that split one expert's weights: whole experts on each rank as soon as experts are spread over ranks.
+    """Return the number of ranks that split one expert's weights: 1 with expert parallelism, else `tp`.
 
-    With `ep` = 1 they are split like everything else; replicas on tensor-parallel ranks would each see only their own
-    tokens, and Megatron would not add up their gradients.
+    With `ep` > 1 each rank has whole experts. With `ep` = 1 experts are split like everything else. Copies of them on
+    all tensor-parallel ranks would each see only their own tokens, and Megatron would not sum their gradients.
     """
     return topology.tp if topology.ep == 1 else 1
 
 
 def is_expert_layer(config: Any, layer: int) -> bool:
-    """Whether decoder layer `layer` (from 0) of a model with HF `config` has experts in place of an MLP."""
+    """Return whether decoder layer `layer` (from 0) of a model with HF `config` has experts in place of an MLP."""
     if not getattr(config, "num_experts", 0) or layer in config.mlp_only_layers:
         return False
     return (layer + 1) % config.decoder_sparse_step == 0
 
 
 def check_fits(config: BackendConfig, model: Any) -> None:
-    """Raises ValueError, naming the key, when the model with HF config `model` cannot be trained so."""
+    """Raise ValueError naming the key when the model with HF config `model` cannot be trained with `config`."""
     topology = config.topology
     _check_model(config, model)
     has_experts = any(is_expert_layer(model, layer) for layer in range(model.num_hidden_layers))
@@ -84,18 +84,20 @@ def _check_model(config: BackendConfig, model: Any) -> None:
                 "trainer.backend = 'megatron'"
             )
     if getattr(model, "num_experts_per_tok", 2) == 1 and model.norm_topk_prob:
-        raise ValueError(f"trainer.model: got {config.model!r} with one expert a token, expected two or more")
+        raise ValueError(f"trainer.model: got {config.model!r} with one expert per token, expected two or more")
     rotary_frequencies(model)
 
 
 def head_width(model: Any) -> int:
-    """Numbers in one attention head."""
+    """Return the width of one attention head."""
     return getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
 
 
 def rotary_frequencies(model: Any) -> torch.Tensor:
-    """float32 `[head_width / 2]`: radians a position, as HF computes them. Raises ValueError for rotary embeddings that
-    are scaled, or change with the length."""
+    """Return the rotary frequencies in radians per position, float32 `[head_width / 2]`, as HF computes them.
+
+    Raises ValueError for rotary embeddings that are scaled or change with the length.
+    """
     settings = model.rope_parameters
     kind = settings["rope_type"]
     if kind == "default":
@@ -112,7 +114,7 @@ def rotary_frequencies(model: Any) -> torch.Tensor:
 
 
 def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
-    """What Megatron is told of the model and the mesh. Dropout is off, as in the other backends."""
+    """Build Megatron's config of the model and the mesh. Dropout is off, as in the other backends."""
     topology = config.topology
     half = config.mixed_precision == "bf16"
     dtype = torch.bfloat16 if half else torch.float32
@@ -146,7 +148,7 @@ def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
         expert_model_parallel_size=topology.ep,
         expert_tensor_parallel_size=expert_tensor_size(topology),
         variable_seq_lengths=True,
-        calculate_per_token_loss=True,  # losses and gradients stay sums: nothing is divided on the way
+        calculate_per_token_loss=True,  # losses and gradients stay sums, nothing divides them
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,

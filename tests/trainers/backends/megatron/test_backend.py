@@ -1,4 +1,4 @@
-"""The megatron backend on one rank: steps as by hand, what it refuses, and that nothing half-done is applied."""
+"""Tests the megatron backend on one rank: steps as computed by hand, errors, and that no partial step is applied."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_an_exported_folder_is_the_model(folder: Path, tmp_path: Path, model: st
 
 
 def test_one_backend_at_a_time(folder: Path, backend: MegatronBackend) -> None:
-    with pytest.raises(RuntimeError, match="another one of this process is open"):
+    with pytest.raises(RuntimeError, match="another one is open in this process"):
         build(folder)
     backend.close()
     backend.close()

@@ -1,4 +1,5 @@
-"""The megatron backend on meshes of two and four ranks: steps, log-probs and weights are those of one HF model."""
+"""Tests that steps, log-probs and weights of the megatron backend on meshes of two and four ranks are those of one HF
+model."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def expected(folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Of each size of mesh what each rank's cases gave."""
+    """Return what each rank's cases gave, for each size of mesh."""
     return {world: run_on_ranks(run_cases, world, folder / f"run{world}", CASES, str(folder)) for world in (2, 4)}
 
 
