@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__ as __version__
+
 if TYPE_CHECKING:
     from .codecs.batch import Batch, Jagged
     from .codecs.schema import Field, Kind, Schema
@@ -41,8 +43,6 @@ if TYPE_CHECKING:
     from .trainers.config.load import load_config
     from .trainers.errors import ConfigError, UserError
     from .trainers.run.launch import run_training
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AlreadyWritten",

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from . import __version__
 from .trainers.errors import ConfigError, UserError
+from .version import __version__
 
 if TYPE_CHECKING:
     from .trainers.config.config import Config
