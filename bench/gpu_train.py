@@ -1,9 +1,7 @@
-"""The backends' train step on one or more GPUs: right against float32 on the CPU, then how fast. Needs no Ray.
+"""`headrace bench gpu-train`: checks a backend's train step on GPUs against float32 on the CPU, then times it.
 
-    mkdir -p .pyright && ln -sfn .. .pyright/headrace
-    PYTHONPATH=.pyright python -m headrace.bench.gpu_train [--backend megatron] [--gpus 2] [--out FOLDER]
-
-Prints one JSON object a line and writes them to FOLDER/gpu_train.jsonl; exits with 1 when something is not right.
+Needs no Ray. Prints one JSON object per line and writes the lines to FOLDER/gpu_train.jsonl; the exit code is 1 when a
+result is wrong.
 """
 
 from __future__ import annotations
@@ -38,6 +36,7 @@ from ..dataplane.factory import connect, open_data_plane
 from ..dataplane.topology import Topology
 from ..trainers.backends.config import BackendConfig, OptimizerConfig
 from ..trainers.backends.factory import build_backend
+from ..trainers.errors import UserError
 from ..trainers.losses.factory import LossConfig
 
 SMALL: dict[str, Any] = {
@@ -278,16 +277,21 @@ def judged(result: dict[str, Any], columns: list[torch.Tensor], loss: float, nor
     return {"right": right, **figures, "loss": result["loss"], "loss_by_hand": loss}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--micros", type=int, default=4, help="microbatches of a timed step")
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens of a timed microbatch")
-    parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--backend", choices=("fsdp", "megatron"), default="fsdp")
+def main(arguments: Sequence[str]) -> int:
+    """Run all checks and timings with these command-line options. Raises UserError when GPUs are missing."""
+    parser = argparse.ArgumentParser(
+        "headrace bench gpu-train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs, one rank each; default: 1")
+    parser.add_argument("--micros", type=int, default=4, metavar="N", help="microbatches of a timed step; default: 4")
+    parser.add_argument(
+        "--tokens", type=int, default=16384, metavar="N", help="tokens of a timed microbatch; default: 16384"
+    )
+    parser.add_argument("--out", type=Path, default=Path("."), metavar="DIR", help="folder for the results; default: .")
+    parser.add_argument("--backend", choices=("fsdp", "megatron"), default="fsdp", help="default: fsdp")
     options = parser.parse_args(arguments)
     if torch.cuda.device_count() < options.gpus:
-        parser.error(f"--gpus: got {options.gpus}, expected at most the {torch.cuda.device_count()} that are here")
+        raise UserError(f"--gpus: got {options.gpus}, expected at most the {torch.cuda.device_count()} of this machine")
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         for name, shape in (("small", SMALL), ("large", LARGE)):
@@ -308,7 +312,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.out / "gpu_train.jsonl").write_text(text)
     sys.stdout.write(text)
     return 0 if right else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

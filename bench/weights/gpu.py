@@ -1,7 +1,6 @@
 """Weight sync into a real vLLM engine that is generating: how long, how long it stands still, and every byte checked.
 
-    mkdir -p .pyright && ln -sfn .. .pyright/headrace
-    PYTHONPATH=.pyright python -m headrace.bench.weights.gpu --gpus 2 [--size 2B] [--out FOLDER]
+    headrace bench gpu-weights --gpus 2 [--size 2B] [--out FOLDER]
 
 A trainer process per GPU publishes random weights, other ones at every version; the engine is on GPU 0. An update's
 time runs from before its announcement until the engine serves it. Prints one JSON object a line, and writes them to
@@ -15,7 +14,6 @@ import asyncio
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 import traceback
@@ -370,7 +368,7 @@ async def measure(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser("headrace bench gpu-weights", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--size", default="2B", choices=("2B", "tiny"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -381,7 +379,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The check of every byte sends a function to vLLM's workers.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     return asyncio.run(measure(parser.parse_args(argv)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
