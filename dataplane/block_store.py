@@ -58,6 +58,10 @@ class StoreHost(Protocol):
         """Bytes the store holds just now, by its own count."""
         ...
 
+    def processes(self) -> dict[str, int]:
+        """Return name -> pid of the store's own processes on this machine; empty when it has none."""
+        ...
+
     def close(self) -> None:
         """End everything that this host started, by pid, and remove every file. Idempotent."""
         ...

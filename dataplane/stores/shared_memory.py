@@ -23,6 +23,7 @@ from ...codecs.blocks import ALIGN
 from ..block_store import StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
 from .free_ranges import FreeRanges
+from .registry import StoreEntry
 from .shm_folder import (
     CLOSED,
     GENERATION,
@@ -147,6 +148,10 @@ class SharedMemoryHost:
         with self._lock:
             self._release_quarantined()
             return self._used_bytes
+
+    def processes(self) -> dict[str, int]:
+        """Return nothing: the bytes are files in memory."""
+        return {}
 
     def close(self) -> None:
         """Readers and writers get StoreLost from now on; the folder goes. Idempotent."""
@@ -348,3 +353,10 @@ class SharedMemoryStore:
     def _lost(self, op: str, started: float) -> StoreLost:
         elapsed = time.monotonic() - started
         return StoreLost("the shared-memory pool is closed", op=op, peer=str(self._folder), elapsed_s=elapsed)
+
+
+STORE = StoreEntry(
+    lambda config, run_id, one_host: SharedMemoryHost(run_id, config.capacity_mib << 20),
+    lambda spec, link: SharedMemoryStore(spec),
+    remove_stale_folders,
+)
