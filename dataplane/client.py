@@ -70,9 +70,10 @@ class DataPlaneClient:
 
         keys: N row ids; new ones make rows, known ones get further fields. fields: all that `codecs.jagged.pack` takes.
         versions: policy version(s) of new rows (-1 if None). groups: N names, None takes each key up to its last ".".
-        tags: per-row numbers `[N]`; a later put of a tag overwrites it. A row's length is that of its PER_TOKEN fields:
-        until one is written it reads as 0, and all of them must agree. Only replace=True writes a (key, field) again;
-        it may change a row's version, and its length if it replaces all its PER_TOKEN fields. No rows: nothing happens.
+        tags: per-row numbers `[N]`; a later put of a tag overwrites it. The integer tag `position` is a row's place in
+        the prompt stream. A row's length is that of its PER_TOKEN fields: until one is written it reads as 0, and all
+        of them must agree. Only replace=True writes a (key, field) again; it may change a row's version, and its length
+        if it replaces all its PER_TOKEN fields. No rows: nothing happens.
 
         Ordering: all fields of all rows become readable together when it returns, or none does when it raises.
         Blocks while the store is full. Not idempotent: the same again raises AlreadyWritten.
