@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from ...codecs.blocks import ALIGN
+from ...codecs.owned_folder import SHARED_MEMORY, process_start, remove_stale_folders
 from ..block_store import StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
 from .free_ranges import FreeRanges
@@ -29,7 +30,6 @@ from .shm_folder import (
     GENERATION,
     MAX_SLOTS,
     OPEN,
-    ROOT,
     SLOT_BYTES,
     SLOTS_CHUNK,
     WRITER_PID,
@@ -37,8 +37,6 @@ from .shm_folder import (
     create_folder,
     map_segment,
     map_slots,
-    process_start,
-    remove_stale_folders,
     reserve_memory,
 )
 
@@ -57,7 +55,7 @@ def _rounded(nbytes: int) -> int:
 class SharedMemoryHost:
     """Allocator and owner of the folder. Thread-safe."""
 
-    def __init__(self, run_id: str, capacity_bytes: int, root: Path = ROOT) -> None:
+    def __init__(self, run_id: str, capacity_bytes: int, root: Path = SHARED_MEMORY) -> None:
         """Raises ValueError when a living run uses `run_id`, or when there is no /dev/shm."""
         if not root.is_dir():
             raise ValueError(
