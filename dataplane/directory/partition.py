@@ -103,8 +103,13 @@ class PutRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks."""
+        """Number of bytes that the blocks take in the store, with the padding between their parts."""
         return sum(layout.nbytes for layout in self.layouts)
+
+    @property
+    def value_bytes(self) -> int:
+        """Number of bytes of the blocks' values, indexes and headers, without padding."""
+        return sum(sum(layout.part_bytes) for layout in self.layouts)
 
 
 @dataclass(frozen=True, slots=True)
