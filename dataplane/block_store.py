@@ -82,7 +82,7 @@ class Cuts(Protocol):
     def cut(self, block_id: int, sizes: Sequence[int]) -> list[bytes]:
         """The range of `block_id` becomes the blocks `block_id`, `block_id` + 1, ... end to end; the rest is free.
 
-        sizes: multiples of `codecs.blocks.ALIGN`. Returns the blocks' locations. Raises CapacityExceeded.
+        sizes: multiples of `codecs.memory.ALIGN`. Returns the blocks' locations. Raises CapacityExceeded.
         """
         ...
 

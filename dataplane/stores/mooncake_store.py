@@ -22,7 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from ...codecs.blocks import ALIGN, BlockLayout
+from ...codecs.blocks import BlockLayout
+from ...codecs.integers import round_up
+from ...codecs.memory import ALIGN
 from ..block_store import StoreHost, StoreSpec, Want
 from ..config import StoreConfig
 from ..errors import RowsCleared, StoreLost
@@ -220,7 +222,7 @@ def _key(run_id: str, block_id: int) -> str:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
+    return round_up(nbytes, ALIGN)
 
 
 def _spans(

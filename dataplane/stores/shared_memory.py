@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ...codecs.blocks import ALIGN
+from ...codecs.integers import round_up
+from ...codecs.memory import ALIGN
 from ...codecs.owned_folder import SHARED_MEMORY, process_start, remove_stale_folders
 from ..block_store import StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
@@ -49,7 +50,7 @@ _LOCATION = struct.Struct("<IIQ")  # segment, slot, offset
 
 
 def _rounded(nbytes: int) -> int:
-    return max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
+    return max(ALIGN, round_up(nbytes, ALIGN))
 
 
 class SharedMemoryHost:
@@ -286,9 +287,8 @@ class SharedMemoryStore:
         entry[WRITER_START] = self._writer[1]
         entry[WRITER_PID] = pid
         try:
-            self._check(
-                "put", block_id, slot, started
-            )  # freed before the mark was seen: the range may be another's by now
+            # Freed before the mark was seen: the range may belong to another block by now.
+            self._check("put", block_id, slot, started)
             for part, offset in zip(parts, offsets, strict=True):
                 np.copyto(memory[base + offset : base + offset + part.nbytes], part)
         finally:

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ...codecs.integers import ceil_div, round_up
+from ...codecs.memory import ALIGN
+
 BATCH_BYTES = 32 << 20
 """Small weights travel together up to this much, but never more than the largest weight: each message costs some 100
 us."""
-_ALIGN = 64
 
 OwnPiece = Callable[["SpreadWeight"], torch.Tensor]
 """This rank's piece of a weight, of any floating dtype, on any device, strided; rank 0 may return the live weight."""
@@ -72,7 +74,7 @@ class SpreadWeight:
         view = whole.view(self.boxed or self.shape)
         for cut in piece.cuts:
             size = view.shape[cut.dim]
-            width = -(-size // cut.num)
+            width = ceil_div(size, cut.num)
             start = min(cut.index * width, size)
             view = view.narrow(cut.dim, start, min(width, size - start))
         return view
@@ -128,7 +130,7 @@ class _Batch:
 
 
 def _room(weight: SpreadWeight) -> int:
-    return 0 if weight.is_local else -(-weight.nbytes // _ALIGN) * _ALIGN
+    return 0 if weight.is_local else round_up(weight.nbytes, ALIGN)
 
 
 def _batches(weights: Sequence[SpreadWeight]) -> list[_Batch]:

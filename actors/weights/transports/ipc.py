@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from ....codecs.buckets import ALIGN
+from ....codecs.memory import ALIGN
 from ....codecs.owned_folder import SHARED_MEMORY
 from .bounds import Bound
 from .control_page import WITHDRAWN, ControlPage, Lease, lease_holders

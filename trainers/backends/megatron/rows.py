@@ -15,6 +15,7 @@ import torch
 from ....actors.protocols import MicroBatch
 from ....codecs.context_slices import chunks
 from ....codecs.gather import exclusive_cumsum
+from ....codecs.integers import round_up
 from ....dataplane.topology import Place, Topology
 from .attention import AttentionPlan, plan_attention, runs
 
@@ -93,7 +94,7 @@ def pack_rows(micro: MicroBatch, topology: Topology, place: Place, device: torch
 def _chunks_of(lengths: np.ndarray, topology: Topology, place: Place, *, packed: bool) -> tuple[_Chunks, np.ndarray]:
     """This rank's pieces, and int64 `[N]`: tokens of each row with its padding."""
     multiple = topology.pad_multiple
-    padded = -(-lengths // multiple) * multiple
+    padded = round_up(lengths, multiple)
     if not packed:
         padded = np.full_like(padded, padded.max())
     rows = np.arange(len(lengths))
