@@ -23,7 +23,8 @@ import xxhash
 from . import objects
 from .batch import Batch, Column, Jagged, Ragged
 from .gather import as_bytes, exclusive_cumsum, find_runs, gather_dense, gather_jagged, gather_objects, gather_ragged
-from .integers import distinct
+from .integers import ceil_div, distinct, round_up
+from .memory import ALIGN
 from .schema import Field, Kind, Schema
 
 # ---------------- A block's part 0: magic, own xxh3, and a manifest that describes the other parts without the
@@ -90,9 +91,6 @@ def _schema(data: bytes) -> Schema:
     return Schema.from_list(msgspec.msgpack.decode(data))
 
 
-ALIGN = 64
-"""Parts start at multiples of this, so that views of any dtype are aligned."""
-
 CHECKSUM_ROWS = 64
 """Rows under one xxh3 checksum: a reader of a few rows verifies only the row blocks it touches."""
 
@@ -147,7 +145,7 @@ class BlockLayout:
         offsets, end = [], 0
         for nbytes in self.part_bytes:
             offsets.append(end)
-            end += -(-nbytes // ALIGN) * ALIGN
+            end += round_up(nbytes, ALIGN)
         return tuple(offsets), end
 
 
@@ -338,7 +336,7 @@ def verify(
         raise ChecksumMismatch(str(error)) from error
     if header.checksums is None:
         raise ValueError("block: written without checksums (integrity was off at its writer), so it cannot be verified")
-    per_field = -(-header.num_rows // CHECKSUM_ROWS)
+    per_field = ceil_div(header.num_rows, CHECKSUM_ROWS)
     row_blocks = [0]
     if per_field > 1:
         row_blocks = distinct(source.row[source.block == block] // CHECKSUM_ROWS).tolist()
@@ -360,7 +358,7 @@ def _verify_field(
 ) -> None:
     """`sums` begins with the field's own: one per row block of its values, then its index part's."""
     values, index = parts[0], parts[1] if len(parts) > 1 else None
-    per_field = -(-header.num_rows // CHECKSUM_ROWS)
+    per_field = ceil_div(header.num_rows, CHECKSUM_ROWS)
     if index is not None:
         _expect_sum(field, 0, header.num_rows, sums[per_field], index, "index part of ")
     if per_field == 1:

@@ -11,6 +11,8 @@ import struct
 
 import numpy as np
 
+from .integers import ceil_div
+
 _HEADER = struct.Struct("<4sBBxxQQQ")
 """Magic, element bytes, bytes of a position (0: bitmap), elements of the bucket, changed ones, bytes of `where`."""
 _MAGIC = b"hrd1"
@@ -28,7 +30,7 @@ def encode_sparse(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.n
     """
     _expect_pair(new, base, element_bytes)
     values = new.view(_UNSIGNED[element_bytes])
-    bitmap_bytes = -(-len(values) // 8)
+    bitmap_bytes = ceil_div(len(values), 8)
     changed = _changed(new, base, element_bytes)
     count = len(changed) if changed.dtype != bool else int(np.count_nonzero(changed))
     if _HEADER.size + min(count, bitmap_bytes) + count * element_bytes >= len(new):
@@ -94,7 +96,7 @@ def _changed(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.ndarra
 
 def _write_where(changed: np.ndarray, count: int, num_elements: int) -> tuple[int, np.ndarray]:
     """The shortest way to say which elements changed: (bytes of a position or _BITMAP, uint8 1-D)."""
-    bitmap_bytes = -(-num_elements // 8)
+    bitmap_bytes = ceil_div(num_elements, 8)
     if count < bitmap_bytes:
         positions = np.flatnonzero(changed) if changed.dtype == bool else changed
         gaps = np.diff(positions, prepend=-1) - 1
@@ -131,7 +133,7 @@ def _read_gaps(where: np.ndarray, width: int) -> np.ndarray:
 
 def _read_bitmap(where: np.ndarray, num_elements: int) -> np.ndarray:
     """bool, one an element."""
-    if len(where) != -(-num_elements // 8):
+    if len(where) != ceil_div(num_elements, 8):
         raise ValueError(f"bucket delta: {len(where)} bytes are no bitmap of {num_elements} elements")
     return np.unpackbits(where, count=num_elements, bitorder="little").view(bool)
 

@@ -21,11 +21,10 @@ import xxhash
 
 from . import messages
 from .gpu_scatter import device_digest
-from .memory import fresh
+from .integers import round_up
+from .memory import ALIGN, fresh
 from .schema import DTYPES
 
-ALIGN = 64
-"""Pieces start at multiples of this, within a bucket and within their tensor."""
 CHUNK_BYTES = 512 << 10
 """Bytes copied and hashed at a time: the hash finds them in the cache."""
 
@@ -117,7 +116,7 @@ def plan_buckets(named: Mapping[str, tuple[torch.dtype, Sequence[int]]], bucket_
             piece = min(nbytes - begin, bucket_bytes - offset)
             entries.append(BucketEntry(name, dtype_name, tuple(shape), begin, bucket, offset, piece))
             begin += piece
-            offset += -(-piece // ALIGN) * ALIGN
+            offset += round_up(piece, ALIGN)
             if begin == nbytes:
                 break
     sizes = [0] * (entries[-1].bucket + 1 if entries else 0)

@@ -12,6 +12,7 @@ import numpy as np
 
 from .batch import Batch, Column, Jagged
 from .gather import as_bytes, copy_runs, exclusive_cumsum
+from .integers import ceil_div
 from .memory import fresh
 
 
@@ -26,7 +27,7 @@ def chunks(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> tuple[
     if pad_multiple % (2 * cp):
         raise ValueError(f"pad_multiple: got {pad_multiple}, expected a multiple of 2 * cp = {2 * cp}")
     lengths = np.asarray(lengths, dtype=np.int64)
-    size = -(-lengths // pad_multiple) * (pad_multiple // (2 * cp))
+    size = ceil_div(lengths, pad_multiple) * (pad_multiple // (2 * cp))
     starts = np.stack([rank * size, (2 * cp - 1 - rank) * size], axis=1)
     return starts, starts + size[:, None]
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .integers import round_up
+
 # ---------------- A digest of bytes on a GPU that the GPU computes: queued like any other work, so that nobody waits
 # for it.
 #
@@ -124,7 +126,7 @@ class Scatter:
             add(end, begin, 0)
             end = begin + len(target)
             add(begin, end, target.data_ptr())
-            end = -(-end // _START) * _START if end < self._nbytes else end
+            end = round_up(end, _START) if end < self._nbytes else end
         add(end, self._nbytes, 0)
         return torch.from_numpy(np.concatenate(rows))
 

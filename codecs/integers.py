@@ -1,8 +1,25 @@
-"""Distinct values of integer columns that mostly ascend already, as row numbers, group numbers and block ids do."""
+"""Provides integer arithmetic for sizes, and distinct values of columns that mostly ascend already.
+
+Row numbers, group numbers and block ids are such columns.
+"""
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
+
+Number = TypeVar("Number", int, np.ndarray)
+
+
+def ceil_div(number: Number, divisor: int) -> Number:
+    """Divide integers, rounding up."""
+    return -(-number // divisor)
+
+
+def round_up(number: Number, multiple: int) -> Number:
+    """Return the smallest multiple of `multiple` that is at least `number`."""
+    return -(-number // multiple) * multiple
 
 
 def distinct(values: np.ndarray) -> np.ndarray:

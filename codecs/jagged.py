@@ -14,6 +14,7 @@ from .batch import Batch, Column, Jagged, Ragged
 from .columns import num_rows as rows_of
 from .columns import to_column
 from .gather import as_bytes, exclusive_cumsum, find_runs, gather_dense, gather_jagged, gather_ragged
+from .integers import round_up
 from .memory import fresh
 from .schema import Field, Kind, Schema
 
@@ -64,13 +65,13 @@ def _values(data: Mapping[str, Any] | TensorDictBase) -> tuple[Mapping[str, Any]
         raise ValueError(f"TensorDict: got batch size {list(data.batch_size)}, expected one dimension, the rows")
     if isinstance(data, LazyStackedTensorDict):
         return _lazy_values(data), data.batch_size[0]
-    return {name: data.get(name) for name in data.keys()}, data.batch_size[0]  # noqa: SIM118 (not a Mapping)
+    return {name: data.get(name) for name in data.keys()}, data.batch_size[0]  # not a Mapping
 
 
 def _lazy_values(data: LazyStackedTensorDict) -> dict[str, list[Any]]:
     """Rows of a lazy stack one by one: its own `get` fails on ragged rows and its `keys` hide those not in all rows."""
     rows = data.tensordicts
-    names = list(dict.fromkeys(name for row in rows for name in row.keys()))  # noqa: SIM118
+    names = list(dict.fromkeys(name for row in rows for name in row.keys()))
     values: dict[str, list[Any]] = {name: [] for name in names}
     for index, row in enumerate(rows):
         for name in names:
@@ -238,7 +239,7 @@ def to_padded(
     longest = int(lengths.max()) if len(lengths) else 0
     if pad_to is not None and longest > pad_to:
         raise ValueError(f"pad_to: got {pad_to}, but row {int(lengths.argmax())} has {longest} tokens")
-    width = -(-(longest if pad_to is None else pad_to) // multiple_of) * multiple_of
+    width = round_up(longest if pad_to is None else pad_to, multiple_of)
     valid = np.arange(width) < lengths[:, None]
     padded = {name: _scatter(batch.schema[name], batch.jagged(name).values, valid) for name in names}
     return padded, torch.from_numpy(lengths.copy())

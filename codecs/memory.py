@@ -14,12 +14,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from .integers import round_up
+
 POOLED_FROM_BYTES = 64 << 10
 """Smaller allocations the C library recycles itself."""
 KEPT_BYTES = 256 << 20
 """Most that is kept for later; what comes back beyond it goes to the system."""
 HUGE_PAGE = 2 << 20
-_ALIGN = 64
+ALIGN = 64
+"""Number of bytes to whose multiples the parts of blocks and buckets are aligned, so that views of any dtype are."""
 _STEPS = 4
 """Size classes between two powers of two: at most a quarter of a buffer lies idle."""
 
@@ -54,13 +57,13 @@ class Pool:
 
 
 def _size_class(nbytes: int) -> int:
-    step = max(1 << max(nbytes - 1, 1).bit_length() - 1, _ALIGN * _STEPS) // _STEPS
-    return -(-nbytes // step) * step
+    step = max(1 << max(nbytes - 1, 1).bit_length() - 1, ALIGN * _STEPS) // _STEPS
+    return round_up(nbytes, step)
 
 
 def _allocate(size: int) -> np.ndarray:
     # numpy asks the kernel for huge pages where an array is large (torch does not); they serve what is aligned to them.
-    align = HUGE_PAGE if size >= HUGE_PAGE else _ALIGN
+    align = HUGE_PAGE if size >= HUGE_PAGE else ALIGN
     memory = np.empty(size + align, dtype=np.uint8)
     begin = -memory.ctypes.data % align
     return memory[begin : begin + size]

@@ -18,7 +18,7 @@ from .directory.requests import body_of
 from .directory.samplers import TaskConfig
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta
-from .operations import Ask, Fields, Operations, Steps, Work
+from .operations import Ask, Fields, Moved, Operations, Steps, Work
 from .rpc.links import Link
 from .status import DataPlaneStatus
 from .traffic import ClientStats
@@ -62,7 +62,7 @@ class AsyncDataPlaneClient:
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
         """See `DataPlaneClient.put`."""
-        return await self._run(
+        return await self._move(
             "put", self._operations.put(partition, keys, fields, versions, groups, tags, replace, timeout_s)
         )
 
@@ -70,7 +70,7 @@ class AsyncDataPlaneClient:
         self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
     ) -> Batch:
         """See `DataPlaneClient.get`."""
-        return await self._run("get", self._operations.get(meta, fields, timeout_s))
+        return await self._move("get", self._operations.get(meta, fields, timeout_s))
 
     async def lookup(
         self,
@@ -87,7 +87,7 @@ class AsyncDataPlaneClient:
         self, partition: str, keys: Sequence[str], fields: Sequence[str], *, timeout_s: float | None = None
     ) -> Batch:
         """See `DataPlaneClient.get_keys`."""
-        return await self._run("get_keys", self._operations.get_keys(partition, keys, fields, timeout_s))
+        return await self._move("get_keys", self._operations.get_keys(partition, keys, fields, timeout_s))
 
     async def claim(
         self,
@@ -152,6 +152,16 @@ class AsyncDataPlaneClient:
             return await self._carry_out(steps)
         finally:
             self.stats.count_call(op, time.monotonic() - started)
+
+    async def _move(self, op: str, steps: Steps[Moved[T]]) -> T:
+        """Run a call that moves bytes, and count them with it."""
+        started, nbytes = time.monotonic(), 0
+        try:
+            moved = await self._carry_out(steps)
+            nbytes = moved.nbytes
+            return moved.result
+        finally:
+            self.stats.count_call(op, time.monotonic() - started, nbytes)
 
     async def _carry_out(self, steps: Steps[T]) -> T:
         """One step after another: directory calls on the loop, work in a thread."""

@@ -58,6 +58,10 @@ class StoreHost(Protocol):
         """Bytes the store holds just now, by its own count."""
         ...
 
+    def processes(self) -> dict[str, int]:
+        """Return name -> pid of the store's own processes on this machine; empty when it has none."""
+        ...
+
     def close(self) -> None:
         """End everything that this host started, by pid, and remove every file. Idempotent."""
         ...
@@ -78,7 +82,7 @@ class Cuts(Protocol):
     def cut(self, block_id: int, sizes: Sequence[int]) -> list[bytes]:
         """The range of `block_id` becomes the blocks `block_id`, `block_id` + 1, ... end to end; the rest is free.
 
-        sizes: multiples of `codecs.blocks.ALIGN`. Returns the blocks' locations. Raises CapacityExceeded.
+        sizes: multiples of `codecs.memory.ALIGN`. Returns the blocks' locations. Raises CapacityExceeded.
         """
         ...
 

@@ -17,7 +17,7 @@ from .directory.requests import body_of
 from .directory.samplers import TaskConfig
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta
-from .operations import Ask, Fields, Operations, Steps, Work
+from .operations import Ask, Fields, Moved, Operations, Steps, Work
 from .rpc.links import Link
 from .status import DataPlaneStatus
 from .traffic import ClientStats
@@ -70,9 +70,10 @@ class DataPlaneClient:
 
         keys: N row ids; new ones make rows, known ones get further fields. fields: all that `codecs.jagged.pack` takes.
         versions: policy version(s) of new rows (-1 if None). groups: N names, None takes each key up to its last ".".
-        tags: per-row numbers `[N]`; a later put of a tag overwrites it. A row's length is that of its PER_TOKEN fields:
-        until one is written it reads as 0, and all of them must agree. Only replace=True writes a (key, field) again;
-        it may change a row's version, and its length if it replaces all its PER_TOKEN fields. No rows: nothing happens.
+        tags: per-row numbers `[N]`; a later put of a tag overwrites it. The integer tag `position` is a row's place in
+        the prompt stream. A row's length is that of its PER_TOKEN fields: until one is written it reads as 0, and all
+        of them must agree. Only replace=True writes a (key, field) again; it may change a row's version, and its length
+        if it replaces all its PER_TOKEN fields. No rows: nothing happens.
 
         Ordering: all fields of all rows become readable together when it returns, or none does when it raises.
         Blocks while the store is full. Not idempotent: the same again raises AlreadyWritten.
@@ -80,7 +81,7 @@ class DataPlaneClient:
         SchemaMismatch for what only the directory knows (lengths, groups), at the commit at the latest: nothing has
         become visible then and the bytes are dropped. CapacityExceeded; DataPlaneTimeout if writing took `reserve_s`.
         """
-        return self._run(
+        return self._move(
             "put", self._operations.put(partition, keys, fields, versions, groups, tags, replace, timeout_s)
         )
 
@@ -91,7 +92,7 @@ class DataPlaneClient:
         Raises RowsCleared naming keys whose block is gone (the last of its rows was cleared or replaced; until then a
         receipt still reads the bytes it was given for), FieldsNotReady for fields the receipt lacks, IntegrityError.
         """
-        return self._run("get", self._operations.get(meta, fields, timeout_s))
+        return self._move("get", self._operations.get(meta, fields, timeout_s))
 
     def lookup(
         self,
@@ -111,7 +112,7 @@ class DataPlaneClient:
         self, partition: str, keys: Sequence[str], fields: Sequence[str], *, timeout_s: float | None = None
     ) -> Batch:
         """`lookup`, then `get`: exactly the keys x fields asked for, in request order, or it raises as they do."""
-        return self._run("get_keys", self._operations.get_keys(partition, keys, fields, timeout_s))
+        return self._move("get_keys", self._operations.get_keys(partition, keys, fields, timeout_s))
 
     def claim(
         self,
@@ -197,6 +198,16 @@ class DataPlaneClient:
             return self._carry_out(steps)
         finally:
             self.stats.count_call(op, time.monotonic() - started)
+
+    def _move(self, op: str, steps: Steps[Moved[T]]) -> T:
+        """Run a call that moves bytes, and count them with it."""
+        started, nbytes = time.monotonic(), 0
+        try:
+            moved = self._carry_out(steps)
+            nbytes = moved.nbytes
+            return moved.result
+        finally:
+            self.stats.count_call(op, time.monotonic() - started, nbytes)
 
     def _carry_out(self, steps: Steps[T]) -> T:
         """One step after another in this thread."""

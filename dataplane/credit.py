@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 
+from ..codecs.integers import round_up
 from .directory.requests import Room
 
 RECENT_PUTS = 8
@@ -56,8 +57,7 @@ class Credit:
         with self._lock:
             nbytes = max((size for size, _ in self._recent), default=0)
             num_blocks = max((count for _, count in self._recent), default=0)
-        nbytes += nbytes // SLACK_PART
-        nbytes += -nbytes % GRAIN_BYTES
+        nbytes = round_up(nbytes + nbytes // SLACK_PART, GRAIN_BYTES)
         return (nbytes, num_blocks + num_blocks // SLACK_PART + 1) if 0 < nbytes <= MAX_BYTES else (0, 0)
 
     def drop_all(self) -> tuple[int, ...]:

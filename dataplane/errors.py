@@ -68,7 +68,7 @@ class DataPlaneError(Exception):
         text = f"{message} ({' '.join(where)})" if where else message
         super().__init__(text)
 
-    def __reduce__(self):  # noqa: ANN204
+    def __reduce__(self):
         return _rebuild, (type(self), self.message, self.fields())
 
     def fields(self) -> dict:

@@ -13,7 +13,9 @@ from ..codecs.integers import distinct
 from ..codecs.schema import Field, Kind, Schema
 from .compact import pack_ints, pack_keys, pack_source, unpack_ints, unpack_keys, unpack_source
 
-_FORMAT = "receipt1"
+POSITION = "position"
+"""Name of the integer tag that gives a row's place in the prompt stream; `in_order` and `windowed` follow it."""
+_FORMAT = "receipt2"
 _FIELD_KEYS = ("name", "kind", "dtype", "trailing", "pad_value", "ndim")
 
 
@@ -183,7 +185,7 @@ class KVBatchMeta:
                 pack_keys(self.keys, squeeze=True),
                 self.fields,
                 [pack_ints(column) for column in (self.lengths, self.versions, self.groups)],
-                [[name, values.dtype.str, values.tobytes()] for name, values in self.tags.items()],
+                [[name, values.dtype.str, _pack_tag(values)] for name, values in self.tags.items()],
                 field_sets,
                 [
                     [ref.block_id, ref.location, field_sets.index(at.fields), at.num_rows, at.num_tokens, at.part_bytes]
@@ -215,7 +217,7 @@ class KVBatchMeta:
             lengths,
             versions,
             groups,
-            {name: np.frombuffer(values, dtype) for name, dtype, values in tags},
+            {name: _unpack_tag(values, np.dtype(dtype)) for name, dtype, values in tags},
             tuple(
                 BlockRef(block_id, location, BlockLayout(field_sets[names], rows, tokens, tuple(part_bytes)))
                 for block_id, location, names, rows, tokens, part_bytes in blocks
@@ -237,6 +239,16 @@ def check_tags(tags: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.nd
             )
         checked[name] = array
     return checked
+
+
+def _pack_tag(values: np.ndarray) -> bytes:
+    """Encode a tag: integers take few bytes, as in the other columns."""
+    return pack_ints(values) if values.dtype.kind in "iu" else values.tobytes()
+
+
+def _unpack_tag(data: bytes, dtype: np.dtype) -> np.ndarray:
+    """Decode what `_pack_tag` encoded."""
+    return unpack_ints(data).astype(dtype) if dtype.kind in "iu" else np.frombuffer(data, dtype)
 
 
 def narrow_sources(sources: Sequence[RowSource], fields: Sequence[str]) -> tuple[RowSource, ...]:

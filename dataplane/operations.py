@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from tensordict import TensorDictBase
@@ -23,9 +23,9 @@ from .compact import check_keys, pack_keys, unpack_keys
 from .credit import Credit
 from .directory import requests
 from .directory.directory import Outcome
-from .directory.partition import ClaimRows, Grouping, PutRows, check_distinct
+from .directory.partition import ClaimRows, Committed, Grouping, PutRows, check_distinct
 from .directory.samplers import TaskConfig
-from .errors import DataPlaneError, DataPlaneTimeout, RowsCleared, SchemaMismatch
+from .errors import DataPlaneError, RowsCleared, SchemaMismatch
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta, check_tags
 from .status import DataPlaneStatus
@@ -56,6 +56,17 @@ class Work:
 
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Moved(Generic[T]):
+    """The result of an operation that moves bytes."""
+
+    result: T
+    nbytes: int
+    """Number of bytes in the committed blocks, or in the columns that were read."""
+
+
 Steps = Generator[Ask | Work, Any, T]
 """An operation: yields steps, is sent their answers (or thrown their errors), returns its result."""
 
@@ -100,7 +111,7 @@ class Operations:
         tags: Mapping[str, np.ndarray] | None,
         replace: bool,
         timeout_s: float | None,
-    ) -> Steps[KVBatchMeta]:
+    ) -> Steps[Moved[KVBatchMeta]]:
         bound = self.timeout(timeout_s)
         deadline = time.monotonic() + bound
         schema = yield from self._schema(partition, bound)
@@ -132,18 +143,20 @@ class Operations:
 
         put, blocks = yield Work(prepare)
         if not names:
-            return _empty_receipt(partition, schema, put.fields)
+            return Moved(_empty_receipt(partition, schema, put.fields), 0)
         rows = requests.Rows.of(put)
         room, given_back = self._credit.take(put.nbytes, len(blocks))
         if room is not None:
-            try:
-                return (yield from self._write(put, rows, blocks, room, schema, deadline))
-            except _CreditGone as error:  # the directory needed it for somebody else: this put now asks for room
-                _logger.debug("%s: a put is written anew: %s", self.label, error)
+            written = yield from self._write(put, rows, blocks, room, deadline, credit=True)
+            if written is not None:
+                return Moved(written.receipt(put, schema), put.value_bytes)
+            _logger.debug("%s: the directory took the credit of a put back; it is written again", self.label)
         remaining = max(0.0, deadline - time.monotonic())
         reply = yield Ask("reserve", requests.encode(requests.Reserve(rows, remaining, given_back)), remaining)
         room = messages.decode(reply, requests.Room)
-        return (yield from self._write(put, rows, blocks, room, schema, deadline, asked=True))
+        written = yield from self._write(put, rows, blocks, room, deadline, credit=False)
+        assert written is not None, "only credit can be revoked"
+        return Moved(written.receipt(put, schema), put.value_bytes)
 
     def _write(
         self,
@@ -151,27 +164,30 @@ class Operations:
         rows: requests.Rows,
         blocks: list[EncodedBlock],
         room: requests.Room,
-        schema: Schema,
         deadline: float,
         *,
-        asked: bool = False,
-    ) -> Steps[KVBatchMeta]:
-        """Bytes into the room, then rows into the directory. Raises _CreditGone unless the room was asked for."""
+        credit: bool,
+    ) -> Steps[Committed | None]:
+        """Write the bytes into the room, then the rows into the directory. Returns None when credit was revoked."""
         try:
-            locations = yield Work(
-                lambda: write_blocks(self.store, blocks, room.first_block_id, room.location, deadline)
-            )
-            commit = requests.Commit(room.room_id, rows, locations, *self._credit.wish())
+            try:
+                locations = yield Work(
+                    lambda: write_blocks(self.store, blocks, room.first_block_id, room.location, deadline)
+                )
+            except RowsCleared:
+                if credit:  # revoked while it was being written
+                    return None
+                raise
+            commit = requests.Commit(room.room_id, credit, rows, locations, *self._credit.wish())
             reply = yield Ask("commit", requests.encode(commit), max(0.0, deadline - time.monotonic()))
-            written = messages.decode(reply, requests.Written)
-        except BaseException as error:
-            if not asked and type(error) in (RowsCleared, DataPlaneTimeout):
-                raise _CreditGone(str(error)) from None
+            written = None if reply == requests.REVOKED else messages.decode(reply, requests.Written)
+        except BaseException:
             yield from self._give_back((room.room_id,))
             raise
+        if written is None:
+            return None
         self._credit.add(written.next_room)
-        self.stats.count_bytes(put=sum(sum(layout.part_bytes) for layout in put.layouts))
-        return written.committed(put, locations).receipt(put, schema)
+        return written.committed(put, locations)
 
     def close(self) -> Steps[None]:
         """Give back what was granted ahead, then let go of the store."""
@@ -180,14 +196,13 @@ class Operations:
             yield from self._give_back(room_ids)
         yield Work(self.store.close)
 
-    def get(self, meta: KVBatchMeta, fields: Sequence[str] | None, timeout_s: float | None) -> Steps[Batch]:
+    def get(self, meta: KVBatchMeta, fields: Sequence[str] | None, timeout_s: float | None) -> Steps[Moved[Batch]]:
         bound = self.timeout(timeout_s)
         names = meta.fields if fields is None else tuple(fields)
         check_readable(meta, names)
         check = self.handle.config.integrity == "verify"
         batch = yield Work(lambda: read_rows(self.store, meta, names, check=check, timeout_s=bound))
-        self.stats.count_bytes(got=sum(map(column_bytes, batch.values())))
-        return batch
+        return Moved(batch, sum(map(column_bytes, batch.values())))
 
     def lookup(
         self, partition: str, keys: Sequence[str], fields: Sequence[str] | None, timeout_s: float | None
@@ -199,7 +214,7 @@ class Operations:
 
     def get_keys(
         self, partition: str, keys: Sequence[str], fields: Sequence[str], timeout_s: float | None
-    ) -> Steps[Batch]:
+    ) -> Steps[Moved[Batch]]:
         meta = yield from self.lookup(partition, keys, fields, timeout_s)
         return (yield from self.get(meta, None, timeout_s))
 
@@ -256,10 +271,6 @@ class Operations:
             yield Ask("abort", requests.encode(requests.Abort(room_ids)), ABORT_TIMEOUT_S)
         except DataPlaneError as error:
             _logger.info("could not give room back, it will expire: %s", error)
-
-
-class _CreditGone(Exception):
-    """The directory has taken back the room that a put was written to."""
 
 
 def _packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str]) -> Batch:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from ..codecs.integers import ceil_div, round_up
 from .topology import Topology
 
 Packing = Literal["none", "packed", "dynamic"]
@@ -74,7 +75,7 @@ def plan_shards(lengths: np.ndarray, topology: Topology, budget: Budget, groups:
     are put into them, `Budget.packing` says. Deterministic. Raises ValueError when a row alone exceeds the budget.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    padded = -(-lengths // topology.pad_multiple) * topology.pad_multiple
+    padded = round_up(lengths, topology.pad_multiple)
     if len(padded) and int(padded.max()) > budget.tokens_per_microbatch:
         raise ValueError(
             f"tokens_per_microbatch: got {budget.tokens_per_microbatch}, but row {int(padded.argmax())} alone "
@@ -190,7 +191,7 @@ def _split_heaviest(tokens: np.ndarray, starts: list[int], num_bins: int) -> lis
 
 def _equal_sums(tokens_of: list[np.ndarray], budget: int) -> list[np.ndarray]:
     """Per rank the microbatch of each row; equally many microbatches everywhere, no sum of tokens over the budget."""
-    num_bins = max([1, *(-(-int(tokens.sum()) // budget) for tokens in tokens_of)])
+    num_bins = max([1, *(ceil_div(int(tokens.sum()), budget) for tokens in tokens_of)])
     while True:
         dealt = [_fit(tokens, num_bins, budget) for tokens in tokens_of]
         if all(bin_of is not None for bin_of in dealt):

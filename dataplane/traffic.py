@@ -253,23 +253,17 @@ class ClientStats:
         self._recent = Traffic()
         """Since the last `take`."""
         self._taken = Traffic()
-        self._moved: dict[int, int] = {}
-        """Bytes of calls that are not counted yet, by thread."""
 
-    def count_bytes(self, *, put: int = 0, got: int = 0) -> None:
-        """Bytes of the call that this thread counts next: of committed blocks, or of the columns handed out.
+    def count_call(self, op: str, seconds: float, nbytes: int = 0) -> None:
+        """Count a call that has finished or failed.
 
-        Both clients count a call in the thread that ended its operation, with nothing in between.
+        seconds: its duration, waits included. nbytes: the bytes of the blocks it committed or the columns it returned.
         """
-        self._moved[threading.get_ident()] = put + got
-
-    def count_call(self, op: str, seconds: float) -> None:
-        """A call has finished or failed, after so many seconds, waits included."""
         with self._lock:
-            self._recent.of(op).count(seconds, self._moved.pop(threading.get_ident(), 0))
+            self._recent.of(op).count(seconds, nbytes)
 
     def count_directory(self, nbytes: int) -> None:
-        """One request and its reply."""
+        """Count one request to the directory, with its reply."""
         with self._lock:
             self.directory_calls += 1
             self.directory_bytes += nbytes

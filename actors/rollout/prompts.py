@@ -155,6 +155,11 @@ class PromptStream:
         return np.random.default_rng([self._seed, epoch]).permutation(self._source.size)
 
 
+def row_key(prompt_uid: str, sample: int) -> str:
+    """Return the key of one sample's row."""
+    return f"{prompt_uid}.{sample}"
+
+
 def base36(number: int) -> str:
     """`number` (0 or more) in digits 0-9a-z."""
     digits = ""

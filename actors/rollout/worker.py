@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 
 from ...dataplane.async_client import AsyncDataPlaneClient
+from ...dataplane.meta import POSITION
 from ..engines.protocol import GenerationEngine, SamplingParams
 from ..engines.router import LeftOut
 from ..protocols import Environment, Sample, Score, Span
 from ..rewards.rubric import Rubric
 from .journal import GroupJournal
 from .journal_records import JournaledGroup
-from .prompts import PromptStream
+from .prompts import PromptStream, row_key
 from .report import RolloutReport, RolloutTally, ValidationReport, group_figures
 from .rows import RolloutRows, join, rollout_rows
 
@@ -198,7 +199,8 @@ class RolloutWorker:
         with _span(tally, "reward"):
             scores = await self._score(samples)
         batch, tags = rollout_rows(samples, scores, self._rubric.tagged)
-        keys = [f"{sample.prompt.uid}.{sample.index}" for sample in samples]
+        tags[POSITION] = np.repeat(np.fromiter(groups, np.int64), [len(group) for group in groups.values()])
+        keys = [row_key(sample.prompt.uid, sample.index) for sample in samples]
         rows = RolloutRows(keys, self._versions(samples), tags, batch)
         await self._keep(rows, scores, groups, tally)
         await self._put(rows, partition, tally)

@@ -17,7 +17,8 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from ...codecs import messages
 from ...codecs.batch import Jagged
 from ...dataplane.client import DataPlaneClient
-from ...dataplane.factory import DataPlaneHandle, connect
+from ...dataplane.factory import connect
+from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.meta import KVBatchMeta
 from ...dataplane.topology import Topology
 from ..protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, ActorInfo, Span, SpanTable, TrainBackend

@@ -18,7 +18,9 @@ import numpy as np
 import psutil
 import torch
 
-from ...codecs.buckets import ALIGN, BucketPlan
+from ...codecs.buckets import BucketPlan
+from ...codecs.integers import round_up
+from ...codecs.memory import ALIGN
 
 NUM_VERSIONS = 2
 MEMORY_SHARE = 0.8
@@ -131,4 +133,4 @@ class BucketCache:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
+    return round_up(nbytes, ALIGN)

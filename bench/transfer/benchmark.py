@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...codecs.owned_folder import SHARED_MEMORY
 from ...dataplane.config import StoreKind
 from ...dataplane.errors import DataPlaneError
 from ...trainers.errors import UserError
@@ -148,7 +149,7 @@ def why_absent(kind: str, in_process: bool) -> str:
     probe = next(probe for probe in doctor.PROBES if probe.area == "store" and probe.name == kind)
     error = doctor.try_imports({kind: probe.imports})[kind] if probe.extra else ""
     if kind == "shm":
-        error = doctor.write_error(doctor.SHM)
+        error = doctor.write_error(SHARED_MEMORY)
     finding = doctor.verdict(probe, error, typing.get_args(StoreKind))
     if finding.state is doctor.State.OK:
         return ""

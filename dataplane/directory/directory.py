@@ -126,14 +126,18 @@ class Directory:
         return sum(item.nbytes for item in self._blocks.credits() if item.location is not None)
 
     def reservation(self, reservation_id: int) -> Reservation:
-        """Raises DataPlaneTimeout when it has expired, or was aborted or revoked."""
-        found = self._blocks.reservations.get(reservation_id)
+        """Return the reservation. Raises DataPlaneTimeout when it has expired, or was aborted or revoked."""
+        found = self.find_reservation(reservation_id)
         if found is None:
             raise DataPlaneTimeout(
                 f"the put took longer than reserve_s={self._reserve_s:g}s (or was aborted): its bytes were reclaimed",
                 op="put",
             )
         return found
+
+    def find_reservation(self, reservation_id: int) -> Reservation | None:
+        """Return the reservation, or None when it has expired, or was aborted or revoked."""
+        return self._blocks.reservations.get(reservation_id)
 
     def commit(self, reservation_id: int, put: PutRows, locate: Locate) -> tuple[Committed, list[FreedBlock]]:
         """All rows of a put become readable at once. Also returns the blocks it replaced for good.

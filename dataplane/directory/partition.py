@@ -11,7 +11,7 @@ from ...codecs.blocks import BlockLayout, RowSource
 from ...codecs.integers import distinct
 from ...codecs.schema import Kind, Schema
 from ..errors import AlreadyWritten, DuplicateKeys, KeysNotFound, SchemaMismatch
-from ..meta import BlockRef, KVBatchMeta
+from ..meta import POSITION, BlockRef, KVBatchMeta
 from .ready import ReadyView
 from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, Numbers, RowTable, pick
 from .samplers import TaskConfig
@@ -103,8 +103,13 @@ class PutRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks."""
+        """Number of bytes that the blocks take in the store, with the padding between their parts."""
         return sum(layout.nbytes for layout in self.layouts)
+
+    @property
+    def value_bytes(self) -> int:
+        """Number of bytes of the blocks' values, indexes and headers, without padding."""
+        return sum(sum(layout.part_bytes) for layout in self.layouts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +234,8 @@ class Partition:
                     raise AlreadyWritten(message, op="put", partition=self.name, keys=pick(put.keys, written))
         self._check_lengths(put, rows, old)
         self._check_identity(put, rows, old)
+        if POSITION in put.tags and put.tags[POSITION].dtype.kind not in "iu":
+            raise self._mismatch(f"tag {POSITION!r}: got {put.tags[POSITION].dtype}, expected integers", put.keys)
         for name, values in put.tags.items():
             column = self.rows.tags.get(name)
             if column is not None and column.dtype != values.dtype:

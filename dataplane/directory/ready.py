@@ -9,7 +9,7 @@ import numpy as np
 
 from ...codecs.integers import distinct
 from .rows import GroupTable, RowTable, grown
-from .samplers import Candidates, Order, StreamProgress, prompt_numbers
+from .samplers import Candidates, Order, StreamProgress
 
 # ---------------- The queue of what can be claimed: items (row or group numbers) by key, then tie. Leaving early
 # costs nothing.
@@ -305,4 +305,4 @@ class ReadyView:
         return arrivals[self._groups.rows[items]].min(axis=1) if self.whole_groups else arrivals[items]
 
     def _prompts(self, items: np.ndarray) -> np.ndarray:
-        return prompt_numbers(self._groups.names[items if self.whole_groups else self._rows.groups[items]])
+        return self._rows.positions(self._groups.rows[items, 0] if self.whole_groups else items)

@@ -117,9 +117,11 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Answered by `Written`."""
+    """Answered by `Written`, or by REVOKED when the room was credit that the directory has taken back."""
 
     room_id: int
+    credit: bool
+    """Whether the room was granted with the reply to an earlier put."""
     rows: Rows
     locations: tuple[bytes, ...] | None
     """Of each block; None when the room has a location."""
@@ -218,6 +220,8 @@ class Status:
 # ------------------------------------------------------------------ replies: one byte, then the body
 
 _OK, _ERROR = b"\0", b"\1"
+REVOKED = b""
+"""Body of the reply to a Commit whose credit was revoked: nothing was written, the put must reserve room of its own."""
 
 _ERRORS: dict[str, type[Exception]] = {
     cls.__name__: cls

@@ -8,12 +8,15 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ...codecs.integers import distinct_counts
+from ..meta import POSITION
 
 ROW_BITS = 24
 """A slot is `block_id << ROW_BITS | row in block`: 16 M rows a block, 2^39 blocks a run."""
 UNWRITTEN = -1
 UNKNOWN = -1
 """Length of a row that has no PER_TOKEN field yet."""
+NO_POSITION = -1
+"""Position of a row that was not given the tag POSITION."""
 
 
 def grown(column: np.ndarray, size: int, fill: object) -> np.ndarray:
@@ -125,6 +128,13 @@ class RowTable:
         return {
             name: self.tags[name][rows] for name, given in self.tag_given.items() if len(rows) and given[rows].all()
         }
+
+    def positions(self, rows: np.ndarray) -> np.ndarray:
+        """Return int64 `[N]`: each row's place in the prompt stream, or NO_POSITION."""
+        given = self.tag_given.get(POSITION)
+        if given is None:
+            return np.full(len(rows), NO_POSITION)
+        return np.where(given[rows], self.tags[POSITION][rows].astype(np.int64), NO_POSITION)
 
     def written(self, rows: np.ndarray, fields: Iterable[str]) -> np.ndarray:
         """bool `[N]`: all of `fields` are written."""

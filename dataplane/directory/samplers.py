@@ -6,7 +6,7 @@ What it is offered are *items*: rows, or groups where the claim asks for whole o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -14,14 +14,11 @@ import numpy as np
 
 from ...codecs.imports import import_object
 from ..errors import SamplerError
-from .rows import GroupTable, RowTable
+from ..meta import POSITION
+from .rows import NO_POSITION, GroupTable, RowTable
 
 Order = Literal["version", "ready", "prompt"]
 ORDERS: tuple[Order, ...] = ("version", "ready", "prompt")
-NO_PROMPT = -1
-"""Number of an item whose group's name is no base-36 counter."""
-_COUNTER_CHARS = 12
-"""Base-36 digits that an int64 surely holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +31,26 @@ class TaskConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the sampler: plain values. `windowed` takes `window`, in groups."""
     first_prompt: int = 0
-    """`in_order`, `windowed`: number of the stream's first prompt; a resumed run's is where it left off."""
+    """Position of the first prompt that `in_order` and `windowed` wait for; a resumed run begins where it left off."""
     settled: tuple[int, ...] = ()
-    """Numbers beyond it that are not to come any more."""
+    """Positions after `first_prompt` that are not waited for, because their prompts have been trained on or dropped."""
 
 
 class StreamProgress:
-    """Which prompts of the stream a task is through with: taken, passed over as too old, or cleared before that."""
+    """Keeps the positions of the prompt stream that a task no longer waits for.
+
+    Their prompts were claimed, passed over as too old, or cleared before either.
+    """
 
     def __init__(self, first: int = 0, ahead: Iterable[int] = ()) -> None:
         self.first = first
-        """The lowest number still to come; all before it are settled."""
+        """The lowest position that is not settled."""
         self.ahead = set(ahead)
-        """Settled numbers beyond it."""
+        """Settled positions after `first`."""
 
-    def settle(self, numbers: Iterable[int]) -> None:
-        """Numbers below `first`, again, or NO_PROMPT: nothing."""
-        self.ahead.update(number for number in numbers if number >= self.first)
+    def settle(self, positions: Iterable[int]) -> None:
+        """Settle these positions. Those that are settled already, and NO_POSITION, change nothing."""
+        self.ahead.update(position for position in positions if position >= self.first)
         while self.first in self.ahead:
             self.ahead.discard(self.first)
             self.first += 1
@@ -85,8 +85,8 @@ class Candidates:
 
     @property
     def prompts(self) -> np.ndarray:
-        """int64 `[N]`: place in the prompt stream: the group's name read as a base-36 counter, or NO_PROMPT."""
-        return prompt_numbers(self._groups.names[self._group_index])
+        """int64 `[N]`: place in the prompt stream, from the tag POSITION of the item's first row; else NO_POSITION."""
+        return self._rows.positions(self._members[:, 0])
 
     @property
     def versions(self) -> np.ndarray:
@@ -185,9 +185,11 @@ class Windowed:
 
     def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
         prompts = candidates.prompts.tolist()
-        if prompts and prompts[0] == NO_PROMPT:
-            number = int(candidates.groups[0])
-            raise ValueError(f"group {number}'s name is no base-36 number, as `in_order` and `windowed` need")
+        if prompts and prompts[0] == NO_POSITION:
+            raise ValueError(
+                f"the rows of group {int(candidates.groups[0])} have no tag {POSITION!r}, expected their place in the "
+                "prompt stream, which `in_order` and `windowed` follow"
+            )
         progress, count = candidates.progress, 0
         for number in prompts[:wanted]:
             if number >= progress.first + self.window:
@@ -195,18 +197,6 @@ class Windowed:
             progress.settle((number,))
             count += 1
         return np.arange(count)
-
-
-def prompt_numbers(names: Sequence[str] | np.ndarray) -> np.ndarray:
-    """int64 `[N]`: names read as base-36 counters, NO_PROMPT for others."""
-    return np.fromiter(map(_prompt_number, names), np.int64, len(names))
-
-
-def _prompt_number(name: str) -> int:
-    try:
-        return int(name, 36) if name.isalnum() and len(name) <= _COUNTER_CHARS else NO_PROMPT
-    except ValueError:
-        return NO_PROMPT
 
 
 def chosen(sampler: Sampler, candidates: Candidates, wanted: int) -> np.ndarray:

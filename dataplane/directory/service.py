@@ -212,20 +212,23 @@ class DirectoryService:
     def _commit(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Commit)
         put = request.rows.put()
-        reservation = self._directory.reservation(request.room_id)
         if self._store.waits:
-            return self._commit_later(request, put, reservation)
+            return self._commit_later(request, put)
         body, freed = self._commit_now(request, put)
         self._store.free(freed)
         return body
 
-    async def _commit_later(self, request: requests.Commit, put: PutRows, reservation: Reservation) -> bytes:
-        await self._store.count(reservation, [layout.nbytes for layout in put.layouts])
+    async def _commit_later(self, request: requests.Commit, put: PutRows) -> bytes:
+        reservation = self._directory.find_reservation(request.room_id)
+        if reservation is not None:
+            await self._store.count(reservation, [layout.nbytes for layout in put.layouts])
         body, freed = self._commit_now(request, put)
         await self._free(freed)
         return body
 
     def _commit_now(self, request: requests.Commit, put: PutRows) -> tuple[bytes, list[FreedBlock]]:
+        if request.credit and self._directory.find_reservation(request.room_id) is None:
+            return requests.REVOKED, []
         committed, freed = self._directory.commit(request.room_id, put, self._store.locate(request.locations))
         self._ready_pulse(put.partition).fire()
         credit = self._grant(put.writer, request.next_bytes, request.next_blocks)

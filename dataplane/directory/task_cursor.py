@@ -12,7 +12,7 @@ from ...codecs.integers import distinct, distinct_counts
 from ..errors import SamplerError
 from .ready import ReadyView
 from .rows import GroupTable, RowTable, grown
-from .samplers import FirstInOrder, StreamProgress, TaskConfig, build_sampler, chosen, prompt_numbers
+from .samplers import FirstInOrder, StreamProgress, TaskConfig, build_sampler, chosen
 
 DONE = -1
 """In a cursor's column: the task is through with the row. 0: free; above: the id of the lease that holds it."""
@@ -110,13 +110,11 @@ class TaskCursor:
         """What its sampler waits for, for a ClaimTimeout; "" when nothing but rows."""
         if self.progress is None:
             return ""
-        first = self.progress.first
-        return f", {self.config.sampler!r} waits for prompt number {first} ({np.base_repr(first, 36).lower()!r})"
+        return f", {self.config.sampler!r} waits for the prompt at position {self.progress.first}"
 
     def _settle(self, rows: np.ndarray) -> None:
         if self.progress is not None:
-            groups = distinct(self._rows.groups[rows])
-            self.progress.settle(prompt_numbers(self._groups.names[groups]).tolist())
+            self.progress.settle(distinct(self._rows.positions(rows)).tolist())
 
 
 # ---------------- Leases: who holds which rows of a task, and until when.

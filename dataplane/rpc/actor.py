@@ -29,11 +29,14 @@ END_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A directory that is up."""
+    """A directory that answers requests."""
 
     pid: int
     node: str
+    """Name of the directory's host."""
     store: StoreSpec
+    store_processes: dict[str, int]
+    """Name -> pid of the store's processes on that host."""
     address: DirectoryAddress
 
 
@@ -61,7 +64,7 @@ class DirectoryActor:
         address = await self._server.start(name, "" if one_host else ray.util.get_node_ip_address())
         np.unique(np.empty(0))  # it imports numpy.ma when it is first called: 20 ms that no put should wait for
         gc.freeze()  # what was imported stays: the collector need not look at it again and again
-        return Started(os.getpid(), platform.node(), self._host.spec, address)
+        return Started(os.getpid(), platform.node(), self._host.spec, self._host.processes(), address)
 
     async def close(self) -> None:
         """End the store and what it started. Idempotent."""

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...codecs import messages
-from ..block_store import StoreSpec, Want
+from ..block_store import BlockStore, StoreSpec, Want
 from ..directory.requests import body_of
 from ..errors import RowsCleared
-from ..rpc.links import Link
+from ..rpc.links import InProcessLink, Link
+from .registry import StoreEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,10 @@ class LocalHost:
         """Bytes of the blocks that are reserved or written."""
         with self._lock:
             return sum(self._sizes.values())
+
+    def processes(self) -> dict[str, int]:
+        """Return nothing: the bytes are in the directory's own process."""
+        return {}
 
     def close(self) -> None:
         with self._lock:
@@ -138,3 +143,13 @@ class LinkedLocalStore:
         started = time.monotonic()
         reply = self._link.call("store", request, timeout_s)
         return body_of(reply, op, time.monotonic() - started)
+
+
+def _attach(spec: StoreSpec, link: Link) -> BlockStore:
+    """Use the host's memory directly in the directory's own process, and the link in any other."""
+    if isinstance(link, InProcessLink) and isinstance(link.host, LocalHost):
+        return LocalStore(link.host)
+    return LinkedLocalStore(link)
+
+
+STORE = StoreEntry(lambda config, run_id, one_host: LocalHost(run_id), _attach)

@@ -22,12 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from ...codecs.blocks import ALIGN, BlockLayout
-from ..block_store import StoreSpec, Want
+from ...codecs.blocks import BlockLayout
+from ...codecs.integers import round_up
+from ...codecs.memory import ALIGN
+from ..block_store import StoreHost, StoreSpec, Want
+from ..config import StoreConfig
 from ..errors import RowsCleared, StoreLost
 from .deadline import received_part
 from .mooncake_client import NOT_FOUND, UNFINISHED, MooncakeClient
 from .mooncake_master import MasterAddress, MooncakeMaster
+from .registry import StoreEntry
 
 _logger = logging.getLogger(__name__)
 
@@ -101,6 +105,10 @@ class MooncakeHost:
     def usage_bytes(self) -> int:
         """Bytes of the blocks that are reserved or written, and of those freed whose put has not ended."""
         return self._used_bytes + sum(self._unfinished.values())
+
+    def processes(self) -> dict[str, int]:
+        """Return the master."""
+        return {"mooncake master": self._master.address.pid}
 
     def close(self) -> None:
         """Take the segment back, end the master. Idempotent."""
@@ -214,7 +222,7 @@ def _key(run_id: str, block_id: int) -> str:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
+    return round_up(nbytes, ALIGN)
 
 
 def _spans(
@@ -242,3 +250,15 @@ def _spans(
         starts[part] = to + offsets[part] - source
         end = _aligned(to + nbytes)
     return spans, starts, end
+
+
+def _open_host(config: StoreConfig, run_id: str, one_host: bool) -> StoreHost:
+    """Listen on loopback, or (for clients on several hosts) on the address by which Ray knows this node."""
+    import ray  # mooncake itself needs no Ray
+
+    host = "127.0.0.1" if one_host else ray.util.get_node_ip_address()
+    capacity_bytes = config.capacity_mib << 20
+    return MooncakeHost(run_id, capacity_bytes, host=host, protocol=config.protocol, device=config.device)
+
+
+STORE = StoreEntry(_open_host, lambda spec, link: MooncakeStore(spec))

@@ -26,6 +26,7 @@ from ..block_store import StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
 from .deadline import received_part
 from .ray_processes import end_actors
+from .registry import StoreEntry
 
 _logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class RayObjectsHost:
         self._bytes: dict[int, int] = {}
         self._lost: set[int] = set()
         self._keepers: list[Any] = []
-        self._local_pids: list[int] = []
+        self._local: dict[str, int] = {}
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         here = ray.get_runtime_context().get_node_id()
         nodes.sort(key=lambda node: node != here)
@@ -101,7 +102,7 @@ class RayObjectsHost:
                 self.close()
                 elapsed = time.monotonic() - started
                 raise StoreLost(f"keeper did not start: {error}", op="start", peer=name, elapsed_s=elapsed) from None
-        self._local_pids = [pid for pid, node in zip(pids, nodes, strict=True) if node == here]
+        self._local = {name: pid for name, pid, node in zip(names, pids, nodes, strict=True) if node == here}
         address = {"nodes": nodes, "names": names, "pids": pids}
         self.spec = StoreSpec(kind="ray", run_id=run_id, address=address)
 
@@ -139,11 +140,15 @@ class RayObjectsHost:
         """Bytes of the blocks that are reserved or written."""
         return sum(self._bytes.values())
 
+    def processes(self) -> dict[str, int]:
+        """Return the keepers on this node."""
+        return dict(self._local)
+
     def close(self) -> None:
         """Kill the keepers, and with them their objects; those on this node have ended when it returns. Idempotent."""
         keepers, self._keepers = self._keepers, []
         if keepers:
-            end_actors(keepers, self._local_pids)
+            end_actors(keepers, list(self._local.values()))
 
 
 class RayObjectsStore:
@@ -246,3 +251,6 @@ class RayObjectsStore:
             peer=self._peers[number],
             elapsed_s=time.monotonic() - started,
         )
+
+
+STORE = StoreEntry(lambda config, run_id, one_host: RayObjectsHost(run_id), lambda spec, link: RayObjectsStore(spec))

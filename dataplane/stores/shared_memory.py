@@ -19,16 +19,18 @@ from pathlib import Path
 
 import numpy as np
 
-from ...codecs.blocks import ALIGN
+from ...codecs.integers import round_up
+from ...codecs.memory import ALIGN
+from ...codecs.owned_folder import SHARED_MEMORY, process_start, remove_stale_folders
 from ..block_store import StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
 from .free_ranges import FreeRanges
+from .registry import StoreEntry
 from .shm_folder import (
     CLOSED,
     GENERATION,
     MAX_SLOTS,
     OPEN,
-    ROOT,
     SLOT_BYTES,
     SLOTS_CHUNK,
     WRITER_PID,
@@ -36,8 +38,6 @@ from .shm_folder import (
     create_folder,
     map_segment,
     map_slots,
-    process_start,
-    remove_stale_folders,
     reserve_memory,
 )
 
@@ -50,13 +50,13 @@ _LOCATION = struct.Struct("<IIQ")  # segment, slot, offset
 
 
 def _rounded(nbytes: int) -> int:
-    return max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
+    return max(ALIGN, round_up(nbytes, ALIGN))
 
 
 class SharedMemoryHost:
     """Allocator and owner of the folder. Thread-safe."""
 
-    def __init__(self, run_id: str, capacity_bytes: int, root: Path = ROOT) -> None:
+    def __init__(self, run_id: str, capacity_bytes: int, root: Path = SHARED_MEMORY) -> None:
         """Raises ValueError when a living run uses `run_id`, or when there is no /dev/shm."""
         if not root.is_dir():
             raise ValueError(
@@ -147,6 +147,10 @@ class SharedMemoryHost:
         with self._lock:
             self._release_quarantined()
             return self._used_bytes
+
+    def processes(self) -> dict[str, int]:
+        """Return nothing: the bytes are files in memory."""
+        return {}
 
     def close(self) -> None:
         """Readers and writers get StoreLost from now on; the folder goes. Idempotent."""
@@ -283,9 +287,8 @@ class SharedMemoryStore:
         entry[WRITER_START] = self._writer[1]
         entry[WRITER_PID] = pid
         try:
-            self._check(
-                "put", block_id, slot, started
-            )  # freed before the mark was seen: the range may be another's by now
+            # Freed before the mark was seen: the range may belong to another block by now.
+            self._check("put", block_id, slot, started)
             for part, offset in zip(parts, offsets, strict=True):
                 np.copyto(memory[base + offset : base + offset + part.nbytes], part)
         finally:
@@ -348,3 +351,10 @@ class SharedMemoryStore:
     def _lost(self, op: str, started: float) -> StoreLost:
         elapsed = time.monotonic() - started
         return StoreLost("the shared-memory pool is closed", op=op, peer=str(self._folder), elapsed_s=elapsed)
+
+
+STORE = StoreEntry(
+    lambda config, run_id, one_host: SharedMemoryHost(run_id, config.capacity_mib << 20),
+    lambda spec, link: SharedMemoryStore(spec),
+    remove_stale_folders,
+)

@@ -35,6 +35,7 @@ from ..block_store import StoreSpec, Want
 from ..errors import RowsCleared, StoreLost
 from .deadline import keep_freed_memory, received_part
 from .ray_processes import end_actors
+from .registry import StoreEntry
 
 _logger = logging.getLogger(__name__)
 
@@ -254,11 +255,15 @@ class SimpleHost:
         """Bytes of the blocks that are reserved or written."""
         return sum(self._bytes.values())
 
+    def processes(self) -> dict[str, int]:
+        """Return the units on this node."""
+        here = ray.util.get_node_ip_address() if ray.is_initialized() else ""
+        return {unit.name: unit.pid for unit in self._link.units if unit.ip == here}
+
     def close(self) -> None:
         """Kill the units; those on this node have ended when it returns. Idempotent."""
         self._link.close()
-        here = ray.util.get_node_ip_address() if ray.is_initialized() else ""
-        self._end([unit.pid for unit in self._link.units if unit.ip == here])
+        self._end(list(self.processes().values()))
 
     def _end(self, local_pids: Sequence[int]) -> None:
         actors, self._actors = self._actors, []
@@ -333,3 +338,8 @@ class SimpleStore:
         if tq_storage.KEY_NOT_FOUND_MARKER in message:
             raise RowsCleared(f"a block was freed: {message}", op="get", peer=peer)
         raise StoreLost(message, op="get", peer=peer)
+
+
+STORE = StoreEntry(
+    lambda config, run_id, one_host: SimpleHost(run_id, config.num_units), lambda spec, link: SimpleStore(spec)
+)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ...codecs.blocks import ALIGN
+from ...codecs.integers import round_up
+from ...codecs.memory import ALIGN
 
 MIN_BYTES = 1 << 20
 KEEP_BYTES = 256 << 20
@@ -21,7 +22,7 @@ class _Memory:
 
     def __init__(self, nbytes: int) -> None:
         self.raw = np.empty(nbytes + ALIGN, np.uint8)
-        self.address = -(-self.raw.ctypes.data // ALIGN) * ALIGN
+        self.address = round_up(self.raw.ctypes.data, ALIGN)
         self.nbytes = nbytes
 
 
@@ -54,7 +55,7 @@ class StagingPool:
     def take(self, nbytes: int) -> np.ndarray:
         """uint8 `[nbytes]` with anything in it, at a multiple of ALIGN; back in the pool when its last view is gone."""
         step = max(MIN_BYTES, (1 << nbytes.bit_length()) // 8)
-        size = max(1, -(-nbytes // step)) * step
+        size = max(step, round_up(nbytes, step))
         try:
             memory = self._idle[size].pop()
         except IndexError:

@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from headrace.codecs.owned_folder import process_start
 from headrace.tests.runs import cli_runs as runs
-from headrace.trainers.supervision.cleanup import is_running, start_ticks
+from headrace.trainers.supervision.cleanup import is_running
 from headrace.trainers.supervision.report import read_actors
 
 pytestmark = pytest.mark.processes
@@ -62,7 +63,7 @@ def test_a_driver_that_hangs_is_reported_and_ended(tmp_path: Path) -> None:
     assert "in hang" in (run_dir / "error.txt").read_text()
     actors = read_actors(run_dir)
     assert {"directory", "rollout 0", "train worker 0"} == {actor.name for actor in actors}
-    assert not [actor for actor in actors if is_running(actor.pid) and start_ticks(actor.pid) == actor.start]
+    assert not [actor for actor in actors if is_running(actor.pid) and process_start(actor.pid) == actor.start]
     assert not runs.shared_memory(run_dir)
     assert not (run_dir / "stacks").exists()
 

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ...codecs.integers import ceil_div, round_up
+from ...codecs.memory import ALIGN
+
 BATCH_BYTES = 32 << 20
 """Largest number of bytes of small weights in one batch, which is never larger than the largest weight. Batches exist
 because each message costs about 100 us."""
-_ALIGN = 64
 
 OwnPiece = Callable[["SpreadWeight"], torch.Tensor]
 """Function that returns this rank's piece of a weight, in any floating dtype, on any device, with any strides; rank 0
@@ -76,7 +78,7 @@ class SpreadWeight:
         view = whole.view(self.boxed or self.shape)
         for cut in piece.cuts:
             size = view.shape[cut.dim]
-            width = -(-size // cut.num)
+            width = ceil_div(size, cut.num)
             start = min(cut.index * width, size)
             view = view.narrow(cut.dim, start, min(width, size - start))
         return view
@@ -134,7 +136,7 @@ class _Batch:
 
 
 def _room(weight: SpreadWeight) -> int:
-    return 0 if weight.is_local else -(-weight.nbytes // _ALIGN) * _ALIGN
+    return 0 if weight.is_local else round_up(weight.nbytes, ALIGN)
 
 
 def _batches(weights: Sequence[SpreadWeight]) -> list[_Batch]:

@@ -21,7 +21,7 @@ from ...actors.weights.publisher import PublisherConfig
 from ...actors.weights.transports.factory import LASTING_KINDS, build_sender, resolve_kind
 from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig
 from ...dataplane.directory.samplers import TaskConfig
-from ...dataplane.factory import DataPlaneHandle
+from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.plans import Budget
 from ..advantages.factory import AdvantageConfig, build_advantages
 from ..backends.config import BackendConfig, OptimizerConfig

@@ -23,10 +23,10 @@ import numpy as np
 
 from ...actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, Span
 from ...actors.rewards.rubric import reward_tag
-from ...actors.rollout.prompts import base36
+from ...actors.rollout.prompts import base36, row_key
 from ...actors.rollout.report import RolloutReport
 from ...dataplane.errors import ClaimTimeout, KeysNotFound
-from ...dataplane.meta import KVBatchMeta
+from ...dataplane.meta import POSITION, KVBatchMeta
 from ..cluster import actor_specs
 from ..cluster.actor_specs import TASK
 from ..cluster.handles import Call, Peer, PeerFailed, ended, gather_each
@@ -54,16 +54,6 @@ def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> l
         if len(rewards) < 2 or np.ptp(rewards) < ALIKE:
             flat.append(group)
     return flat
-
-
-def position_of(key: str) -> int:
-    """Place in the prompt stream of the row with this key."""
-    return int(key.rpartition(".")[0], 36)
-
-
-def prompt_order(key: str) -> tuple[int, int]:
-    """Sort key of `{prompt_uid}.{sample}`: by place in the stream, then by sample."""
-    return position_of(key), int(key.rpartition(".")[2])
 
 
 _log = logging.getLogger(__name__)
@@ -202,7 +192,7 @@ class Feed:
                 self._take(meta)
             self._fill(self._admitted)
         meta = parts[0].concat(*parts[1:])
-        return meta.select(np.array(sorted(range(len(meta)), key=lambda row: prompt_order(meta.keys[row]))))
+        return meta.select(np.argsort(meta.tags[POSITION], kind="stable"))  # groups are put and claimed by sample
 
     def give_up_surplus(self) -> None:
         """End the rollouts that are still under way and clear what they put: the step has its groups.
@@ -340,7 +330,7 @@ class Feed:
 
     def _not_put(self, positions: Iterable[int]) -> list[int]:
         """Those of `positions` whose groups are not in the data plane (a group is put as a whole)."""
-        keys = {f"{base36(position)}.0": position for position in positions}
+        keys = {row_key(base36(position), 0): position for position in positions}
         missing: list[int] = []
         while keys:
             try:
@@ -380,10 +370,10 @@ class Feed:
     def _clear_stale(self) -> None:
         """Clear groups that are too old; roll them out again, or other prompts instead."""
         run = self._run
-        keys = run.client.clear_stale(self._partition, TASK, TRAIN_FIELDS, self._oldest, whole_groups=True)
+        keys = set(run.client.clear_stale(self._partition, TASK, TRAIN_FIELDS, self._oldest, whole_groups=True))
         if not keys:
             return
-        positions = sorted({position_of(key) for key in keys})
+        positions = sorted(position for position in self._on_way if row_key(base36(position), 0) in keys)
         for position in positions:
             del self._on_way[position]
         self._tally.stale += len(positions)
@@ -403,14 +393,13 @@ class Feed:
         return keep
 
     def _drop(self, meta: KVBatchMeta) -> None:
-        positions = {position_of(key) for key in meta.keys}
+        positions = set(meta.tags[POSITION].tolist())
         grpo.retire(self._run, meta)
         for position in positions:
             del self._on_way[position]
         self._tally.dropped += len(positions)
 
     def _take(self, meta: KVBatchMeta) -> None:
-        for key in meta.keys:
-            position = position_of(key)
+        for position in meta.tags[POSITION].tolist():
             self._on_way.pop(position, None)
             self._claimed.add(position)

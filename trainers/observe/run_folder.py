@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import traceback
 from pathlib import Path
 from types import TracebackType
 
+from ...codecs.owned_folder import try_lock
 from ..config.config import Config, resolved_yaml
 from ..errors import UserError
 from .metrics import RESUMED, MetricsWriter
@@ -81,19 +81,18 @@ class RunFolder:
         """Descriptor of the locked lock file; the lock ends with the process, however it ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
+            lock = self.path / "run.lock"
+            lock.touch()
+            descriptor = try_lock(lock)
         except OSError as error:
             raise UserError(
                 f"run.dir: {self.path} cannot be made ({error.strerror}), expected a folder to write in"
             ) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode().strip() or "unknown"
-            os.close(descriptor)
+        if descriptor is None:
+            holder = lock.read_text().strip() or "unknown"
             raise UserError(
                 f"run.dir: a run is under way in {self.path} (pid {holder}), expected a folder of its own for each run"
-            ) from None
+            )
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         return descriptor

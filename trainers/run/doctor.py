@@ -6,7 +6,6 @@ Imports are tried in child processes, so that a broken library can neither crash
 from __future__ import annotations
 
 import enum
-import fcntl
 import importlib.metadata
 import importlib.util
 import json
@@ -28,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...codecs.owned_folder import PREFIX, SHARED_MEMORY, owner_lives
 from ...dataplane.config import StoreKind
 from ..config.config import RolloutConfig
 
-SHM = Path("/dev/shm")
 SHM_ENOUGH_BYTES = 1 << 30
 PROBE_BYTES = 1 << 20
 IMPORT_TIMEOUT_S = 90.0
@@ -201,7 +200,7 @@ def _cgroup_cores() -> float | None:
     return int(quota) / int(period) if quota.isdigit() else None
 
 
-def _shared_memory(root: Path = SHM) -> list[Finding]:
+def _shared_memory(root: Path = SHARED_MEMORY) -> list[Finding]:
     """Check the free space in /dev/shm, that it can be written, and what dead runs left in it."""
     error = write_error(root)
     if error:
@@ -212,7 +211,7 @@ def _shared_memory(root: Path = SHM) -> list[Finding]:
     fix = "" if enough else "give the container more, such as --shm-size=8g"
     detail = f"{_gib(usage.free)} free of {_gib(usage.total)}"
     findings = [Finding("machine", str(root), State.OK if enough else State.FIX, detail, fix)]
-    stale = [folder for folder in sorted(root.glob("headrace-*")) if not _held(folder)]
+    stale = [folder for folder in sorted(root.glob(PREFIX + "*")) if not owner_lives(folder)]
     if stale:
         names = ", ".join(folder.name for folder in stale[:3]) + (", ..." if len(stale) > 3 else "")
         fix = "rm -r " + " ".join(str(folder) for folder in stale)
@@ -229,18 +228,6 @@ def write_error(root: Path) -> str:
     except OSError as error:
         return f"{root} cannot be written: {error.strerror}"
     return ""
-
-
-def _held(folder: Path) -> bool:
-    """Whether a living run holds the lock on its folder."""
-    try:
-        with open(folder / "owner", "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _gpus() -> list[Finding]:
@@ -286,7 +273,7 @@ def _starts() -> list[Finding]:
     groups = [core, *({probe.name: probe.imports} for probe in PROBES if probe.extra)]
     with ThreadPoolExecutor(len(groups)) as pool:
         errors = {name: error for found in pool.map(try_imports, groups) for name, error in found.items()}
-    errors["shm"] = errors["shm"] or write_error(SHM)
+    errors["shm"] = errors["shm"] or write_error(SHARED_MEMORY)
     stores, engines = typing.get_args(StoreKind), typing.get_args(RolloutConfig.model_fields["engine"].annotation)
     return [verdict(probe, errors[probe.name], stores + engines) for probe in PROBES]
 

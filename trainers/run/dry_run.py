@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...codecs.integers import ceil_div, round_up
 from ...dataplane.topology import Topology
 from ..base_model.prepare import check_context, model_config
 from ..config.checks import step_bytes
@@ -64,8 +65,8 @@ def describe(config: Config) -> str:
     topology = trainer.topology
     rows, longest = config.rows_per_step, config.data.max_prompt_tokens + config.rollout.max_new_tokens
     per_replica = rows // topology.dp
-    padded = -(-longest // topology.pad_multiple) * topology.pad_multiple
-    microbatches = -(-per_replica // (trainer.tokens_per_microbatch // padded))
+    padded = round_up(longest, topology.pad_multiple)
+    microbatches = ceil_div(per_replica, trainer.tokens_per_microbatch // padded)
     lines = ["placement"]
     lines += [f"  {place.name:<16} {place.cpus} CPU   {place.what}" for place in placements(config)]
     lines += ["memory"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 import psutil
 
-SHARED_MEMORY = Path("/dev/shm")
+from ...codecs.owned_folder import PREFIX, SHARED_MEMORY, process_start
+
 END_TIMEOUT_S = 10.0
 """In which a killed process has to be gone."""
 POLL_S = 0.05
@@ -36,9 +36,9 @@ class Family:
             self._note(_below(self.driver))
 
     def add(self, processes: Iterable[tuple[int, int]]) -> None:
-        """Note (pid, start time as `start_ticks`) of processes that need not be the driver's descendants: actors of a
-        Ray that it has joined."""
-        self._note(_processes(pid for pid, ticks in processes if start_ticks(pid) == ticks))
+        """Note processes, by pid and `process_start`, that need not be the driver's descendants: actors of a Ray that
+        it has joined."""
+        self._note(_processes(pid for pid, ticks in processes if process_start(pid) == ticks))
 
     def kill(self) -> list[str]:
         """Kill all that are left, the driver among them, and what they have started since; returns who they were.
@@ -69,7 +69,7 @@ def remove_shared_memory(run_id: str) -> list[str]:
     """What a killed process of the run left behind there; the others have removed their own. Returns the names."""
     assert run_id, "it would match the folders of every run"
     removed = []
-    for pattern in (f"headrace-{run_id}*", f".headrace-{run_id}*"):
+    for pattern in (f"{PREFIX}{run_id}*", f".{PREFIX}{run_id}*"):
         for folder in SHARED_MEMORY.glob(pattern):
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder.name)
@@ -79,15 +79,6 @@ def remove_shared_memory(run_id: str) -> list[str]:
 def is_running(pid: int) -> bool:
     """`is_alive` of the process that has the pid now."""
     return any(is_alive(process) for process in _processes([pid]))
-
-
-def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None when there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(stat.rpartition(b")")[2].split()[19])
 
 
 def _processes(pids: Iterable[int]) -> set[psutil.Process]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from .cleanup import start_ticks
+from ...codecs.owned_folder import process_start
 from .stack_dumps import collect_stacks
 
 ASK_TIMEOUT_S = 5.0
@@ -47,7 +47,7 @@ class ActorLine:
     pid: int
     host: str
     start: int | None = None
-    """`start_ticks` of it; None where it was gone by then, or is another host's."""
+    """`process_start` of it; None where it was gone by then, or is another host's."""
 
     @property
     def here(self) -> bool:
@@ -70,7 +70,7 @@ def write_actors(folder: Path, run_id: str, actors: Iterable[tuple[str, int, str
     """actors.json: the run's id (part of its folders' names in shared memory) and who runs where, (name, pid, host)
     each."""
     lines = [ActorLine(*actor) for actor in actors]
-    lines = [replace(line, start=start_ticks(line.pid)) if line.here else line for line in lines]
+    lines = [replace(line, start=process_start(line.pid)) if line.here else line for line in lines]
     draft = folder / "actors.json.new"
     draft.write_text(json.dumps({"run_id": run_id, "actors": [asdict(line) for line in lines]}, indent=1), "utf-8")
     draft.rename(folder / "actors.json")

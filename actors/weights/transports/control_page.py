@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ....codecs.owned_folder import try_lock
 from .protocol import BucketFrame, Encoding
 
 OPEN, WHOLE, WITHDRAWN = 1, 2, 3
@@ -156,15 +157,13 @@ def lease_holders(page: Path) -> list[str]:
     names = []
     for path in sorted(page.parent.glob(f"lease-{page.name}.*")):
         try:
-            descriptor = os.open(path, os.O_RDWR)
+            descriptor = try_lock(path)
         except FileNotFoundError:
             continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-        except BlockingIOError:
+        if descriptor is None:
             pid, _, name = path.name.removeprefix(f"lease-{page.name}.").split(".", 2)
             names.append(f"{urllib.parse.unquote(name)} (pid {pid})")
-        finally:
+        else:
+            path.unlink(missing_ok=True)
             os.close(descriptor)
     return names

@@ -23,7 +23,7 @@ import torch
 
 from ....codecs import messages
 from ....codecs.gpu_scatter import as_signed
-from ....dataplane.stores.shm_folder import ROOT
+from ....codecs.owned_folder import SHARED_MEMORY
 from .bounds import Bound, worker_name
 from .control_page import ControlPage, Lease, lease_holders
 from .paged import Contents, PagedSender, PagedStream
@@ -102,7 +102,7 @@ class _Handle:
 class CudaIpcSender(PagedSender):
     """Publishes from a GPU. See WeightSender."""
 
-    def __init__(self, run_id: str, timeout_s: float, device: torch.device, root: Path = ROOT) -> None:
+    def __init__(self, run_id: str, timeout_s: float, device: torch.device, root: Path = SHARED_MEMORY) -> None:
         """Raises ValueError when a living sender of the same run has the folder, or the host has no shared memory."""
         super().__init__(run_id, timeout_s, root)
         self._device = device

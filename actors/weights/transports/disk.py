@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 
 from ....codecs import messages
-from ....codecs.buckets import ALIGN, BucketPlan, read_plan
-from ....codecs.owned_folder import create_owned_folder
-from ....dataplane.stores.shm_folder import PREFIX
+from ....codecs.buckets import BucketPlan, read_plan
+from ....codecs.memory import ALIGN
+from ....codecs.owned_folder import PREFIX, create_owned_folder
 from .bounds import Bound
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
 from .receiving import Receiver, Stream

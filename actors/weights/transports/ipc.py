@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from ....codecs.buckets import ALIGN
-from ....dataplane.stores.shm_folder import ROOT
+from ....codecs.memory import ALIGN
+from ....codecs.owned_folder import SHARED_MEMORY
 from .bounds import Bound
 from .control_page import WITHDRAWN, ControlPage, Lease, lease_holders
 from .cuda_ipc import CudaIpcStream, RingCache
@@ -58,7 +58,7 @@ class IpcSender(PagedSender):
 
     lasting = True
 
-    def __init__(self, run_id: str, timeout_s: float, root: Path = ROOT) -> None:
+    def __init__(self, run_id: str, timeout_s: float, root: Path = SHARED_MEMORY) -> None:
         """Raises ValueError when a living sender of the same run has the folder, or the host has no shared memory."""
         super().__init__(run_id, timeout_s, root)
         self._slots: list[_Slot] = []

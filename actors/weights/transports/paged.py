@@ -20,8 +20,7 @@ import torch
 
 from ....codecs import messages
 from ....codecs.buckets import BucketPlan, read_plan
-from ....codecs.owned_folder import create_owned_folder, owner_lives
-from ....dataplane.stores.shm_folder import PREFIX, ROOT, remove_stale_folders
+from ....codecs.owned_folder import PREFIX, SHARED_MEMORY, create_owned_folder, owner_lives, remove_stale_folders
 from .bounds import TICK_S, Bound
 from .control_page import OPEN, WHOLE, WITHDRAWN, ControlPage, Lease
 from .protocol import BucketFrame, WeightUpdate
@@ -58,7 +57,7 @@ class PagedSender(Sender):
 
     kind = KIND
 
-    def __init__(self, run_id: str, timeout_s: float, root: Path = ROOT) -> None:
+    def __init__(self, run_id: str, timeout_s: float, root: Path = SHARED_MEMORY) -> None:
         """Raises ValueError when a living sender of the same run has the folder, or the host has no shared memory."""
         if not root.is_dir():
             raise ValueError(f"sync.transport='ipc' needs {root}, which this host does not have")

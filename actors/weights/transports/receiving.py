@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from ....codecs.buckets import ALIGN, BucketPlan, checksum
+from ....codecs.buckets import BucketPlan, checksum
 from ....codecs.gpu_scatter import device_digest
+from ....codecs.integers import round_up
+from ....codecs.memory import ALIGN
 from .bounds import Bound, worker_name
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
 
@@ -130,7 +132,7 @@ def bucket_offsets(plan: BucketPlan) -> list[int]:
 
     Tensors that go on in the next bucket are in one piece there: such a bucket is full, a multiple of ALIGN.
     """
-    aligned = [-(-size // ALIGN) * ALIGN for size in plan.sizes]
+    aligned = [round_up(size, ALIGN) for size in plan.sizes]
     return np.cumsum([0, *aligned]).tolist()
 
 

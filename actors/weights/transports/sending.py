@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ....codecs.buckets import ALIGN, BucketPlan, expect_all
+from ....codecs.buckets import BucketPlan, expect_all
+from ....codecs.memory import ALIGN
 from .bounds import Bound
 from .protocol import BucketFrame, ReceiverGroup, WeightTransferError, WeightUpdate
 

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from headrace.codecs.blocks import BlockLayout
+from headrace.codecs.owned_folder import process_start, remove_stale_folders
 from headrace.dataplane.block_store import Want
 from headrace.dataplane.errors import RowsCleared, StoreLost
 from headrace.dataplane.meta import BlockRef
 from headrace.dataplane.stores import shared_memory
 from headrace.dataplane.stores.free_ranges import FreeRanges
 from headrace.dataplane.stores.shared_memory import SEGMENT_BYTES, SharedMemoryHost, SharedMemoryStore
-from headrace.dataplane.stores.shm_folder import WRITER_PID, process_start, remove_stale_folders
+from headrace.dataplane.stores.shm_folder import WRITER_PID
 from headrace.tests.dataplane.rows import fresh_run_id
 
 MIB = 1 << 20

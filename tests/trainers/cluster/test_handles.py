@@ -7,7 +7,6 @@ import torch
 from headrace.actors.train.worker import TrainShard
 from headrace.codecs import messages
 from headrace.trainers.cluster.handles import message_bytes
-from headrace.trainers.grpo.feed import prompt_order
 
 
 def test_messages_are_counted_by_their_bytes():
@@ -20,8 +19,3 @@ def test_messages_are_counted_by_their_bytes():
 def test_a_tensor_does_not_pass_the_driver(smuggled):
     with pytest.raises(TypeError, match="Tensor"):
         message_bytes(smuggled)
-
-
-def test_prompt_order_follows_the_stream_and_the_sample():
-    keys = ["10.1", "z.0", "10.0", "2.11", "2.9"]
-    assert sorted(keys, key=prompt_order) == ["2.9", "2.11", "z.0", "10.0", "10.1"]

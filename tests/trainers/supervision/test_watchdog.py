@@ -17,10 +17,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from headrace.codecs.owned_folder import process_start
 from headrace.trainers.config.load import build_config
 from headrace.trainers.run.under_watchdog import under_watchdog
 from headrace.trainers.supervision import heartbeat
-from headrace.trainers.supervision.cleanup import Family, is_running, start_ticks
+from headrace.trainers.supervision.cleanup import Family, is_running
 from headrace.trainers.supervision.heartbeat import Heartbeat, HeartbeatReader
 from headrace.trainers.supervision.report import write_actors
 from headrace.trainers.supervision.watchdog import Watchdog
@@ -213,7 +214,7 @@ def test_a_run_that_somebody_has_suspended_does_not_stand_still(tmp_path: Path, 
 
 
 def test_a_pid_that_another_process_has_now_is_not_hit(other: subprocess.Popen[bytes]) -> None:
-    ticks = start_ticks(other.pid)
+    ticks = process_start(other.pid)
     assert ticks is not None
     family = Family(driver_pid=_gone())
     family.add([(other.pid, ticks - 1)])

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from ....codecs.integers import ceil_div
 from ..vocab_logprobs import VocabShard
 from .causal_lm import CausalLM
 
@@ -45,7 +46,7 @@ def check_fits(config: Any, architecture: str, tp: int) -> None:
             raise ValueError(
                 f"trainer.tp: got {tp}, expected a divisor of the model's {name} = {getattr(config, name)}"
             )
-    if config.vocab_size <= (tp - 1) * -(-config.vocab_size // tp):
+    if config.vocab_size <= (tp - 1) * ceil_div(config.vocab_size, tp):
         raise ValueError(f"trainer.tp: got {tp}, which leaves a rank no token of vocab_size = {config.vocab_size}")
 
 
@@ -221,7 +222,7 @@ def _split_vocabulary(model: Any, mesh: DeviceMesh) -> int:
     """Split the embedding and the output layer by vocabulary; returns the largest number of tokens on a rank."""
     embedding, head, group = model.get_input_embeddings(), model.get_output_embeddings(), mesh.get_group()
     tied = head.weight is embedding.weight
-    width = -(-model.config.vocab_size // mesh.size())
+    width = ceil_div(model.config.vocab_size, mesh.size())
     _split(embedding, mesh, 0)
     if tied:
         head.weight = embedding.weight

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ....codecs.integers import ceil_div
 from ....dataplane.topology import Topology
 from ..config import BackendConfig
 from .library import TransformerConfig
@@ -48,7 +49,7 @@ def check_fits(config: BackendConfig, model: Any) -> None:
             raise ValueError(
                 f"trainer.{key}: got {size}, expected a divisor of the model's {name} = {getattr(model, name)}"
             )
-    if model.vocab_size <= (topology.tp - 1) * -(-model.vocab_size // topology.tp):
+    if model.vocab_size <= (topology.tp - 1) * ceil_div(model.vocab_size, topology.tp):
         raise ValueError(f"trainer.tp: got {topology.tp}, which leaves a rank no token of {model.vocab_size}")
     if topology.ep > 1 and not has_experts:
         raise ValueError(f"trainer.ep: got {topology.ep}, expected 1 for a model without experts")

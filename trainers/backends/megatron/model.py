@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ....codecs.integers import ceil_div
 from ..config import BackendConfig
 from ..vocab_logprobs import Entropy, VocabShard, token_logprobs
 from .architecture import is_expert_layer, rotary_frequencies, transformer_config
@@ -36,7 +37,7 @@ class PolicyModel(GPTModel):
         """Build this rank's stage of the model with HF config `model`, without setting its weights."""
         settings = transformer_config(config, model)
         topology = config.topology
-        self._width = -(-model.vocab_size // topology.tp)
+        self._width = ceil_div(model.vocab_size, topology.tp)
         self.first_layer = mesh.place.pp * (model.num_hidden_layers // topology.pp)
         """Index of the stage's first layer in the whole model."""
         layers: Any = _layers(settings, model, self.first_layer, topology.pp)

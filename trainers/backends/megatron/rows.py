@@ -15,6 +15,7 @@ import torch
 from ....actors.protocols import MicroBatch
 from ....codecs.context_slices import chunks
 from ....codecs.gather import exclusive_cumsum
+from ....codecs.integers import round_up
 from ....dataplane.topology import Place, Topology
 from .attention import AttentionPlan, plan_attention, runs
 
@@ -94,7 +95,7 @@ def pack_rows(micro: MicroBatch, topology: Topology, place: Place, device: torch
 def _chunks_of(lengths: np.ndarray, topology: Topology, place: Place, *, packed: bool) -> tuple[_Chunks, np.ndarray]:
     """Return this rank's pieces, and the number of tokens of each row with its padding (int64 `[N]`)."""
     multiple = topology.pad_multiple
-    padded = -(-lengths // multiple) * multiple
+    padded = round_up(lengths, multiple)
     if not packed:
         padded = np.full_like(padded, padded.max())
     rows = np.arange(len(lengths))

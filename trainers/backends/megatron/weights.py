@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from ....codecs.integers import ceil_div
+
 Split = Literal["whole", "vocabulary", "columns", "heads", "gated", "expert_gated", "expert_columns"]
 """The ways in which a parameter is split over tensor-parallel ranks.
 
@@ -187,7 +189,7 @@ def unbox(entry: Entry, parts: Sequence[torch.Tensor], config: Any, part: Part) 
     if entry.is_expert:
         return list(first.flatten(1, 2) if entry.split == "expert_gated" else first)
     if entry.split == "vocabulary":
-        missing = -(-config.vocab_size // part.num_tp) - len(first)
+        missing = ceil_div(config.vocab_size, part.num_tp) - len(first)
         return [torch.cat([first, first.new_zeros(missing, *first.shape[1:])])]
     if entry.split == "gated":
         return [torch.cat(list(parts))]
@@ -213,5 +215,5 @@ def cut(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part) 
 
 def _tokens(config: Any, part: Part) -> int:
     """Return how many of the rank's vocabulary rows are tokens and not padding."""
-    width = -(-config.vocab_size // part.num_tp)
+    width = ceil_div(config.vocab_size, part.num_tp)
     return min(width, config.vocab_size - part.tp * width)
