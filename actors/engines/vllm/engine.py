@@ -28,7 +28,7 @@ from ..protocol import (
 from . import library
 from .names import WeightNames
 from .process import ProcessSettings, VllmProcess
-from .requests import BusyClock, RequestChecks, RunningRequest, completion, nothing
+from .requests import BusyClock, RequestChecks, RunningRequest, completion
 from .updates import WeightUpdates
 
 T = TypeVar("T")
@@ -140,7 +140,7 @@ class VllmEngine:
             if request.submitted:
                 completions = await self._samples(request, prompt, sampling)
             else:
-                completions = [nothing() for _ in range(params.n)]
+                completions = [Completion.empty() for _ in range(params.n)]
             if request.failure is not None:
                 raise request.failure
         finally:
@@ -181,7 +181,7 @@ class VllmEngine:
                 async for output in self._process.generate(sample_id, prompt, params):
                     final = output.outputs[0]
             if final is None:
-                return nothing()
+                return Completion.empty()
             return completion(final, versions.of(sample_id, len(final.token_ids)), request.id)
         finally:
             versions.close(sample_id)
