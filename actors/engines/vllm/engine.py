@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -118,6 +118,18 @@ class VllmEngine:
     def pids(self) -> list[int]:
         """vLLM's processes."""
         return self._process.pids
+
+    def tokens_of_newest(self) -> list[tuple[int, int]]:
+        """List version and number of the newest tokens of each running sample, for tests and benchmarks; (-1, 0) for a
+        sample without tokens."""
+        return self._process.versions.newest()
+
+    async def call_workers(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Call `function(worker, *args)` in all workers, for tests and benchmarks that look into them.
+
+        The function must be importable there, and the engine started with VLLM_ALLOW_INSECURE_SERIALIZATION=1.
+        """
+        return await self._process.call_function(function, *args)
 
     # ---------------------------------------------------------------- generation
 
