@@ -1,4 +1,4 @@
-"""Engine kinds: which there are, and how one is built from its configuration."""
+"""Builds the generation engine that a configuration names: `hf`, `vllm` or `scripted`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ class EngineConfig:
 
 
 def build_engine(config: EngineConfig) -> GenerationEngine:
-    """The engine. Raises ValueError in one sentence for an unknown kind or dtype, or a model that cannot be loaded."""
+    """Build the engine.
+
+    Raises ValueError in one sentence for an unknown kind or dtype, or a model that cannot be loaded.
+    """
     if config.kind == "hf":
         return _build_hf(config)
     if config.kind == "vllm":
@@ -62,7 +65,7 @@ def build_engine(config: EngineConfig) -> GenerationEngine:
 
 
 def _build_hf(config: EngineConfig) -> GenerationEngine:
-    from .hf.engine import HfEngine  # here, so that scripted runs do not wait for transformers' model code
+    from .hf.engine import HfEngine  # imported here, so that scripted runs do not wait for transformers' model code
 
     return HfEngine(
         config.model,

@@ -165,7 +165,9 @@ class RolloutActor(EngineHost):
         return await self._built.validate(start, count, params)
 
     async def close(self) -> None:
-        """Idempotent. Engine actors are not closed."""
+        """Close engine and worker. Engine actors go on running. Idempotent."""
+        if self._hosted is not None:
+            await self._hosted.close()
         if self._worker is not None:
             await self._worker.close()
 

@@ -19,7 +19,7 @@ from ...codecs.buckets import BucketPlan, expect_all, read_bucket
 from ...codecs.gpu_scatter import scatter_kernel
 from .transports.factory import build_receiver
 from .transports.protocol import BucketFrame, ReceiverConfig, Staging, WeightTransferError, WeightUpdate
-from .transports.receiving import Receiver, Stream, bucket_offsets
+from .transports.receiver import Receiver, Stream, bucket_offsets
 from .views import BucketLandings, BucketViews, Landing
 
 __all__ = ["ReceiverConfig", "StagedWeights", "WeightInbox"]
@@ -105,7 +105,7 @@ class WeightInbox:
                     self._arriving = (update.version, receiver, stream)
                 if self._choose(update, stream) == "none":
                     if update.base is not None:
-                        error = stream.bound.error(
+                        error = stream.deadline.error(
                             f"refers to version {update.base}, nothing is staged here: send it whole"
                         )
                         stream.give_up(error)
@@ -222,7 +222,7 @@ class WeightInbox:
 
     def _expect_wanted(self, update: WeightUpdate, stream: Stream) -> None:
         if self._dropped == update.version or self._closed:
-            raise stream.bound.error("was dropped meanwhile")
+            raise stream.deadline.error("was dropped meanwhile")
 
     def _receive(self, update: WeightUpdate, stream: Stream) -> StagedWeights:
         base = self._expect_base(update, stream)
@@ -283,7 +283,7 @@ class WeightInbox:
         return base
 
     def _refused(self, stream: Stream, what: str) -> WeightTransferError:
-        error = stream.bound.error(f"the update {what}: send it whole")
+        error = stream.deadline.error(f"the update {what}: send it whole")
         stream.give_up(error)
         return error
 
@@ -330,14 +330,14 @@ def _apply(stream: Stream, frame: BucketFrame, payload: torch.Tensor, target: to
             apply_sparse(payload.cpu().numpy(), changed.numpy())
             target.copy_(changed)
     except ValueError as error:
-        raise stream.bound.error(f"bucket {frame.bucket} of {len(stream.plan.sizes)}: {error}") from error
+        raise stream.deadline.error(f"bucket {frame.bucket} of {len(stream.plan.sizes)}: {error}") from error
 
 
 def _expect_whole(stream: Stream, read: set[int]) -> None:
     try:
         expect_all(stream.plan, read)
     except ValueError as error:
-        raise stream.bound.error(str(error)) from None
+        raise stream.deadline.error(str(error)) from None
 
 
 def _has_room(device: torch.device, nbytes: int) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from ...codecs.buckets import BucketPlan, plan_buckets
 from .cache import BucketCache, CachedVersion
-from .stream import BucketStream, OpenUpdate, SendReport
+from .stream import BucketStream, Publication, SendReport
 from .transports.protocol import ReceiverGroup, WeightSender, WeightTransferError, WeightUpdate
 from .views import BucketViews
 
@@ -56,7 +56,7 @@ class WeightPublisher:
         self._lock = threading.Lock()
         self._task = ""
         """What the lock is held for, for errors."""
-        self._opened: OpenUpdate | None = None
+        self._opened: Publication | None = None
         self._planned: tuple[list[tuple[str, tuple[torch.dtype, tuple[int, ...]]]], BucketPlan] | None = None
         """The last plan, which most updates use again, and what it is of."""
         self._views = BucketViews()
@@ -88,7 +88,7 @@ class WeightPublisher:
             self._opened = None
             if cached and self._has_whole(version):
                 assert self._finished is not None
-                opened = OpenUpdate(replace(self._finished, receivers=tuple(receivers)), self._plan(specs), True, True)
+                opened = Publication(replace(self._finished, receivers=tuple(receivers)), self._plan(specs), True, True)
             else:
                 plan = self._cached_plan(version) if cached else self._plan(specs)
                 if self._cache is not None:
@@ -96,7 +96,7 @@ class WeightPublisher:
                 if self._finished is not None and self._finished.version == version:
                     self._finished = None  # begun again, it is not whole before it is finished again
                 used = None if cached else self._base(base, plan)
-                opened = OpenUpdate(self._sender.begin(version, plan, receivers, used), plan, cached)
+                opened = Publication(self._sender.begin(version, plan, receivers, used), plan, cached)
             self._opened = opened
             return opened.update
 
@@ -179,14 +179,14 @@ class WeightPublisher:
         newest = self._cache.newest if self._config.delta and self._cache is not None else None
         return base if newest is not None and newest.version == base and newest.plan == plan else None
 
-    def _writing(self, opened: OpenUpdate) -> AbstractContextManager[CachedVersion | None]:
+    def _writing(self, opened: Publication) -> AbstractContextManager[CachedVersion | None]:
         return nullcontext() if self._cache is None else self._cache.writing(opened.update.version, opened.plan)
 
     def _reading(self, version: int | None) -> AbstractContextManager[CachedVersion | None]:
         return nullcontext() if self._cache is None or version is None else self._cache.reading(version)
 
     @contextmanager
-    def _publishing(self, update: WeightUpdate, *, cached: bool) -> Iterator[OpenUpdate]:
+    def _publishing(self, update: WeightUpdate, *, cached: bool) -> Iterator[Publication]:
         """The turn of the open update, which is over then: aborted on any exception, else the newest finished."""
         with self._turn(f"publish version {update.version}"):
             opened = self._opened

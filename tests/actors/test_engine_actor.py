@@ -15,8 +15,8 @@ import pytest
 import ray
 
 from headrace.actors.engine_actor import CONCURRENCY, EngineActor, EngineSetup
-from headrace.actors.engines.calls import GenerateReply
 from headrace.actors.engines.factory import EngineConfig, build_engine
+from headrace.actors.engines.generate_messages import GenerateReply
 from headrace.actors.engines.protocol import Completion, EngineDied, EngineStats, SamplingParams
 from headrace.actors.engines.remote import RemoteEngine
 from headrace.codecs import messages

@@ -13,7 +13,7 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from headrace.actors.engines.calls import GenerateCall, GenerateReply
+from headrace.actors.engines.generate_messages import GenerateCall, GenerateReply
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.codecs import messages
 from headrace.trainers.base_model.prepare import TINY_QWEN3

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +28,7 @@ from ..protocol import (
 from . import library
 from .names import WeightNames
 from .process import ProcessSettings, VllmProcess
-from .requests import BusyClock, RequestChecks, RunningRequest, completion, nothing
+from .requests import BusyClock, RequestChecks, RunningRequest, completion
 from .updates import WeightUpdates
 
 T = TypeVar("T")
@@ -119,6 +119,18 @@ class VllmEngine:
         """vLLM's processes."""
         return self._process.pids
 
+    def tokens_of_newest(self) -> list[tuple[int, int]]:
+        """List version and number of the newest tokens of each running sample, for tests and benchmarks; (-1, 0) for a
+        sample without tokens."""
+        return self._process.versions.newest()
+
+    async def call_workers(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Call `function(worker, *args)` in all workers, for tests and benchmarks that look into them.
+
+        The function must be importable there, and the engine started with VLLM_ALLOW_INSECURE_SERIALIZATION=1.
+        """
+        return await self._process.call_function(function, *args)
+
     # ---------------------------------------------------------------- generation
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
@@ -140,7 +152,7 @@ class VllmEngine:
             if request.submitted:
                 completions = await self._samples(request, prompt, sampling)
             else:
-                completions = [nothing() for _ in range(params.n)]
+                completions = [Completion.empty() for _ in range(params.n)]
             if request.failure is not None:
                 raise request.failure
         finally:
@@ -181,7 +193,7 @@ class VllmEngine:
                 async for output in self._process.generate(sample_id, prompt, params):
                     final = output.outputs[0]
             if final is None:
-                return nothing()
+                return Completion.empty()
             return completion(final, versions.of(sample_id, len(final.token_ids)), request.id)
         finally:
             versions.close(sample_id)

@@ -96,8 +96,7 @@ class VllmProcess:
         return [] if returns is None else [messages.decode(result, returns) for result in results]
 
     async def call_function(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """Call `function(worker, *args)` in all workers, for tests and benchmarks that look into them; it must be
-        importable there, and the processes started with VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
+        """Call `function(worker, *args)` in all workers: `VllmEngine.call_workers`."""
         method: Any = function
         return await self._bounded(function.__name__, self.llm.collective_rpc(method, args=args))
 

@@ -102,11 +102,6 @@ def completion(output: Any, versions: np.ndarray, request_id: str) -> Completion
     return Completion(tokens, logprobs, output.finish_reason, versions)
 
 
-def nothing() -> Completion:
-    """The completion of a sample that was ended before its first token."""
-    return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", np.zeros(0, np.int32))
-
-
 class BusyClock:
     """Adds to `stats.busy_s` the time in which at least one request runs and the engine is not paused."""
 

@@ -53,6 +53,10 @@ class TokenVersions:
         assert len(versions) >= num_tokens, (request_id, spans, num_tokens)
         return versions[:num_tokens]
 
+    def newest(self) -> list[tuple[int, int]]:
+        """List version and number of the newest tokens of each running sample; (-1, 0) for one without tokens."""
+        return [(spans[-1][0], spans[-1][1]) if spans else (-1, 0) for spans in self._spans.values()]
+
     async def mark(self, version: int) -> None:
         """Tokens that have not come in yet are of `version`. Returns when all that came before are processed."""
         mark = _Mark(version, asyncio.get_running_loop().create_future())

@@ -10,8 +10,8 @@ from .cuda_ipc import CudaIpcSender
 from .disk import DiskReceiver, DiskSender
 from .ipc import IpcReceiver, IpcSender
 from .protocol import ReceiverConfig, SenderConfig
-from .receiving import Receiver
-from .sending import Sender
+from .receiver import Receiver
+from .sender import Sender
 from .store import StoreReceiver, StoreSender
 
 TRANSPORT_KINDS = ("collective", "ipc", "store", "disk")

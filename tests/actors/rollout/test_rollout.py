@@ -167,6 +167,7 @@ def test_a_real_model_end_to_end(plane: DataPlane, model_folder: str, tokenizer:
         await engine.commit_weights(1)
         second = await rollouts.rollout(range(16, 32), PARTITION, params)
         publisher.close()
+        await engine.close()
         await rollouts.close()
         assert first.rows == second.rows == 32 and 0 < first.response_tokens / first.rows <= 8
         merged = merge_reports([first, second])

@@ -17,7 +17,7 @@ import torch
 from headrace.actors.weights.transports.collective import CollectiveSender
 from headrace.actors.weights.transports.control_link import listen
 from headrace.actors.weights.transports.protocol import BucketFrame, ReceiverGroup, SenderConfig
-from headrace.actors.weights.transports.sending import OpenUpdate, Sender
+from headrace.actors.weights.transports.sender import Sender, SenderUpdate
 from headrace.tests.actors.weights.transports.sample_weights import plan_of, publish, weights
 from headrace.tests.actors.weights.transports.transport_peers import (
     GRACE_S,
@@ -180,7 +180,7 @@ def losing(sender: Sender, bucket: int) -> Iterator[None]:
     """Bucket `bucket` never leaves the sender, which does not know."""
     original = sender._send
 
-    def send(update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
+    def send(update: SenderUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
         if frame.bucket != bucket:
             original(update, frame, digest)
 

@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 
 from headrace.actors.weights.inbox import WeightInbox
-from headrace.actors.weights.transports.control_page import lease_holders
 from headrace.actors.weights.transports.factory import build_sender, resolve_kind
 from headrace.actors.weights.transports.ipc import IpcSender
 from headrace.actors.weights.transports.protocol import (
@@ -21,6 +20,7 @@ from headrace.actors.weights.transports.protocol import (
     WeightTransferError,
     WeightUpdate,
 )
+from headrace.actors.weights.transports.shared_status import lease_holders
 from headrace.tests.actors.weights.transports.sample_weights import equal, plan_of, publish, weights
 
 GROUPS = (ReceiverGroup("e", 1),)

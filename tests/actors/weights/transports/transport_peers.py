@@ -138,18 +138,18 @@ class ReceiverHost:
         if damage is None:
             self._inbox.prepare(update)
             return
-        from headrace.actors.weights.transports import receiving
+        from headrace.actors.weights.transports import receiver
 
-        original, count = receiving.checksum, iter(range(1 << 30))
+        original, count = receiver.checksum, iter(range(1 << 30))
 
         def damaged(payload: torch.Tensor) -> int:
             return original(payload) ^ (1 if next(count) == damage else 0)
 
-        receiving.checksum = damaged
+        receiver.checksum = damaged
         try:
             self._inbox.prepare(update)
         finally:
-            receiving.checksum = original
+            receiver.checksum = original
 
     def arrive(self, update: WeightUpdate, seed: int, rows: int, *, ahead: bool = False) -> bool:
         """Without staging: whether the tensors that came are those of `weights(seed, rows)`. ahead: receive what comes
