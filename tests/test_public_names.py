@@ -42,6 +42,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         headrace.conect  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.processes
 def test_importing_headrace_imports_nothing_heavy() -> None:
     code = (
         "import sys, headrace\n"
