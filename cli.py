@@ -63,8 +63,10 @@ def main(argv: Sequence[str] | None = None, add_commands: Callable[[Any], None] 
 def _train(arguments: argparse.Namespace) -> int:
     from .trainers.config.config import resolved_yaml, with_run_dir
     from .trainers.config.load import load_config
+    from .trainers.simulation.config import simulation_section
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_config(arguments.config, arguments.overrides, of_old_run=arguments.resume)
+    simulation_section(config)  # a run reads none of it, but a mistake there is told at once
     if arguments.resume and config.run.dir is None:
         raise UserError("--resume: run.dir is not set, expected the folder of the run to go on with")
     config = with_run_dir(config)
@@ -110,10 +112,11 @@ def _doctor(_: argparse.Namespace) -> int:
 
 def _simulate(arguments: argparse.Namespace) -> int:
     from .trainers.config.load import load_config
+    from .trainers.simulation.config import simulation_section
     from .trainers.simulation.report import SimulateOptions, run_simulation, simulation_table
 
     config = load_config(arguments.config, arguments.overrides)
-    options = SimulateOptions(config.simulation, from_run=arguments.from_run, gpus=tuple(arguments.gpus))
+    options = SimulateOptions(simulation_section(config), from_run=arguments.from_run, gpus=tuple(arguments.gpus))
     console = Console()
     with console.status("simulating") as status:
         summary = run_simulation(config, options, arguments.out, lambda line: status.update(line))

@@ -32,7 +32,8 @@ import torch
 
 from ...actors.engines.protocol import Completion, SamplingParams
 from ...actors.engines.vllm.engine import VllmEngine
-from ...actors.weights.transports.protocol import ReceiverConfig, Staging, WeightUpdate
+from ...actors.weights.config import Staging, SyncConfig
+from ...actors.weights.transports.protocol import ReceiverConfig, WeightUpdate
 from ...codecs import messages
 from .gpu_builtin import measure_builtin
 from .gpu_peers import CONTEXT, KV_CACHE_BYTES, MAX_NUM_SEQS, Trainer, TrainerTask, parameter_digests, save_config
@@ -169,7 +170,7 @@ class Bench:
             max_num_seqs=MAX_NUM_SEQS,
             kv_cache_bytes=KV_CACHE_BYTES if self._device == "cuda" else 64 << 20,
             max_model_len=CONTEXT,
-            receiver=ReceiverConfig("engine", setup.staging, device, keep_base=False),
+            receiver=ReceiverConfig("engine", SyncConfig(staging=setup.staging), device),
         )
 
     # ---------------------------------------------------------------- updates

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ..losses.mismatch import MISMATCH_MAX, MISMATCH_SUMS, mismatch
 from ..losses.terms import LossInputs, PolicyLoss
-from .config import OptimizerConfig
+from .config import BackendConfig
 from .optimizer import clip_coefficient, learning_rate
 
 
@@ -51,16 +51,16 @@ class StepTotals:
         return self.denominator > 0 and math.isfinite(self.grad_norm)
 
     def apply(
-        self, config: OptimizerConfig, steps: torch.Tensor, update: Callable[[float, float], None]
+        self, config: BackendConfig, steps: torch.Tensor, update: Callable[[float, float], None]
     ) -> dict[str, float]:
         """Step the optimizer if there is a gradient; returns the step's metrics.
 
         `steps`: int64 scalar, optimizer steps taken, is raised by a step. `update(factor, rate)` steps with the summed
         gradients times `factor` (one over N, and clipping) at learning rate `rate`.
         """
-        rate = learning_rate(config, int(steps))
+        rate = learning_rate(config.trainer, int(steps), config.total_steps)
         if self.applies:
-            update(clip_coefficient(self.grad_norm, config.grad_clip) / self.denominator, rate)
+            update(clip_coefficient(self.grad_norm, config.trainer.grad_clip) / self.denominator, rate)
             steps += 1
         return {
             **self.metrics,

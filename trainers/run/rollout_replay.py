@@ -67,7 +67,7 @@ def replay_rollouts(
     model: folder or hub id of that version's weights; None: what the run started from, which is version 0. `best`: the
     run's best model, whose version is known. Raises UserError.
     """
-    config = load_config(run_dir / "config.yaml")
+    config = load_config(run_dir / "config.yaml", of_old_run=True)
     model, version = _policy(config, run_dir, model, version)
     recorded = _recorded(config, run_dir, version)
     return asyncio.run(_replay(config, model, version, recorded, tell))
