@@ -75,8 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     from .trainers.config.config import resolved_yaml, with_run_dir
     from .trainers.config.load import load_config
+    from .trainers.simulation.config import simulation_section
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_config(arguments.config, arguments.overrides, of_old_run=arguments.resume)
+    simulation_section(config)  # a run reads none of it, but a mistake there is told at once
     if arguments.resume and config.run.dir is None:
         raise UserError("--resume: run.dir is not set, expected the folder of the run to continue")
     config = with_run_dir(config)
@@ -116,10 +118,11 @@ def _leave_report(config: Config) -> None:
 
 def _simulate(arguments: argparse.Namespace) -> int:
     from .trainers.config.load import load_config
+    from .trainers.simulation.config import simulation_section
     from .trainers.simulation.report import SimulateOptions, run_simulation, simulation_table
 
     config = load_config(arguments.config, arguments.overrides)
-    options = SimulateOptions(config.simulation, from_run=arguments.from_run, gpus=tuple(arguments.gpus))
+    options = SimulateOptions(simulation_section(config), from_run=arguments.from_run, gpus=tuple(arguments.gpus))
     with _status("simulating") as (console, tell):
         summary = run_simulation(config, options, arguments.out, tell)
     return _show(console, simulation_table(summary), arguments.out)

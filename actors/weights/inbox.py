@@ -17,8 +17,9 @@ import torch
 from ...codecs.bucket_delta import apply_sparse
 from ...codecs.buckets import BucketPlan, expect_all, read_bucket
 from ...codecs.gpu_scatter import scatter_kernel
+from .config import Staging
 from .transports.factory import build_receiver
-from .transports.protocol import BucketFrame, ReceiverConfig, Staging, WeightTransferError, WeightUpdate
+from .transports.protocol import BucketFrame, ReceiverConfig, WeightTransferError, WeightUpdate
 from .transports.receiver import Receiver, Stream, bucket_offsets
 from .views import BucketLandings, BucketViews, Landing
 
@@ -67,7 +68,7 @@ class WeightInbox:
     @property
     def staging(self) -> Staging:
         """`full` or `none`; `auto` until the first update has come."""
-        return self._chosen or self._config.staging
+        return self._chosen or self._config.sync.staging
 
     @property
     def staged(self) -> StagedWeights | None:
@@ -169,8 +170,8 @@ class WeightInbox:
             if staged is None or staged.version != version:
                 return
             self._staged = None
-            old, self._base = self._base, staged if self._config.keep_base else None
-            released = [old, None if self._config.keep_base else staged]
+            old, self._base = self._base, staged if self._config.sync.delta else None
+            released = [old, None if self._config.sync.delta else staged]
         for version_let_go in released:
             self._release(version_let_go)
 
@@ -215,7 +216,7 @@ class WeightInbox:
     def _choose(self, update: WeightUpdate, stream: Stream) -> Staging:
         """What `auto` means here: once, by the first update."""
         if self._chosen is None:
-            self._chosen = self._config.staging
+            self._chosen = self._config.sync.staging
             if self._chosen == "auto":
                 self._chosen = "full" if _has_room(stream.device, update.num_bytes) else "none"
         return self._chosen

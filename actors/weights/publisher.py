@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from ...codecs.buckets import BucketPlan, plan_buckets
 from .cache import BucketCache, CachedVersion
+from .config import SyncConfig
 from .stream import BucketStream, Publication, SendReport
 from .transports.protocol import ReceiverGroup, WeightSender, WeightTransferError, WeightUpdate
 from .views import BucketViews
@@ -25,31 +26,17 @@ WeightSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """As `TrainBackend.weight_specs`."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublisherConfig:
-    """How weights are published."""
-
-    bucket_bytes: int
-    """A multiple of 64. Two buckets are in flight."""
-    timeout_s: float
-    """Bound of waiting for another thread's update to end."""
-    delta: bool = False
-    """Send only what differs from the receivers' version, where that is shorter. Two versions in host memory."""
-    cache: bool = False
-    """Engines may be sent a version later, while training goes on. Two versions in host memory, unless the transport
-    is lasting: that keeps them itself."""
-
-
 class WeightPublisher:
-    """Publishes versions through one sender. Threads take turns, waiting `timeout_s` at most; `abort` never waits.
+    """Publishes versions through one sender. Threads take turns, waiting `sync.timeout_s` at most; `abort` never waits.
 
     Opening an update ends the one before.
     """
 
-    def __init__(self, sender: WeightSender, config: PublisherConfig) -> None:
-        """Owns `sender`: `close` closes it."""
+    def __init__(self, sender: WeightSender, config: SyncConfig, bucket_bytes: int) -> None:
+        """Owns `sender`: `close` closes it. bucket_bytes: the largest bucket, a multiple of 64; two are in flight."""
         self._sender = sender
         self._config = config
+        self._bucket_bytes = bucket_bytes
         self._cache: BucketCache | None = None
         if config.delta or (config.cache and not sender.lasting):
             self._cache = BucketCache(config.timeout_s)
@@ -161,7 +148,7 @@ class WeightPublisher:
     def _plan(self, specs: WeightSpecs) -> BucketPlan:
         if self._planned is None or self._planned[0] != list(specs.items()):
             self._views.clear()
-            self._planned = list(specs.items()), plan_buckets(specs, self._config.bucket_bytes)
+            self._planned = list(specs.items()), plan_buckets(specs, self._bucket_bytes)
         return self._planned[1]
 
     def _has_whole(self, version: int) -> bool:

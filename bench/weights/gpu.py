@@ -106,7 +106,7 @@ def _start_engine(model: Path, dtype: str, device: str, setup: Setup) -> VllmEng
         max_num_seqs=MAX_NUM_SEQS,
         kv_cache_bytes=KV_CACHE_BYTES if device == "cuda" else 64 << 20,
         max_model_len=CONTEXT,
-        receiver=ReceiverConfig("engine", setup.staging, place, keep_base=False),
+        receiver=ReceiverConfig("engine", SyncConfig(staging=setup.staging), place),
     )
 
 

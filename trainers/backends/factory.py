@@ -14,16 +14,17 @@ def build_backend(config: BackendConfig, rank: int, world: int) -> TrainBackend:
     """
     if world != config.topology.world:
         raise ValueError(f"world: got {world} ranks, expected the {config.topology.world} of {config.topology}")
-    if config.kind == "fsdp":
+    kind = config.trainer.backend
+    if kind == "fsdp":
         from .fsdp.backend import FsdpBackend  # imports transformers for seconds, which a dry run must not pay for
 
         return FsdpBackend(config, rank, world)
-    if config.kind == "megatron":
+    if kind == "megatron":
         from .megatron.backend import MegatronBackend  # needs the megatron extra, which is optional
 
         return MegatronBackend(config, rank, world)
-    if config.kind == "scripted":
+    if kind == "scripted":
         from .scripted import ScriptedBackend
 
         return ScriptedBackend(config, rank, world)
-    raise ValueError(f"trainer.backend: got {config.kind!r}, expected 'fsdp', 'megatron' or 'scripted'")
+    raise ValueError(f"trainer.backend: got {kind!r}, which no backend here has")

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .config import OptimizerConfig
+from .config import TrainerConfig
 
+ADAM_EPS = 1e-8
 CLIP_EPS = 1e-6
 """Small number added to the norm before dividing by it, as in torch.nn.utils.clip_grad_norm_."""
 
 
-def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     """Build a fused AdamW with its state allocated at once, so that a checkpoint before the first step is whole too.
 
     Weight decay applies to matrices only, not to norms and biases.
@@ -29,7 +30,7 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
         {"params": members, "weight_decay": 0.0 if vector else config.weight_decay}
         for (vector, _), members in sorts.items()
     ]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=ADAM_EPS, fused=True)
     for param in params:
         optimizer.state[param] = {
             "step": torch.zeros((), dtype=torch.float32, device=param.device),
@@ -39,7 +40,7 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     return optimizer
 
 
-def learning_rate(config: OptimizerConfig, step: int) -> float:
+def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
     It rises linearly to `lr` in the warm-up. Then it is constant, or falls to 0 at `total_steps` along a half cosine or
@@ -49,12 +50,12 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
+    progress = min(1.0, (step - config.warmup_steps) / (total_steps - config.warmup_steps))
     if config.schedule == "cosine":
         return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
     if config.schedule == "linear":
         return config.lr * (1 - progress)
-    raise ValueError(f"trainer.schedule: got {config.schedule!r}, expected 'constant', 'cosine' or 'linear'")
+    raise ValueError(f"trainer.schedule: got {config.schedule!r}, which is no schedule here")
 
 
 def local_gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
@@ -79,6 +80,6 @@ def scale_(grads: list[torch.Tensor], factor: float) -> None:
     torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """Return the factor that brings a gradient of norm `norm` to at most `max_norm`; 1 when `max_norm` is None."""
-    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + CLIP_EPS))
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """Return the factor that brings a gradient of norm `norm` to at most `max_norm`."""
+    return min(1.0, max_norm / (norm + CLIP_EPS))

@@ -59,7 +59,7 @@ class ScriptedBackend:
         if self._counts is None:
             raise RuntimeError("accumulate: no step is open")
         for micro in itertools.islice(micros, count):
-            ends = time.perf_counter() + self._config.train_row_s * len(micro.lengths)
+            ends = time.perf_counter() + self._config.scripted.train_row_s * len(micro.lengths)
             mask = micro.batch.jagged("response_mask")
             rows = torch.repeat_interleave(torch.arange(len(mask.lengths)), torch.from_numpy(mask.lengths))
             trained = torch.bincount(rows, weights=mask.values.to(torch.float64), minlength=len(mask.lengths))
@@ -76,7 +76,7 @@ class ScriptedBackend:
         self._counts = None
         if self._world > 1:
             dist.all_reduce(totals)
-        time.sleep(self._config.train_step_s)
+        time.sleep(self._config.scripted.train_step_s)
         tokens, sequences = (totals / self._config.topology.replica_size).tolist()  # a replica's ranks share rows
         if tokens:
             self._steps += 1

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ..losses.mismatch import MISMATCH_MAX, MISMATCH_SUMS, mismatch
 from ..losses.terms import LossInputs, PolicyLoss
-from .config import OptimizerConfig
+from .config import BackendConfig
 from .optimizer import clip_coefficient, learning_rate
 
 
@@ -52,15 +52,15 @@ class StepTotals:
         return self.denominator > 0 and math.isfinite(self.grad_norm)
 
     def apply(
-        self, config: OptimizerConfig, steps: torch.Tensor, update: Callable[[float, float], None]
+        self, config: BackendConfig, steps: torch.Tensor, update: Callable[[float, float], None]
     ) -> dict[str, float]:
         """Step the optimizer if there is a gradient; returns the step's metrics.
 
         `steps`, the number of optimizer steps taken (int64 scalar), is incremented in place. `update(factor, rate)`
         must step at learning rate `rate` with the summed gradients times `factor`, which combines 1/N and clipping."""
-        rate = learning_rate(config, int(steps))
+        rate = learning_rate(config.trainer, int(steps), config.total_steps)
         if self.applies:
-            update(clip_coefficient(self.grad_norm, config.grad_clip) / self.denominator, rate)
+            update(clip_coefficient(self.grad_norm, config.trainer.grad_clip) / self.denominator, rate)
             steps += 1
         return {
             **self.metrics,

@@ -18,8 +18,9 @@ from ..cluster import actor_specs
 from ..cluster.handles import DriverMeter, PeerFailed
 from ..cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster
 from ..cluster.run_actors import START_TIMEOUT_S, RunActors, demand, start_actors
+from ..config.checks import contradictions
 from ..config.config import Config, with_run_dir
-from ..errors import UserError
+from ..errors import ConfigError, UserError
 from ..grpo import steps as grpo
 from ..grpo.checkpoints import Checkpoints
 from ..grpo.controllers import controller
@@ -50,10 +51,9 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
     when it returns.
     """
     config = with_run_dir(config)
-    try:
-        actor_specs.backend_config(config, config.model.path)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    problems = contradictions(config)  # a config that was built in Python has not been checked by the loader
+    if problems:
+        raise ConfigError(problems)
     with RunFolder(config, resume=resume) as folder, PrometheusEndpoint(config, folder.path) as endpoint:
         steps = config.algorithm.steps
         with (
@@ -267,7 +267,7 @@ def launched(
             ),
             meter=meter,
             tracer=tracer,
-            estimate=build_advantages(actor_specs.advantage_config(config)),
+            estimate=build_advantages(config.advantage, actor_specs.reward_weights(config)),
             sampling=actor_specs.sampling(config),
             greedy=actor_specs.greedy(config),
             budget=actor_specs.budget(config),

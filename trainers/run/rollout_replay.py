@@ -73,7 +73,7 @@ def replay_rollouts(
     version 0; `best` stands for the run's best model, whose version is known. tell: called with lines of progress.
     Raises UserError when the run or the model does not allow it.
     """
-    config = load_config(run_dir / "config.yaml")
+    config = load_config(run_dir / "config.yaml", of_old_run=True)
     model, version = _policy(config, run_dir, model, version)
     recorded = _recorded(config, run_dir, version)
     return asyncio.run(_replay(config, model, version, recorded, tell))

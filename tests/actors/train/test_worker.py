@@ -20,7 +20,8 @@ import torch.distributed as dist
 from headrace.actors.protocols import TRAIN_FIELDS, MicroBatch
 from headrace.actors.train.step_rows import TrainShard
 from headrace.actors.train.worker import CONCURRENCY_GROUPS, PREV, REF, TrainWorker, WorkerReport, WorkerSetup
-from headrace.actors.weights.publisher import PublisherConfig, SendReport
+from headrace.actors.weights.config import SyncConfig
+from headrace.actors.weights.publisher import SendReport
 from headrace.actors.weights.transports.protocol import ReceiverGroup, WeightUpdate
 from headrace.codecs import messages
 from headrace.dataplane.errors import DataPlaneError
@@ -32,7 +33,7 @@ from headrace.tests.actors.train.recording_backend import MODEL, RecordingBacken
 from headrace.tests.actors.train.replica_ranks import PARTITION, Step, data_plane, put_rows, raised, run_on, ship
 from headrace.tests.actors.weights.memory_sender import MemorySender
 
-WEIGHTS = PublisherConfig(bucket_bytes=256, timeout_s=5.0, cache=True)
+SYNC = SyncConfig(timeout_s=5.0, cache=True)
 LENGTHS = [int(length) for length in np.random.default_rng(2).integers(1, 40, 24)]
 
 
@@ -60,7 +61,8 @@ def work(rank: int, folder: Path, steps: dict[str, Step]) -> dict[str, Any]:
             data_plane=step.handle,
             backend=lambda _rank, _world, backend=backend: backend,
             sender=lambda sender=sender: sender,
-            weights=WEIGHTS,
+            sync=SYNC,
+            bucket_bytes=256,
         )
         worker = TrainWorker(setup)
         worker.build("127.0.0.1", _port(worker, rank, folder / name))
@@ -122,7 +124,7 @@ def _port(worker: TrainWorker, rank: int, path: Path) -> int:
 
 def alone(handle: DataPlaneHandle, backend: Any) -> WorkerSetup:
     """The only rank there is."""
-    return WorkerSetup(0, Topology(1), "auto", 1, 1.0, 5.0, handle, backend, MemorySender, WEIGHTS)
+    return WorkerSetup(0, Topology(1), "auto", 1, 1.0, 5.0, handle, backend, MemorySender, SYNC, 256)
 
 
 @pytest.mark.processes

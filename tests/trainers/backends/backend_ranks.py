@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from transformers import (
 
 from headrace.actors.protocols import ROLLOUT_SCHEMA, MicroBatch, TrainBackend
 from headrace.codecs.batch import Batch, Jagged
-from headrace.trainers.backends.config import BackendConfig, OptimizerConfig
+from headrace.dataplane.topology import Topology
+from headrace.trainers.backends.config import BackendConfig, TrainerConfig
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
-from headrace.trainers.losses.factory import LossConfig
+from headrace.trainers.losses.config import LossConfig
 
 VOCAB = 23
 COLUMNS = ("rollout_logprobs", "prev_logprobs", "ref_logprobs")
@@ -134,14 +135,19 @@ def micro_batch(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> MicroB
 
 def backend_config(model: str, **changes: Any) -> BackendConfig:
     """Make a config with large steps, tight clip bounds and a small clipping norm, so that every part of a step shows
-    in the metrics."""
-    settings: dict[str, Any] = {
+    in the metrics.
+
+    changes: fields of BackendConfig, keys of TrainerConfig, or a `topology`.
+    """
+    own = {
         "loss": LossConfig(clip_low=0.1, clip_high=0.15, kl_coef=0.05),
-        "optimizer": OptimizerConfig(lr=2e-3, weight_decay=0.1, grad_clip=0.05, warmup_steps=2),
         "prev": "recompute",
         "with_reference": True,
     }
-    return BackendConfig(model=model, **{**settings, **changes})
+    keys = {"lr": 2e-3, "weight_decay": 0.1, "grad_clip": 0.05, "warmup_steps": 2}
+    mesh = asdict(changes.pop("topology", Topology(1)))
+    own |= {name: changes.pop(name) for name in list(changes) if name in BackendConfig.__dataclass_fields__}
+    return BackendConfig(model, TrainerConfig.model_validate({**keys, **mesh, **changes}), **own)
 
 
 def summed_gradients(backend: FsdpBackend) -> dict[str, torch.Tensor]:

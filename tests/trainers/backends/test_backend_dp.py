@@ -114,7 +114,7 @@ def on_two_ranks(rank: int, world: int, model: str, folder: str) -> dict[str, An
     result["next of one"] = run_step(backend, chunks_of(random_rows(9, 10), 9, rank))
 
     untied = FsdpBackend(
-        backend_config(f"{folder}/untied", mixed_precision="bf16", topology=Topology(world)), rank, world
+        backend_config(f"{folder}/untied", mixed_precision=True, topology=Topology(world)), rank, world
     )
     result["half"] = run_step(untied, chunks_of(rows, 1, rank))
     result["untied"] = weights_of(untied)

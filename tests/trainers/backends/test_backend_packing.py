@@ -24,7 +24,6 @@ from headrace.tests.trainers.backends.backend_ranks import (
     save_tiny_moe,
     summed_gradients,
 )
-from headrace.trainers.backends.config import BackendConfig
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.fsdp.causal_lm import CausalLM
 from headrace.trainers.backends.row_layout import lay_out
@@ -127,12 +126,3 @@ def test_a_model_whose_packed_rows_see_each_other_is_refused(tmp_path: Path, mon
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
     with pytest.raises(ValueError, match="trainer.packing: got 'packed', expected 'none' or 'dynamic' for Qwen3ForCau"):
         CausalLM(model, "selected", packed=True)
-
-
-def test_mistakes_are_told() -> None:
-    with pytest.raises(ValueError, match="trainer.packing: got 'yes', expected 'none', 'packed' or 'dynamic'"):
-        BackendConfig(model="", packing="yes")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="trainer.recompute: got 'some', expected 'none' or 'full'"):
-        BackendConfig(model="", recompute="some")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="trainer.offload: got True, expected False with trainer.backend = 'fsdp' and"):
-        BackendConfig(model="", offload=True)

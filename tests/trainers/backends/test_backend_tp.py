@@ -31,7 +31,7 @@ from headrace.tests.trainers.backends.live_bytes import gathering_share
 from headrace.trainers.backends import vocab_logprobs
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.fsdp.tensor_parallel import check_fits
-from headrace.trainers.losses.factory import LossConfig
+from headrace.trainers.losses.config import LossConfig
 
 pytestmark = pytest.mark.processes
 
@@ -85,7 +85,7 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     bonus = FsdpBackend(backend_config(qwen, topology=TP2, loss=BONUS), rank, world)
     result["bonus"] = [run_step(bonus, [rows]) for _ in range(2)]
     vocab_logprobs.LOGIT_ELEMENTS = whole
-    reported = FsdpBackend(backend_config(qwen, topology=TP2, entropy=True, mixed_precision="bf16"), rank, world)
+    reported = FsdpBackend(backend_config(qwen, topology=TP2, entropy=True, mixed_precision=True), rank, world)
     result["half"] = run_step(reported, [rows])
 
     sharded = FsdpBackend(backend_config(qwen, topology=DP2), rank, world)

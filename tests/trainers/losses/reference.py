@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.trainers.losses.factory import LossConfig
+from headrace.trainers.losses.config import LossConfig
 from headrace.trainers.losses.terms import LossInputs
 
 KINDS = ("ppo_clip", "gspo", "cispo", "reinforce")

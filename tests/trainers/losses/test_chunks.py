@@ -23,7 +23,8 @@ from headrace.tests.trainers.losses.reference import (
     loss_inputs,
     random_rows,
 )
-from headrace.trainers.losses.factory import LossConfig, build_loss
+from headrace.trainers.losses.config import LossConfig
+from headrace.trainers.losses.factory import build_loss
 from headrace.trainers.losses.terms import LossInputs, PolicyLoss, TermSums
 
 EXTRAS = ({"kl_coef": 0.3, "entropy_coef": 0.1}, {"kl_coef": 0.3, "kl_in": "reward"})

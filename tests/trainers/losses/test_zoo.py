@@ -20,7 +20,8 @@ from headrace.tests.trainers.losses.reference import (
     reference_loss,
     reference_metrics,
 )
-from headrace.trainers.losses.factory import LossConfig, build_loss
+from headrace.trainers.losses.config import LossConfig
+from headrace.trainers.losses.factory import build_loss
 
 EXTRAS = (
     {},

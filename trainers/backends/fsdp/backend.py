@@ -45,8 +45,8 @@ class FsdpBackend:
         self._config = config
         self._rank, self._world = rank, world
         self._place = config.topology.place(rank)
-        self._half = config.mixed_precision == "bf16"
-        self._packed = config.packing == "packed"
+        self._half = config.trainer.mixed_precision
+        self._packed = config.trainer.packing == "packed"
         self._device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
@@ -57,13 +57,13 @@ class FsdpBackend:
         self._reference: CausalLM | None = None
         if config.with_reference:
             reference = copy.deepcopy(policy).requires_grad_(False)
-            self._reference = self._spread(reference, offload=config.offload or self._device.type == "cuda")
-        if config.recompute == "full":
+            self._reference = self._spread(reference, offload=config.trainer.offload or self._device.type == "cuda")
+        if config.trainer.recompute == "full":
             recompute_layers(policy.layers())
-        self._policy = self._spread(policy, offload=config.offload)
+        self._policy = self._spread(policy, offload=config.trainer.offload)
         dtype = torch.bfloat16 if self._half else torch.float32
         self._weights = spread_weights(self._policy.model, config.topology, dtype)
-        self._optimizer = build_adamw(self._policy.model, config.optimizer)
+        self._optimizer = build_adamw(self._policy.model, config.trainer)
         self._steps = torch.zeros((), dtype=torch.int64)
         self._checkpointer = Checkpointer(rank, world)
         group = None if self._mesh is None else self._mesh["dp"].get_group()
@@ -219,7 +219,7 @@ class FsdpBackend:
                 group["lr"] = rate
             self._optimizer.step()
 
-        metrics = self._step.finish(square).apply(self._config.optimizer, self._steps, update)
+        metrics = self._step.finish(square).apply(self._config, self._steps, update)
         self._optimizer.zero_grad(set_to_none=True)
         return metrics
 

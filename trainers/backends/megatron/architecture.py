@@ -53,18 +53,20 @@ def check_fits(config: BackendConfig, model: Any) -> None:
         raise ValueError(f"trainer.tp: got {topology.tp}, which leaves a rank no token of {model.vocab_size}")
     if topology.ep > 1 and not has_experts:
         raise ValueError(f"trainer.ep: got {topology.ep}, expected 1 for a model without experts")
-    if has_experts and topology.tp > 1 and not config.sequence_parallel:
+    if has_experts and topology.tp > 1 and not config.trainer.sequence_parallel:
         raise ValueError(
             "trainer.sequence_parallel: got False, expected True for a model with experts and trainer.tp > 1"
         )
-    if config.sequence_parallel and topology.tp == 1:
+    if config.trainer.sequence_parallel and topology.tp == 1:
         raise ValueError("trainer.sequence_parallel: got True, expected False with trainer.tp = 1")
-    if topology.cp > 1 and config.packing != "packed":
-        raise ValueError(f"trainer.packing: got {config.packing!r}, expected 'packed' with trainer.cp = {topology.cp}")
+    if topology.cp > 1 and config.trainer.packing != "packed":
+        raise ValueError(
+            f"trainer.packing: got {config.trainer.packing!r}, expected 'packed' with trainer.cp = {topology.cp}"
+        )
 
 
 def _check_model(config: BackendConfig, model: Any) -> None:
-    if config.offload:
+    if config.trainer.offload:
         raise ValueError("trainer.offload: got True, expected False with trainer.backend = 'megatron'")
     if config.head != "selected":
         raise ValueError(f"trainer.head: got {config.head!r}, expected 'selected' with trainer.backend = 'megatron'")
@@ -117,10 +119,10 @@ def rotary_frequencies(model: Any) -> torch.Tensor:
 def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
     """Build Megatron's config of the model and the mesh. Dropout is off, as in the other backends."""
     topology = config.topology
-    half = config.mixed_precision == "bf16"
+    half = config.trainer.mixed_precision
     dtype = torch.bfloat16 if half else torch.float32
     recompute: dict[str, Any] = {}
-    if config.recompute == "full":
+    if config.trainer.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=model.num_hidden_layers,
@@ -143,7 +145,7 @@ def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
         use_cpu_initialization=True,
         perform_initialization=False,  # every weight is read from the HF folder
         tensor_model_parallel_size=topology.tp,
-        sequence_parallel=config.sequence_parallel,
+        sequence_parallel=config.trainer.sequence_parallel,
         pipeline_model_parallel_size=topology.pp,
         context_parallel_size=topology.cp,
         expert_model_parallel_size=topology.ep,

@@ -50,7 +50,7 @@ class MegatronBackend:
         """
         self._config, self._topology = config, config.topology
         self._rank, self._world = rank, world
-        self._half = config.mixed_precision == "bf16"
+        self._half = config.trainer.mixed_precision
         cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._source = HfSource(config.model)
@@ -212,7 +212,7 @@ class MegatronBackend:
         micro = next(micros, None)
         if micro is None:
             raise ValueError("microbatches: there are fewer than `count`, which all ranks must agree on")
-        packed = self._config.packing == "packed"
+        packed = self._config.trainer.packing == "packed"
         return micro, pack_rows(micro, self._topology, self._mesh.place, self._device, packed=packed)
 
     def _train(self, temperature: float, micros: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
@@ -272,7 +272,7 @@ class MegatronBackend:
         # The norm already covers all ranks, so only the first rank contributes it to the sum.
         whole = norm**2 if dist.get_rank(self._mesh.tokens) == 0 else 0.0
         totals = self._step.finish(torch.tensor(whole, dtype=torch.float64, device=self._device))
-        config = self._config.optimizer
-        metrics = totals.apply(config, self._steps, partial(apply, self._optimizer, config.weight_decay))
+        update = partial(apply, self._optimizer, self._config.trainer.weight_decay)
+        metrics = totals.apply(self._config, self._steps, update)
         self._clear()
         return metrics

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..config import BackendConfig
-from ..optimizer import scale_
+from ..optimizer import ADAM_EPS, scale_
 from .library import (
     ChainedOptimizer,
     DistributedDataParallel,
@@ -24,15 +24,15 @@ def wrap_model(config: BackendConfig, model: PolicyModel) -> DistributedDataPara
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,  # a step may have many backward passes and is reduced after the last
-        use_distributed_optimizer=config.distributed_optimizer,
+        use_distributed_optimizer=config.trainer.distributed_optimizer,
     )
     return DistributedDataParallel(model.config, settings, model)
 
 
 def build_optimizer(config: BackendConfig, model: DistributedDataParallel) -> ChainedOptimizer:
     """Build AdamW with weight decay for matrices only. It keeps float32 copies of bfloat16 parameters."""
-    half = config.mixed_precision == "bf16"
-    wanted = config.optimizer
+    half = config.trainer.mixed_precision
+    wanted = config.trainer
     settings = OptimizerConfig(
         optimizer="adam",
         decoupled_weight_decay=True,
@@ -40,10 +40,10 @@ def build_optimizer(config: BackendConfig, model: DistributedDataParallel) -> Ch
         weight_decay=wanted.weight_decay,
         adam_beta1=wanted.betas[0],
         adam_beta2=wanted.betas[1],
-        adam_eps=wanted.eps,
+        adam_eps=ADAM_EPS,
         bf16=half,
         params_dtype=torch.bfloat16 if half else torch.float32,
-        use_distributed_optimizer=config.distributed_optimizer,
+        use_distributed_optimizer=config.trainer.distributed_optimizer,
         clip_grad=0.0,  # `apply` scales and clips in one multiplication
     )
     optimizer = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)

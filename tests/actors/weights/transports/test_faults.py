@@ -142,7 +142,7 @@ def test_the_sender_is_killed_ten_times(group: Callable[..., PeerGroup], kind: s
 
 
 def _kill_senders(peers: PeerGroup, kind: str, dice: random.Random, times: int) -> None:
-    bound_s = peers.config.timeout_s
+    bound_s = peers.config.sync.timeout_s
     peers.sender.close()
     for number in range(times):
         sender = PeerProcess(SenderHost, kind, peers.config)
@@ -268,7 +268,7 @@ def test_a_receiver_is_stopped_ten_times(group: Callable[..., PeerGroup], kind: 
 
 
 def _stop(peers: PeerGroup, kind: str, dice: random.Random, times: int) -> None:
-    bound_s = peers.config.timeout_s
+    bound_s = peers.config.sync.timeout_s
     version = 1
     peers.update(version, BUCKET_BYTES)
     for _ in range(times):

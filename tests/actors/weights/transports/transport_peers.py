@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.actors.weights.config import Staging, SyncConfig
 from headrace.actors.weights.inbox import WeightInbox
 from headrace.actors.weights.transports.factory import build_sender
 from headrace.actors.weights.transports.protocol import (
     ReceiverConfig,
     ReceiverGroup,
     SenderConfig,
-    Staging,
     WeightTransferError,
     WeightUpdate,
 )
@@ -313,7 +313,7 @@ _RESTING: list[PeerProcess] = []
 
 
 def _rest(peer: PeerProcess) -> None:
-    if peer.is_free and not peer.call("become", ReceiverConfig("nobody"), 0).error:
+    if peer.is_free and not peer.call("become", ReceiverConfig("nobody", SyncConfig(delta=True)), 0).error:
         _RESTING.append(peer)
     else:
         peer.end()

@@ -51,7 +51,7 @@ class Case:
         """Build this rank's backend."""
         from headrace.trainers.backends.megatron.backend import MegatronBackend
 
-        settings = {"kind": "megatron", "packing": "packed", "topology": self.topology, **self.changes}
+        settings = {"backend": "megatron", "packing": "packed", "topology": self.topology, **self.changes}
         return MegatronBackend(backend_config(f"{folder}/{self.model}", **settings), rank, self.topology.world)
 
 

@@ -82,7 +82,7 @@ def test_as_by_hand(folder: Path, case: Case) -> None:
 
 
 def test_half_precision_is_close(folder: Path) -> None:
-    backend = build(folder, mixed_precision="bf16")
+    backend = build(folder, mixed_precision=True)
     reference = ReferenceTrainer(str(folder / "tied"))
     for step in range(3):
         rows = random_rows(step, 10)
@@ -150,9 +150,9 @@ def test_log_probs_while_a_step_is_open_change_nothing(folder: Path, backend: Me
 
 
 def test_no_reference_is_said(folder: Path) -> None:
-    from headrace.trainers.losses.factory import LossConfig
+    from headrace.trainers.losses.config import LossConfig
 
-    backend = build(folder, with_reference=False, loss=LossConfig())
+    backend = build(folder, with_reference=False, loss=LossConfig(clip_high=0.2))
     with pytest.raises(ValueError, match="trainer.with_reference: got False"):
         backend.logprobs([], 0, reference=True)
     backend.close()
@@ -248,9 +248,9 @@ def test_positions_that_change_with_length_are_refused(folder: Path) -> None:
 
 
 def test_the_factory_builds_it(folder: Path) -> None:
-    config = backend_config(str(folder / "tied"), kind="megatron", packing="packed")
+    config = backend_config(str(folder / "tied"), backend="megatron", packing="packed")
     backend = build_backend(config, 0, 1)
     assert type(backend).__name__ == "MegatronBackend"
     backend.close()
     with pytest.raises(ValueError, match="world: got 1 ranks, expected the 2"):
-        build_backend(dataclasses.replace(config, topology=Topology(2)), 0, 1)
+        build_backend(dataclasses.replace(config, trainer=config.trainer.model_copy(update={"dp": 2})), 0, 1)

@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 SP: dict[str, Any] = {"sequence_parallel": True}
-HALF: dict[str, Any] = {"mixed_precision": "bf16"}
+HALF: dict[str, Any] = {"mixed_precision": True}
 CASES = (
     Case("tp2", "tied", Topology(1, tp=2)),
     Case("tp2 sp recompute", "untied", Topology(1, tp=2), {**SP, "recompute": "full"}),

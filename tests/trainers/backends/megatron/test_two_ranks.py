@@ -26,7 +26,7 @@ from headrace.tests.trainers.backends.backend_ranks import (
 from headrace.tests.trainers.backends.backend_reference import TEMPERATURE
 from headrace.tests.trainers.backends.megatron.mesh_ranks import NUM_ROWS, Case, accumulate, train
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
-from headrace.trainers.losses.factory import LossConfig
+from headrace.trainers.losses.config import LossConfig
 
 pytestmark = [pytest.mark.megatron, pytest.mark.processes]
 
@@ -35,7 +35,7 @@ MESHES = {"cp2": Topology(1, cp=2), "pp2": Topology(1, pp=2), "tp2": Topology(1,
 GSPO = LossConfig(
     kind="gspo", aggregation="sequence", correction="sequence", clip_low=0.1, clip_high=0.1, entropy_coef=0.01
 )
-CISPO = LossConfig(kind="cispo", aggregation="prompt", correction="tis", kl_coef=0.05, kl_in="reward")
+CISPO = LossConfig(kind="cispo", clip_high=0.2, aggregation="prompt", correction="tis", kl_coef=0.05, kl_in="reward")
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "gspo": {"loss": GSPO},
     "cispo": {"loss": CISPO},
