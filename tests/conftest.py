@@ -98,6 +98,27 @@ def _group(item: pytest.Item) -> str:
     return f"{folder}/{item.path.stem}"
 
 
+# ---------------------------------------------------------------- make list-slow
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--list-behaviours", action="store_true", help="print each test as a sentence, and run none")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.getoption("--list-behaviours"):
+        for item in session.items:
+            _print_behaviour(item)
+        session.items.clear()
+
+
+def _print_behaviour(item: pytest.Item) -> None:
+    name = item.name.partition("[")
+    case = f" ({name[2].rstrip(']')})" if name[2] else ""
+    print(f"{item.path.relative_to(TESTS)}: {name[0].removeprefix('test_').replace('_', ' ')}{case}")
+
+
 # ---------------------------------------------------------------- what tests share
 
 
