@@ -1,5 +1,7 @@
 """All of megatron-core that Headrace uses, imported in this one place; without TransformerEngine and Apex."""
 
+# pyright: reportMissingImports=false
+# megatron-core need not be installed where types are checked.
 from __future__ import annotations
 
 import warnings
