@@ -1,4 +1,4 @@
-"""Types of `library.py`: everything is `Any`, so that pyright finds the same with megatron-core installed as without it."""
+"""Types of `library.py`: everything is `Any`, so that pyright finds the same with Megatron installed as without it."""
 
 from typing import Any
 
