@@ -85,8 +85,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _group(item: pytest.Item) -> str:
     """Name of the group of tests that one worker runs, one after another; "" for a test that may run anywhere."""
-    if item.get_closest_marker("vllm"):
-        return "vllm"  # an engine takes 2 GB and both cores: one at a time
+    for scarce in ("gpu", "vllm"):  # one test at a time: an engine takes 2 GB and both cores
+        if item.get_closest_marker(scarce):
+            return scarce
     if item.get_closest_marker("xdist_group"):
         return ""
     folder = item.path.parent.relative_to(TESTS).as_posix()
@@ -105,12 +106,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--list-behaviours", action="store_true", help="print each test as a sentence, and run none")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish(session: pytest.Session) -> None:
-    if session.config.getoption("--list-behaviours"):
-        for item in session.items:
-            _print_behaviour(item)
-        session.items.clear()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    if not session.config.getoption("--list-behaviours"):
+        return None
+    for item in session.items:
+        _print_behaviour(item)
+    return True
 
 
 def _print_behaviour(item: pytest.Item) -> None:
