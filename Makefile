@@ -14,7 +14,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 NO_PROCESSES := not processes and not slow and not drill and not gpu and not vllm and not megatron
 
-.PHONY: help train check test test-all drills list-slow lint vllm clean
+.PHONY: help train check check-tests test test-all drills list-slow lint vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,7 +23,11 @@ help:
 train: .venv/core.stamp
 	$(BIN)/headrace train $(CONFIG) $(ARGS)
 
-check: lint
+# Two at a time: pyright takes one core for as long as the tests take one and a half.
+check: .venv/dev.stamp
+	@$(MAKE) -j2 --no-print-directory --output-sync=target lint check-tests
+
+check-tests: .venv/dev.stamp
 	$(PYTEST) -n 2 -m "$(NO_PROCESSES)" $(ARGS)
 
 test: .venv/test.stamp .venv/vllm.stamp
@@ -39,7 +43,7 @@ drill-%: .venv/test.stamp .venv/vllm.stamp
 	$(PYTEST) -m drill tests/drills/test_$*.py $(ARGS)
 
 list-slow: .venv/test.stamp
-	@$(PYTEST) -m "slow and not gpu" --list-behaviours $(ARGS)
+	@$(PYTEST) -q -m "slow and not gpu" --list-behaviours $(ARGS)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -85,8 +85,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _group(item: pytest.Item) -> str:
     """Name of the group of tests that one worker runs, one after another; "" for a test that may run anywhere."""
-    if item.get_closest_marker("vllm"):
-        return "vllm"  # an engine takes 2 GB and both cores: one at a time
+    for scarce in ("gpu", "vllm"):  # one test at a time: an engine takes 2 GB and both cores
+        if item.get_closest_marker(scarce):
+            return scarce
     if item.get_closest_marker("xdist_group"):
         return ""
     folder = item.path.parent.relative_to(TESTS).as_posix()
@@ -96,6 +97,28 @@ def _group(item: pytest.Item) -> str:
         if f"{folder}/".startswith(f"{shared}/"):
             return shared
     return f"{folder}/{item.path.stem}"
+
+
+# ---------------------------------------------------------------- make list-slow
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--list-behaviours", action="store_true", help="print each test as a sentence, and run none")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    if not session.config.getoption("--list-behaviours"):
+        return None
+    for item in session.items:
+        _print_behaviour(item)
+    return True
+
+
+def _print_behaviour(item: pytest.Item) -> None:
+    name = item.name.partition("[")
+    case = f" ({name[2].rstrip(']')})" if name[2] else ""
+    print(f"{item.path.relative_to(TESTS)}: {name[0].removeprefix('test_').replace('_', ' ')}{case}")
 
 
 # ---------------------------------------------------------------- what tests share

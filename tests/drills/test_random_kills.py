@@ -51,7 +51,6 @@ def kill(run_dir: Path, process: subprocess.Popen[str], victim: str) -> bool:
     return bool(found)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_twenty_kills_at_random_moments_change_no_figure(tmp_path: Path) -> None:
     code, output = runs.run(tmp_path / "whole", *DRILL, timeout_s=600)
@@ -85,7 +84,6 @@ def test_twenty_kills_at_random_moments_change_no_figure(tmp_path: Path) -> None
     assert not runs.shared_memory(run_dir)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_ten_minutes_of_kills_leave_memory_and_leases_flat(tmp_path: Path) -> None:
     run_dir, dice = tmp_path / "run", random.Random(10)

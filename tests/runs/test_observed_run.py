@@ -19,7 +19,7 @@ from headrace.tests.trainers.observe.trace_events import complete, crossing, nam
 
 pytestmark = pytest.mark.processes
 
-NUM_STEPS = 60
+NUM_STEPS = 30
 STANDING = ("rows", "bytes_used", "bytes_reserved", "leased_rows", "oldest_lease_s", "waiting_claims", "waiting_puts")
 
 

@@ -3,6 +3,8 @@
 Runs with 0.30 (torch 2.13; CPU and CUDA) and 0.26 (torch 2.11). What 0.26 lacks is not used: `get_weight_version`.
 """
 
+# pyright: reportMissingImports=false
+# vLLM need not be installed where types are checked.
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,7 @@
 """Imports everything that Headrace uses of megatron-core; TransformerEngine and Apex are not needed."""
 
+# pyright: reportMissingImports=false
+# megatron-core need not be installed where types are checked.
 from __future__ import annotations
 
 import warnings
