@@ -15,22 +15,22 @@ from .block_table import FreedBlock, Reservation
 class HostCalls:
     """All methods belong to the service's event loop."""
 
-    def __init__(self, host: StoreHost, room_freed: Callable[[], None]) -> None:
-        """room_freed: called whenever blocks or reservations have gone from the store."""
+    def __init__(self, host: StoreHost, space_freed: Callable[[], None]) -> None:
+        """space_freed: called whenever blocks or reservations have gone from the store."""
         self.spec = host.spec
-        self.waits = isinstance(host, FreesMany)
+        self.is_remote = isinstance(host, FreesMany)
         """Its calls are round trips. They go through one thread: claims and leases must not wait for a slow store."""
         self._host = host
         # Asked once: isinstance of a protocol looks up every attribute of it anew.
         self._cuts = host if isinstance(host, Cuts) else None
         self._frees_many = host if isinstance(host, FreesMany) else None
-        self._room_freed = room_freed
+        self._space_freed = space_freed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-host")
         self._under_way: set[asyncio.Task[None]] = set()
         self._readying: Future[None] | None = None
         self._closed = False
 
-    # -------------------------------------------------------------- rooms
+    # -------------------------------------------------------------- spaces
 
     async def allocate(self, reservation: Reservation) -> bool:
         """Room in the store for a reservation; False when it has none just now. Cancelled: it is taken back."""
@@ -63,7 +63,7 @@ class HostCalls:
                 return self._cuts.cut(block_ids.start, sizes)
             if written is None or len(written) != len(sizes):
                 raise ValueError(f"commit: got {written and len(written)} locations, expected {len(sizes)}")
-            if not self.waits:
+            if not self.is_remote:
                 self._count(block_ids, sizes)
             return written
 
@@ -94,16 +94,16 @@ class HostCalls:
         return self._do(lambda: self._take_back(reservations))
 
     def _do(self, call: Callable[[], None]) -> asyncio.Task[None] | None:
-        if not self.waits:
+        if not self.is_remote:
             call()
-            self._room_freed()
+            self._space_freed()
             return None
 
         async def later() -> None:
             if self._closed:  # they went with the store
                 return
             await self._in_thread(call)
-            self._room_freed()
+            self._space_freed()
 
         task = asyncio.get_running_loop().create_task(later())
         self._under_way.add(task)  # the loop itself keeps no reference

@@ -94,7 +94,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Checks rows and waits for room for `timeout_s` at most. Answered by `Room`."""
+    """Checks rows and waits for room for `timeout_s` at most. Answered by `Space`."""
 
     rows: Rows
     timeout_s: float
@@ -103,10 +103,10 @@ class Reserve:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Space:
     """Where one put may write, if it commits within `reserve_s`."""
 
-    room_id: int
+    space_id: int
     first_block_id: int
     num_blocks: int
     """The blocks have consecutive ids."""
@@ -119,7 +119,7 @@ class Room:
 class Commit:
     """Answered by `Written`, or by REVOKED when the room was credit that the directory has taken back."""
 
-    room_id: int
+    space_id: int
     credit: bool
     """Whether the room was granted with the reply to an earlier put."""
     rows: Rows
@@ -140,11 +140,11 @@ class Written:
     versions: bytes | None
     groups: bytes
     tags: dict[str, np.ndarray]
-    next_room: Room | None
+    next_space: Space | None
     """Credit: room for the next put, unless another writer needs it before."""
 
     @staticmethod
-    def of(committed: Committed, request: Commit, next_room: Room | None) -> Written:
+    def of(committed: Committed, request: Commit, next_space: Space | None) -> Written:
         return Written(
             committed.first_block_id,
             None if request.locations is not None else committed.locations,
@@ -152,7 +152,7 @@ class Written:
             None if request.rows.versions is not None else pack_ints(committed.versions),
             pack_ints(committed.groups),
             committed.tags,
-            next_room,
+            next_space,
         )
 
     def committed(self, put: PutRows, locations: tuple[bytes, ...] | None) -> Committed:
@@ -166,7 +166,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    room_ids: tuple[int, ...]
+    space_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

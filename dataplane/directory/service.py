@@ -88,10 +88,10 @@ class DirectoryService:
             capacity_bytes=config.store.capacity_mib << 20, lease_s=config.lease_s, reserve_s=config.reserve_s
         )
         self._host = host
-        self._store = HostCalls(host, lambda: self._room.fire())
+        self._store = HostCalls(host, lambda: self._space_freed.fire())
         self._put_queue = Queue()
         self._claim_queues: dict[tuple[str, str], Queue] = defaultdict(Queue)
-        self._room = Pulse()
+        self._space_freed = Pulse()
         self._ready: dict[str, Pulse] = {}
         """By partition."""
         self._timer: asyncio.TimerHandle | None = None
@@ -148,7 +148,7 @@ class DirectoryService:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self._room.fire()
+        self._space_freed.fire()
         for pulse in self._ready.values():
             pulse.fire()
         await self._store.close()
@@ -158,7 +158,7 @@ class DirectoryService:
     def _reserve(self, payload: bytes) -> Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Reserve)
         put = request.rows.put()
-        given_back = [self._directory.abort(room_id) for room_id in request.given_back]
+        given_back = [self._directory.abort(space_id) for space_id in request.given_back]
         self._store.take_back([item for item in given_back if item is not None])
         self._directory.check(put)
         return self._reserve_later(put, request.timeout_s)
@@ -167,11 +167,11 @@ class DirectoryService:
         deadline = self._now() + timeout_s
         try:
             async with self._turn(self._put_queue, deadline):
-                seen = self._room.count
+                seen = self._space_freed.count
                 while (reservation := await self._try_reserve(put)) is None:
                     async with asyncio.timeout_at(deadline):
-                        await self._wait(self._room, seen)
-                    seen = self._room.count
+                        await self._wait(self._space_freed, seen)
+                    seen = self._space_freed.count
         except TimeoutError:
             status = self._directory.status(None, self._now())
             raise CapacityExceeded(
@@ -182,7 +182,7 @@ class DirectoryService:
                 keys=put.keys,
                 elapsed_s=timeout_s,
             ) from None
-        return messages.encode(_room(reservation))
+        return messages.encode(_space(reservation))
 
     async def _try_reserve(self, put: PutRows) -> Reservation | None:
         """Room in the account and in the store, for which all credit may have to go; None when that is not enough."""
@@ -212,14 +212,14 @@ class DirectoryService:
     def _commit(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Commit)
         put = request.rows.put()
-        if self._store.waits:
+        if self._store.is_remote:
             return self._commit_later(request, put)
         body, freed = self._commit_now(request, put)
         self._store.free(freed)
         return body
 
     async def _commit_later(self, request: requests.Commit, put: PutRows) -> bytes:
-        reservation = self._directory.find_reservation(request.room_id)
+        reservation = self._directory.find_reservation(request.space_id)
         if reservation is not None:
             await self._store.count(reservation, [layout.nbytes for layout in put.layouts])
         body, freed = self._commit_now(request, put)
@@ -227,12 +227,12 @@ class DirectoryService:
         return body
 
     def _commit_now(self, request: requests.Commit, put: PutRows) -> tuple[bytes, list[FreedBlock]]:
-        if request.credit and self._directory.find_reservation(request.room_id) is None:
+        if request.credit and self._directory.find_reservation(request.space_id) is None:
             return requests.REVOKED, []
-        committed, freed = self._directory.commit(request.room_id, put, self._store.locate(request.locations))
+        committed, freed = self._directory.commit(request.space_id, put, self._store.locate(request.locations))
         self._ready_pulse(put.partition).fire()
         credit = self._grant(put.writer, request.next_bytes, request.next_blocks)
-        return messages.encode(requests.Written.of(committed, request, credit and _room(credit))), freed
+        return messages.encode(requests.Written.of(committed, request, credit and _space(credit))), freed
 
     def _grant(self, writer: str, nbytes: int, num_blocks: int) -> Reservation | None:
         """Credit for the writer's next put, unless somebody waits for room."""
@@ -246,7 +246,7 @@ class DirectoryService:
 
     async def _abort(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Abort)
-        found = [self._directory.abort(room_id) for room_id in request.room_ids]
+        found = [self._directory.abort(space_id) for space_id in request.space_ids]
         await self._take_back([item for item in found if item is not None])
         return b""
 
@@ -390,9 +390,9 @@ class DirectoryService:
         self._arm()
 
 
-def _room(reservation: Reservation) -> requests.Room:
+def _space(reservation: Reservation) -> requests.Space:
     ids = reservation.block_ids
-    return requests.Room(
+    return requests.Space(
         reservation.reservation_id, ids.start, len(ids), reservation.nbytes, reservation.location or b""
     )
 
