@@ -213,7 +213,7 @@ class KVBatchMeta:
             if mark != _FORMAT:
                 raise ValueError(f"format {mark!r}, expected {_FORMAT}")
         except (msgspec.DecodeError, TypeError, ValueError) as error:
-            raise ValueError(f"receipt: {len(data)} bytes are not one: {error}") from error
+            raise ValueError(f"not a receipt ({len(data)} bytes): {error}") from error
         lengths, versions, groups = map(unpack_ints, columns)
         field_sets = [tuple(names) for names in sets]
         return KVBatchMeta(

@@ -271,7 +271,7 @@ class Operations:
         try:
             yield Ask("abort", requests.encode(requests.Abort(space_ids)), ABORT_TIMEOUT_S)
         except DataPlaneError as error:
-            _logger.info("could not give room back, it will expire: %s", error)
+            _logger.info("reserved space could not be given back, it will expire: %s", error)
 
 
 def _packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str]) -> Batch:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from ..codecs import messages
 
-# ---------------- Latency histograms: counts in fixed, log-spaced buckets, the same in every process, so that counts
-# add up.
+# ---------------- Latency histograms count in fixed, log-spaced buckets, so that counts of all processes add up.
 
 STEPS_PER_OCTAVE = 4
 OCTAVES = 30

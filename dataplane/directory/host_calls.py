@@ -125,7 +125,7 @@ class HostCalls:
         for reservation in reservations:
             first, *others = reservation.block_ids
             if self._cuts is not None:
-                others.clear()  # the room is one block as long as it is not cut
+                others.clear()  # the space is one block until it is cut
             elif reservation.location is None:
                 others.insert(0, first)
             for block_id in others:

@@ -17,8 +17,7 @@ from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, Numbers, RowTable, p
 from .samplers import TaskConfig
 from .task_cursor import DONE, TaskCursor
 
-# ---------------- Which rows of a put form a group: by names that the caller gives, or by row keys up to their last
-# dot.
+# ---------------- Rows of a put form groups by names that the caller gives, or by row keys up to their last dot.
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +275,7 @@ class Partition:
             differ = old[np.array(put.groups.names, dtype=object)[put.groups.index[old]] != known]
             if len(differ):
                 given = put.groups.names[int(put.groups.index[differ[0]])]
-                message = f"group {given!r}, but the row is of another"
+                message = f"group {given!r}, but the row belongs to another"
                 raise self._mismatch(message, pick(put.keys, differ))
         if len(old) < len(rows):
             names, index = put.groups.names, put.groups.index[rows < 0]
@@ -337,4 +336,4 @@ def check_distinct(keys: Sequence[str], partition: str) -> None:
     if len(set(keys)) < len(keys):
         seen: set[str] = set()
         twice = [key for key in keys if key in seen or seen.add(key)]
-        raise DuplicateKeys("keys stand twice in one put", op="put", partition=partition, keys=twice)
+        raise DuplicateKeys("keys occur twice in one put", op="put", partition=partition, keys=twice)

@@ -11,8 +11,7 @@ from ...codecs.integers import distinct
 from .rows import GroupTable, RowTable, grown
 from .samplers import Candidates, Order, StreamProgress
 
-# ---------------- The queue of what can be claimed: items (row or group numbers) by key, then tie. Leaving early
-# costs nothing.
+# ---------------- The queue of items (row or group numbers) that can be claimed, by key, then tie.
 
 _KEY, _TIE, _ITEM, _TICKET = range(4)
 _FEW_LATE = 1024

@@ -36,7 +36,7 @@ class SocketLink:
         self._closed = False
         self._idle: list[socket.socket] = []
         self._channels: dict[asyncio.AbstractEventLoop, _Channel] = {}
-        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # of a client that nobody closed
+        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # for a client that nobody closed
         self._idle.append(self._connect("connect"))
 
     def call(self, op: str, payload: bytes, timeout_s: float) -> bytes:

@@ -114,8 +114,7 @@ def received_part(view: Any, want: Want, part: int, peer: str) -> np.ndarray:
     return view
 
 
-# ---------------- A process setting for stores that receive through the C library's heap: freed memory is kept, not
-# returned.
+# ---------------- A process setting for stores that receive through the C library's heap, which keeps freed memory.
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20

@@ -83,7 +83,7 @@ class UnitLink:
         self._idle: list[list[tuple[zmq.Socket, zmq.Socket]]] = [[] for _ in units]
         self._closed = False
         self._lock = threading.Lock()
-        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # of a client that nobody closed
+        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # for a client that nobody closed
 
     def exchange(self, op: str, requests: Sequence[Request], timeout_s: float) -> list[ZMQMessage]:
         """Send all requests, then wait for all answers. Raises StoreLost naming the unit that did not answer."""
