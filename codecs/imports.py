@@ -1,4 +1,4 @@
-"""Resolves `package.module:name` paths to what users wrote themselves."""
+"""Imports the objects that users name by a path `package.module:name`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def import_object(path: str, what: str) -> Any:
-    """The object that `package.module:name` names.
+    """Return the object that `package.module:name` names.
 
-    what: what it is for, in the error (`sampler`). Raises ValueError in one sentence when the path is malformed, the
-    module cannot be imported (with its own error) or has no such name.
+    what: its purpose, for the error (`sampler`). Raises ValueError in one sentence when the path is malformed, or when
+    the module cannot be imported (with its own error) or has no such name.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):

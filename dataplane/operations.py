@@ -1,4 +1,5 @@
-"""The client's operations without I/O: each is a generator of steps, which the sync and the async client carry out."""
+"""Implements the client's operations without I/O, as generators of steps that the sync and the async client carry
+out."""
 
 from __future__ import annotations
 
@@ -36,12 +37,12 @@ _logger = logging.getLogger(__name__)
 ABORT_TIMEOUT_S = 2.0
 
 Fields = Batch | Mapping[str, Any] | TensorDictBase
-"""What put takes: anything that `codecs.jagged.pack` does."""
+"""Rows that put takes, which is anything that `codecs.jagged.pack` takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Step: call the directory; its answer is the reply."""
+    """Tells the client to call the directory, and is answered with the reply."""
 
     op: str
     payload: bytes
@@ -50,7 +51,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Step: run this, which may move bytes and block; its answer is the result. Not to be left before it has ended."""
+    """Tells the client to run a function, which may move bytes and block. It must not be abandoned before its end."""
 
     run: Callable[[], Any]
 
@@ -60,7 +61,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Moved(Generic[T]):
-    """The result of an operation that moves bytes."""
+    """Carries the result of an operation that moves bytes, and how many."""
 
     result: T
     nbytes: int
@@ -68,11 +69,11 @@ class Moved(Generic[T]):
 
 
 Steps = Generator[Ask | Work, Any, T]
-"""An operation: yields steps, is sent their answers (or thrown their errors), returns its result."""
+"""Operation that yields steps, is sent their answers (or thrown their errors), and returns its result."""
 
 
 class Operations:
-    """One client's operations, over its store. Thread-safe: what it holds is a cache, counters and credit."""
+    """Holds one client's operations over its store. Thread-safe: its only state is a cache, counters and credit."""
 
     def __init__(self, handle: DataPlaneHandle, store: BlockStore, name: str) -> None:
         self.handle = handle
@@ -84,7 +85,7 @@ class Operations:
         self._credit = Credit(handle.config.reserve_s / 2)
 
     def timeout(self, timeout_s: float | None) -> float:
-        """The call's bound in seconds. Raises ValueError when negative."""
+        """Return the call's time limit in seconds. Raises ValueError when it is negative."""
         if timeout_s is None:
             return self.handle.config.timeout_s
         if not timeout_s >= 0:
@@ -145,16 +146,16 @@ class Operations:
         if not names:
             return Moved(_empty_receipt(partition, schema, put.fields), 0)
         rows = requests.Rows.of(put)
-        room, given_back = self._credit.take(put.nbytes, len(blocks))
-        if room is not None:
-            written = yield from self._write(put, rows, blocks, room, deadline, credit=True)
+        space, given_back = self._credit.take(put.nbytes, len(blocks))
+        if space is not None:
+            written = yield from self._write(put, rows, blocks, space, deadline, credit=True)
             if written is not None:
                 return Moved(written.receipt(put, schema), put.value_bytes)
             _logger.debug("%s: the directory took the credit of a put back; it is written again", self.label)
         remaining = max(0.0, deadline - time.monotonic())
         reply = yield Ask("reserve", requests.encode(requests.Reserve(rows, remaining, given_back)), remaining)
-        room = messages.decode(reply, requests.Room)
-        written = yield from self._write(put, rows, blocks, room, deadline, credit=False)
+        space = messages.decode(reply, requests.Space)
+        written = yield from self._write(put, rows, blocks, space, deadline, credit=False)
         assert written is not None, "only credit can be revoked"
         return Moved(written.receipt(put, schema), put.value_bytes)
 
@@ -163,37 +164,37 @@ class Operations:
         put: PutRows,
         rows: requests.Rows,
         blocks: list[EncodedBlock],
-        room: requests.Room,
+        space: requests.Space,
         deadline: float,
         *,
         credit: bool,
     ) -> Steps[Committed | None]:
-        """Write the bytes into the room, then the rows into the directory. Returns None when credit was revoked."""
+        """Write the bytes into the space, then the rows into the directory. Returns None when credit was revoked."""
         try:
             try:
                 locations = yield Work(
-                    lambda: write_blocks(self.store, blocks, room.first_block_id, room.location, deadline)
+                    lambda: write_blocks(self.store, blocks, space.first_block_id, space.location, deadline)
                 )
             except RowsCleared:
                 if credit:  # revoked while it was being written
                     return None
                 raise
-            commit = requests.Commit(room.room_id, credit, rows, locations, *self._credit.wish())
+            commit = requests.Commit(space.space_id, credit, rows, locations, *self._credit.next_request())
             reply = yield Ask("commit", requests.encode(commit), max(0.0, deadline - time.monotonic()))
             written = None if reply == requests.REVOKED else messages.decode(reply, requests.Written)
         except BaseException:
-            yield from self._give_back((room.room_id,))
+            yield from self._give_back((space.space_id,))
             raise
         if written is None:
             return None
-        self._credit.add(written.next_room)
+        self._credit.add(written.next_space)
         return written.committed(put, locations)
 
     def close(self) -> Steps[None]:
-        """Give back what was granted ahead, then let go of the store."""
-        room_ids = self._credit.drop_all()
-        if room_ids:
-            yield from self._give_back(room_ids)
+        """Give back the space that was granted ahead, then close the store."""
+        space_ids = self._credit.drop_all()
+        if space_ids:
+            yield from self._give_back(space_ids)
         yield Work(self.store.close)
 
     def get(self, meta: KVBatchMeta, fields: Sequence[str] | None, timeout_s: float | None) -> Steps[Moved[Batch]]:
@@ -265,12 +266,12 @@ class Operations:
             self._schemas[partition] = messages.decode(reply, Schema)
         return self._schemas[partition]
 
-    def _give_back(self, room_ids: tuple[int, ...]) -> Steps[None]:
-        """Best effort: what it cannot reach ends by itself, after `reserve_s`."""
+    def _give_back(self, space_ids: tuple[int, ...]) -> Steps[None]:
+        """Give space back as far as possible. Space that cannot be given back expires by itself after `reserve_s`."""
         try:
-            yield Ask("abort", requests.encode(requests.Abort(room_ids)), ABORT_TIMEOUT_S)
+            yield Ask("abort", requests.encode(requests.Abort(space_ids)), ABORT_TIMEOUT_S)
         except DataPlaneError as error:
-            _logger.info("could not give room back, it will expire: %s", error)
+            _logger.info("reserved space could not be given back, it will expire: %s", error)
 
 
 def _packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str]) -> Batch:
@@ -284,7 +285,7 @@ def _packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str])
 
 
 def _versions(versions: int | np.ndarray | None, num_rows: int) -> np.ndarray | None:
-    """int64 `[N]`. Raises ValueError for another shape or non-integers."""
+    """Return int64 `[N]`. Raises ValueError for another shape or for numbers that are not integers."""
     if versions is None:
         return None
     array = np.asarray(versions)

@@ -1,4 +1,4 @@
-"""Requests to the directory and its replies, as they travel between processes."""
+"""Defines the requests to the directory and its replies, as they travel between processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`PutRows` packed."""
+    """Packs `PutRows` into few bytes."""
 
     partition: str
     keys: bytes
@@ -43,13 +43,13 @@ class Rows:
     lengths: bytes | None
     versions: bytes | None
     group_names: bytes | None
-    """None: each key is a group of its own, named after it."""
+    """Names of the groups, packed; None when each key is a group of its own, named after it."""
     group_index: bytes
     groups_given: bool
     tags: dict[str, np.ndarray]
     block_fields: tuple[str, ...]
     blocks: tuple[tuple[int, int, tuple[int, ...]], ...]
-    """Rows, tokens and bytes of each part."""
+    """Numbers of rows and tokens, and the bytes of each part, of each block."""
     replace: bool
     writer: str
 
@@ -94,45 +94,46 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Checks rows and waits for room for `timeout_s` at most. Answered by `Room`."""
+    """Checks rows and waits for space for at most `timeout_s`. Answered by `Space`."""
 
     rows: Rows
     timeout_s: float
     given_back: tuple[int, ...]
-    """Rooms that the writer has no use for."""
+    """Ids of spaces that the writer does not need."""
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Where one put may write, if it commits within `reserve_s`."""
+class Space:
+    """Names the space to which one put may write, if it commits within `reserve_s`."""
 
-    room_id: int
+    space_id: int
     first_block_id: int
     num_blocks: int
-    """The blocks have consecutive ids."""
+    """Number of blocks that fit; their ids are consecutive."""
     nbytes: int
     location: bytes
-    """Of the room as a whole, for blocks end to end; b"" when blocks are located as they are written."""
+    """Location of the space, for blocks laid end to end; b"" when blocks are located as they are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Answered by `Written`, or by REVOKED when the room was credit that the directory has taken back."""
+    """Makes written rows readable. Answered by `Written`, or by REVOKED when the directory has taken the credit
+    back."""
 
-    room_id: int
+    space_id: int
     credit: bool
-    """Whether the room was granted with the reply to an earlier put."""
+    """Whether the space was granted with the reply to an earlier put."""
     rows: Rows
     locations: tuple[bytes, ...] | None
-    """Of each block; None when the room has a location."""
+    """Location of each block; None when the space has a location."""
     next_bytes: int
-    """What the writer would like for its next put."""
+    """Number of bytes that the writer would like for its next put."""
     next_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """`Committed` packed: only what the writer does not know."""
+    """Packs those parts of `Committed` that the writer does not know."""
 
     first_block_id: int
     locations: tuple[bytes, ...] | None
@@ -140,11 +141,11 @@ class Written:
     versions: bytes | None
     groups: bytes
     tags: dict[str, np.ndarray]
-    next_room: Room | None
-    """Credit: room for the next put, unless another writer needs it before."""
+    next_space: Space | None
+    """Credit for the next put, unless another writer needs the space before."""
 
     @staticmethod
-    def of(committed: Committed, request: Commit, next_room: Room | None) -> Written:
+    def of(committed: Committed, request: Commit, next_space: Space | None) -> Written:
         return Written(
             committed.first_block_id,
             None if request.locations is not None else committed.locations,
@@ -152,11 +153,11 @@ class Written:
             None if request.rows.versions is not None else pack_ints(committed.versions),
             pack_ints(committed.groups),
             committed.tags,
-            next_room,
+            next_space,
         )
 
     def committed(self, put: PutRows, locations: tuple[bytes, ...] | None) -> Committed:
-        """`locations` as the writer knows them."""
+        """Unpack. `locations` are those that the writer knows."""
         found = self.locations if locations is None else locations
         lengths = put.lengths if self.lengths is None else unpack_ints(self.lengths)
         versions = put.versions if self.versions is None else unpack_ints(self.versions)
@@ -166,12 +167,12 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    room_ids: tuple[int, ...]
+    space_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Answered by a receipt."""
+    """Asks for a receipt."""
 
     partition: str
     keys: bytes
@@ -180,7 +181,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Waits for rows for `timeout_s` at most. Answered by a receipt."""
+    """Waits for rows for at most `timeout_s`. Answered by a receipt."""
 
     rows: ClaimRows
     timeout_s: float
@@ -188,7 +189,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class ClearStale:
-    """Clears what such a claim passes over as too old. Answered by the keys (packed)."""
+    """Clears the rows that such a claim passes over as too old. Answered by their keys, packed."""
 
     rows: ClaimRows
 
@@ -204,7 +205,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Answered by the number of rows cleared."""
+    """Forgets rows. Answered by the number of rows cleared."""
 
     partition: str
     keys: bytes | None
@@ -212,7 +213,7 @@ class Clear:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Answered by `DataPlaneStatus`."""
+    """Asks for the `DataPlaneStatus`."""
 
     partition: str | None
 
@@ -221,7 +222,7 @@ class Status:
 
 _OK, _ERROR = b"\0", b"\1"
 REVOKED = b""
-"""Body of the reply to a Commit whose credit was revoked: nothing was written, the put must reserve room of its own."""
+"""Body of the reply to a Commit whose credit was revoked: nothing was written, and the put must reserve space."""
 
 _ERRORS: dict[str, type[Exception]] = {
     cls.__name__: cls
@@ -235,14 +236,15 @@ def reply(body: bytes) -> bytes:
 
 
 def reply_error(error: errors.DataPlaneError | ValueError) -> bytes:
-    """An error as data: class, message and context. ValueErrors of other classes travel as ValueError."""
+    """Encode an error by class, message and context. ValueErrors of other classes travel as ValueError."""
     if isinstance(error, errors.DataPlaneError):
         return _ERROR + msgspec.msgpack.encode([type(error).__name__, error.message, error.fields()])
     return _ERROR + msgspec.msgpack.encode(["ValueError", str(error), {}])
 
 
 def body_of(data: bytes, op: str, elapsed_s: float) -> bytes:
-    """A reply's body, or the error it carries raised as the class it was, with op and elapsed time filled in."""
+    """Return a reply's body, or raise the error that it carries, as its own class, with op and elapsed time filled
+    in."""
     if data[:1] == _OK:
         return data[1:]
     name, message, fields = msgspec.msgpack.decode(data[1:])

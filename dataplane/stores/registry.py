@@ -21,19 +21,20 @@ _MODULES = {
 
 
 def _nothing() -> None:
-    """A store without leftovers: its processes and bytes end with the process that opened it."""
+    """Do nothing, for a store whose processes and bytes end with the process that opened it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreEntry:
-    """The functions through which the data plane uses one kind of store."""
+    """Names the functions through which the data plane uses one kind of store."""
 
     open_host: Callable[[StoreConfig, str, bool], StoreHost]
-    """Starts the store of a run, given the configuration, the run's id, and whether all clients are on this host."""
+    """Function that starts the store of a run, given the configuration, the run's id, and whether all clients are
+    here."""
     attach: Callable[[StoreSpec, Link], BlockStore]
-    """Joins the store from this process, given its spec and this process's link to the directory."""
+    """Function that joins the store from this process, given its spec and this process's link to the directory."""
     remove_leftovers: Callable[[], object] = _nothing
-    """Removes what killed hosts of this kind left on this machine; what living runs use stays."""
+    """Function that removes what killed hosts of this kind left on this machine; what living runs use stays."""
 
 
 def store_entry(kind: str) -> StoreEntry:

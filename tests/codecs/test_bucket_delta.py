@@ -122,7 +122,7 @@ def test_errors_name_what_is_wrong():
         apply_sparse(payload, base[:398].copy())
     with pytest.raises(ValueError, match="got 7 bytes, expected a header"):
         apply_sparse(payload[:7], base)
-    with pytest.raises(ValueError, match="these bytes are none"):
+    with pytest.raises(ValueError, match="not a bucket delta"):
         apply_sparse(base, base)
     with pytest.raises(ValueError, match="expected 44"):
         apply_sparse(payload[:-1], base)
