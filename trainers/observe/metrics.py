@@ -17,10 +17,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...codecs.imports import MissingExtra
+
 FINISHED = "finished"
 RESUMED = "resumed"
 """Names of events: lines that report something other than a step."""
 ELAPSED = "time/elapsed_s"
+Record = dict[str, Any]
+"""A line of metrics.jsonl."""
 
 
 def time_split(record: Mapping[str, float | None]) -> dict[str, float]:
@@ -55,8 +59,10 @@ class MetricsWriter:
         _drop_torn_line(Path(path))
         self._board = None
         if tensorboard_dir is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ModuleNotFoundError:
+                raise MissingExtra("tensorboard", "logging.tensorboard=true", "report") from None
             self._board = SummaryWriter(str(tensorboard_dir), flush_secs=10)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -34,6 +34,7 @@ from ..observe.trace import Tracer
 from ..supervision.cleanup import remove_shared_memory
 from ..supervision.heartbeat import Heartbeat
 from ..supervision.report import read_actors, write_actors
+from .extras import check_extras
 from .restarts import lost_only_workers, lost_process
 from .under_watchdog import WatchdogProcess, under_watchdog
 
@@ -50,6 +51,7 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
     when it returns.
     """
     config = with_run_dir(config)
+    check_extras(config)
     try:
         actor_specs.backend_config(config, config.model.path)
     except ValueError as error:
