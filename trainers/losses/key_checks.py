@@ -1,4 +1,4 @@
-"""Finds keys of the `loss` section that contradict each other; imports nothing heavy, as config loading uses it."""
+"""Keys of the `loss` section that do not fit one another; no heavy imports, as the configuration is checked with it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ CORRECTION_BOUNDS: dict[str, tuple[float | None, float]] = {
     "sequence": (None, 2.0),
     "sequence_mask": (0.0, 2.0),
 }
-"""Default (low, high) bounds of the weights of each correction; low is None when the correction has no lower bound.
-
-IcePop's bounds are those of Ring-1T.
-"""
+"""Bounds of the weights where the keys say nothing; None: the correction has no lower one. IcePop's are Ring-1T's."""
 
 
 class LossKeys(Protocol):
@@ -36,10 +33,7 @@ class LossKeys(Protocol):
 
 
 def correction_bounds(loss: LossKeys) -> tuple[float, float]:
-    """Return the bounds (low, high) of a correction's weights, by default those of CORRECTION_BOUNDS.
-
-    low is 0 when the correction has no lower bound.
-    """
+    """(low, high) of a correction's weights, from the keys or by default; low is 0 when there is no lower bound."""
     low, high = CORRECTION_BOUNDS[loss.correction]
     return (
         (low or 0.0) if loss.correction_low is None else loss.correction_low,
@@ -48,7 +42,7 @@ def correction_bounds(loss: LossKeys) -> tuple[float, float]:
 
 
 def loss_problems(loss: LossKeys) -> list[str]:
-    """Return one sentence for each key that has no effect beside another key or contradicts it."""
+    """One sentence for each key that another key leaves without effect or contradicts."""
     problems = []
     bounded = loss.correction in CORRECTION_BOUNDS
     if loss.clip_dual is not None and loss.kind != "ppo_clip":
