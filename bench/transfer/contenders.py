@@ -52,7 +52,7 @@ def shares(num_rows: int, count: int) -> list[Share]:
 
 
 class Endpoint(Protocol):
-    """The part of a contender in one process, for one workload."""
+    """The part of a contender that runs in one worker process, for one workload."""
 
     def put(self, load: Load, values: TensorDict, keys: Sequence[str]) -> Any:
         """Write the first put's fields as new rows; returns the token for all of them."""
@@ -107,7 +107,7 @@ class ClaimEndpoint(RowEndpoint, Protocol):
 
 
 class Contender(Protocol):
-    """The part of a contender in the driver."""
+    """The part of a contender that runs in the driver."""
 
     @property
     def name(self) -> str: ...

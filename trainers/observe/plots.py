@@ -98,10 +98,10 @@ def _responses(records: Sequence[Record]) -> Plot | None:
     figure, (length, rate) = _figures(2)
     length.plot(*longest, color=_STAND_INS["grey"], linewidth=1)
     length.plot(*mean, color=_STAND_INS["blue"], linewidth=2)
-    _finish(length, "tokens a response", mean[1] + longest[1])
+    _finish(length, "tokens per response", mean[1] + longest[1])
     rate.plot(*speed, color=_STAND_INS["green"], linewidth=1.5)
     _finish(rate, "tokens generated a second", speed[1])
-    legend = [("mean of the step", "blue"), ("longest of the step", "grey"), ("tokens a second", "green")]
+    legend = [("mean of the step", "blue"), ("longest of the step", "grey"), ("tokens per second", "green")]
     return _plot("Responses", "", legend, figure)
 
 
@@ -140,9 +140,9 @@ def _data_plane(records: Sequence[Record]) -> Plot | None:
     figure, (volume, count) = _figures(2)
     for (steps, values), colour in ((put, "blue"), (got, "green")):
         volume.plot(steps, [value / factor for value in values], color=_STAND_INS[colour], linewidth=2)
-    _finish(volume, f"{unit} a step", [value / factor for value in put[1] + got[1]])
+    _finish(volume, f"{unit} per step", [value / factor for value in put[1] + got[1]])
     count.plot(*calls, color=_STAND_INS["purple"], linewidth=2)
-    _finish(count, "calls a step", calls[1])
+    _finish(count, "calls per step", calls[1])
     legend = [(f"{unit} put", "blue"), (f"{unit} got", "green"), ("calls", "purple")]
     return _plot("Data plane", "", legend, figure)
 

@@ -40,7 +40,7 @@ STEP_GAUGES = (
     ("headrace_staleness_max", "staleness/max", "Policy versions between the oldest token trained on and the policy."),
     ("headrace_policy_version", "policy/version", "Policy version that the engines serve."),
     ("headrace_step_seconds", "time/step_s", "Seconds of the step, without its validation."),
-    ("headrace_rollout_tokens_per_second", "rollout/tokens_per_s", "Response tokens a second of the rollout stage."),
+    ("headrace_rollout_tokens_per_second", "rollout/tokens_per_s", "Response tokens per second of the rollout stage."),
     ("headrace_sync_engines_left_out", "sync/engines_left_out", "Engines that do not serve the newest version."),
     ("headrace_actors_replaced", "rollout/actors_replaced", "Rollout actors and engines that died and were replaced."),
     ("headrace_restarts", "run/restarts", "Times that the run restarted from its last checkpoint by itself."),
@@ -174,7 +174,7 @@ def call_families(total: Traffic) -> Iterator[Metric]:
     )
     yield _labelled(
         "headrace_dataplane_bandwidth_bytes_per_second",
-        "Bytes a second beyond a call's fixed cost (least squares; absent while undetermined).",
+        "Bytes per second beyond a call's fixed cost (least squares; absent while undetermined).",
         "op",
         {op: line.bytes_per_s for op, line in known.items()},
     )

@@ -170,17 +170,17 @@ def summary_cards(records: Sequence[Record]) -> list[tuple[str, str, str]]:
         if values:
             cards.append((label, f"{values[-1]:{form}}", f"first {values[0]:{form}}, best {max(values):{form}}"))
     for label, key, show in (
-        ("Time a step", "time/step_s", _seconds),
-        ("Tokens a second", "rollout/tokens_per_s", _count),
-        ("Put a step", "dataplane/bytes_put", _bytes),
-        ("Got a step", "dataplane/bytes_got", _bytes),
+        ("Time per step", "time/step_s", _seconds),
+        ("Tokens per second", "rollout/tokens_per_s", _count),
+        ("Put per step", "dataplane/bytes_put", _bytes),
+        ("Got per step", "dataplane/bytes_got", _bytes),
     ):
         values = _values(records, key)
         if values:
             cards.append((label, show(statistics.median(values)), f"median; largest {show(max(values))}"))
     per_row = _values(records, "driver/bytes_per_row")
     if per_row:
-        cards.append(("Through the driver", f"{statistics.median(per_row):.0f} B a row", "metadata only; median"))
+        cards.append(("Through the driver", f"{statistics.median(per_row):.0f} B per row", "metadata only; median"))
     waits = [_values(records, f"idle/{side}") for side in ("train", "rollout")]
     if all(waits):
         train, rollout = map(statistics.median, waits)

@@ -99,7 +99,7 @@ class Tracer:
         """Spans of each process, report by report."""
 
     def begin_step(self, step: int) -> None:
-        """Say that what follows belongs to `step`; the first step after the window writes the file."""
+        """Record that step `step` begins; the first step after the window writes the file."""
         self._current = step
         if not self.step:
             return

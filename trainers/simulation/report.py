@@ -116,7 +116,7 @@ def summarise(name: str, scenario: Scenario, runs: dict[Mode, SimulatedRun]) -> 
 def simulation_table(summary: dict[str, float]) -> Table:
     """Format the summary as a table with a row per number of GPUs and mode."""
     table = Table(title="headrace simulate", title_justify="left", title_style="bold")
-    header = ("run", "mode", "s a step", "vs sync", "trainer idle", "engines idle", "staleness", "ready", "dropped")
+    header = ("run", "mode", "s per step", "vs sync", "trainer idle", "engines idle", "staleness", "ready", "dropped")
     for name in header:
         table.add_column(name, justify="left" if name in ("run", "mode") else "right")
     for key in summary:

@@ -58,17 +58,17 @@ class Heartbeat:
         self._write(False, bound_s)
 
     def step(self, step: int) -> None:
-        """Say that what follows belongs to `step`."""
+        """Record that all following stages belong to step `step`."""
         self._step = step
         self._write(False, self._bound_s)
 
     def enter(self, stage: str, bound_s: float | None = None) -> None:
-        """Say that `stage` begins and may take `bound_s`, or the default of all stages when that is None."""
+        """Record that `stage` begins and may take `bound_s`, or the default of all stages when that is None."""
         self._stage = stage.encode()
         self._write(True, self._bound_s if bound_s is None else bound_s)
 
     def leave(self) -> None:
-        """Say that the stage has ended."""
+        """Record that the current stage has ended."""
         self._write(False, self._bound_s)
 
     def _write(self, inside: bool, bound_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The memcpy baseline copies the same bytes into warm memory of one process, which no other way can beat."""
+"""The memcpy baseline copies the same bytes into warm memory within one process, a limit that no contender can beat."""
 
 from __future__ import annotations
 

@@ -148,12 +148,12 @@ def test_missing_and_null_figures_are_left_out(tmp_path: Path) -> None:
 def test_summary_cards_are_last_first_best_and_medians() -> None:
     records = [step_record(step) for step in range(1, 41)]
     records[0]["time/step_s"] = 9.0
-    figures = {label: (figure, small) for label, figure, small in summary_cards(records)}
-    assert figures["Held-out exact match"] == ("80.0%", "first 42.5%, best 80.0%")
-    assert figures["Time a step"] == ("400 ms", "median; largest 9.0 s")
-    assert figures["Put a step"][0] == "61.0 kB"
-    assert figures["Through the driver"][0] == "61 B a row"
-    assert "Failed rows" not in figures
+    cards = {label: (value, small) for label, value, small in summary_cards(records)}
+    assert cards["Held-out exact match"] == ("80.0%", "first 42.5%, best 80.0%")
+    assert cards["Time per step"] == ("400 ms", "median; largest 9.0 s")
+    assert cards["Put per step"][0] == "61.0 kB"
+    assert cards["Through the driver"][0] == "61 B per row"
+    assert "Failed rows" not in cards
 
 
 def test_rollouts_beside_the_training_have_a_plot_and_lock_step_has_none() -> None:
@@ -175,11 +175,11 @@ def test_rollouts_beside_the_training_have_a_plot_and_lock_step_has_none() -> No
 
 
 def test_what_a_run_lost_is_added_up_or_counted_already() -> None:
-    figures = {label: (figure, small) for label, figure, small in summary_cards([ahead_record(s) for s in range(1, 9)])}
-    assert figures["Staleness"] == ("1.5", "versions, mean of rows; oldest 2")
-    assert figures["Training idle"] == ("25%", "of a step, median; rollouts 2%")
-    assert figures["Groups dropped"][0] == "16" and figures["Actors replaced"][0] == "1"
-    assert "Restarts" not in figures and "Groups too old" not in figures
+    cards = {label: (value, small) for label, value, small in summary_cards([ahead_record(s) for s in range(1, 9)])}
+    assert cards["Staleness"] == ("1.5", "versions, mean of rows; oldest 2")
+    assert cards["Training idle"] == ("25%", "of a step, median; rollouts 2%")
+    assert cards["Groups dropped"][0] == "16" and cards["Actors replaced"][0] == "1"
+    assert "Restarts" not in cards and "Groups too old" not in cards
     assert "Staleness" not in {label for label, _, _ in summary_cards([step_record(1)])}
 
 
