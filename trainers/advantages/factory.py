@@ -1,4 +1,4 @@
-"""Builds the advantage estimator from the `advantage` section of the configuration."""
+"""Advantage config to estimator: one line for each kind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AdvantageConfig:
 
 
 def build_advantages(config: AdvantageConfig) -> AdvantageEstimator:
-    """Build the estimator that `config` names. Raises ValueError naming the key, its value and what was expected."""
+    """Raises ValueError naming the key, its value and what was expected."""
     if config.kind == "grpo":
         return GrpoAdvantage(config.normalize_std)
     if config.kind == "dr_grpo":

@@ -77,7 +77,7 @@ class ScriptedBackend:
         if self._world > 1:
             dist.all_reduce(totals)
         time.sleep(self._config.train_step_s)
-        tokens, sequences = (totals / self._config.topology.replica_size).tolist()  # a replica's ranks share rows
+        tokens, sequences = (totals / self._config.topology.replica_size).tolist()  # siblings have the same rows
         if tokens:
             self._steps += 1
             for weight in self._weights.values():

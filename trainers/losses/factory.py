@@ -1,4 +1,4 @@
-"""Builds the step's loss from the `loss` section of the configuration."""
+"""Loss config to loss: one line for each kind."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LossConfig:
 
 
 def build_loss(config: LossConfig) -> PolicyLoss:
-    """Build the loss that `config` describes. Raises ValueError naming the key, its value and what was expected."""
+    """Raises ValueError naming the key, its value and what was expected."""
     for key in ("kl_coef", "entropy_coef"):
         if not getattr(config, key) >= 0:
             raise ValueError(f"loss.{key}: got {getattr(config, key)}, expected 0 or more")

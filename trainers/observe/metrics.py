@@ -52,7 +52,7 @@ class MetricsWriter:
         """Open `path` to append to it. `tensorboard_dir` None writes no TensorBoard events and does not import
         torch."""
         self._start = time.monotonic()
-        self._file = open(path, "ab")
+        self._file = open(path, "ab")  # noqa: SIM115 - open for the run's life
         _drop_torn_line(Path(path))
         self._board = None
         if tensorboard_dir is not None:

@@ -23,7 +23,7 @@ def wrap_model(config: BackendConfig, model: PolicyModel) -> DistributedDataPara
     """Wrap `model` with float32 gradient buffers, which are reduced over ranks only in `sum_gradients`."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,  # a step may have many backward passes and is reduced after the last
+        overlap_grad_reduce=False,  # a step has any number of backward passes, and is reduced after the last
         use_distributed_optimizer=config.distributed_optimizer,
     )
     return DistributedDataParallel(model.config, settings, model)
@@ -44,7 +44,7 @@ def build_optimizer(config: BackendConfig, model: DistributedDataParallel) -> Ch
         bf16=half,
         params_dtype=torch.bfloat16 if half else torch.float32,
         use_distributed_optimizer=config.distributed_optimizer,
-        clip_grad=0.0,  # `apply` scales and clips in one multiplication
+        clip_grad=0.0,  # `apply` scales and clips at once
     )
     optimizer = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
     assert isinstance(optimizer, ChainedOptimizer)
