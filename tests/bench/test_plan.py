@@ -1,4 +1,4 @@
-"""The planner's benchmark: what it reports of a plan, and its files."""
+"""Tests the measurements and the files of the planner's benchmark."""
 
 from __future__ import annotations
 

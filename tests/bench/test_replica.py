@@ -1,4 +1,4 @@
-"""The replica benchmark: bytes counted, deliveries compared, ratios the right way round."""
+"""Tests the bytes, digests and ratios that the replica benchmark reports."""
 
 from __future__ import annotations
 

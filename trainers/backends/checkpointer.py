@@ -65,7 +65,7 @@ class Checkpointer:
             raise error
 
     def close(self) -> None:
-        """Wait as `wait` does. Idempotent."""
+        """Wait until nothing is being written, raising the last write's error. Idempotent."""
         self.wait()
 
     def _write(self, path: str, staged: dict[str, torch.Tensor]) -> None:

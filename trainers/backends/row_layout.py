@@ -47,7 +47,7 @@ def lay_out(batch: Batch, device: torch.device, *, packed: bool = False) -> RowL
     Raises ValueError when a row's first token is marked, because nothing predicts it.
     """
     column = batch.jagged("input_ids")
-    # Computed on the host even for columns on a GPU: positions depend on the values, which are 5 bytes a token.
+    # Computed on the host even for columns on a GPU: positions depend on the values, 5 bytes per token.
     ids, lengths = column.values.cpu().long(), torch.tensor(column.lengths)
     rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     position = torch.arange(len(ids)) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)

@@ -26,7 +26,7 @@ With fewer, the chunks of a large vocabulary would have too few tokens to keep t
 """
 
 Entropy = Literal["off", "report", "train"]
-"""How the entropy is computed: not at all, without grad for a metric, or with grad for a loss term."""
+"""Ways to compute the entropy: not at all, without grad for a metric, or with grad for a loss term."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class TokenWeights:
 
 class Correction(Protocol):
     """Computes token weights from `prev_logprobs` and `rollout_logprobs` alone. A token of weight 0 still counts in
-    N."""
+    the step's denominator N."""
 
     def __call__(self, inputs: LossInputs) -> TokenWeights: ...
 
@@ -44,7 +44,7 @@ class Correction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TruncatedTokens:
-    """Weights each token by `min(w, high)`: truncated importance sampling."""
+    """Weights each token by `min(w, high)`, where w is its importance weight; this is truncated importance sampling."""
 
     high: float
 
@@ -62,7 +62,7 @@ class TruncatedTokens:
 
 @dataclass(frozen=True, slots=True)
 class IcePop:
-    """Weights each token by `w` inside `[low, high]` and by 0 outside."""
+    """Weights each token by its importance weight `w` inside `[low, high]`, and by 0 outside, which leaves it out."""
 
     low: float
     high: float

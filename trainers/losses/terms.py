@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 
 Denominator = Literal["tokens", "sequences", "groups"]
-"""What a loss counts as N over the whole step: response tokens, rows with a response token, or groups with such a
+"""Unit that a loss counts as N over the whole step: response tokens, rows with a response token, or groups with such a
 row."""
 
 

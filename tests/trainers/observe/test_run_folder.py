@@ -1,4 +1,4 @@
-"""The run folder: what is made, what is refused, what is kept."""
+"""Tests what a run folder contains, which folders it refuses, and what it keeps."""
 
 from __future__ import annotations
 

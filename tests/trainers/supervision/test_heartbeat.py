@@ -1,4 +1,4 @@
-"""The heartbeat: what is written is read, whole or not at all, from another process."""
+"""Tests that another process reads each heartbeat record either whole or not at all."""
 
 from __future__ import annotations
 

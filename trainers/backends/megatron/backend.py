@@ -160,7 +160,7 @@ class MegatronBackend:
         self._checkpointer.wait()
 
     def load(self, path: str) -> None:
-        """See `TrainBackend`. The reference model and hyperparameters such as the learning rate stay the config's.
+        """See `TrainBackend`. The reference model and hyperparameters such as the learning rate come from the config.
 
         Raises RuntimeError while a step is open, ValueError when `path` is not a whole checkpoint of this model.
         """

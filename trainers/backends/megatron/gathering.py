@@ -46,7 +46,7 @@ def spread_weight(
 
 
 def _cuts(split: Split, num_tp: int, num_etp: int, num_ep: int) -> Iterator[tuple[Cut, ...]]:
-    """Yield, for each rank that has a piece, the cuts that lead to it in the tensor or its boxed view."""
+    """Yield, for each rank that has a piece of a weight, the cuts of the weight (or its boxed view) that give it."""
     if split.startswith("expert"):
         for index in range(num_etp * num_ep):
             ep, etp = divmod(index, num_etp)
