@@ -1,4 +1,4 @@
-"""Leaves out, where Megatron is not installed, the one file whose imports need it; the others import it in their tests."""
+"""Leaves out, where Megatron is not installed, the one file whose imports need it."""
 
 from importlib.util import find_spec
 
