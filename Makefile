@@ -2,7 +2,7 @@
 # make check      style, types, import contracts, docs, and the tests that start no process: 2 minutes, no vLLM, no Megatron
 # make test       every behaviour once, on real processes, stores and engines: 12 minutes (ARGS="tests/codecs" for one folder)
 # make test-all   also the tests marked `slow`: at most 90 minutes
-# make drills     kills and soaks, for hours; `make drill-NAME` runs one of them, tests/drills/test_NAME.py
+# make drills     kills, soaks and long random runs, for hours; `make drill-ten_minutes` runs those with that in their name
 # make list-slow  prints what only `make test-all` tests
 # make lint       style, types, import contracts
 # make vllm       adds vLLM for CPUs to .venv (rollout.engine=vllm); part of `make test`
@@ -12,6 +12,8 @@ CONFIG ?= examples/quickstart.yaml
 ARGS ?=
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
+# `make check` runs these two at a time: pyright takes one core for as long as the tests take one and a half.
+CHECKS := lint check-tests
 NO_PROCESSES := not processes and not slow and not drill and not gpu and not vllm and not megatron
 
 .PHONY: help train check check-tests test test-all drills list-slow lint vllm clean
@@ -23,9 +25,8 @@ help:
 train: .venv/core.stamp
 	$(BIN)/headrace train $(CONFIG) $(ARGS)
 
-# Two at a time: pyright takes one core for as long as the tests take one and a half.
 check: .venv/dev.stamp
-	@$(MAKE) -j2 --no-print-directory --output-sync=target lint check-tests
+	@$(MAKE) -j2 --no-print-directory --output-sync=target $(CHECKS)
 
 check-tests: .venv/dev.stamp
 	$(PYTEST) -n 2 -m "$(NO_PROCESSES)" $(ARGS)
@@ -40,7 +41,7 @@ drills: .venv/test.stamp .venv/vllm.stamp
 	$(PYTEST) -m drill $(ARGS)
 
 drill-%: .venv/test.stamp .venv/vllm.stamp
-	$(PYTEST) -m drill tests/drills/test_$*.py $(ARGS)
+	$(PYTEST) -m drill -k "$*" $(ARGS)
 
 list-slow: .venv/test.stamp
 	@$(PYTEST) -q -m "slow and not gpu" --list-behaviours $(ARGS)

@@ -136,7 +136,7 @@ def test_the_sender_is_killed(group: Callable[..., PeerGroup], kind: str, dice: 
     _kill_senders(group(kind, 1.5), kind, dice, 3 if kind in ("store", "disk") else TIMES)
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_the_sender_is_killed_ten_times(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
     _kill_senders(group(kind, 3.0), kind, dice, TIMES)
 
@@ -262,7 +262,7 @@ def test_a_receiver_is_stopped(group: Callable[..., PeerGroup], kind: str, dice:
     _stop(group(kind, 2.5 if kind == "collective" else 20.0), kind, dice, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_a_receiver_is_stopped_ten_times(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
     _stop(group(kind, 3.0 if kind == "collective" else 20.0), kind, dice, TIMES)
 

@@ -24,6 +24,8 @@ from headrace.trainers.backends.megatron.weights import (
     unbox,
 )
 
+pytestmark = pytest.mark.megatron
+
 CONFIG = Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
 HIDDEN, VOCAB = CONFIG.hidden_size, CONFIG.vocab_size
 ATTENTION = "decoder.layers.0.self_attention."
