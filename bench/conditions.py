@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from .. import __version__
+from ..version import __version__
 
 PACKAGES = ("torch", "tensordict", "TransferQueue", "ray", "numpy", "pyzmq", "mooncake-transfer-engine-non-cuda")
 GIT_TIMEOUT_S = 10.0

@@ -131,7 +131,7 @@ def _ways(task: RankTask, client: DataPlaneClient, device: torch.device) -> tupl
 
 def _reader_way(reader: ReplicaReader, shard: TrainShard) -> _Way:
     def drain(look: bool) -> str:
-        reader.figures()
+        reader.take_metrics()
         reader.begin(shard)
         digest = RowsDigest()
         for micro in reader.stream(FIELDS):
@@ -140,7 +140,7 @@ def _reader_way(reader: ReplicaReader, shard: TrainShard) -> _Way:
         reader.end()
         return digest.text() if look else ""
 
-    return drain, lambda: reader.figures().broadcast_bytes
+    return drain, lambda: reader.take_metrics().broadcast_bytes
 
 
 class PaddedBroadcast:

@@ -1,4 +1,4 @@
-"""An engine in another process: a GenerationEngine over the handle of an EngineActor."""
+"""An engine in another process, called through the Ray handle of its EngineActor."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from ray.exceptions import RayError, RayTaskError
 
 from ...codecs import messages
 from ..weights.transports.protocol import WeightUpdate
-from .calls import GenerateCall, GenerateReply
+from .generate_messages import GenerateCall, GenerateReply
 from .protocol import CommitReport, Completion, EngineDied, EngineStats, PauseMode, SamplingParams
 
 HEALTH_EVERY_S = 5.0
-"""While an answer is waited for, the actor is asked so often whether it is there."""
+"""Seconds between two health checks of the actor while a call waits for its answer."""
 HEALTH_TIMEOUT_S = 30.0
-"""An actor that does not say who it is for so long counts as dead: an answer may take long, this one does not."""
+"""Seconds after which an unanswered health check counts the actor as dead. Other answers may take longer."""
 
 
 class RemoteEngine:
-    """Methods run in one event loop. Every call raises EngineDied once the actor is gone or silent, for ever."""
+    """Implements GenerationEngine by calls of an EngineActor. Methods run in one event loop.
+
+    Once the actor is gone or silent, every call raises EngineDied from then on.
+    """
 
     def __init__(
         self,
@@ -31,7 +34,7 @@ class RemoteEngine:
         health_every_s: float = HEALTH_EVERY_S,
         health_timeout_s: float = HEALTH_TIMEOUT_S,
     ) -> None:
-        """handle: of an EngineActor that is built (`connect` sees to it). Raises nothing, calls nothing."""
+        """Make no call yet; `connect` checks that the actor is built. handle: the Ray handle of an EngineActor."""
         self.name = name
         self._handle = handle
         self._health_every_s = health_every_s
@@ -42,19 +45,22 @@ class RemoteEngine:
         self._version = 0
         self._num_workers = 1
         self._leaving: dict[str, asyncio.Future[Any]] = {}
-        """Of cancelled requests, by id: the calls that end them."""
+        """Calls that end cancelled requests at the actor, by request id."""
         self.stats = EngineStats()
-        """As of the last answer."""
+        """Counters of the engine as of its last answer."""
 
     async def connect(self) -> RemoteEngine:
-        """Ask for what does not change: returns self. Raises EngineDied; RuntimeError when it is not built yet."""
+        """Ask the actor for version and number of workers, and return self.
+
+        Raises EngineDied, or RuntimeError when the engine is not built yet.
+        """
         self._version = await self._call("version")
         self._num_workers = await self._call("num_workers")
         return self
 
     @property
     def version(self) -> int:
-        """As of the last answer: the driver changes weights without asking this end."""
+        """Version as of the last answer, because the driver changes weights without a word to this end."""
         return self._version
 
     @property
@@ -62,7 +68,7 @@ class RemoteEngine:
         return self._num_workers
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """See the protocol; cancelling the call ends the request over there, too."""
+        """Generate in the actor's engine. Cancelling the call also ends the request there."""
         call = messages.encode(GenerateCall(request_id, np.asarray(prompt_ids, dtype=np.int32), params))
         if request_id in self._leaving:  # Ray keeps no order between the calls of an async actor
             await asyncio.wait({self._leaving[request_id], self._dead}, return_when=asyncio.FIRST_COMPLETED)
@@ -76,12 +82,12 @@ class RemoteEngine:
         return reply.completions()
 
     def _abandon(self, request_id: str) -> None:
-        """Have the request ended over there; nobody waits for it but who uses its id again."""
+        """End the request at the actor. Only a later request with the same id waits for that."""
 
         def left(task: asyncio.Future[Any]) -> None:
             self._leaving.pop(request_id, None)
             if not task.cancelled():
-                task.exception()  # an engine that died has none to end
+                task.exception()  # a dead engine has no request to end
 
         leaving = asyncio.ensure_future(self._answer(self._handle.abandon.remote(request_id)))
         self._leaving[request_id] = leaving
@@ -117,7 +123,7 @@ class RemoteEngine:
         await self._call("wake")
 
     async def close(self) -> None:
-        """Close this end; the actor is its owner's to close. Calls that wait raise EngineDied. Idempotent."""
+        """Close this end; the actor's owner closes the actor. Calls that wait raise EngineDied. Idempotent."""
         self._die("this end was closed")
         if self._health is not None:
             self._health.cancel()
@@ -153,7 +159,7 @@ class RemoteEngine:
             raise EngineDied(self._dead.result()) from error
 
     async def _watch(self) -> None:
-        """While answers are waited for, see that the actor is there at all."""
+        """Check the actor's health for as long as calls wait for its answers."""
         while self._num_waiting and not self._dead.done():
             await asyncio.sleep(self._health_every_s)
             if not self._num_waiting or self._dead.done():
@@ -164,7 +170,7 @@ class RemoteEngine:
             except TimeoutError:
                 self._die(f"no sign of life for {self._health_timeout_s:g} s")
             except EngineDied:
-                return  # said already
+                return  # `_answer` has recorded the death
 
     def _die(self, reason: str) -> None:
         if not self._dead.done():

@@ -15,15 +15,18 @@ import torch
 from ...dataplane.factory import connect_async
 from ...dataplane.handle import DataPlaneHandle
 from ..engine_actor import EngineHost
+from ..engines.config import RolloutConfig
 from ..engines.factory import EngineConfig, build_engine
 from ..engines.protocol import EngineDied, SamplingParams
 from ..engines.remote import RemoteEngine
 from ..engines.router import Router
 from ..engines.tokenizer import load_tokenizer
-from ..environments.factory import EnvironmentConfig, build_environment
-from ..rewards.factory import RewardConfig, build_rubric
+from ..environments.factory import build_environment
+from ..rewards.config import RewardFunctionConfig
+from ..rewards.factory import build_rubric
+from .config import DataConfig
 from .journal import GroupJournal, JournalConfig
-from .prompts import DataConfig, PromptStream, check_prompt_lengths, open_source
+from .prompts import PromptStream, check_prompt_lengths, open_source
 from .report import RolloutReport, ValidationReport
 from .worker import RolloutWorker
 
@@ -40,18 +43,21 @@ class RolloutSetup:
     threads: int
     """Compute threads of this process."""
     seed: int
-    """Of the order of finite prompt sources."""
+    """Seed of a generated task's prompts, and of the order in which a finite source is gone through."""
     engine: EngineConfig | None
     """Embedded here; None: the engines are actors of their own, which `set_engines` and `add_engine` bring."""
-    environment: EnvironmentConfig
+    rollout: RolloutConfig
+    """The environment's keys are read here; the engine has its own copy."""
     tokenizer: str
     """Folder or hub id."""
-    rewards: tuple[RewardConfig, ...]
+    rewards: tuple[RewardFunctionConfig, ...]
+    tagged_rewards: frozenset[str]
+    """Labels of the rewards whose own value rows are tagged with, for advantages that need more than the total."""
     data: DataConfig
-    validation: DataConfig | None
-    max_prompt_tokens: int
-    """Longer prompts are an error; looked for by the actor with `check_prompts`, in both sources."""
+    validates: bool
+    """Whether validation prompts are opened, too."""
     check_prompts: bool
+    """Whether this actor looks for prompts above `data.max_prompt_tokens`, which are an error, in both sources."""
     data_plane: DataPlaneHandle
     engine_timeout_s: float = 120.0
     """With engine actors: how long a request waits for one when none is left."""
@@ -77,12 +83,13 @@ class RolloutActor(EngineHost):
     def _build(self) -> RolloutWorker:
         setup = self._setup
         torch.set_num_threads(setup.threads)
-        rubric = build_rubric(setup.rewards)
+        rubric = build_rubric(setup.rewards, setup.tagged_rewards)
         tokenizer = load_tokenizer(setup.tokenizer)
-        sources = [open_source(data, tokenizer) for data in (setup.data, setup.validation) if data is not None]
+        parts = (False, True) if setup.validates else (False,)
+        sources = [open_source(setup.data, tokenizer, seed=setup.seed, validation=part) for part in parts]
         if setup.check_prompts:
             for source in sources:
-                check_prompt_lengths(source, tokenizer, setup.max_prompt_tokens)
+                check_prompt_lengths(source, tokenizer, setup.data.max_prompt_tokens)
         prompts = PromptStream(sources[0], seed=setup.seed)
         held_out = PromptStream(sources[1], shuffle=False, uid_prefix=VALIDATION_UID) if len(sources) > 1 else None
         if setup.engine is None:
@@ -92,7 +99,7 @@ class RolloutActor(EngineHost):
         self._hosted = engine
         return RolloutWorker(
             engine=engine,
-            environment=build_environment(setup.environment),
+            environment=build_environment(setup.rollout),
             tokenizer=tokenizer,
             rubric=rubric,
             prompts=prompts,
@@ -165,7 +172,9 @@ class RolloutActor(EngineHost):
         return await self._built.validate(start, count, params)
 
     async def close(self) -> None:
-        """Idempotent. Engine actors are not closed."""
+        """Close engine and worker. Engine actors go on running. Idempotent."""
+        if self._hosted is not None:
+            await self._hosted.close()
         if self._worker is not None:
             await self._worker.close()
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from ...dataplane.async_client import AsyncDataPlaneClient
 from ...dataplane.meta import POSITION
-from ..engines.protocol import GenerationEngine, SamplingParams
+from ..engines.protocol import Generator, SamplingParams
 from ..engines.router import LeftOut
 from ..protocols import Environment, Sample, Score, Span
 from ..rewards.rubric import Rubric
@@ -40,7 +40,7 @@ class RolloutWorker:
     def __init__(
         self,
         *,
-        engine: GenerationEngine,
+        engine: Generator,
         environment: Environment,
         tokenizer: Any,
         rubric: Rubric,
@@ -176,8 +176,7 @@ class RolloutWorker:
             await asyncio.to_thread(self._journal.trim, first, outstanding)
 
     async def close(self) -> None:
-        """Close engine, journal and client. Idempotent."""
-        await self._engine.close()
+        """Close journal and client; the engine belongs to whoever made it. Idempotent."""
         self._scoring.shutdown(wait=False, cancel_futures=True)
         if self._journal is not None:
             self._journal.close()

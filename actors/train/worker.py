@@ -22,7 +22,8 @@ from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.meta import KVBatchMeta
 from ...dataplane.topology import Topology
 from ..protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, ActorInfo, Span, SpanTable, TrainBackend
-from ..weights.publisher import PublisherConfig, WeightPublisher
+from ..weights.config import SyncConfig
+from ..weights.publisher import WeightPublisher
 from ..weights.transports.protocol import ReceiverGroup, WeightSender, WeightUpdate
 from .reader import FetchPolicy, ReplicaReader, build_links
 from .step_rows import TrainShard
@@ -66,7 +67,9 @@ class WorkerSetup:
     data_plane: DataPlaneHandle
     backend: Callable[[int, int], TrainBackend]
     sender: Callable[[], WeightSender]
-    weights: PublisherConfig
+    sync: SyncConfig
+    bucket_bytes: int
+    """Size of the largest bucket of weights, a multiple of 64."""
 
     @property
     def world(self) -> int:
@@ -146,7 +149,7 @@ class TrainWorker:
         self._backend = setup.backend(setup.rank, setup.world)
         if setup.rank == 0:
             self._specs = self._backend.weight_specs()
-            self._publisher = WeightPublisher(setup.sender(), setup.weights)
+            self._publisher = WeightPublisher(setup.sender(), setup.sync, setup.bucket_bytes)
             self._publisher.reserve(self._specs)
 
     # ------------------------------------------------------------ one step
@@ -332,7 +335,7 @@ class TrainWorker:
     def _report(self, metrics: dict[str, float]) -> bytes:
         """Figures since the last report."""
         assert self._client is not None and self._reader is not None
-        figures = self._reader.figures()
+        figures = self._reader.take_metrics()
         traced = (*self._spans, *figures.spans) if self._shard is not None and self._shard.traced else ()
         spans = SpanTable.of(traced)
         self._spans.clear()

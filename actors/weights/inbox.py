@@ -17,9 +17,10 @@ import torch
 from ...codecs.bucket_delta import apply_sparse
 from ...codecs.buckets import BucketPlan, expect_all, read_bucket
 from ...codecs.gpu_scatter import scatter_kernel
+from .config import Staging
 from .transports.factory import build_receiver
-from .transports.protocol import BucketFrame, ReceiverConfig, Staging, WeightTransferError, WeightUpdate
-from .transports.receiving import Receiver, Stream, bucket_offsets
+from .transports.protocol import BucketFrame, ReceiverConfig, WeightTransferError, WeightUpdate
+from .transports.receiver import Receiver, Stream, bucket_offsets
 from .views import BucketLandings, BucketViews, Landing
 
 __all__ = ["ReceiverConfig", "StagedWeights", "WeightInbox"]
@@ -67,7 +68,7 @@ class WeightInbox:
     @property
     def staging(self) -> Staging:
         """`full` or `none`; `auto` until the first update has come."""
-        return self._chosen or self._config.staging
+        return self._chosen or self._config.sync.staging
 
     @property
     def staged(self) -> StagedWeights | None:
@@ -105,7 +106,7 @@ class WeightInbox:
                     self._arriving = (update.version, receiver, stream)
                 if self._choose(update, stream) == "none":
                     if update.base is not None:
-                        error = stream.bound.error(
+                        error = stream.deadline.error(
                             f"refers to version {update.base}, nothing is staged here: send it whole"
                         )
                         stream.give_up(error)
@@ -169,8 +170,8 @@ class WeightInbox:
             if staged is None or staged.version != version:
                 return
             self._staged = None
-            old, self._base = self._base, staged if self._config.keep_base else None
-            released = [old, None if self._config.keep_base else staged]
+            old, self._base = self._base, staged if self._config.sync.delta else None
+            released = [old, None if self._config.sync.delta else staged]
         for version_let_go in released:
             self._release(version_let_go)
 
@@ -215,14 +216,14 @@ class WeightInbox:
     def _choose(self, update: WeightUpdate, stream: Stream) -> Staging:
         """What `auto` means here: once, by the first update."""
         if self._chosen is None:
-            self._chosen = self._config.staging
+            self._chosen = self._config.sync.staging
             if self._chosen == "auto":
                 self._chosen = "full" if _has_room(stream.device, update.num_bytes) else "none"
         return self._chosen
 
     def _expect_wanted(self, update: WeightUpdate, stream: Stream) -> None:
         if self._dropped == update.version or self._closed:
-            raise stream.bound.error("was dropped meanwhile")
+            raise stream.deadline.error("was dropped meanwhile")
 
     def _receive(self, update: WeightUpdate, stream: Stream) -> StagedWeights:
         base = self._expect_base(update, stream)
@@ -283,7 +284,7 @@ class WeightInbox:
         return base
 
     def _refused(self, stream: Stream, what: str) -> WeightTransferError:
-        error = stream.bound.error(f"the update {what}: send it whole")
+        error = stream.deadline.error(f"the update {what}: send it whole")
         stream.give_up(error)
         return error
 
@@ -330,14 +331,14 @@ def _apply(stream: Stream, frame: BucketFrame, payload: torch.Tensor, target: to
             apply_sparse(payload.cpu().numpy(), changed.numpy())
             target.copy_(changed)
     except ValueError as error:
-        raise stream.bound.error(f"bucket {frame.bucket} of {len(stream.plan.sizes)}: {error}") from error
+        raise stream.deadline.error(f"bucket {frame.bucket} of {len(stream.plan.sizes)}: {error}") from error
 
 
 def _expect_whole(stream: Stream, read: set[int]) -> None:
     try:
         expect_all(stream.plan, read)
     except ValueError as error:
-        raise stream.bound.error(str(error)) from None
+        raise stream.deadline.error(str(error)) from None
 
 
 def _has_room(device: torch.device, nbytes: int) -> bool:

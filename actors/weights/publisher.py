@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from ...codecs.buckets import BucketPlan, plan_buckets
 from .cache import BucketCache, CachedVersion
-from .stream import BucketStream, OpenUpdate, SendReport
+from .config import SyncConfig
+from .stream import BucketStream, Publication, SendReport
 from .transports.protocol import ReceiverGroup, WeightSender, WeightTransferError, WeightUpdate
 from .views import BucketViews
 
@@ -25,38 +26,24 @@ WeightSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """As `TrainBackend.weight_specs`."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublisherConfig:
-    """How weights are published."""
-
-    bucket_bytes: int
-    """A multiple of 64. Two buckets are in flight."""
-    timeout_s: float
-    """Bound of waiting for another thread's update to end."""
-    delta: bool = False
-    """Send only what differs from the receivers' version, where that is shorter. Two versions in host memory."""
-    cache: bool = False
-    """Engines may be sent a version later, while training goes on. Two versions in host memory, unless the transport
-    is lasting: that keeps them itself."""
-
-
 class WeightPublisher:
-    """Publishes versions through one sender. Threads take turns, waiting `timeout_s` at most; `abort` never waits.
+    """Publishes versions through one sender. Threads take turns, waiting `sync.timeout_s` at most; `abort` never waits.
 
     Opening an update ends the one before.
     """
 
-    def __init__(self, sender: WeightSender, config: PublisherConfig) -> None:
-        """Owns `sender`: `close` closes it."""
+    def __init__(self, sender: WeightSender, config: SyncConfig, bucket_bytes: int) -> None:
+        """Owns `sender`: `close` closes it. bucket_bytes: the largest bucket, a multiple of 64; two are in flight."""
         self._sender = sender
         self._config = config
+        self._bucket_bytes = bucket_bytes
         self._cache: BucketCache | None = None
         if config.delta or (config.cache and not sender.lasting):
             self._cache = BucketCache(config.timeout_s)
         self._lock = threading.Lock()
         self._task = ""
         """What the lock is held for, for errors."""
-        self._opened: OpenUpdate | None = None
+        self._opened: Publication | None = None
         self._planned: tuple[list[tuple[str, tuple[torch.dtype, tuple[int, ...]]]], BucketPlan] | None = None
         """The last plan, which most updates use again, and what it is of."""
         self._views = BucketViews()
@@ -88,7 +75,7 @@ class WeightPublisher:
             self._opened = None
             if cached and self._has_whole(version):
                 assert self._finished is not None
-                opened = OpenUpdate(replace(self._finished, receivers=tuple(receivers)), self._plan(specs), True, True)
+                opened = Publication(replace(self._finished, receivers=tuple(receivers)), self._plan(specs), True, True)
             else:
                 plan = self._cached_plan(version) if cached else self._plan(specs)
                 if self._cache is not None:
@@ -96,7 +83,7 @@ class WeightPublisher:
                 if self._finished is not None and self._finished.version == version:
                     self._finished = None  # begun again, it is not whole before it is finished again
                 used = None if cached else self._base(base, plan)
-                opened = OpenUpdate(self._sender.begin(version, plan, receivers, used), plan, cached)
+                opened = Publication(self._sender.begin(version, plan, receivers, used), plan, cached)
             self._opened = opened
             return opened.update
 
@@ -161,7 +148,7 @@ class WeightPublisher:
     def _plan(self, specs: WeightSpecs) -> BucketPlan:
         if self._planned is None or self._planned[0] != list(specs.items()):
             self._views.clear()
-            self._planned = list(specs.items()), plan_buckets(specs, self._config.bucket_bytes)
+            self._planned = list(specs.items()), plan_buckets(specs, self._bucket_bytes)
         return self._planned[1]
 
     def _has_whole(self, version: int) -> bool:
@@ -179,14 +166,14 @@ class WeightPublisher:
         newest = self._cache.newest if self._config.delta and self._cache is not None else None
         return base if newest is not None and newest.version == base and newest.plan == plan else None
 
-    def _writing(self, opened: OpenUpdate) -> AbstractContextManager[CachedVersion | None]:
+    def _writing(self, opened: Publication) -> AbstractContextManager[CachedVersion | None]:
         return nullcontext() if self._cache is None else self._cache.writing(opened.update.version, opened.plan)
 
     def _reading(self, version: int | None) -> AbstractContextManager[CachedVersion | None]:
         return nullcontext() if self._cache is None or version is None else self._cache.reading(version)
 
     @contextmanager
-    def _publishing(self, update: WeightUpdate, *, cached: bool) -> Iterator[OpenUpdate]:
+    def _publishing(self, update: WeightUpdate, *, cached: bool) -> Iterator[Publication]:
         """The turn of the open update, which is over then: aborted on any exception, else the newest finished."""
         with self._turn(f"publish version {update.version}"):
             opened = self._opened

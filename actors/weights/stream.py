@@ -52,7 +52,7 @@ class SendReport:
 
 
 @dataclass(slots=True)
-class OpenUpdate:
+class Publication:
     """An update that is announced and not yet over."""
 
     update: WeightUpdate
@@ -71,7 +71,7 @@ class BucketStream:
     def __init__(
         self,
         sender: WeightSender,
-        opened: OpenUpdate,
+        opened: Publication,
         draft: CachedVersion | None = None,
         base: CachedVersion | None = None,
         views: BucketViews | None = None,

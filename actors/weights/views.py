@@ -14,7 +14,7 @@ import torch
 from ...codecs.buckets import BucketEntry, BucketPlan
 from ...codecs.gpu_scatter import Scatter, scatter_kernel
 from ...codecs.schema import DTYPES
-from .transports.receiving import bucket_offsets
+from .transports.receiver import bucket_offsets
 
 Views = dict[str, torch.Tensor]
 """HF name -> a weight in its dtype and shape."""

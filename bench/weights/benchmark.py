@@ -23,6 +23,7 @@ import psutil
 import torch
 from rich.table import Table
 
+from ...actors.weights.config import SyncConfig
 from ...actors.weights.transports.factory import TRANSPORT_KINDS
 from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig
 from ...dataplane.config import DataPlaneConfig, StoreConfig
@@ -303,8 +304,7 @@ def _peers(case: WeightCase, nbytes: int, options: WeightOptions, folder: Path) 
         weights = folder / "weights"
         sender = SenderConfig(
             run_id=run_id,
-            bucket_bytes=case.bucket_mib << 20,
-            timeout_s=TIMEOUT_S,
+            sync=SyncConfig(timeout_s=TIMEOUT_S),
             host="127.0.0.1",
             folder=str(weights),
             data_plane=plane,
@@ -315,8 +315,11 @@ def _peers(case: WeightCase, nbytes: int, options: WeightOptions, folder: Path) 
         world = case.engines + 1
         peers = []
         for rank in range(world):
-            receiver = ReceiverConfig(f"engine {rank}", "full", options.device, plane, keep_base=False)
-            task = PeerTask(rank, world, case.size, options.dtype, options.device, case.kind, sender, receiver)
+            receiver = ReceiverConfig(f"engine {rank}", SyncConfig(staging="full"), options.device, plane)
+            bucket_bytes = case.bucket_mib << 20
+            task = PeerTask(
+                rank, world, case.size, options.dtype, options.device, case.kind, sender, receiver, bucket_bytes
+            )
             peers.append(Peer(partial(make_host, task)))
             stack.callback(peers[-1].close)
         for peer in peers:

@@ -17,7 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.trainers.observe.trace_events import complete, crossing, names
 
-NUM_STEPS = 60
+pytestmark = pytest.mark.processes
+
+NUM_STEPS = 30
 STANDING = ("rows", "bytes_used", "bytes_reserved", "leased_rows", "oldest_lease_s", "waiting_claims", "waiting_puts")
 
 

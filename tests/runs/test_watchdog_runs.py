@@ -16,6 +16,8 @@ from headrace.tests.runs import cli_runs as runs
 from headrace.trainers.supervision.cleanup import is_running
 from headrace.trainers.supervision.report import read_actors
 
+pytestmark = pytest.mark.processes
+
 HANGS = """
 import sys, threading
 from headrace import cli

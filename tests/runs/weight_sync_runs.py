@@ -13,9 +13,10 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from headrace.actors.engines.calls import GenerateCall, GenerateReply
+from headrace.actors.engines.generate_messages import GenerateCall, GenerateReply
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.codecs import messages
+from headrace.tests import process_pool
 from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.base_model.warmup import make_tokenizer
 from headrace.trainers.cluster.engine_pool import Engine
@@ -61,6 +62,7 @@ def run(folder: Path, model: Path, *overrides: str) -> Iterator[grpo.Run]:
     chosen = [*SMALL, f"model.path={model}", f"run.dir={folder}", *overrides]
     config = with_run_dir(load_config(ROOT / "examples" / "quickstart.yaml", chosen))
     folder.mkdir(parents=True, exist_ok=True)
+    process_pool.end_ray()  # the run starts its own in this process
     with launched(config, str(model), Tracer(0), folder) as started:
         yield started
 

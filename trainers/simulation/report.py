@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from ... import __version__
+from ...version import __version__
 from ..config.config import Config
 from ..errors import UserError
 from .config import SimulationConfig

@@ -24,12 +24,12 @@ import torch
 from ....codecs import messages
 from ....codecs.gpu_scatter import as_signed
 from ....codecs.owned_folder import SHARED_MEMORY
-from .bounds import Bound, worker_name
-from .control_page import ControlPage, Lease, lease_holders
-from .paged import Contents, PagedSender, PagedStream
+from .deadline import Deadline, worker_name
+from .ipc_base import Contents, IpcSenderBase, IpcStreamBase
 from .protocol import BucketFrame, WeightUpdate
-from .receiving import bucket_offsets
-from .sending import OpenUpdate
+from .receiver import bucket_offsets
+from .sender import SenderUpdate
+from .shared_status import Lease, SharedStatus, lease_holders
 
 # ---------------- What the host does when a GPU has come to a point: told by a thread that waits there, for nobody
 # else.
@@ -99,7 +99,7 @@ class _Handle:
     event_sync_required: bool
 
 
-class CudaIpcSender(PagedSender):
+class CudaIpcSender(IpcSenderBase):
     """Publishes from a GPU. See WeightSender."""
 
     def __init__(self, run_id: str, timeout_s: float, device: torch.device, root: Path = SHARED_MEMORY) -> None:
@@ -109,14 +109,14 @@ class CudaIpcSender(PagedSender):
         self._ring: list[torch.Tensor] = []
         self._digests = torch.empty(0, dtype=torch.int64, device=device)
         self._handles: tuple[bytes, ...] = ()
-        self._place = ""
-        self._page: ControlPage | None = None
+        self._gpu_uuid = ""
+        self._status: SharedStatus | None = None
         self._last: list[int | None] = [None] * RING
         """The bucket that each buffer had last, of the open update."""
         self._num_payloads = 0
         self._outbox = EventCallbacks(device, "headrace-ipc-frames")
 
-    def _begin(self, update: OpenUpdate) -> str:
+    def _begin(self, update: SenderUpdate) -> str:
         nbytes = max((1, *update.plan.sizes))
         if not self._ring or len(self._ring[0]) < nbytes or len(self._digests) < len(update.plan.sizes):
             self._ring = []
@@ -124,15 +124,17 @@ class CudaIpcSender(PagedSender):
             room = max(_DIGESTS, len(update.plan.sizes))
             self._digests = torch.zeros(room, dtype=torch.int64, device=self._device)
             self._handles = tuple(_export(one) for one in (*self._ring, self._digests.view(torch.uint8)))
-            self._place = _place(self._device)
+            self._gpu_uuid = _gpu_uuid(self._device)
         self._last = [None for _ in range(RING)]
         self._num_payloads = 0
-        if self._page is not None:
-            self._page.remove("another update was begun")
-        self._page = self._announce(update, Contents(update.plan.message, ring=self._handles, place=self._place))
-        return str(self._page.path)
+        if self._status is not None:
+            self._status.remove("another update was begun")
+        self._status = self._announce(
+            update, Contents(update.plan.message, ring=self._handles, gpu_uuid=self._gpu_uuid)
+        )
+        return str(self._status.path)
 
-    def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
+    def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         number = self._num_payloads % RING
         if nbytes > len(self._ring[number]):
             raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, the largest bucket is smaller")
@@ -141,34 +143,34 @@ class CudaIpcSender(PagedSender):
             self._wait(update, before + 1)
         return self._ring[number][:nbytes]
 
-    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
-        assert self._page is not None
+    def _send(self, update: SenderUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
+        assert self._status is not None
         if frame.nbytes:
             self._digests[frame.bucket] = as_signed(frame.checksum) if digest is None else digest()
             self._last[self._num_payloads % RING] = frame.bucket
             self._num_payloads += 1
-        self._outbox.put(partial(self._page.publish, frame))
+        self._outbox.put(partial(self._status.publish, frame))
 
-    def _finish(self, update: OpenUpdate) -> None:
-        assert self._page is not None
-        self._outbox.put(self._page.mark_whole)
+    def _finish(self, update: SenderUpdate) -> None:
+        assert self._status is not None
+        self._outbox.put(self._status.mark_whole)
         self._wait(update, len(update.plan.sizes))
 
-    def _abort(self, update: OpenUpdate, reason: str) -> None:
-        if self._page is not None:
-            self._page.withdraw(reason)
+    def _abort(self, update: SenderUpdate, reason: str) -> None:
+        if self._status is not None:
+            self._status.withdraw(reason)
 
     def _close(self) -> None:
-        if self._page is not None:
-            self._page.remove("the sender has closed")
+        if self._status is not None:
+            self._status.remove("the sender has closed")
         self._outbox.close()
         self._ring = []
         super()._close()
 
-    def _wait(self, update: OpenUpdate, num_buckets: int) -> None:
+    def _wait(self, update: SenderUpdate, num_buckets: int) -> None:
         """Until every receiver is through with that many buckets."""
-        assert self._page is not None
-        page, bound = self._page, self._bound(update)
+        assert self._status is not None
+        status, deadline = self._status, self._deadline(update)
         names = [worker_name(group.engine, worker) for group in update.receivers for worker in range(group.num_workers)]
         engines = [group.engine for group in update.receivers for _ in range(group.num_workers)]
         late: list[int] = []
@@ -178,26 +180,26 @@ class CudaIpcSender(PagedSender):
             nonlocal late, looks
             self._check_ended(update)
             self._outbox.check()
-            late = [rank for rank, count in enumerate(page.counts.tolist()) if count < num_buckets + _JOINED]
+            late = [rank for rank, count in enumerate(status.counts.tolist()) if count < num_buckets + _JOINED]
             looks += 1
             if late and looks % 500 == 0:
-                held = [holder.rpartition(" (pid")[0] for holder in lease_holders(page.path)]
-                gone = [rank for rank in late if page.counts[rank] and names[rank] not in held]
+                held = [holder.rpartition(" (pid")[0] for holder in lease_holders(status.path)]
+                gone = [rank for rank in late if status.counts[rank] and names[rank] not in held]
                 if gone:
-                    raise bound.error(*told(gone, "has ended or given up"))
+                    raise deadline.error(*told(gone, "has ended or given up"))
             return not late
 
         def told(ranks: list[int], what: str) -> tuple[str, list[str]]:
             at = [
                 f"{names[rank]} {what} at bucket {int(count) - _JOINED}" if count else f"{names[rank]} did not join"
-                for rank, count in ((rank, page.counts[rank]) for rank in ranks)
+                for rank, count in ((rank, status.counts[rank]) for rank in ranks)
             ]
             return "; ".join(at), [engines[rank] for rank in ranks]
 
-        bound.wait(through, lambda: told(late, "is late"), _TICK_S)
+        deadline.wait(through, lambda: told(late, "is late"), _TICK_S)
 
 
-class CudaIpcStream(PagedStream):
+class CudaIpcStream(IpcStreamBase):
     """Payloads are views of the sender's ring; copies, when they are wanted elsewhere or the ring is on another GPU."""
 
     tick_s = _TICK_S
@@ -205,38 +207,38 @@ class CudaIpcStream(PagedStream):
     def __init__(
         self,
         update: WeightUpdate,
-        page: ControlPage,
+        status: SharedStatus,
         lease: Lease,
         contents: Contents,
-        bound: Bound,
+        deadline: Deadline,
         cache: RingCache,
         rank: int,
     ) -> None:
-        super().__init__(update, page, lease, contents, bound)
-        ring = cache.open(contents.ring, bound)
+        super().__init__(update, status, lease, contents, deadline)
+        ring = cache.open(contents.ring, deadline)
         self._cache = cache
         self._ring, self._sent_digests = ring[:RING], ring[RING].view(torch.int64)
         self._rank = rank
         self.device = ring[0].device
         self._offsets = bucket_offsets(contents.plan)
-        self._far = contents.place != cache.place
-        self._wanted: torch.Tensor | None = None
+        self._on_other_gpu = contents.gpu_uuid != cache.gpu_uuid
+        self._destination: torch.Tensor | None = None
         self._used: list[torch.cuda.Event | None] = [None] * RING
         """Until when copies of payloads from another GPU are used."""
         self._num_payloads = 0
         self._copies = torch.cuda.Stream(self.device)
         self._counting = threading.Lock()
-        page.counts[rank] = _JOINED
+        status.counts[rank] = _JOINED
 
     def receive_into(self, memory: torch.Tensor) -> None:
         if memory.device == self.device:
-            self._wanted = memory
+            self._destination = memory
 
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
         current = torch.cuda.current_stream(self.device)
         for bucket in range(len(self.plan.sizes)):
             self._wait(bucket)
-            frame = self._page.frame(bucket)
+            frame = self._status.frame(bucket)
             assert frame is not None
             number = self._num_payloads % RING
             self._num_payloads += bool(frame.nbytes)
@@ -260,26 +262,26 @@ class CudaIpcStream(PagedStream):
         """Where the payload is to be copied; None: it is read where it is."""
         if not frame.nbytes:
             return None
-        if self._wanted is not None and frame.encoding == "whole":
+        if self._destination is not None and frame.encoding == "whole":
             begin = self._offsets[frame.bucket]
-            return self._wanted[begin : begin + frame.nbytes]
-        if not self._far:
+            return self._destination[begin : begin + frame.nbytes]
+        if not self._on_other_gpu:
             return None
-        return self._cache.near(number)[: frame.nbytes]
+        return self._cache.local_copy(number)[: frame.nbytes]
 
     def _through(self, bucket: int, stream: torch.cuda.Stream) -> None:
         """What `stream` has by now been given to do with the sender's bytes of the bucket is all."""
         if bucket < len(self.plan.sizes) - 1:  # the last counts when the digests were found right: `_confirm`
-            self._cache.afterwards.put(partial(self._count, bucket + 1), stream)
+            self._cache.callbacks.put(partial(self._count, bucket + 1), stream)
 
     def _count(self, num_buckets: int) -> None:
         with self._counting:
-            if self._page.counts[self._rank] < num_buckets + _JOINED:
-                self._page.counts[self._rank] = num_buckets + _JOINED
+            if self._status.counts[self._rank] < num_buckets + _JOINED:
+                self._status.counts[self._rank] = num_buckets + _JOINED
 
-    def _check_page(self, when: str) -> None:
-        super()._check_page(when)
-        self._cache.afterwards.check()
+    def _check_status(self, when: str) -> None:
+        super()._check_status(when)
+        self._cache.callbacks.check()
 
     def _digests(self) -> torch.Tensor:
         # All are there: the sender publishes a frame after its digest.
@@ -301,41 +303,41 @@ class RingCache:
         self._device = device
         self._handles: tuple[bytes, ...] = ()
         self._ring: list[torch.Tensor] = []
-        self._near: list[torch.Tensor] = []
-        self.afterwards = EventCallbacks(device, "headrace-ipc-counts")
+        self._local_copies: list[torch.Tensor] = []
+        self.callbacks = EventCallbacks(device, "headrace-ipc-counts")
         """Tells senders what was read."""
-        self.place = ""
+        self.gpu_uuid = ""
         """Which GPU this process is on."""
 
-    def open(self, handles: tuple[bytes, ...], bound: Bound) -> list[torch.Tensor]:
+    def open(self, handles: tuple[bytes, ...], deadline: Deadline) -> list[torch.Tensor]:
         """Raises WeightTransferError when they cannot be opened here."""
         if self._device.type != "cuda":
-            raise bound.error(
+            raise deadline.error(
                 f"the sender's weights are on a GPU, this engine's on {self._device}: "
                 "use sync.transport=collective, store or disk"
             )
         if handles != self._handles:
             self._forget()
-            self.place = _place(self._device)
+            self.gpu_uuid = _gpu_uuid(self._device)
             try:
                 self._ring = [_import(handle, self._device) for handle in handles]
             except RuntimeError as error:
-                raise bound.error(f"the sender's GPU buffers cannot be opened on {self._device}: {error}") from error
+                raise deadline.error(f"the sender's GPU buffers cannot be opened on {self._device}: {error}") from error
             self._handles = handles
         return self._ring
 
-    def near(self, number: int) -> torch.Tensor:
+    def local_copy(self, number: int) -> torch.Tensor:
         """A buffer of this process, as long as the sender's of this number."""
-        if not self._near:
-            self._near = [torch.empty_like(buffer) for buffer in self._ring[:RING]]
-        return self._near[number]
+        if not self._local_copies:
+            self._local_copies = [torch.empty_like(buffer) for buffer in self._ring[:RING]]
+        return self._local_copies[number]
 
     def close(self) -> None:
-        self.afterwards.close()
+        self.callbacks.close()
         self._forget()
 
     def _forget(self) -> None:
-        self._ring, self._near, self._handles = [], [], ()
+        self._ring, self._local_copies, self._handles = [], [], ()
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -345,7 +347,7 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-def _place(device: torch.device) -> str:
+def _gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 

@@ -28,10 +28,10 @@ from ....codecs import messages
 from ....codecs.buckets import BucketPlan, read_plan
 from ....codecs.memory import ALIGN
 from ....codecs.owned_folder import PREFIX, create_owned_folder
-from .bounds import Bound
+from .deadline import Deadline
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
-from .receiving import Receiver, Stream
-from .sending import BackgroundSender, OpenUpdate
+from .receiver import Receiver, Stream
+from .sender import BackgroundSender, SenderUpdate
 
 KIND = "disk"
 _KEPT = 2
@@ -60,7 +60,7 @@ class DiskSender(BackgroundSender):
         self._kept: list[tuple[int, Path]] = []
         self._frames: list[BucketFrame] = []
 
-    def _open(self, update: OpenUpdate) -> str:
+    def _open(self, update: SenderUpdate) -> str:
         again = [kept for kept in self._kept if kept[0] == update.version or (kept[1] / "ended").exists()]
         others = [kept for kept in self._kept if kept not in again]
         for old in again + others[: 1 - _KEPT]:
@@ -76,14 +76,14 @@ class DiskSender(BackgroundSender):
         self._frames = []
         return str(path)
 
-    def _write(self, update: OpenUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
+    def _write(self, update: SenderUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
         try:
             _write_file(bucket_path(Path(update.location), frame.bucket), _header(frame), payload.numpy().data)
         except OSError as error:
             raise self._failed(update, f"bucket {frame.bucket} cannot be written", error) from error
         self._frames.append(frame)
 
-    def _complete(self, update: OpenUpdate) -> None:
+    def _complete(self, update: SenderUpdate) -> None:
         path = Path(update.location)
         try:
             _write_file(path / "manifest", messages.encode(Manifest(update.version, tuple(self._frames))))
@@ -92,7 +92,7 @@ class DiskSender(BackgroundSender):
         except OSError as error:
             raise self._failed(update, "cannot be completed", error) from error
 
-    def _withdraw(self, update: OpenUpdate, reason: str) -> None:
+    def _withdraw(self, update: SenderUpdate, reason: str) -> None:
         path = Path(update.location)
         with contextlib.suppress(OSError):  # no room even for that: readers wait their time
             _write_file(path / "ended", reason.encode())
@@ -109,15 +109,15 @@ class DiskSender(BackgroundSender):
 class DiskReceiver(Receiver):
     """Maps the files. See WeightReceiver."""
 
-    def _open(self, update: WeightUpdate, rank: int, bound: Bound) -> Stream:
+    def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> Stream:
         path = Path(update.location)
         try:
             plan = read_plan((path / "plan").read_bytes())
         except FileNotFoundError:
-            raise _gone(path, bound, "at the start") from None
+            raise _gone(path, deadline, "at the start") from None
         except ValueError as error:
-            raise bound.error(f"{path / 'plan'}: {error}") from error
-        return DiskStream(update, plan, bound, path)
+            raise deadline.error(f"{path / 'plan'}: {error}") from error
+        return DiskStream(update, plan, deadline, path)
 
 
 class DiskStream(Stream):
@@ -125,8 +125,8 @@ class DiskStream(Stream):
 
     lasting = True
 
-    def __init__(self, update: WeightUpdate, plan: BucketPlan, bound: Bound, path: Path) -> None:
-        super().__init__(update, plan, bound)
+    def __init__(self, update: WeightUpdate, plan: BucketPlan, deadline: Deadline, path: Path) -> None:
+        super().__init__(update, plan, deadline)
         self._path = path
 
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
@@ -137,17 +137,17 @@ class DiskStream(Stream):
             try:
                 frame, payload = _read_bucket_file(path)
             except FileNotFoundError:
-                raise _gone(self._path, self.bound, f"at {of}") from None
+                raise _gone(self._path, self.deadline, f"at {of}") from None
             except (OSError, ValueError) as error:
-                raise self.bound.error(f"{of}: {path} cannot be read: {error}") from error
+                raise self.deadline.error(f"{of}: {path} cannot be read: {error}") from error
             yield frame, payload
         self._wait(self._path / "manifest", "the end")
         try:
             manifest = messages.decode((self._path / "manifest").read_bytes(), Manifest)
         except FileNotFoundError:
-            raise _gone(self._path, self.bound, "at the end") from None
+            raise _gone(self._path, self.deadline, "at the end") from None
         if manifest.version != self.update.version or len(manifest.frames) != len(self.plan.sizes):
-            raise self.bound.error(f"{self._path} holds version {manifest.version}")
+            raise self.deadline.error(f"{self._path} holds version {manifest.version}")
 
     def _wait(self, path: Path, what: str) -> None:
         def has_come() -> bool:
@@ -155,12 +155,12 @@ class DiskStream(Stream):
             if path.exists():
                 return True
             if (self._path / "manifest").exists() and not path.exists():
-                raise self.bound.error(f"{what} never came, though the sender finished")
+                raise self.deadline.error(f"{what} never came, though the sender finished")
             if (self._path / "ended").exists() or not self._path.exists():
-                raise _gone(self._path, self.bound, f"waiting for {what}")
+                raise _gone(self._path, self.deadline, f"waiting for {what}")
             return False
 
-        self.bound.wait(has_come, lambda: (f"{what} did not come from the sender: no {path}", ()), _TICK_S)
+        self.deadline.wait(has_come, lambda: (f"{what} did not come from the sender: no {path}", ()), _TICK_S)
 
     def _close(self) -> None:
         """Mappings end with the last tensor on them."""
@@ -171,10 +171,10 @@ def bucket_path(folder: Path, bucket: int) -> Path:
     return folder / f"bucket-{bucket:06d}.safetensors"
 
 
-def _gone(path: Path, bound: Bound, when: str) -> WeightTransferError:
+def _gone(path: Path, deadline: Deadline, when: str) -> WeightTransferError:
     with contextlib.suppress(FileNotFoundError):
-        return bound.error(f"{when}: the sender has ended it: {(path / 'ended').read_text(errors='replace')}")
-    return bound.error(f"{when}: {path} is not there (any more): the sender has closed or is two versions ahead")
+        return deadline.error(f"{when}: the sender has ended it: {(path / 'ended').read_text(errors='replace')}")
+    return deadline.error(f"{when}: {path} is not there (any more): the sender has closed or is two versions ahead")
 
 
 def _header(frame: BucketFrame) -> bytes:

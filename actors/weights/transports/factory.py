@@ -10,8 +10,8 @@ from .cuda_ipc import CudaIpcSender
 from .disk import DiskReceiver, DiskSender
 from .ipc import IpcReceiver, IpcSender
 from .protocol import ReceiverConfig, SenderConfig
-from .receiving import Receiver
-from .sending import Sender
+from .receiver import Receiver
+from .sender import Sender
 from .store import StoreReceiver, StoreSender
 
 TRANSPORT_KINDS = ("collective", "ipc", "store", "disk")
@@ -39,19 +39,19 @@ def build_sender(kind: str, config: SenderConfig) -> Sender:
     """
     device = torch.device(config.device)
     if kind == "collective":
-        return CollectiveSender(config.host, config.timeout_s, device)
+        return CollectiveSender(config.host, config.sync.timeout_s, device)
     if kind == "ipc":
         if device.type == "cuda":
-            return CudaIpcSender(config.run_id, config.timeout_s, device)
-        return IpcSender(config.run_id, config.timeout_s)
+            return CudaIpcSender(config.run_id, config.sync.timeout_s, device)
+        return IpcSender(config.run_id, config.sync.timeout_s)
     if kind == "store":
         if config.data_plane is None:
             raise ValueError("sync.transport='store' needs a data plane, the sender was given none")
-        return StoreSender(config.data_plane, config.timeout_s)
+        return StoreSender(config.data_plane, config.sync.timeout_s)
     if kind == "disk":
         if not config.folder:
             raise ValueError("sync.transport='disk' needs a folder, the sender was given none")
-        return DiskSender(config.folder, config.run_id, config.timeout_s)
+        return DiskSender(config.folder, config.run_id, config.sync.timeout_s)
     raise _unknown(kind, TRANSPORT_KINDS)
 
 

@@ -21,13 +21,13 @@ import torch
 
 from ....codecs.memory import ALIGN
 from ....codecs.owned_folder import SHARED_MEMORY
-from .bounds import Bound
-from .control_page import WITHDRAWN, ControlPage, Lease, lease_holders
 from .cuda_ipc import CudaIpcStream, RingCache
-from .paged import Contents, PagedSender, PagedStream, join
+from .deadline import Deadline
+from .ipc_base import Contents, IpcSenderBase, IpcStreamBase, join
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
-from .receiving import Receiver, Stream, bucket_offsets
-from .sending import OpenUpdate
+from .receiver import Receiver, Stream, bucket_offsets
+from .sender import SenderUpdate
+from .shared_status import WITHDRAWN, Lease, SharedStatus, lease_holders
 
 _SLOTS = 2
 _GRACE_S = 0.2
@@ -44,16 +44,16 @@ class _Slot:
     path: Path
     memory: torch.Tensor
     """uint8, writable; keeps its mapping alive."""
-    page: ControlPage | None = None
+    status: SharedStatus | None = None
     """Of the update that is, or was last, in it."""
 
     @property
     def rank(self) -> int:
         """The slot of the lowest is written next: one without a readable version, else the older version's."""
-        return -1 if self.page is None or self.page.state == WITHDRAWN else self.page.version
+        return -1 if self.status is None or self.status.state == WITHDRAWN else self.status.version
 
 
-class IpcSender(PagedSender):
+class IpcSender(IpcSenderBase):
     """Publishes to this host's receivers from CPU tensors. See WeightSender."""
 
     lasting = True
@@ -66,83 +66,83 @@ class IpcSender(PagedSender):
         self._token = uuid.uuid4().hex[:8]
         self._offsets: list[int] = []
 
-    def _begin(self, update: OpenUpdate) -> str:
+    def _begin(self, update: SenderUpdate) -> str:
         self._offsets = bucket_offsets(update.plan)
         slot = self._free_slot(update, max(self._offsets[-1], ALIGN))
-        slot.page = self._announce(update, Contents(update.plan.message, slot.path.name))
+        slot.status = self._announce(update, Contents(update.plan.message, slot.path.name))
         self._slots.append(slot)
-        return str(slot.page.path)
+        return str(slot.status.path)
 
-    def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
+    def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         room = self._offsets[bucket + 1] - self._offsets[bucket]
         if nbytes > room:
             raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, planned are {room} at most")
         return self._slots[-1].memory[self._offsets[bucket] : self._offsets[bucket] + nbytes]
 
-    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
-        self._page.publish(frame)
+    def _send(self, update: SenderUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
+        self._status.publish(frame)
 
-    def _finish(self, update: OpenUpdate) -> None:
-        self._page.mark_whole()
+    def _finish(self, update: SenderUpdate) -> None:
+        self._status.mark_whole()
 
-    def _abort(self, update: OpenUpdate, reason: str) -> None:
-        self._page.withdraw(reason)
+    def _abort(self, update: SenderUpdate, reason: str) -> None:
+        self._status.withdraw(reason)
 
     def _close(self) -> None:
         for slot in self._slots:
-            if slot.page is not None:
-                slot.page.remove("the sender has closed")
+            if slot.status is not None:
+                slot.status.remove("the sender has closed")
         self._slots = []
         super()._close()
 
     @property
-    def _page(self) -> ControlPage:
-        page = self._slots[-1].page
-        assert page is not None
-        return page
+    def _status(self) -> SharedStatus:
+        status = self._slots[-1].status
+        assert status is not None
+        return status
 
     # ------------------------------------------------------------ memory
 
-    def _free_slot(self, update: OpenUpdate, nbytes: int) -> _Slot:
+    def _free_slot(self, update: SenderUpdate, nbytes: int) -> _Slot:
         """Memory for a version that nobody reads; not among the slots until its update is announced."""
         if len(self._slots) < _SLOTS:
             return self._new_slot(nbytes)
         again = [slot for slot in self._slots if slot.rank == update.version]
         slot = again[0] if again else min(self._slots, key=lambda slot: slot.rank)
         self._slots.remove(slot)
-        if slot.page is not None:
-            slot.page.remove(f"version {update.version} takes its place")
-            bound = Bound("sender", update.version, self.timeout_s)
-            if not self._let_go(slot.page, Bound("sender", update.version, min(_GRACE_S, self.timeout_s))):
-                return self._replaced(slot, slot.page, nbytes, bound)
+        if slot.status is not None:
+            slot.status.remove(f"version {update.version} takes its place")
+            deadline = Deadline("sender", update.version, self.timeout_s)
+            if not self._let_go(slot.status, Deadline("sender", update.version, min(_GRACE_S, self.timeout_s))):
+                return self._replaced(slot, slot.status, nbytes, deadline)
         if len(slot.memory) >= nbytes:
             return _Slot(slot.path, slot.memory)
         slot.path.unlink()
         return self._new_slot(nbytes)
 
-    def _let_go(self, page: ControlPage, bound: Bound) -> bool:
+    def _let_go(self, status: SharedStatus, deadline: Deadline) -> bool:
         """Wait until no receiver holds the version of `page`. False: one does, after all that time."""
         try:
-            bound.wait(lambda: not lease_holders(page.path), lambda: ("held", ()), 1e-3)
+            deadline.wait(lambda: not lease_holders(status.path), lambda: ("held", ()), 1e-3)
         except WeightTransferError:
             return False
         return True
 
-    def _replaced(self, slot: _Slot, page: ControlPage, nbytes: int, bound: Bound) -> _Slot:
+    def _replaced(self, slot: _Slot, status: SharedStatus, nbytes: int, deadline: Deadline) -> _Slot:
         """Another slot: the old one's memory is free when the last that holds it lets go or dies."""
-        holders = ", ".join(lease_holders(page.path))
+        holders = ", ".join(lease_holders(status.path))
         try:
             fresh = self._new_slot(nbytes)
         except OSError as error:
-            if self._let_go(page, bound):
+            if self._let_go(status, deadline):
                 return _Slot(slot.path, slot.memory) if len(slot.memory) >= nbytes else self._new_slot(nbytes)
             slot.path.unlink()
-            raise bound.error(
-                f"no room: version {page.version} is still held by {holders}, and there is none beside it ({error})",
-                [holder.rpartition(" worker ")[0] for holder in lease_holders(page.path)],
+            raise deadline.error(
+                f"no room: version {status.version} is still held by {holders}, and there is none beside it ({error})",
+                [holder.rpartition(" worker ")[0] for holder in lease_holders(status.path)],
             ) from error
         slot.path.unlink()
-        _log.warning("weights: version %d is left in memory, it is held by %s", page.version, holders)
+        _log.warning("weights: version %d is left in memory, it is held by %s", status.version, holders)
         return fresh
 
     def _new_slot(self, nbytes: int) -> _Slot:
@@ -168,13 +168,13 @@ class IpcReceiver(Receiver):
         self._mappings: OrderedDict[Path, torch.Tensor] = OrderedDict()
         self._rings = RingCache(device)
 
-    def _open(self, update: WeightUpdate, rank: int, bound: Bound) -> Stream:
-        page, lease, contents = join(update, bound)
+    def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> Stream:
+        status, lease, contents = join(update, deadline)
         try:
             if contents.ring:
-                return CudaIpcStream(update, page, lease, contents, bound, self._rings, rank)
-            memory = self._map(page.path.parent / contents.slot, bucket_offsets(contents.plan)[-1], bound)
-            return HostStream(update, page, lease, contents, bound, memory, self._mappings.clear)
+                return CudaIpcStream(update, status, lease, contents, deadline, self._rings, rank)
+            memory = self._map(status.path.parent / contents.slot, bucket_offsets(contents.plan)[-1], deadline)
+            return HostStream(update, status, lease, contents, deadline, memory, self._mappings.clear)
         except WeightTransferError:
             lease.release()
             raise
@@ -184,7 +184,7 @@ class IpcReceiver(Receiver):
         self._mappings.clear()
         self._rings.close()
 
-    def _map(self, path: Path, nbytes: int, bound: Bound) -> torch.Tensor:
+    def _map(self, path: Path, nbytes: int, deadline: Deadline) -> torch.Tensor:
         """The slot, as memory that is copied where somebody writes to it: the sender's stays as it is."""
         if path in self._mappings:
             self._mappings.move_to_end(path)
@@ -194,12 +194,12 @@ class IpcReceiver(Receiver):
             try:
                 size = os.fstat(descriptor).st_size
                 if size < nbytes or not size:
-                    raise bound.error(f"{path} has {size} bytes, the update's are {nbytes}")
+                    raise deadline.error(f"{path} has {size} bytes, the update's are {nbytes}")
                 mapping = mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise bound.error(f"{path} cannot be mapped: {error}") from error
+            raise deadline.error(f"{path} cannot be mapped: {error}") from error
         with contextlib.suppress(OSError):  # an older kernel: then every 64 KiB costs a page fault once
             mapping.madvise(_MADV_POPULATE_READ)
         self._mappings[path] = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -208,7 +208,7 @@ class IpcReceiver(Receiver):
         return self._mappings[path]
 
 
-class HostStream(PagedStream):
+class HostStream(IpcStreamBase):
     """A version in shared memory: payloads are the sender's own bytes, not copied."""
 
     lasting = True
@@ -216,15 +216,15 @@ class HostStream(PagedStream):
     def __init__(
         self,
         update: WeightUpdate,
-        page: ControlPage,
+        status: SharedStatus,
         lease: Lease,
         contents: Contents,
-        bound: Bound,
+        deadline: Deadline,
         memory: torch.Tensor,
         forget: Callable[[], None],
     ) -> None:
         """forget: drops the mapping, which may be what is damaged."""
-        super().__init__(update, page, lease, contents, bound)
+        super().__init__(update, status, lease, contents, deadline)
         self._offsets = bucket_offsets(contents.plan)
         self._forget = forget
         self.memory = memory

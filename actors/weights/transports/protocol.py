@@ -18,6 +18,7 @@ import torch
 
 from ....codecs.buckets import BucketPlan
 from ....dataplane.handle import DataPlaneHandle
+from ..config import SyncConfig
 
 Encoding = Literal["whole", "same", "sparse"]
 """How a bucket travels: all its bytes; none, as it equals the base version's; the elements that differ from it."""
@@ -165,8 +166,6 @@ class WeightReceiver(Protocol):
 # ---------------- What the two ends of a transport are built from: plain data that travels to the processes that
 # build them.
 
-Staging = Literal["auto", "full", "none"]
-
 
 @dataclass(frozen=True, slots=True)
 class SenderConfig:
@@ -174,10 +173,8 @@ class SenderConfig:
 
     run_id: str
     """Names what is published; letters, digits, `-`, `_`, `.`."""
-    bucket_bytes: int
-    """The largest bucket, a multiple of 64."""
-    timeout_s: float
-    """Bound of every wait for receivers, from an update's first bucket on."""
+    sync: SyncConfig = SyncConfig()
+    """`timeout_s` is the bound of every wait for receivers, from an update's first bucket on."""
     host: str = "127.0.0.1"
     """collective: the address of this host that receivers reach."""
     folder: str = ""
@@ -194,12 +191,9 @@ class ReceiverConfig:
 
     engine: str
     """Its name, as in the announcement."""
-    staging: Staging = "auto"
-    """`full`: a version is received whole beside the one that is served; `none`: it is received while it is committed.
-    `auto`: full on the CPU; on a GPU full when what is free there holds the model twice, else none."""
+    sync: SyncConfig
+    """With `delta` the served version is kept staged, which a delta refers to; without, every update must be whole."""
     device: str = "cpu"
     """Where the engine's weights are: `cpu`, or `cuda:0`."""
     data_plane: DataPlaneHandle | None = None
     """store: whose."""
-    keep_base: bool = True
-    """Keep the served version staged, which a delta refers to. Without, every update must be whole."""

@@ -17,7 +17,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
-from .bounds import Bound
+from .deadline import Deadline
 
 T = TypeVar("T")
 _GPU_TICK_S = 5e-5
@@ -28,7 +28,7 @@ _GRACE_S = 30.0
 """A group's own bounds lie behind those of whoever uses it."""
 
 
-class MeetingPoint:
+class RendezvousStore:
     """A sender's TCP store; members of its groups are its clients."""
 
     def __init__(self, listener: socket.socket, timeout_s: float) -> None:
@@ -44,7 +44,7 @@ class MeetingPoint:
         )
 
 
-def meet(host: str, port: int, timeout_s: float) -> TCPStore:
+def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
     """A member's access to the meeting point. May block; call within `bounded`."""
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
@@ -59,21 +59,21 @@ class Group:
         self.name = name
         self._store = store  # must outlive the group
         self.device = device
-        bound = timedelta(seconds=timeout_s + _GRACE_S)
+        deadline = timedelta(seconds=timeout_s + _GRACE_S)
         prefixed = PrefixStore(name, store)
         self._backend: Any
         if device.type == "cuda":
             from torch.distributed import ProcessGroupNCCL
 
             options = ProcessGroupNCCL.Options()
-            options._timeout = bound
+            options._timeout = deadline
             self._backend = ProcessGroupNCCL(prefixed, rank, world, options)
             self._backend._set_sequence_number_for_group()
             self._stream = torch.cuda.Stream(device)
         else:
             gloo: Any = cast(Any, ProcessGroupGloo)._Options()
             gloo._devices = [ProcessGroupGloo.create_device(hostname=host)]
-            gloo._timeout = bound
+            gloo._timeout = deadline
             gloo._threads = 2
             self._backend = ProcessGroupGloo(prefixed, rank, world, gloo)
 
@@ -128,7 +128,7 @@ class Broadcast:
             return True
 
 
-def bounded(call: Callable[[], T], bound: Bound, what: str, look: Callable[[], None]) -> T:
+def bounded(call: Callable[[], T], deadline: Deadline, what: str, look: Callable[[], None]) -> T:
     """`call()` in a thread, which is left to itself when the bound runs out or `look` raises.
 
     Raises WeightTransferError, also for what `call` raises.
@@ -147,13 +147,13 @@ def bounded(call: Callable[[], T], bound: Bound, what: str, look: Callable[[], N
     threading.Thread(target=run, daemon=True, name=f"headrace-{what.replace(' ', '-')}").start()
     while not over.wait(0.01):
         look()
-        if not bound.left_s:
-            raise bound.error(f"{what}: not all members came")
+        if not deadline.left_s:
+            raise deadline.error(f"{what}: not all members came")
     if failed:
         time.sleep(_MOMENT_S)
         look()  # which knows better who is lost
         reason = str(failed[0]).strip().splitlines() or [type(failed[0]).__name__]
-        raise bound.error(f"{what}: {reason[0]}") from failed[0]
+        raise deadline.error(f"{what}: {reason[0]}") from failed[0]
     return found[0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import threading
 import time
@@ -21,7 +20,8 @@ import torch.distributed as dist
 from headrace.actors.protocols import TRAIN_FIELDS, MicroBatch
 from headrace.actors.train.step_rows import TrainShard
 from headrace.actors.train.worker import CONCURRENCY_GROUPS, PREV, REF, TrainWorker, WorkerReport, WorkerSetup
-from headrace.actors.weights.publisher import PublisherConfig, SendReport
+from headrace.actors.weights.config import SyncConfig
+from headrace.actors.weights.publisher import SendReport
 from headrace.actors.weights.transports.protocol import ReceiverGroup, WeightUpdate
 from headrace.codecs import messages
 from headrace.dataplane.errors import DataPlaneError
@@ -33,7 +33,7 @@ from headrace.tests.actors.train.recording_backend import MODEL, RecordingBacken
 from headrace.tests.actors.train.replica_ranks import PARTITION, Step, data_plane, put_rows, raised, run_on, ship
 from headrace.tests.actors.weights.memory_sender import MemorySender
 
-WEIGHTS = PublisherConfig(bucket_bytes=256, timeout_s=5.0, cache=True)
+SYNC = SyncConfig(timeout_s=5.0, cache=True)
 LENGTHS = [int(length) for length in np.random.default_rng(2).integers(1, 40, 24)]
 
 
@@ -61,7 +61,8 @@ def work(rank: int, folder: Path, steps: dict[str, Step]) -> dict[str, Any]:
             data_plane=step.handle,
             backend=lambda _rank, _world, backend=backend: backend,
             sender=lambda sender=sender: sender,
-            weights=WEIGHTS,
+            sync=SYNC,
+            bucket_bytes=256,
         )
         worker = TrainWorker(setup)
         worker.build("127.0.0.1", _port(worker, rank, folder / name))
@@ -123,9 +124,10 @@ def _port(worker: TrainWorker, rank: int, path: Path) -> int:
 
 def alone(handle: DataPlaneHandle, backend: Any) -> WorkerSetup:
     """The only rank there is."""
-    return WorkerSetup(0, Topology(1), "auto", 1, 1.0, 5.0, handle, backend, MemorySender, WEIGHTS)
+    return WorkerSetup(0, Topology(1), "auto", 1, 1.0, 5.0, handle, backend, MemorySender, SYNC, 256)
 
 
+@pytest.mark.processes
 def test_two_workers_in_each_mesh(handle: DataPlaneHandle, tmp_path: Path) -> None:
     client = connect(handle, name="driver")
     meshes = {"tp": Topology(1, tp=2), "pp": Topology(1, pp=2), "dp": Topology(2), "fails": Topology(1, tp=2)}
@@ -213,7 +215,7 @@ def _check_columns(client: Any, step: Step) -> None:
 def _check_failure(results: list[dict[str, Any]]) -> None:
     leader, sibling = (of_rank["fails"] for of_rank in results)
     assert sibling["error"][:2] == ("FloatingPointError", "by chance")
-    assert leader["error"][0] == "ReplicaLost" and "not taken by rank 1: train worker 1 (pid" in leader["error"][1]
+    assert leader["error"][0] == "ReplicaLost" and "not received by rank 1: train worker 1 (pid" in leader["error"][1]
     assert leader["error"][2] < 7
     assert leader["again"][0] == sibling["again"][0] == "ReplicaError"
     for found in (leader, sibling):
@@ -281,13 +283,14 @@ class ThreadBackend(RecordingBackend):
         return {"threads": len(self.threads), "torch": torch.get_num_threads()}
 
 
-def test_weights_are_sent_again_by_an_actor_that_trains(handle: DataPlaneHandle, tmp_path: Path) -> None:
+def test_weights_are_sent_again_by_an_actor_that_trains(
+    handle: DataPlaneHandle, tmp_path: Path, ray_session: None
+) -> None:
     """And whatever the backend does, it does in one thread."""
     for name in ("started", "go"):
         os.mkfifo(tmp_path / name)
     client = connect(handle, name="driver")
     step = ship(handle, put_rows(client, [3, 4, 5], "ray-r"), Topology(1))
-    ray.init(num_cpus=1, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
     try:
         folder = str(tmp_path)
         setup = alone(handle, lambda _rank, _world: ThreadBackend(folder))
@@ -315,9 +318,8 @@ def test_weights_are_sent_again_by_an_actor_that_trains(handle: DataPlaneHandle,
         call("send_weights", call("open_update", 2, [("engine 0", 1)], 1))
         call("close")
     finally:
-        ray.shutdown()
-    client.clear(PARTITION)
-    client.close()
+        client.clear(PARTITION)
+        client.close()
 
 
 def test_a_step_of_several_shards_is_begun_and_finished_once(handle: DataPlaneHandle) -> None:

@@ -14,6 +14,8 @@ from headrace.bench.transfer.report import failures, tables, write_report
 from headrace.bench.transfer.stores import StoreEndpoint
 from headrace.trainers.errors import UserError
 
+pytestmark = pytest.mark.processes
+
 SHARE = 1 / 32
 
 

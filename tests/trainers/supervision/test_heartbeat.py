@@ -61,6 +61,7 @@ def test_a_record_that_does_not_add_up_is_not_believed(memory: int) -> None:
     assert reader.read().stage == "sync"
 
 
+@pytest.mark.processes
 def test_no_record_is_ever_read_half(memory: int) -> None:
     reader = HeartbeatReader(memory)
     command = [sys.executable, "-c", WRITER, str(memory), "100000"]

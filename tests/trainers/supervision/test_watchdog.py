@@ -26,6 +26,8 @@ from headrace.trainers.supervision.heartbeat import Heartbeat, HeartbeatReader
 from headrace.trainers.supervision.report import write_actors
 from headrace.trainers.supervision.watchdog import Watchdog
 
+pytestmark = pytest.mark.processes
+
 DRIVER = """
 import json, os, signal, subprocess, sys, threading
 from headrace.trainers import heartbeat, stacks

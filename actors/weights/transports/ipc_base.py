@@ -21,11 +21,11 @@ import torch
 from ....codecs import messages
 from ....codecs.buckets import BucketPlan, read_plan
 from ....codecs.owned_folder import PREFIX, SHARED_MEMORY, create_owned_folder, owner_lives, remove_stale_folders
-from .bounds import TICK_S, Bound
-from .control_page import OPEN, WHOLE, WITHDRAWN, ControlPage, Lease
+from .deadline import TICK_S, Deadline
 from .protocol import BucketFrame, WeightUpdate
-from .receiving import Stream
-from .sending import OpenUpdate, Sender
+from .receiver import Stream
+from .sender import Sender, SenderUpdate
+from .shared_status import OPEN, WHOLE, WITHDRAWN, Lease, SharedStatus
 
 KIND = "ipc"
 _LOOK_S = 0.05
@@ -43,7 +43,7 @@ class Contents:
     ring: tuple[bytes, ...] = ()
     """GPU: the sender's two buffers (payload n is in buffer n modulo 2) and the buckets' digests, as `cuda_ipc` wrote
     them."""
-    place: str = ""
+    gpu_uuid: str = ""
     """GPU: which one they are on."""
 
     @property
@@ -52,7 +52,7 @@ class Contents:
         return read_plan(self.layout)
 
 
-class PagedSender(Sender):
+class IpcSenderBase(Sender):
     """Has the folder."""
 
     kind = KIND
@@ -66,11 +66,11 @@ class PagedSender(Sender):
         self.folder = root / f"{PREFIX}{run_id}-weights"
         self._owner = create_owned_folder(self.folder, run_id)
 
-    def _announce(self, update: OpenUpdate, contents: Contents) -> ControlPage:
+    def _announce(self, update: SenderUpdate, contents: Contents) -> SharedStatus:
         receivers = sum(group.num_workers for group in update.receivers)
         path = self.folder / f"update-{update.number}"
         try:
-            return ControlPage.create(
+            return SharedStatus.create(
                 path, update.version, len(update.plan.sizes), receivers, messages.encode(contents)
             )
         except OSError as error:
@@ -81,57 +81,61 @@ class PagedSender(Sender):
         os.close(self._owner)
 
 
-class PagedStream(Stream):
+class IpcStreamBase(Stream):
     """One update; holds a lease until it is closed."""
 
     tick_s = TICK_S
 
-    def __init__(self, update: WeightUpdate, page: ControlPage, lease: Lease, contents: Contents, bound: Bound) -> None:
-        super().__init__(update, contents.plan, bound)
-        self._page = page
+    def __init__(
+        self, update: WeightUpdate, status: SharedStatus, lease: Lease, contents: Contents, deadline: Deadline
+    ) -> None:
+        super().__init__(update, contents.plan, deadline)
+        self._status = status
         self._lease = lease
         self._looked = 0.0
 
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
         for bucket in range(len(self.plan.sizes)):
             self._wait(bucket)
-            frame = self._page.frame(bucket)
+            frame = self._status.frame(bucket)
             assert frame is not None
             yield frame, self._payload(frame)
 
     def _confirm(self) -> None:
-        self.bound.wait(self._is_whole, lambda: ("all buckets came, the sender did not finish", ()), self.tick_s)
+        self.deadline.wait(self._is_whole, lambda: ("all buckets came, the sender did not finish", ()), self.tick_s)
 
     def _wait(self, bucket: int) -> None:
         of = f"bucket {bucket} of {len(self.plan.sizes)}"
 
         def has_come() -> bool:
-            self._check_page(f"waiting for {of}")
-            if self._page.frame(bucket) is not None:
+            self._check_status(f"waiting for {of}")
+            if self._status.frame(bucket) is not None:
                 return True
-            if self._page.state == WHOLE:
-                if self._page.frame(bucket) is not None:  # it came between the two looks
+            if self._status.state == WHOLE:
+                if self._status.frame(bucket) is not None:  # it came between the two looks
                     return True
-                raise self.bound.error(f"{of} never came, though the sender finished")
+                raise self.deadline.error(f"{of} never came, though the sender finished")
             return False
 
-        self.bound.wait(has_come, lambda: (f"{of} did not come from the sender, {self._page.path}", ()), self.tick_s)
+        self.deadline.wait(
+            has_come, lambda: (f"{of} did not come from the sender, {self._status.path}", ()), self.tick_s
+        )
 
     def _is_whole(self) -> bool:
-        self._check_page("at the end")
-        return self._page.state == WHOLE
+        self._check_status("at the end")
+        return self._status.state == WHOLE
 
-    def _check_page(self, when: str) -> None:
+    def _check_status(self, when: str) -> None:
         """Raises when the stream was closed, the update withdrawn, or the sender has died."""
         self.check_open()
-        state = self._page.state
+        state = self._status.state
         if state == WITHDRAWN:
-            raise self.bound.error(f"{when}: the sender has withdrawn it: {self._page.reason}")
+            raise self.deadline.error(f"{when}: the sender has withdrawn it: {self._status.reason}")
         now = time.monotonic()
         if state == OPEN and now >= self._looked + _LOOK_S:
             self._looked = now
-            if not owner_lives(self._page.path.parent) and self._page.state == OPEN:
-                raise self.bound.error(f"{when}: the sender of {self._page.path} has ended")
+            if not owner_lives(self._status.path.parent) and self._status.state == OPEN:
+                raise self.deadline.error(f"{when}: the sender of {self._status.path} has ended")
 
     def _close(self) -> None:
         self._lease.release()
@@ -142,22 +146,22 @@ class PagedStream(Stream):
         raise NotImplementedError
 
 
-def join(update: WeightUpdate, bound: Bound) -> tuple[ControlPage, Lease, Contents]:
+def join(update: WeightUpdate, deadline: Deadline) -> tuple[SharedStatus, Lease, Contents]:
     """Take part in an update of this host. Raises WeightTransferError when it is not there (any more)."""
     path = Path(update.location)
     gone = f"is not at {path} (any more): the sender has ended or has published two versions since"
     lease = None
     try:
-        page = ControlPage.open(path)
-        lease = Lease(path, bound.end)
-        contents = messages.decode(page.contents, Contents)
+        status = SharedStatus.open(path)
+        lease = Lease(path, deadline.end)
+        contents = messages.decode(status.contents, Contents)
         read_plan(contents.layout)  # what is wrong with it is told here
     except (FileNotFoundError, ValueError) as error:
         if lease is not None:
             lease.release()
-        raise bound.error(gone if isinstance(error, FileNotFoundError) else str(error)) from error
-    if page.version != update.version or page.state == WITHDRAWN:
+        raise deadline.error(gone if isinstance(error, FileNotFoundError) else str(error)) from error
+    if status.version != update.version or status.state == WITHDRAWN:
         lease.release()
-        other = f"{path} holds version {page.version}"
-        raise bound.error(other if page.version != update.version else f"{gone}: {page.reason}")
-    return page, lease, contents
+        other = f"{path} holds version {status.version}"
+        raise deadline.error(other if status.version != update.version else f"{gone}: {status.reason}")
+    return status, lease, contents

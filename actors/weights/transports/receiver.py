@@ -11,7 +11,7 @@ from ....codecs.buckets import BucketPlan, checksum
 from ....codecs.gpu_scatter import device_digest
 from ....codecs.integers import round_up
 from ....codecs.memory import ALIGN
-from .bounds import Bound, worker_name
+from .deadline import Deadline, worker_name
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
 
 
@@ -28,10 +28,10 @@ class Stream:
     """Called instead of `device_digest` with every payload on a GPU: it finds the digest on the way to where the bytes
     belong."""
 
-    def __init__(self, update: WeightUpdate, plan: BucketPlan, bound: Bound) -> None:
+    def __init__(self, update: WeightUpdate, plan: BucketPlan, deadline: Deadline) -> None:
         self.update = update
         self.plan = plan
-        self.bound = bound
+        self.deadline = deadline
         self.closed = False
 
     def __iter__(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
@@ -49,10 +49,10 @@ class Stream:
             expected += 1
             yield frame, payload
         if expected != len(self.plan.sizes):
-            raise self.bound.error(f"bucket {expected} of {len(self.plan.sizes)} never came")
+            raise self.deadline.error(f"bucket {expected} of {len(self.plan.sizes)} never came")
         if found and (damage := self._damage(found)):
             try:
-                raise self.bound.error(damage)
+                raise self.deadline.error(damage)
             except WeightTransferError as error:
                 self.give_up(error)
                 raise
@@ -68,7 +68,7 @@ class Stream:
         """See the protocol."""
         if not self.closed:
             self.closed = True
-            self.bound.stop()
+            self.deadline.stop()
             self._close()
 
     # ------------------------------------------------------------ for subclasses
@@ -93,24 +93,24 @@ class Stream:
     def check_open(self) -> None:
         """Raises when the stream was closed by another thread."""
         if self.closed:
-            raise self.bound.error("the reception was ended")
+            raise self.deadline.error("the reception was ended")
 
     # ------------------------------------------------------------ inside
 
     def _check(self, frame: BucketFrame, payload: torch.Tensor, expected: int) -> None:
         name = f"bucket {frame.bucket} of {len(self.plan.sizes)}"
         if frame.bucket != expected:
-            raise self.bound.error(f"bucket {expected} of {len(self.plan.sizes)} never came, {name} did")
+            raise self.deadline.error(f"bucket {expected} of {len(self.plan.sizes)} never came, {name} did")
         if frame.encoding == "whole" and frame.nbytes != self.plan.sizes[frame.bucket]:
-            raise self.bound.error(f"{name} has {frame.nbytes} bytes, planned are {self.plan.sizes[frame.bucket]}")
+            raise self.deadline.error(f"{name} has {frame.nbytes} bytes, planned are {self.plan.sizes[frame.bucket]}")
         if frame.encoding != "whole" and self.update.base is None:
-            raise self.bound.error(f"{name} is a delta, but the update has no base")
+            raise self.deadline.error(f"{name} is a delta, but the update has no base")
         if len(payload) != frame.nbytes:
-            raise self.bound.error(f"{name} has {len(payload)} bytes, announced were {frame.nbytes}")
+            raise self.deadline.error(f"{name} has {len(payload)} bytes, announced were {frame.nbytes}")
         if frame.nbytes and not payload.is_cuda:
             found = checksum(payload)
             if found != frame.checksum:
-                raise self.bound.error(
+                raise self.deadline.error(
                     f"{name} is damaged: the checksum of its {frame.nbytes} bytes is {found:016x}, "
                     f"{frame.checksum:016x} was sent"
                 )
@@ -142,25 +142,25 @@ class Receiver:
     def __init__(self, engine: str, worker: int) -> None:
         self.engine = engine
         self.worker = worker
-        self._bound: Bound | None = None
+        self._deadline: Deadline | None = None
 
     def open(self, update: WeightUpdate) -> Stream:
         """See the protocol."""
-        bound = self._bound = Bound(worker_name(self.engine, self.worker), update.version, update.timeout_s)
+        deadline = self._deadline = Deadline(worker_name(self.engine, self.worker), update.version, update.timeout_s)
         before = 0
         for group in update.receivers:
             if group.engine == self.engine and self.worker < group.num_workers:
-                return self._open(update, before + self.worker, bound)
+                return self._open(update, before + self.worker, deadline)
             before += group.num_workers
         named = ", ".join(f"{group.engine} ({group.num_workers})" for group in update.receivers)
-        raise bound.error(f"takes no part in the update, which is for {named or 'nobody'}")
+        raise deadline.error(f"takes no part in the update, which is for {named or 'nobody'}")
 
     def interrupt(self) -> None:
         """End an `open` that waits, from another thread."""
-        if self._bound is not None:
-            self._bound.stop()
+        if self._deadline is not None:
+            self._deadline.stop()
 
-    def _open(self, update: WeightUpdate, rank: int, bound: Bound) -> Stream:
+    def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> Stream:
         """rank: of this worker among all receivers of the update; the first is 0."""
         raise NotImplementedError
 

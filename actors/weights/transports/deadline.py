@@ -11,7 +11,7 @@ TICK_S = 0.0005
 """Between two looks at what another process is to do."""
 
 
-class Bound:
+class Deadline:
     """The time that one end of an update may take for all its waits together."""
 
     def __init__(self, end: str, version: int, timeout_s: float) -> None:

@@ -35,7 +35,7 @@ _BUCKET_WORDS = 4
 _NUMBER = itertools.count()
 
 
-class ControlPage:
+class SharedStatus:
     """One process's mapping of the file. The sender writes all but the receivers' counts."""
 
     def __init__(self, path: Path, memory: mmap.mmap) -> None:
@@ -52,7 +52,7 @@ class ControlPage:
         self._contents_at = end * _WORD
 
     @staticmethod
-    def create(path: Path, version: int, num_buckets: int, num_receivers: int, contents: bytes) -> ControlPage:
+    def create(path: Path, version: int, num_buckets: int, num_receivers: int, contents: bytes) -> SharedStatus:
         """Make the file, whole when it has its name. Raises OSError when there is no room for it."""
         words = _BUCKETS_AT // _WORD + num_buckets * _BUCKET_WORDS + num_receivers
         draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -66,10 +66,10 @@ class ControlPage:
         head[:6] = (OPEN, version, num_buckets, num_receivers, 0, len(contents))
         memory[words * _WORD :] = contents
         os.rename(draft, path)
-        return ControlPage(path, memory)
+        return SharedStatus(path, memory)
 
     @staticmethod
-    def open(path: Path) -> ControlPage:
+    def open(path: Path) -> SharedStatus:
         """Raises FileNotFoundError, and ValueError when this is no such file."""
         descriptor = os.open(path, os.O_RDWR)
         try:
@@ -83,7 +83,7 @@ class ControlPage:
         planned = head[_NUM_BUCKETS] * _BUCKET_WORDS * _WORD + head[_NUM_RECEIVERS] * _WORD + head[_CONTENTS_BYTES]
         if size != _BUCKETS_AT + planned or head[_STATE] not in (OPEN, WHOLE, WITHDRAWN):
             raise ValueError(f"{path}: {size} bytes are no control page")
-        return ControlPage(path, memory)
+        return SharedStatus(path, memory)
 
     @property
     def state(self) -> int:
@@ -136,10 +136,10 @@ class ControlPage:
 class Lease:
     """A receiver's hold on an update's bytes: a file beside the control page, locked while the hold lasts."""
 
-    def __init__(self, page: Path, name: str) -> None:
+    def __init__(self, status: Path, name: str) -> None:
         """name: of the receiver, for the sender's errors. Look afterwards that the page was not withdrawn before."""
-        self._path = page.with_name(
-            f"lease-{page.name}.{os.getpid()}.{next(_NUMBER)}.{urllib.parse.quote(name, safe='')}"
+        self._path = status.with_name(
+            f"lease-{status.name}.{os.getpid()}.{next(_NUMBER)}.{urllib.parse.quote(name, safe='')}"
         )
         self._descriptor: int | None = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
@@ -152,16 +152,16 @@ class Lease:
             os.close(descriptor)
 
 
-def lease_holders(page: Path) -> list[str]:
+def lease_holders(status: Path) -> list[str]:
     """Names of the receivers that hold the update of `page`; leases of the dead are removed."""
     names = []
-    for path in sorted(page.parent.glob(f"lease-{page.name}.*")):
+    for path in sorted(status.parent.glob(f"lease-{status.name}.*")):
         try:
             descriptor = try_lock(path)
         except FileNotFoundError:
             continue
         if descriptor is None:
-            pid, _, name = path.name.removeprefix(f"lease-{page.name}.").split(".", 2)
+            pid, _, name = path.name.removeprefix(f"lease-{status.name}.").split(".", 2)
             names.append(f"{urllib.parse.unquote(name)} (pid {pid})")
         else:
             path.unlink(missing_ok=True)

@@ -7,12 +7,12 @@ import socket
 import threading
 from collections.abc import Sequence
 
-from .bounds import worker_name
 from .control_link import Hello, Link, Note, readable
+from .deadline import worker_name
 from .protocol import ReceiverGroup
 
 
-class RollCall:
+class ReceiverTracker:
     """Receivers have ranks from 1 on. Used by one thread, but for `end`."""
 
     def __init__(self, number: int, receivers: Sequence[ReceiverGroup], listener: socket.socket, send_s: float) -> None:

@@ -12,12 +12,12 @@ import torch
 
 from ....codecs.buckets import BucketPlan, expect_all
 from ....codecs.memory import ALIGN
-from .bounds import Bound
+from .deadline import Deadline
 from .protocol import BucketFrame, ReceiverGroup, WeightTransferError, WeightUpdate
 
 
 @dataclass(slots=True)
-class OpenUpdate:
+class SenderUpdate:
     """The update under way."""
 
     number: int
@@ -26,7 +26,7 @@ class OpenUpdate:
     plan: BucketPlan
     receivers: tuple[ReceiverGroup, ...]
     base: int | None
-    bound: Bound | None = None
+    deadline: Deadline | None = None
     """Runs from the first bucket on."""
     num_sent: int = 0
     buffered: int | None = None
@@ -49,7 +49,7 @@ class Sender:
         self.timeout_s = timeout_s
         self._newest: int | None = None
         self._number = 0
-        self._update: OpenUpdate | None = None
+        self._update: SenderUpdate | None = None
         self._closed = False
 
     def begin(
@@ -66,7 +66,7 @@ class Sender:
             raise ValueError(f"weights: got receivers {[group.engine for group in receivers]}, expected each once")
         self.abort("another update was begun")
         self._number += 1
-        update = OpenUpdate(self._number, version, plan, tuple(receivers), base)
+        update = SenderUpdate(self._number, version, plan, tuple(receivers), base)
         update.location = self._begin(update)
         self._newest = version
         self._update = update
@@ -105,7 +105,7 @@ class Sender:
             expect_all(update.plan, range(update.num_sent))
         except ValueError as error:
             self.abort(str(error))
-            raise self._bound(update).error(f"not whole: {error}") from None
+            raise self._deadline(update).error(f"not whole: {error}") from None
         try:
             self._finish(update)
             self._check_ended(update)
@@ -132,47 +132,47 @@ class Sender:
 
     # ------------------------------------------------------------ for subclasses
 
-    def _begin(self, update: OpenUpdate) -> str:
+    def _begin(self, update: SenderUpdate) -> str:
         """Announce. Returns the location."""
         raise NotImplementedError
 
-    def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
+    def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         raise NotImplementedError
 
-    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
+    def _send(self, update: SenderUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
         raise NotImplementedError
 
-    def _finish(self, update: OpenUpdate) -> None:
+    def _finish(self, update: SenderUpdate) -> None:
         raise NotImplementedError
 
-    def _abort(self, update: OpenUpdate, reason: str) -> None:
+    def _abort(self, update: SenderUpdate, reason: str) -> None:
         raise NotImplementedError
 
     def _close(self) -> None:
         raise NotImplementedError
 
-    def _bound(self, update: OpenUpdate) -> Bound:
-        if update.bound is None:
-            update.bound = Bound("sender", update.version, self.timeout_s)
-        return update.bound
+    def _deadline(self, update: SenderUpdate) -> Deadline:
+        if update.deadline is None:
+            update.deadline = Deadline("sender", update.version, self.timeout_s)
+        return update.deadline
 
-    def _check_ended(self, update: OpenUpdate) -> None:
+    def _check_ended(self, update: SenderUpdate) -> None:
         """Raises when the update was aborted meanwhile."""
         if update.ended:
-            raise self._bound(update).error(f"aborted: {update.ended}")
+            raise self._deadline(update).error(f"aborted: {update.ended}")
 
     # ------------------------------------------------------------ inside
 
-    def _expect_open(self) -> OpenUpdate:
+    def _expect_open(self) -> SenderUpdate:
         update = self._update
         if update is None:
             raise ValueError("weights: no update is open, call begin first")
-        self._bound(update)
+        self._deadline(update)
         self._check_ended(update)
         return update
 
-    def _out_of_order(self, update: OpenUpdate, bucket: int) -> WeightTransferError:
-        error = self._bound(update).error(f"got bucket {bucket}, but bucket {update.num_sent} was never sent")
+    def _out_of_order(self, update: SenderUpdate, bucket: int) -> WeightTransferError:
+        error = self._deadline(update).error(f"got bucket {bucket}, but bucket {update.num_sent} was never sent")
         self.abort(str(error))
         return error
 
@@ -197,26 +197,26 @@ class BackgroundSender(Sender):
         """Writes without a buffer."""
         self._num_payloads = 0
 
-    def _begin(self, update: OpenUpdate) -> str:
+    def _begin(self, update: SenderUpdate) -> str:
         nbytes = max((ALIGN, *update.plan.sizes))
         for write in [*filter(None, self._writes), *self._pending]:
-            write.exception(self._bound(update).left_s)  # of an update that was aborted, and told to who sent it
+            write.exception(self._deadline(update).left_s)  # of an update that was aborted, and told to who sent it
         self._writes = [None for _ in range(_RING)]
         self._pending, self._num_payloads = [], 0
         location = self._thread.submit(self._open, update).result()
         if not self._ring or len(self._ring[0]) < nbytes:
             self._ring = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(_RING)]
-        update.bound = None  # it runs from the first bucket on
+        update.deadline = None  # it runs from the first bucket on
         return location
 
-    def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
+    def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         number = self._num_payloads % _RING
         if nbytes > len(self._ring[number]):
             raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, the largest bucket is smaller")
         self._await(update, self._writes[number], f"no room for bucket {bucket}: an earlier one is being written")
         return self._ring[number][:nbytes]
 
-    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
+    def _send(self, update: SenderUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
         if frame.nbytes:
             number = self._num_payloads % _RING
             payload = self._ring[number][: frame.nbytes]
@@ -225,12 +225,12 @@ class BackgroundSender(Sender):
         else:
             self._pending.append(self._thread.submit(self._write_open, update, frame, self._ring[0][:0]))
 
-    def _finish(self, update: OpenUpdate) -> None:
+    def _finish(self, update: SenderUpdate) -> None:
         for write in [*self._writes, *self._pending]:
             self._await(update, write, "the last buckets are being written")
         self._await(update, self._thread.submit(self._complete, update), "the version is being completed")
 
-    def _abort(self, update: OpenUpdate, reason: str) -> None:
+    def _abort(self, update: SenderUpdate, reason: str) -> None:
         self._thread.submit(self._withdraw, update, reason)
 
     def _close(self) -> None:
@@ -238,41 +238,41 @@ class BackgroundSender(Sender):
         self._thread.shutdown(wait=True)
         self._ring = []
 
-    def _await(self, update: OpenUpdate, write: Future[Any] | None, what: str) -> None:
+    def _await(self, update: SenderUpdate, write: Future[Any] | None, what: str) -> None:
         """Until it is over; raises what it raised."""
-        bound = self._bound(update)
+        deadline = self._deadline(update)
         while write is not None:
             self._check_ended(update)
             try:
-                return write.result(min(_SLICE_S, bound.left_s))
+                return write.result(min(_SLICE_S, deadline.left_s))
             except FutureTimeout:
                 if write.done():  # the write itself has raised one
                     raise
-                if not bound.left_s:
-                    raise bound.error(what) from None
+                if not deadline.left_s:
+                    raise deadline.error(what) from None
         self._check_ended(update)
 
-    def _write_open(self, update: OpenUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
+    def _write_open(self, update: SenderUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
         if not update.ended:
             self._write(update, frame, payload)
 
-    def _failed(self, update: OpenUpdate, what: str, error: Exception) -> WeightTransferError:
-        return self._bound(update).error(f"{what}: {error}")
+    def _failed(self, update: SenderUpdate, what: str, error: Exception) -> WeightTransferError:
+        return self._deadline(update).error(f"{what}: {error}")
 
     # ------------------------------------------------------------ for subclasses
 
-    def _open(self, update: OpenUpdate) -> str:
+    def _open(self, update: SenderUpdate) -> str:
         """Make room and publish the plan. Returns the location."""
         raise NotImplementedError
 
-    def _write(self, update: OpenUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
+    def _write(self, update: SenderUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
         raise NotImplementedError
 
-    def _complete(self, update: OpenUpdate) -> None:
+    def _complete(self, update: SenderUpdate) -> None:
         """All buckets are written: make the version whole."""
         raise NotImplementedError
 
-    def _withdraw(self, update: OpenUpdate, reason: str) -> None:
+    def _withdraw(self, update: SenderUpdate, reason: str) -> None:
         raise NotImplementedError
 
     def _remove_all(self) -> None:
