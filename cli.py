@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from .codecs.imports import MissingExtra
 from .trainers.errors import ConfigError, UserError
 from .version import __version__
 
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.command(arguments)
     except ConfigError as error:
         return _mistake(error.problems)
-    except UserError as error:
+    except (UserError, MissingExtra) as error:
         return _mistake([str(error)])
     except KeyboardInterrupt:
         print("headrace: interrupted", file=sys.stderr)
@@ -84,7 +85,9 @@ def _train(arguments: argparse.Namespace) -> int:
     config = with_run_dir(config)
     if arguments.dry_run:
         from .trainers.run.dry_run import describe
+        from .trainers.run.extras import check_extras
 
+        check_extras(config)
         print(resolved_yaml(config))
         print(describe(config))
         return DONE

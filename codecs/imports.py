@@ -1,9 +1,20 @@
-"""Imports the objects that users name by a path `package.module:name`."""
+"""Imports users' objects by their `package.module:name` paths, and names the extra of a package that is missing."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
+
+
+class MissingExtra(ValueError):
+    """An optional package is not installed; the one sentence names the extra of Headrace that installs it."""
+
+    def __init__(self, package: str, needed_by: str, extra: str) -> None:
+        self.parts = (package, needed_by, extra)
+        super().__init__(f"{needed_by} needs {package}, which is not installed: pip install 'headrace[{extra}]'")
+
+    def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str, str]]:
+        return MissingExtra, self.parts
 
 
 def import_object(path: str, what: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...codecs.imports import MissingExtra
 from ..engines.tokenizer import encode_prompts
 from ..protocols import Prompt, PromptRow, PromptSource
 from .config import DataConfig
@@ -216,8 +217,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def _load_dataset(source: str, path: Path, split: str) -> Any:
-    import datasets  # seconds to import, and most runs need none
-
+    try:
+        import datasets  # seconds to import, and most runs need none
+    except ModuleNotFoundError:
+        raise MissingExtra("datasets", f"data: the dataset {source!r}", "datasets") from None
     try:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             loaded = datasets.load_from_disk(str(path))

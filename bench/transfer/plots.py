@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from ...codecs.imports import MissingExtra
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
+except ModuleNotFoundError:
+    raise MissingExtra("matplotlib", "a benchmark's report", "report") from None
 
 from .contenders import CHECKSUMMED
 from .results import PAIRED, Result

@@ -26,10 +26,16 @@ from typing import Any
 
 import numpy as np
 import ray
-import transfer_queue.storage.simple_storage as tq_storage
-import zmq
 from ray.exceptions import RayError
-from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, create_zmq_socket, format_zmq_address
+
+from ...codecs.imports import MissingExtra
+
+try:
+    import transfer_queue.storage.simple_storage as tq_storage
+    import zmq
+    from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, create_zmq_socket, format_zmq_address
+except ModuleNotFoundError:
+    raise MissingExtra("TransferQueue", "dataplane.store.kind='simple'", "transferqueue") from None
 
 from ..block_store import StoreSpec, Want
 from ..errors import RowsCleared, StoreLost

@@ -17,10 +17,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...codecs.imports import MissingExtra
+
 FINISHED = "finished"
 RESUMED = "resumed"
 """Names of events: lines that report something other than a step."""
 ELAPSED = "time/elapsed_s"
+Record = dict[str, Any]
+"""A line of metrics.jsonl."""
 
 
 def time_split(record: Mapping[str, float | None]) -> dict[str, float]:
@@ -51,13 +55,15 @@ class MetricsWriter:
     def __init__(self, path: str | os.PathLike[str], tensorboard_dir: str | os.PathLike[str] | None = None) -> None:
         """Continues a file that is there. `tensorboard_dir` None: no TensorBoard events (and no import of torch)."""
         self._start = time.monotonic()
-        self._file = open(path, "ab")  # noqa: SIM115 - open for the run's life
-        _drop_torn_line(Path(path))
         self._board = None
         if tensorboard_dir is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ModuleNotFoundError:
+                raise MissingExtra("tensorboard", "logging.tensorboard=true", "report") from None
             self._board = SummaryWriter(str(tensorboard_dir), flush_secs=10)
+        self._file = open(path, "ab")  # noqa: SIM115 - open for the run's life
+        _drop_torn_line(Path(path))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One line for `step`. Values are numbers (also numpy or torch scalars) or None; NaN and infinity become null.

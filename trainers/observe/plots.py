@@ -7,16 +7,18 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from ...codecs.imports import MissingExtra
 
-from .metrics import time_split
+try:
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+except ModuleNotFoundError:
+    raise MissingExtra("matplotlib", "report.html", "report") from None
 
-Record = dict[str, Any]
+from .metrics import Record, time_split
 
 # matplotlib draws with these stand-ins; in the SVG they become CSS variables, so that a plot follows the page's theme.
 _STAND_INS = {

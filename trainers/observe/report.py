@@ -8,13 +8,15 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from ..errors import UserError
-from .metrics import ELAPSED, FINISHED, read_metrics
-from .plots import Plot, Record, all_plots
+from .metrics import ELAPSED, FINISHED, Record, read_metrics
+
+if TYPE_CHECKING:
+    from .plots import Plot
 
 # ---------------- The report's HTML page, a string.Template: layout and colours, light and dark.
 
@@ -139,6 +141,8 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
 def render(records: Sequence[Record], events: Sequence[Record], config_text: str, *, title: str) -> str:
     """The page's HTML. `config_text` is the resolved config.yaml, "" when there is none."""
+    from .plots import all_plots  # matplotlib is slow to import, and an extra
+
     config = yaml.safe_load(config_text) or {}
     num_steps = _at(config, "algorithm.steps")
     steps = max((record["step"] for record in records), default=0)

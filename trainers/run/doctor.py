@@ -76,7 +76,7 @@ PROBES = (
     Probe("store", "local", ("headrace.dataplane.stores.local",)),
     Probe("store", "shm", ("headrace.dataplane.stores.shared_memory",)),
     Probe("store", "ray", ("headrace.dataplane.stores.ray_objects", "ray")),
-    Probe("store", "simple", ("headrace.dataplane.stores.simple", "transfer_queue")),
+    Probe("store", "simple", ("headrace.dataplane.stores.simple", "transfer_queue"), "transferqueue"),
     Probe("store", "mooncake", ("mooncake.store",), "mooncake"),
     Probe("engine", "hf", ("headrace.actors.engines.hf.engine", "torch", "transformers")),
     Probe("engine", "scripted", ("headrace.actors.engines.scripted",)),

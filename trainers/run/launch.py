@@ -35,6 +35,7 @@ from ..observe.trace import Tracer
 from ..supervision.cleanup import remove_shared_memory
 from ..supervision.heartbeat import Heartbeat
 from ..supervision.report import read_actors, write_actors
+from .extras import check_extras
 from .restarts import lost_only_workers, lost_process
 from .under_watchdog import WatchdogProcess, under_watchdog
 
@@ -54,6 +55,7 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
     problems = contradictions(config)  # a config that was built in Python has not been checked by the loader
     if problems:
         raise ConfigError(problems)
+    check_extras(config)
     with RunFolder(config, resume=resume) as folder, PrometheusEndpoint(config, folder.path) as endpoint:
         steps = config.algorithm.steps
         with (
