@@ -145,24 +145,22 @@ class Operations:
         put, blocks = yield Work(prepare)
         if not names:
             return Moved(_empty_receipt(partition, schema, put.fields), 0)
-        rows = requests.Rows.of(put)
         space, given_back = self._credit.take(put.nbytes, len(blocks))
         if space is not None:
-            written = yield from self._write(put, rows, blocks, space, deadline, credit=True)
+            written = yield from self._write(put, blocks, space, deadline, credit=True)
             if written is not None:
                 return Moved(written.receipt(put, schema), put.value_bytes)
             _logger.debug("%s: the directory took the credit of a put back; it is written again", self.label)
         remaining = max(0.0, deadline - time.monotonic())
-        reply = yield Ask("reserve", requests.encode(requests.Reserve(rows, remaining, given_back)), remaining)
+        reply = yield Ask("reserve", requests.encode(requests.Reserve(put, remaining, given_back)), remaining)
         space = messages.decode(reply, requests.Space)
-        written = yield from self._write(put, rows, blocks, space, deadline, credit=False)
+        written = yield from self._write(put, blocks, space, deadline, credit=False)
         assert written is not None, "only credit can be revoked"
         return Moved(written.receipt(put, schema), put.value_bytes)
 
     def _write(
         self,
         put: PutRows,
-        rows: requests.Rows,
         blocks: list[EncodedBlock],
         space: requests.Space,
         deadline: float,
@@ -179,7 +177,7 @@ class Operations:
                 if credit:  # revoked while it was being written
                     return None
                 raise
-            commit = requests.Commit(space.space_id, credit, rows, locations, *self._credit.next_request())
+            commit = requests.Commit(space.space_id, credit, put, locations, *self._credit.next_request())
             reply = yield Ask("commit", requests.encode(commit), max(0.0, deadline - time.monotonic()))
             written = None if reply == requests.REVOKED else messages.decode(reply, requests.Written)
         except BaseException:
@@ -188,7 +186,7 @@ class Operations:
         if written is None:
             return None
         self._credit.add(written.next_space)
-        return written.committed(put, locations)
+        return written.committed
 
     def close(self) -> Steps[None]:
         """Give back the space that was granted ahead, then close the store."""

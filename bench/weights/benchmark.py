@@ -26,6 +26,7 @@ from rich.table import Table
 from ...actors.weights.config import SyncConfig
 from ...actors.weights.transports.factory import TRANSPORT_KINDS
 from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig
+from ...codecs.integers import ceil_div
 from ...dataplane.config import DataPlaneConfig, StoreConfig
 from ...dataplane.factory import open_data_plane
 from ...dataplane.handle import DataPlaneHandle
@@ -298,7 +299,7 @@ def _peers(case: WeightCase, nbytes: int, options: WeightOptions, folder: Path) 
                 object_store_mib=MIN_OBJECT_STORE_MIB,
             )
             stack.callback(cluster.close)
-            capacity = -(-3 * nbytes >> 20) + 64
+            capacity = ceil_div(3 * nbytes, 1 << 20) + 64
             store = StoreConfig.model_validate({"kind": "shm", "capacity_mib": capacity})
             plane = stack.enter_context(open_data_plane(DataPlaneConfig(store=store), run_id=run_id)).handle
         weights = folder / "weights"

@@ -390,8 +390,8 @@ def _committed(part: Partition, put: PutRows, rows: np.ndarray, first_id: int, l
     return Committed(
         first_id,
         tuple(locations),
-        np.maximum(part.rows.lengths[rows], 0).astype(np.int64) if put.lengths is None else put.lengths,
-        part.rows.versions[rows] if put.versions is None else put.versions,
+        np.maximum(part.rows.lengths[rows], 0).astype(np.int64) if put.lengths is None else None,
+        part.rows.versions[rows] if put.versions is None else None,
         part.groups.numbers[part.rows.groups[rows]],
         others,
     )

@@ -114,14 +114,14 @@ class PutRows:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Tells a writer what became of its put; together with `PutRows` it makes a receipt."""
+    """Tells a writer what it does not know of its put; together with `PutRows` it makes a receipt."""
 
     first_block_id: int
     locations: tuple[bytes, ...]
-    lengths: np.ndarray
-    """Number of tokens of each row after the put, int64 `[N]`; 0 for rows that have no PER_TOKEN field yet."""
-    versions: np.ndarray
-    """Version of each row, int64 `[N]`."""
+    lengths: np.ndarray | None
+    """Number of tokens of each row, int64 `[N]`, 0 for rows without; None when the put itself gives them."""
+    versions: np.ndarray | None
+    """Version of each row, int64 `[N]`; None when the put itself gives them."""
     groups: np.ndarray
     """Number of each row's group, int64 `[N]`."""
     tags: dict[str, np.ndarray]
@@ -129,6 +129,9 @@ class Committed:
 
     def receipt(self, put: PutRows, schema: Schema) -> KVBatchMeta:
         """Make the receipt that reads just the fields put."""
+        lengths = put.lengths if self.lengths is None else self.lengths
+        versions = put.versions if self.versions is None else self.versions
+        assert lengths is not None and versions is not None
         rows = np.array([layout.num_rows for layout in put.layouts])
         first = np.repeat(np.cumsum(rows) - rows, rows)
         start = np.zeros(len(first), dtype=np.int64)
@@ -142,8 +145,8 @@ class Committed:
             put.partition,
             tuple(put.keys),
             put.fields,
-            self.lengths,
-            self.versions,
+            lengths,
+            versions,
             self.groups,
             {**self.tags, **put.tags},
             tuple(BlockRef(*item) for item in zip(ids, self.locations, put.layouts, strict=True)),

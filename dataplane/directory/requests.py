@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ...codecs import messages
-from ...codecs.blocks import BlockLayout
 from ...codecs.schema import Schema
 from .. import errors
-from ..compact import pack_ints, pack_keys, unpack_ints, unpack_keys
 from .directory import Outcome
-from .partition import ClaimRows, Committed, Grouping, PutRows
+from .partition import ClaimRows, Committed, PutRows
 from .samplers import TaskConfig
 
 
@@ -34,69 +31,10 @@ class Describe:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Packs `PutRows` into few bytes."""
-
-    partition: str
-    keys: bytes
-    fields: tuple[str, ...]
-    lengths: bytes | None
-    versions: bytes | None
-    group_names: bytes | None
-    """Names of the groups, packed; None when each key is a group of its own, named after it."""
-    group_index: bytes
-    groups_given: bool
-    tags: dict[str, np.ndarray]
-    block_fields: tuple[str, ...]
-    blocks: tuple[tuple[int, int, tuple[int, ...]], ...]
-    """Numbers of rows and tokens, and the bytes of each part, of each block."""
-    replace: bool
-    writer: str
-
-    @staticmethod
-    def of(put: PutRows) -> Rows:
-        derived = not put.groups.given and len(put.groups.names) == len(put.keys)
-        return Rows(
-            put.partition,
-            pack_keys(put.keys),
-            put.fields,
-            None if put.lengths is None else pack_ints(put.lengths),
-            None if put.versions is None else pack_ints(put.versions),
-            None if derived else pack_keys(put.groups.names),
-            b"" if derived else pack_ints(put.groups.index),
-            put.groups.given,
-            dict(put.tags),
-            put.layouts[0].fields,
-            tuple((at.num_rows, at.num_tokens, at.part_bytes) for at in put.layouts),
-            put.replace,
-            put.writer,
-        )
-
-    def put(self) -> PutRows:
-        keys = unpack_keys(self.keys)
-        if self.group_names is None:
-            groups = Grouping.of(keys, None)
-        else:
-            groups = Grouping(unpack_keys(self.group_names), unpack_ints(self.group_index), self.groups_given)
-        return PutRows(
-            self.partition,
-            keys,
-            self.fields,
-            None if self.lengths is None else unpack_ints(self.lengths),
-            None if self.versions is None else unpack_ints(self.versions),
-            groups,
-            self.tags,
-            tuple(BlockLayout(self.block_fields, *block) for block in self.blocks),
-            self.replace,
-            self.writer,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Reserve:
     """Checks rows and waits for space for at most `timeout_s`. Answered by `Space`."""
 
-    rows: Rows
+    put: PutRows
     timeout_s: float
     given_back: tuple[int, ...]
     """Ids of spaces that the writer does not need."""
@@ -123,7 +61,7 @@ class Commit:
     space_id: int
     credit: bool
     """Whether the space was granted with the reply to an earlier put."""
-    rows: Rows
+    put: PutRows
     locations: tuple[bytes, ...] | None
     """Location of each block; None when the space has a location."""
     next_bytes: int
@@ -133,36 +71,11 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Packs those parts of `Committed` that the writer does not know."""
+    """Confirms a put."""
 
-    first_block_id: int
-    locations: tuple[bytes, ...] | None
-    lengths: bytes | None
-    versions: bytes | None
-    groups: bytes
-    tags: dict[str, np.ndarray]
+    committed: Committed
     next_space: Space | None
     """Credit for the next put, unless another writer needs the space before."""
-
-    @staticmethod
-    def of(committed: Committed, request: Commit, next_space: Space | None) -> Written:
-        return Written(
-            committed.first_block_id,
-            None if request.locations is not None else committed.locations,
-            None if request.rows.lengths is not None else pack_ints(committed.lengths),
-            None if request.rows.versions is not None else pack_ints(committed.versions),
-            pack_ints(committed.groups),
-            committed.tags,
-            next_space,
-        )
-
-    def committed(self, put: PutRows, locations: tuple[bytes, ...] | None) -> Committed:
-        """Unpack. `locations` are those that the writer knows."""
-        found = self.locations if locations is None else locations
-        lengths = put.lengths if self.lengths is None else unpack_ints(self.lengths)
-        versions = put.versions if self.versions is None else unpack_ints(self.versions)
-        assert found is not None and lengths is not None and versions is not None
-        return Committed(self.first_block_id, found, lengths, versions, unpack_ints(self.groups), self.tags)
 
 
 @dataclass(frozen=True, slots=True)

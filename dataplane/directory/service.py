@@ -23,7 +23,7 @@ from typing import Any
 
 from ...codecs import messages
 from ..block_store import Serving, StoreHost
-from ..compact import pack_keys
+from ..compact import pack_keys, unpack_keys
 from ..config import DataPlaneConfig
 from ..errors import CapacityExceeded, ClaimTimeout, DataPlaneError, DataPlaneTimeout, DirectoryLost
 from . import requests
@@ -158,7 +158,7 @@ class DirectoryService:
 
     def _reserve(self, payload: bytes) -> Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Reserve)
-        put = request.rows.put()
+        put = request.put
         given_back = [self._directory.abort(space_id) for space_id in request.given_back]
         self._store.take_back([item for item in given_back if item is not None])
         self._directory.check(put)
@@ -213,28 +213,28 @@ class DirectoryService:
 
     def _commit(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Commit)
-        put = request.rows.put()
         if self._store.is_remote:
-            return self._commit_later(request, put)
-        body, freed = self._commit_now(request, put)
+            return self._commit_later(request)
+        body, freed = self._commit_now(request)
         self._store.free(freed)
         return body
 
-    async def _commit_later(self, request: requests.Commit, put: PutRows) -> bytes:
+    async def _commit_later(self, request: requests.Commit) -> bytes:
         reservation = self._directory.find_reservation(request.space_id)
         if reservation is not None:
-            await self._store.count(reservation, [layout.nbytes for layout in put.layouts])
-        body, freed = self._commit_now(request, put)
+            await self._store.count(reservation, [layout.nbytes for layout in request.put.layouts])
+        body, freed = self._commit_now(request)
         await self._free(freed)
         return body
 
-    def _commit_now(self, request: requests.Commit, put: PutRows) -> tuple[bytes, list[FreedBlock]]:
+    def _commit_now(self, request: requests.Commit) -> tuple[bytes, list[FreedBlock]]:
         if request.credit and self._directory.find_reservation(request.space_id) is None:
             return requests.REVOKED, []
+        put = request.put
         committed, freed = self._directory.commit(request.space_id, put, self._store.locate(request.locations))
         self._ready_pulse(put.partition).fire()
         credit = self._grant(put.writer, request.next_bytes, request.next_blocks)
-        return messages.encode(requests.Written.of(committed, request, credit and _space(credit))), freed
+        return messages.encode(requests.Written(committed, credit and _space(credit))), freed
 
     def _grant(self, writer: str, nbytes: int, num_blocks: int) -> Reservation | None:
         """Grant credit for the writer's next put, unless somebody waits for space."""
@@ -256,7 +256,7 @@ class DirectoryService:
 
     def _lookup(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Lookup)
-        keys = requests.unpack_keys(request.keys)
+        keys = unpack_keys(request.keys)
         return self._directory.lookup(request.partition, keys, request.fields).to_bytes()
 
     def _claim(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
@@ -285,7 +285,7 @@ class DirectoryService:
 
     def _release(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Release)
-        keys = requests.unpack_keys(request.keys)
+        keys = unpack_keys(request.keys)
         try:
             self._directory.release(request.partition, request.task, request.lease_id, keys, request.outcome)
         finally:
@@ -294,7 +294,7 @@ class DirectoryService:
 
     def _clear(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Clear)
-        keys = None if request.keys is None else requests.unpack_keys(request.keys)
+        keys = None if request.keys is None else unpack_keys(request.keys)
         count, freed = self._directory.clear(request.partition, keys)
         return self._cleared(request.partition, messages.encode(count), freed)
 

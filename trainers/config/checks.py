@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ...codecs.integers import ceil_div, round_up
 from ...dataplane.topology import Topology
 from .config import Config
 
@@ -43,7 +44,7 @@ def capacity_problems(config: Config) -> list[str]:
     if needed <= capacity << 20:
         return []
     return [
-        f"dataplane.store.capacity_mib: got {capacity}, expected at least {-(-needed >> 20)}: "
+        f"dataplane.store.capacity_mib: got {capacity}, expected at least {ceil_div(needed, 1 << 20)}: "
         f"{math.ceil(config.rows_per_step * steps_in_store(config))} rows of up to "
         f"{config.data.max_prompt_tokens + config.rollout.max_new_tokens} tokens"
     ]
@@ -67,7 +68,7 @@ def size_problems(config: Config) -> list[str]:
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     multiple = Topology(dp=1, tp=config.trainer.tp, cp=config.trainer.cp).pad_multiple
-    padded = -(-longest // multiple) * multiple
+    padded = round_up(longest, multiple)
     if config.trainer.tokens_per_microbatch < padded:
         rounded = f", rounded up to a multiple of {multiple}" if padded > longest else ""
         problems.append(
