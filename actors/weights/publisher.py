@@ -1,8 +1,8 @@
-"""The publishing end of weight updates on train rank 0: announces versions, streams them out, keeps what comes again.
+"""`WeightPublisher` on train rank 0 announces versions of the weights, sends them, and keeps copies to send again.
 
-main thread     open -> publish(weights())             gather, fill, send; into the cache, if there is one
-any thread      open(cached=True) -> publish_cached    from the cache, while training goes on; no gather
-any thread      abort
+main thread     open -> publish(weights())             gathers, fills and sends; also fills the cache, if there is one
+any thread      open(cached=True) -> publish_cached    sends from the cache without a gather, while training goes on
+any thread      abort                                  ends the open update
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .transports.protocol import ReceiverGroup, WeightSender, WeightTransferErro
 from .views import BucketViews
 
 WeightSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""As `TrainBackend.weight_specs`."""
+"""Dtype and shape of each weight by name, as `TrainBackend.weight_specs` returns them."""
 
 
 class WeightPublisher:
@@ -33,7 +33,10 @@ class WeightPublisher:
     """
 
     def __init__(self, sender: WeightSender, config: SyncConfig, bucket_bytes: int) -> None:
-        """Owns `sender`: `close` closes it. bucket_bytes: the largest bucket, a multiple of 64; two are in flight."""
+        """Take over `sender`, which `close` closes.
+
+        bucket_bytes: size of a bucket in bytes, a multiple of 64. Two buckets are in flight at a time.
+        """
         self._sender = sender
         self._config = config
         self._bucket_bytes = bucket_bytes
@@ -42,16 +45,16 @@ class WeightPublisher:
             self._cache = BucketCache(config.timeout_s)
         self._lock = threading.Lock()
         self._task = ""
-        """What the lock is held for, for errors."""
+        """Work that the lock is held for, named in errors."""
         self._opened: Publication | None = None
         self._planned: tuple[list[tuple[str, tuple[torch.dtype, tuple[int, ...]]]], BucketPlan] | None = None
-        """The last plan, which most updates use again, and what it is of."""
+        """Specs and plan of the last update, which most updates use again."""
         self._views = BucketViews()
         self._finished: WeightUpdate | None = None
-        """The newest version that the sender has finished."""
+        """Newest update that the sender has finished; None before the first."""
 
     def reserve(self, specs: WeightSpecs) -> None:
-        """Take the host memory that this model needs now. Raises ValueError when that is too much."""
+        """Take all the host memory that this model needs. Raises ValueError when that is too much."""
         if self._cache is not None:
             self._cache.reserve(self._plan(specs))
 
@@ -64,12 +67,13 @@ class WeightPublisher:
         base: int | None = None,
         cached: bool = False,
     ) -> WeightUpdate:
-        """Announce `version`. Returns at once, but for another thread's turn.
+        """Announce `version`. Returns at once, unless another thread is publishing.
 
-        base: what all `receivers` serve. With `delta`, and when it is the newest version in the cache, the update is
-        told as what differs from it, else whole. cached: `version` was published before and is to be sent again, whole;
-        a lasting sender that has it whole is not asked to, it is only announced to other receivers.
-        Raises what `WeightSender.begin` raises, and ValueError for a version that is to be cached and is not.
+        base: version that all `receivers` serve. With `delta`, and when it is the newest version in the cache, only the
+        difference from it is sent. cached: whether `version`, published before, is to be sent again whole. A lasting
+        sender that still has it whole sends nothing; the version is only announced to other receivers.
+
+        Raises what `WeightSender.begin` raises, and ValueError for a cached version that the cache does not hold.
         """
         with self._turn(f"open version {version}"):
             self._opened = None
@@ -81,7 +85,7 @@ class WeightPublisher:
                 if self._cache is not None:
                     self._cache.reserve(plan)
                 if self._finished is not None and self._finished.version == version:
-                    self._finished = None  # begun again, it is not whole before it is finished again
+                    self._finished = None  # a version that is begun again is not whole before it is finished again
                 used = None if cached else self._base(base, plan)
                 opened = Publication(self._sender.begin(version, plan, receivers, used), plan, cached)
             self._opened = opened
@@ -90,11 +94,12 @@ class WeightPublisher:
     def publish(self, update: WeightUpdate, weights: Iterator[tuple[str, torch.Tensor]]) -> SendReport:
         """Send `weights` (whole tensors in the order, dtypes and shapes of the specs) as the open `update`.
 
-        Whatever happens, `weights` is exhausted, as siblings take part in gathering them. When the sender fails, the
-        version still becomes whole in the cache, if there is one, before the error is raised: it can then be sent to
-        the remaining receivers without another gather.
+        Whatever happens, `weights` is exhausted, because the other ranks take part in gathering them. When the sender
+        fails, the version still becomes whole in the cache, if there is one, before the error is raised, so that it can
+        be sent to the remaining receivers without another gather.
+
         Raises WeightTransferError or OSError from the sender, ValueError for weights that are not as planned and for an
-        update that is not open; receivers are told.
+        update that is not open. Receivers learn of the failure.
         """
         gather = _Timed(weights)
         try:
@@ -110,7 +115,7 @@ class WeightPublisher:
                 pass
 
     def publish_cached(self, update: WeightUpdate) -> SendReport:
-        """Send the open `update` from the cache; nothing, when a lasting sender has the version whole.
+        """Send the open `update` from the cache, or nothing when a lasting sender still has the version whole.
 
         Raises WeightTransferError or OSError from the sender, ValueError for an update that is not open with `cached`.
         """
@@ -125,15 +130,18 @@ class WeightPublisher:
             return stream.report(0.0)
 
     def abort(self, reason: str) -> None:
-        """End the open update, if there is one: whoever publishes it raises WeightTransferError with `reason`, and so
-        do its receivers. Idempotent; legal from any thread, at any time."""
+        """End the open update, if there is one.
+
+        Its publisher and its receivers raise WeightTransferError with `reason`. Idempotent; legal from any thread, at
+        any time.
+        """
         opened = self._opened
         if opened is not None and not opened.there:
             opened.aborted = reason
             self._sender.abort(reason)
 
     def close(self) -> None:
-        """Give memory back and remove what was published. Idempotent."""
+        """Free memory and remove all that was published. Idempotent."""
         self.abort("the trainer closes")
         try:
             with self._turn("close"):
@@ -152,7 +160,7 @@ class WeightPublisher:
         return self._planned[1]
 
     def _has_whole(self, version: int) -> bool:
-        """Whether `version` can be read from the sender now by who has nothing."""
+        """Tell whether a receiver that has no earlier version can read `version` from the sender now."""
         finished = self._finished
         return self._sender.lasting and finished is not None and finished.version == version and finished.base is None
 
@@ -174,7 +182,7 @@ class WeightPublisher:
 
     @contextmanager
     def _publishing(self, update: WeightUpdate, *, cached: bool) -> Iterator[Publication]:
-        """The turn of the open update, which is over then: aborted on any exception, else the newest finished."""
+        """Take the turn for the open update; an exception aborts it, otherwise it becomes the newest finished one."""
         with self._turn(f"publish version {update.version}"):
             opened = self._opened
             if opened is None or opened.update != update or opened.cached != cached:
@@ -185,7 +193,7 @@ class WeightPublisher:
                 self._finished = update
             except BaseException as error:
                 self._sender.abort(f"{type(error).__name__}: {error}")
-                self._views.clear()  # the sender may leave its buffers to whoever still reads them
+                self._views.clear()  # the sender may leave its buffers to receivers that still read them
                 raise
             finally:
                 self._opened = None
@@ -206,7 +214,7 @@ class WeightPublisher:
 
 
 class _Timed:
-    """A stream of weights, and how long it let wait."""
+    """Passes weights on, and measures how long it waits for them."""
 
     def __init__(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._weights = weights

@@ -1,11 +1,11 @@
-"""The `collective` transport: payloads by broadcast in a process group of the sender and all receivers.
+"""The `collective` transport broadcasts payloads in a process group of the sender and all receivers.
 
     sender    begin, listen ----> all here -> start, group | frame, broadcast, frame, broadcast ... end -> all done
     receiver  connect, hello ---> |           start, group | frame, broadcast, through ...          end -> done
                                                              (on GPUs the digests are broadcast before the end)
 
-What is said goes over a connection per receiver (`control_link`); only payloads are collective. A receiver whose bucket
-is damaged says so and takes the rest, so that the others get theirs. The group is kept while its members stay the same.
+Messages go over one connection per receiver (`control_link`); only payloads are broadcast. A receiver whose bucket is
+damaged reports it and takes the rest, so that the others get theirs. The group is kept while its members stay the same.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .sender import Sender, SenderUpdate
 KIND = "collective"
 _RING = 2
 _START_TICK_S = 5e-5
-"""Between two looks at who has come: all of them wait for the last."""
+"""Seconds between two checks whether all receivers have joined."""
 _SLICE_S = 0.05
-"""How long is waited for one thing before the others are looked at."""
+"""Longest wait in seconds for a broadcast before messages are read again."""
 
 
 class CollectiveSender(Sender):
-    """Rank 0. See WeightSender."""
+    """WeightSender that broadcasts as rank 0 of the group."""
 
     kind = KIND
 
     def __init__(self, host: str, timeout_s: float, device: torch.device, port: int = 0) -> None:
-        """Listens on `host`. port: tried first; 0: any. Raises OSError when it cannot."""
+        """Listen on `host`. port: port to try first; 0 takes any. Raises OSError when listening fails."""
         super().__init__(timeout_s)
         self._host = host
         self._device = device
@@ -53,7 +53,7 @@ class CollectiveSender(Sender):
         self._running: list[Broadcast | None] = [None] * _RING
         self._num_payloads = 0
         self._digests = torch.empty(0, dtype=torch.int64, device=device)
-        """Of the payloads of the open update; on GPUs only."""
+        """Digest of each payload of the open update, int64 `[buckets]`; empty on the CPU."""
 
     def _begin(self, update: SenderUpdate) -> str:
         if self._tracker is not None:
@@ -73,7 +73,7 @@ class CollectiveSender(Sender):
 
     def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         self._start(update)
-        self._look(update, None)  # what receivers have said is lost with their connection, unless it was heard
+        self._look(update, None)  # messages that were not read are lost with their connection
         number = self._num_payloads % _RING
         if nbytes > len(self._ring[number]):
             raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, the largest bucket is smaller")
@@ -92,7 +92,7 @@ class CollectiveSender(Sender):
             except RuntimeError as error:
                 raise self._broken(update, f"bucket {frame.bucket} was not taken", error) from error
             self._num_payloads += 1
-        if frame.nbytes and self._device.type == "cuda":  # while the payload travels
+        if frame.nbytes and self._device.type == "cuda":  # computed while the payload travels
             self._digests[frame.bucket] = as_signed(frame.checksum) if digest is None else digest()
 
     def _finish(self, update: SenderUpdate) -> None:
@@ -127,7 +127,7 @@ class CollectiveSender(Sender):
         self._ring = []
 
     def _deadline(self, update: SenderUpdate) -> Deadline:
-        # Sooner than the receivers' bounds, so that they hear from here what is wrong.
+        # Earlier than the receivers' deadlines, so that they learn from the sender what is wrong.
         if update.deadline is None:
             update.deadline = Deadline("sender", update.version, self.timeout_s - min(1.0, 0.1 * self.timeout_s))
         return update.deadline
@@ -139,7 +139,7 @@ class CollectiveSender(Sender):
         return self._tracker
 
     def _start(self, update: SenderUpdate) -> None:
-        """Once an update: wait until all receivers are here, and be in a group with them."""
+        """Wait until all receivers have joined, and make a group with them; done once per update."""
         if self._started:
             return
         tracker, deadline = self._expect_tracker(), self._deadline(update)
@@ -167,7 +167,7 @@ class CollectiveSender(Sender):
         self._started = True
 
     def _join(self, port: int, name: str, world: int, deadline: Deadline) -> Group:
-        # A client of its own: one that hangs in an earlier group that never came about would hold this one up.
+        # Each group has its own client, because one that hangs in a group that never came about would block this one.
         store = join_store(self._host, port, max(deadline.left_s, 1.0))
         return Group(store, name, 0, world, host=self._host, device=self._device, timeout_s=self.timeout_s)
 
@@ -176,11 +176,11 @@ class CollectiveSender(Sender):
             self._group.leave()
         self._group = None
         if any(self._running):
-            self._ring = []  # it may be read still
+            self._ring = []  # a broadcast may still read the old buffers
         self._running = [None] * _RING
 
     def _look(self, update: SenderUpdate, what: str | None) -> None:
-        """Hear the receivers. Raises when the update was aborted or, unless `what` is None, a receiver is lost."""
+        """Read the receivers' messages. Raises when the update was aborted or, unless `what` is None, one is lost."""
         self._check_ended(update)
         tracker = self._expect_tracker()
         tracker.poll()
@@ -188,7 +188,7 @@ class CollectiveSender(Sender):
             raise self._deadline(update).error(*tracker.blame(what))
 
     def _await(self, update: SenderUpdate, number: int, what: str) -> None:
-        """Until the broadcast out of that buffer is over."""
+        """Wait until the broadcast out of that buffer has ended."""
         running, deadline = self._running[number], self._deadline(update)
         if running is None:
             return
@@ -204,7 +204,7 @@ class CollectiveSender(Sender):
         self._running[number] = None
 
     def _broken(self, update: SenderUpdate, what: str, error: RuntimeError) -> WeightTransferError:
-        """A collective failed: somebody is lost; its connection says who, at once or soon."""
+        """Make the error of a broadcast that failed because a receiver is lost; its connection soon shows which one."""
         tracker, deadline = self._expect_tracker(), self._deadline(update)
         moment = Deadline("sender", update.version, min(1.0, deadline.left_s))
         with contextlib.suppress(WeightTransferError):

@@ -1,4 +1,4 @@
-"""The `collective` transport's receiving end: joins the sender's group, takes broadcasts while it verifies others."""
+"""The receiver of the `collective` transport joins the sender's group and verifies one bucket while another arrives."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .rendezvous import Broadcast, Group, bounded, join_store
 
 _RING = 2
 _SLICE_S = 0.05
-"""How long is waited for one thing before the others are looked at."""
+"""Longest wait in seconds for a broadcast before messages are read again."""
 
 
 class CollectiveReceiver(Receiver):
-    """One of the ranks from 1 on. See WeightReceiver."""
+    """WeightReceiver with a rank from 1 on in the sender's group."""
 
     def __init__(self, engine: str, worker: int, device: torch.device) -> None:
         super().__init__(engine, worker)
@@ -31,7 +31,7 @@ class CollectiveReceiver(Receiver):
         self._ring: list[torch.Tensor] = []
 
     def ring(self, nbytes: int, device: torch.device) -> list[torch.Tensor]:
-        """Two buffers of so many bytes, kept from update to update."""
+        """Return two buffers of at least `nbytes`, which are kept from update to update."""
         if not self._ring or len(self._ring[0]) < nbytes or self._ring[0].device != device:
             self._ring = []
             self._ring = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(_RING)]
@@ -70,7 +70,7 @@ class CollectiveReceiver(Receiver):
         deadline: Deadline,
         notes: deque[Note],
     ) -> None:
-        """notes: what the sender says while the group is made; it may be through with that before this end is."""
+        """Join the sender's group. notes: receives the sender's messages that come before the group is made here."""
         name, _, backend = start.text.partition("|")
         if self.group is not None and self.group.name == name:
             return
@@ -100,13 +100,13 @@ class CollectiveReceiver(Receiver):
         self.group = None
 
     def close(self) -> None:
-        """See the protocol."""
+        """Leave the group and free the buffers. Idempotent."""
         self.leave()
         self._ring = []
 
 
 class CollectiveStream(Stream):
-    """Payloads in a ring of two, or where they are wanted."""
+    """Stream whose payloads come into two buffers in turn, or into the memory that was offered."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class CollectiveStream(Stream):
         notes: deque[Note],
         receiver: CollectiveReceiver,
     ) -> None:
-        """notes: heard before."""
+        """notes: the sender's messages that have come already."""
         assert receiver.group is not None
         super().__init__(update, plan, deadline)
         self._link = link
@@ -129,13 +129,13 @@ class CollectiveStream(Stream):
         self._ring: list[torch.Tensor] = []
         self._num_in_ring = 0
         self._digests_due = False
-        """Whether the sender broadcasts digests before the end, which all have to take part in."""
+        """Whether the sender still has to broadcast its digests, in which all receivers must take part."""
         self._under_way: deque[tuple[BucketFrame, torch.Tensor, Broadcast | None]] = deque()
         self._notes = notes
         self._ended = False
         self._done = False
         self._failure: Exception | None = None
-        """Of reading ahead."""
+        """Error of `read_ahead`, raised by the iteration; None without one."""
 
     def receive_into(self, memory: torch.Tensor) -> None:
         if memory.device == self.device:
@@ -145,7 +145,7 @@ class CollectiveStream(Stream):
         try:
             while not self._ended and len(self._under_way) < _RING:
                 self._begin_next(_RING, wait=True)
-        except Exception as error:  # raised to who iterates
+        except Exception as error:  # raised by the iteration
             self._failure = error
 
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
@@ -157,7 +157,7 @@ class CollectiveStream(Stream):
                 break
             frame, payload, running = self._under_way.popleft()
             self._await(f"bucket {frame.bucket} of {len(self.plan.sizes)}", running)
-            self._begin_next(_RING - 1, wait=False)  # it arrives while this one, whose place it cannot have, is used
+            self._begin_next(_RING - 1, wait=False)  # one more arrives in the other buffer while this one is used
             yield frame, payload
             self._tell(Note("through", number=frame.bucket))
 
@@ -178,7 +178,10 @@ class CollectiveStream(Stream):
         self._done = True
 
     def _begin_next(self, num_places: int, *, wait: bool) -> None:
-        """Begin to receive what the sender has announced, into so many places; wait: for one at least, or the end."""
+        """Start receiving announced buckets until `num_places` are under way.
+
+        wait: whether to wait for at least one announcement, or the end.
+        """
         while not self._ended and len(self._under_way) < num_places:
             self._hear(self.deadline.left_s if wait and not self._notes else 0.0, "waiting for the next bucket")
             if not self._notes:
@@ -192,14 +195,14 @@ class CollectiveStream(Stream):
             wait = False
 
     def _hear(self, wait_s: float, when: str) -> None:
-        """Take in what the sender has said, waiting for a word. Raises when it has ended the update or is lost."""
+        """Read the sender's messages, waiting `wait_s` for the first. Raises when it ended the update or is lost."""
         self.check_open()
         try:
             while (note := next_note(self._link, self.deadline, wait_s, when)) is not None:
                 self._notes.append(note)
                 wait_s = 0.0
         except WeightTransferError:
-            self.check_open()  # the link is also closed here, by another thread
+            self.check_open()  # another thread of this process may have closed the link
             raise
 
     def _receive(self, frame: BucketFrame) -> tuple[BucketFrame, torch.Tensor, Broadcast | None]:
@@ -232,7 +235,7 @@ class CollectiveStream(Stream):
 
     def _broken(self, of: str, error: RuntimeError) -> WeightTransferError:
         reason = str(error).strip().splitlines()[0]
-        try:  # the sender may know better what happened
+        try:  # the sender may know what happened
             self._hear(min(1.0, self.deadline.left_s), f"{of}: {reason}")
         except WeightTransferError as told:
             return told
@@ -246,7 +249,7 @@ class CollectiveStream(Stream):
             raise self.deadline.error(f"the sender is lost: {error}") from error
 
     def give_up(self, error: WeightTransferError) -> None:
-        """The rest is received all the same: the others' copies may come through this process."""
+        """Report the failure, and still receive the rest, as other receivers' copies may come through this process."""
         with contextlib.suppress(WeightTransferError):
             self._tell(Note("failed", str(error)))
             while True:
@@ -261,7 +264,7 @@ class CollectiveStream(Stream):
 
     def _close(self) -> None:
         if not self._done:
-            with contextlib.suppress(OSError):  # then the sender knows
+            with contextlib.suppress(OSError):  # a lost connection tells the sender as well
                 self._link.send(Note("gave up"))
         self._link.close()
         if not self._done and self._receiver.group is self._group:
@@ -269,7 +272,10 @@ class CollectiveStream(Stream):
 
 
 def next_note(link: Link, deadline: Deadline, wait_s: float, when: str) -> Note | None:
-    """What the sender says next; None: nothing in that time. Raises WeightTransferError when it ends the update."""
+    """Return the sender's next message, or None when none comes in `wait_s`.
+
+    Raises WeightTransferError when the sender ends the update or is lost.
+    """
     until = time.monotonic() + wait_s
     while True:
         left_s = min(until - time.monotonic(), deadline.left_s)

@@ -1,13 +1,12 @@
-"""The `ipc` transport's part for GPUs: a ring of the sender's buffers, opened by receivers on any GPU of the host.
+"""The `ipc` transport for GPUs: receivers on any GPU of the host read a ring of two buffers on the sender's GPU.
 
-Bytes go from GPU to GPU (or stay on the one); only frames and counts go through the control page. The same GPU may
-serve both ends, which NCCL refuses.
+Bytes go from GPU to GPU (or stay on one); only frames and counts go through the status file. Both ends may be on the
+same GPU, which NCCL refuses.
 
-    sender     fill b, digest b (queued) ---- done on the GPU -> frame b on the page
-    receiver   frame b -> copy or read b (queued) ------------ done on the GPU -> count b on the page
+    sender     fill b, digest b (queued) ---- done on the GPU -> frame b in the status file
+    receiver   frame b -> copy or read b (queued) ------------ done on the GPU -> count b in the status file
 
-No stream ever waits for another process: that is done by threads, whose waits are bounded, while the GPUs have the
-next bucket's work.
+No CUDA stream ever waits for another process. Threads do, with a deadline, while the GPUs work on the next bucket.
 """
 
 from __future__ import annotations
@@ -31,15 +30,14 @@ from .receiver import bucket_offsets
 from .sender import SenderUpdate
 from .shared_status import Lease, SharedStatus, lease_holders
 
-# ---------------- What the host does when a GPU has come to a point: told by a thread that waits there, for nobody
-# else.
+# ---------------- Calls that the host makes when a CUDA stream has come to an event.
 
 
 class EventCallbacks:
-    """Makes calls in order, each when a stream has done what was queued on it before."""
+    """Makes calls in order from one thread, each when a CUDA stream has done what was queued before it."""
 
     def __init__(self, device: torch.device, name: str) -> None:
-        """name: of the thread, which starts with the first call."""
+        """name: name of the thread, which starts with the first call."""
         self._device = device
         self._name = name
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], torch.cuda.Event] | None] = queue.SimpleQueue()
@@ -47,7 +45,7 @@ class EventCallbacks:
         self._thread: threading.Thread | None = None
 
     def put(self, call: Callable[[], None], stream: torch.cuda.Stream | None = None) -> None:
-        """Make `call`, which must not wait, when `stream` (the current one) has come to here."""
+        """Make `call`, which must not block, when `stream` (by default the current one) has done its present work."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -56,12 +54,12 @@ class EventCallbacks:
         self._calls.put((call, event))
 
     def check(self) -> None:
-        """Raises what the GPU failed with."""
+        """Raise the error that the GPU failed with, if it did."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Return when all calls were made. Idempotent."""
+        """Wait until all calls were made, and end the thread. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._calls.put(None)
@@ -73,22 +71,22 @@ class EventCallbacks:
             try:
                 event.synchronize()
                 call()
-            except RuntimeError as error:  # raised by whoever waits for what does not come
+            except RuntimeError as error:  # `check` raises it
                 self._failure = error
 
 
 RING = 2
 _TICK_S = 2e-5
-"""Between two looks at the page: a bucket takes a few hundred microseconds."""
+"""Seconds between two checks of the status file; a bucket takes a few hundred microseconds."""
 _JOINED = 1
-"""Added to a receiver's count: 0 stands for one that has not joined."""
+"""Number added to a receiver's count, so that 0 stands for a receiver that has not joined."""
 _DIGESTS = 4096
-"""Buckets that there is room for at first."""
+"""Number of buckets that the first array of digests has room for."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    """A buffer for other processes: what torch wants to open it again."""
+    """Handle of a GPU buffer: the values that torch needs to open it in another process."""
 
     handle: bytes
     nbytes: int
@@ -100,10 +98,11 @@ class _Handle:
 
 
 class CudaIpcSender(IpcSenderBase):
-    """Publishes from a GPU. See WeightSender."""
+    """WeightSender that publishes from a GPU to receivers on this host."""
 
     def __init__(self, run_id: str, timeout_s: float, device: torch.device, root: Path = SHARED_MEMORY) -> None:
-        """Raises ValueError when a living sender of the same run has the folder, or the host has no shared memory."""
+        """Make the sender's folder. Raises ValueError when a living sender of the same run has it, or the host has no
+        shared memory."""
         super().__init__(run_id, timeout_s, root)
         self._device = device
         self._ring: list[torch.Tensor] = []
@@ -112,7 +111,7 @@ class CudaIpcSender(IpcSenderBase):
         self._gpu_uuid = ""
         self._status: SharedStatus | None = None
         self._last: list[int | None] = [None] * RING
-        """The bucket that each buffer had last, of the open update."""
+        """Bucket of the open update that each buffer held last; None when it held none."""
         self._num_payloads = 0
         self._outbox = EventCallbacks(device, "headrace-ipc-frames")
 
@@ -168,7 +167,7 @@ class CudaIpcSender(IpcSenderBase):
         super()._close()
 
     def _wait(self, update: SenderUpdate, num_buckets: int) -> None:
-        """Until every receiver is through with that many buckets."""
+        """Wait until every receiver has finished that many buckets."""
         assert self._status is not None
         status, deadline = self._status, self._deadline(update)
         names = [worker_name(group.engine, worker) for group in update.receivers for worker in range(group.num_workers)]
@@ -200,7 +199,10 @@ class CudaIpcSender(IpcSenderBase):
 
 
 class CudaIpcStream(IpcStreamBase):
-    """Payloads are views of the sender's ring; copies, when they are wanted elsewhere or the ring is on another GPU."""
+    """Stream whose payloads are views of the sender's buffers, or copies when they are wanted elsewhere.
+
+    Payloads are always copied when the buffers are on another GPU.
+    """
 
     tick_s = _TICK_S
 
@@ -224,7 +226,7 @@ class CudaIpcStream(IpcStreamBase):
         self._on_other_gpu = contents.gpu_uuid != cache.gpu_uuid
         self._destination: torch.Tensor | None = None
         self._used: list[torch.cuda.Event | None] = [None] * RING
-        """Until when copies of payloads from another GPU are used."""
+        """Event after which each local copy of a payload is no longer used; None before the first use."""
         self._num_payloads = 0
         self._copies = torch.cuda.Stream(self.device)
         self._counting = threading.Lock()
@@ -259,7 +261,7 @@ class CudaIpcStream(IpcStreamBase):
             self._used[number] = _mark(current)
 
     def _target(self, frame: BucketFrame, number: int) -> torch.Tensor | None:
-        """Where the payload is to be copied; None: it is read where it is."""
+        """Return the memory that the payload is copied to; None when it is read where it is."""
         if not frame.nbytes:
             return None
         if self._destination is not None and frame.encoding == "whole":
@@ -270,8 +272,8 @@ class CudaIpcStream(IpcStreamBase):
         return self._cache.local_copy(number)[: frame.nbytes]
 
     def _through(self, bucket: int, stream: torch.cuda.Stream) -> None:
-        """What `stream` has by now been given to do with the sender's bytes of the bucket is all."""
-        if bucket < len(self.plan.sizes) - 1:  # the last counts when the digests were found right: `_confirm`
+        """Count the bucket as finished once `stream` has done its present work, which reads the sender's bytes."""
+        if bucket < len(self.plan.sizes) - 1:  # `_confirm` counts the last one, when the digests were found right
             self._cache.callbacks.put(partial(self._count, bucket + 1), stream)
 
     def _count(self, num_buckets: int) -> None:
@@ -284,7 +286,7 @@ class CudaIpcStream(IpcStreamBase):
         self._cache.callbacks.check()
 
     def _digests(self) -> torch.Tensor:
-        # All are there: the sender publishes a frame after its digest.
+        # All digests are there, because the sender publishes a frame after its digest.
         return self._sent_digests[: len(self.plan.sizes)]
 
     def _confirm(self) -> None:
@@ -292,12 +294,12 @@ class CudaIpcStream(IpcStreamBase):
         super()._confirm()
 
     def _close(self) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(self._copies)  # before its memory is used for other things
+        torch.cuda.current_stream(self.device).wait_stream(self._copies)  # else the memory could be reused too early
         super()._close()
 
 
 class RingCache:
-    """The sender's buffers as this process sees them, kept from update to update."""
+    """Keeps the sender's buffers open in this process from update to update."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -305,12 +307,12 @@ class RingCache:
         self._ring: list[torch.Tensor] = []
         self._local_copies: list[torch.Tensor] = []
         self.callbacks = EventCallbacks(device, "headrace-ipc-counts")
-        """Tells senders what was read."""
+        """Calls that count buckets as finished once the GPU has read them."""
         self.gpu_uuid = ""
-        """Which GPU this process is on."""
+        """UUID of the GPU that this process uses."""
 
     def open(self, handles: tuple[bytes, ...], deadline: Deadline) -> list[torch.Tensor]:
-        """Raises WeightTransferError when they cannot be opened here."""
+        """Open the sender's buffers, or return those that are open. Raises WeightTransferError when that fails."""
         if self._device.type != "cuda":
             raise deadline.error(
                 f"the sender's weights are on a GPU, this engine's on {self._device}: "
@@ -327,7 +329,7 @@ class RingCache:
         return self._ring
 
     def local_copy(self, number: int) -> torch.Tensor:
-        """A buffer of this process, as long as the sender's of this number."""
+        """Return a buffer on this process's GPU, as long as the sender's buffer of this number."""
         if not self._local_copies:
             self._local_copies = [torch.empty_like(buffer) for buffer in self._ring[:RING]]
         return self._local_copies[number]
@@ -341,7 +343,7 @@ class RingCache:
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """What is over when the stream has done what is queued on it now."""
+    """Record an event that is complete when the stream has done its present work."""
     event = torch.cuda.Event()
     event.record(stream)
     return event
@@ -357,7 +359,7 @@ def _export(buffer: torch.Tensor) -> bytes:
 
 
 def _import(data: bytes, device: torch.device) -> torch.Tensor:
-    """The exported buffer; opened under this process's own device, which reads its peer's memory where they differ."""
+    """Open an exported buffer under this process's own device, which reads the other GPU's memory where they differ."""
     found = messages.decode(data, _Handle)
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):

@@ -1,12 +1,12 @@
-"""The `disk` transport: a version as safetensors files in a folder, for hosts that share nothing but a file system.
+"""The `disk` transport writes a version as safetensors files, for hosts that share nothing but a file system.
 
 `{folder}/headrace-{run_id}-weights/`
-  `owner`                       locked while the sender lives
-  `v{version}-{n}/plan`         the plan, a message; there first
-  `v{version}-{n}/bucket-*.safetensors`   one `payload` each, uint8; its frame is the file's metadata
-  `v{version}-{n}/manifest`     when all of them are on the disk
-  `v{version}-{n}/ended`        instead, when it was aborted: why
-Every file appears under its name when it is whole. The last two versions stay.
+  `owner`                       lock file, locked while the sender lives
+  `v{version}-{n}/plan`         encoded plan, written first
+  `v{version}-{n}/bucket-*.safetensors`   one tensor `payload` each, uint8, with the frame in the file's metadata
+  `v{version}-{n}/manifest`     written when all buckets are on the disk
+  `v{version}-{n}/ended`        written instead when the update was aborted, with the reason
+Every file gets its name when it is whole. The last two versions stay.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A version that is whole."""
+    """Contents of the file that marks a version as whole."""
 
     version: int
     frames: tuple[BucketFrame, ...]
 
 
 class DiskSender(BackgroundSender):
-    """Publishes to all that see the folder. See WeightSender."""
+    """WeightSender that publishes to all processes that can read the folder."""
 
     kind = KIND
 
     def __init__(self, folder: str, run_id: str, timeout_s: float) -> None:
-        """Raises ValueError when a living sender of the same run publishes in `folder`."""
+        """Make the sender's folder. Raises ValueError when a living sender of the same run publishes in `folder`."""
         super().__init__(timeout_s)
         self.folder = Path(folder).absolute() / f"{PREFIX}{run_id}-weights"
         self._owner = create_owned_folder(self.folder, run_id)
@@ -94,7 +94,7 @@ class DiskSender(BackgroundSender):
 
     def _withdraw(self, update: SenderUpdate, reason: str) -> None:
         path = Path(update.location)
-        with contextlib.suppress(OSError):  # no room even for that: readers wait their time
+        with contextlib.suppress(OSError):  # without room even for that, readers wait until their deadline
             _write_file(path / "ended", reason.encode())
         for file in [path / "manifest", *path.glob("bucket-*")]:
             file.unlink(missing_ok=True)
@@ -107,7 +107,7 @@ class DiskSender(BackgroundSender):
 
 
 class DiskReceiver(Receiver):
-    """Maps the files. See WeightReceiver."""
+    """WeightReceiver that maps the files into memory."""
 
     def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> Stream:
         path = Path(update.location)
@@ -121,7 +121,7 @@ class DiskReceiver(Receiver):
 
 
 class DiskStream(Stream):
-    """Payloads are the files' pages."""
+    """Stream whose payloads are the mapped files themselves."""
 
     lasting = True
 
@@ -163,11 +163,11 @@ class DiskStream(Stream):
         self.deadline.wait(has_come, lambda: (f"{what} did not come from the sender: no {path}", ()), _TICK_S)
 
     def _close(self) -> None:
-        """Mappings end with the last tensor on them."""
+        """Do nothing: a mapping ends with the last tensor on it."""
 
 
 def bucket_path(folder: Path, bucket: int) -> Path:
-    """Where a bucket is."""
+    """Return the path of a bucket's file."""
     return folder / f"bucket-{bucket:06d}.safetensors"
 
 
@@ -178,7 +178,7 @@ def _gone(path: Path, deadline: Deadline, when: str) -> WeightTransferError:
 
 
 def _header(frame: BucketFrame) -> bytes:
-    """Of a safetensors file with one tensor, `payload`; padded so that the bytes start at a multiple of ALIGN."""
+    """Make the header of a safetensors file with one tensor, `payload`, padded so that its bytes are aligned."""
     told = {name: str(value) for name, value in asdict(frame).items()}
     entry = {"dtype": "U8", "shape": [frame.nbytes], "data_offsets": [0, frame.nbytes]}
     text = json.dumps({"__metadata__": told, "payload": entry}).encode()
@@ -187,7 +187,7 @@ def _header(frame: BucketFrame) -> bytes:
 
 
 def _read_bucket_file(path: Path) -> tuple[BucketFrame, torch.Tensor]:
-    """Raises OSError, and ValueError when it is no such file."""
+    """Map a bucket's file, and return its frame and payload. Raises OSError, and ValueError when it is no such file."""
     with open(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     try:
@@ -195,14 +195,14 @@ def _read_bucket_file(path: Path) -> tuple[BucketFrame, torch.Tensor]:
         told = json.loads(mapping[_LENGTH.size : _LENGTH.size + length])["__metadata__"]
         frame = BucketFrame(int(told["bucket"]), told["encoding"], int(told["nbytes"]), int(told["checksum"]))
     except (KeyError, TypeError, struct.error) as error:
-        raise ValueError(f"no bucket: {error!r}") from error
+        raise ValueError(f"it is not a bucket's file: {error!r}") from error
     if not frame.nbytes:
         return frame, torch.empty(0, dtype=torch.uint8)
     return frame, torch.frombuffer(mapping, dtype=torch.uint8, offset=_LENGTH.size + length)
 
 
 def _write_file(path: Path, *parts: bytes | memoryview) -> None:
-    """On the disk, then under its name."""
+    """Write a file to the disk, and then give it its name."""
     draft = path.with_name(f".{path.name}")
     with open(draft, "wb") as file:
         for part in parts:
@@ -221,5 +221,5 @@ def _sync_folder(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    (path / "manifest").unlink(missing_ok=True)  # first: a reader that looks afterwards knows that it is gone
+    (path / "manifest").unlink(missing_ok=True)  # removed first, so that a reader's last check finds it gone
     shutil.rmtree(path, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""The `ipc` transport: weights through the memory of one host, for trainers and engines that share it.
+"""The `ipc` transport carries weights through the memory of one host, for trainers and engines that share it.
 
-Here its part for CPUs: the last two versions in shared memory, written in turn, each tensor in one piece. Receivers
-verify the bytes and use them where they are; a version that one of them still holds is never overwritten: the sender
-leaves it the memory and takes new.
+This module is its part for CPUs. The last two versions lie in shared memory, written in turn, each tensor in one piece.
+Receivers verify the bytes and use them where they are. A version that a receiver still holds is never overwritten; the
+sender leaves that memory to the receiver and takes new memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .shared_status import WITHDRAWN, Lease, SharedStatus, lease_holders
 
 _SLOTS = 2
 _GRACE_S = 0.2
-"""How long a receiver that still holds an old version is waited for before it is left its memory."""
+"""Seconds that the sender waits for a receiver that still holds an old version, before it leaves the memory to it."""
 _MADV_POPULATE_READ = 22
 
 _log = logging.getLogger(__name__)
@@ -39,27 +39,28 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Slot:
-    """The memory of one version."""
+    """Memory of one version."""
 
     path: Path
     memory: torch.Tensor
-    """uint8, writable; keeps its mapping alive."""
+    """Writable bytes, uint8; keeps the mapping alive."""
     status: SharedStatus | None = None
-    """Of the update that is, or was last, in it."""
+    """Status of the update that is, or was last, in the slot; None before the first."""
 
     @property
     def rank(self) -> int:
-        """The slot of the lowest is written next: one without a readable version, else the older version's."""
+        """Order in which slots are written again: -1 without a readable version, else the version."""
         return -1 if self.status is None or self.status.state == WITHDRAWN else self.status.version
 
 
 class IpcSender(IpcSenderBase):
-    """Publishes to this host's receivers from CPU tensors. See WeightSender."""
+    """WeightSender that publishes CPU tensors to receivers on this host."""
 
     lasting = True
 
     def __init__(self, run_id: str, timeout_s: float, root: Path = SHARED_MEMORY) -> None:
-        """Raises ValueError when a living sender of the same run has the folder, or the host has no shared memory."""
+        """Make the sender's folder. Raises ValueError when a living sender of the same run has it, or the host has no
+        shared memory."""
         super().__init__(run_id, timeout_s, root)
         self._slots: list[_Slot] = []
         self._num_slots = 0
@@ -104,7 +105,7 @@ class IpcSender(IpcSenderBase):
     # ------------------------------------------------------------ memory
 
     def _free_slot(self, update: SenderUpdate, nbytes: int) -> _Slot:
-        """Memory for a version that nobody reads; not among the slots until its update is announced."""
+        """Return memory that nobody reads, for a version; it joins the slots when its update is announced."""
         if len(self._slots) < _SLOTS:
             return self._new_slot(nbytes)
         again = [slot for slot in self._slots if slot.rank == update.version]
@@ -121,7 +122,7 @@ class IpcSender(IpcSenderBase):
         return self._new_slot(nbytes)
 
     def _let_go(self, status: SharedStatus, deadline: Deadline) -> bool:
-        """Wait until no receiver holds the version of `page`. False: one does, after all that time."""
+        """Wait until no receiver holds the version of `status`; returns False when one still does at the deadline."""
         try:
             deadline.wait(lambda: not lease_holders(status.path), lambda: ("held", ()), 1e-3)
         except WeightTransferError:
@@ -129,7 +130,7 @@ class IpcSender(IpcSenderBase):
         return True
 
     def _replaced(self, slot: _Slot, status: SharedStatus, nbytes: int, deadline: Deadline) -> _Slot:
-        """Another slot: the old one's memory is free when the last that holds it lets go or dies."""
+        """Return another slot. The old one's memory is freed when the last receiver releases it or dies."""
         holders = ", ".join(lease_holders(status.path))
         try:
             fresh = self._new_slot(nbytes)
@@ -147,10 +148,10 @@ class IpcSender(IpcSenderBase):
 
     def _new_slot(self, nbytes: int) -> _Slot:
         path = self.folder / f"slot-{self._token}-{self._num_slots}"
-        self._num_slots += 1  # never the same name again, in any process: receivers keep mappings by name
+        self._num_slots += 1  # no name is used twice in any process, because receivers keep mappings by name
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, nbytes)  # lack of room is an error here, not a SIGBUS at a later write
+            os.posix_fallocate(descriptor, 0, nbytes)  # makes lack of room an error here, not a SIGBUS at a later write
             mapping = mmap.mmap(descriptor, nbytes)
         except OSError as error:
             path.unlink()
@@ -161,7 +162,7 @@ class IpcSender(IpcSenderBase):
 
 
 class IpcReceiver(Receiver):
-    """Reads what this host's sender published, from CPU or GPU. See WeightReceiver."""
+    """WeightReceiver of versions that a sender on this host published, from CPU or GPU."""
 
     def __init__(self, engine: str, worker: int, device: torch.device) -> None:
         super().__init__(engine, worker)
@@ -180,12 +181,12 @@ class IpcReceiver(Receiver):
             raise
 
     def close(self) -> None:
-        """See the protocol."""
+        """Release all mappings. Idempotent."""
         self._mappings.clear()
         self._rings.close()
 
     def _map(self, path: Path, nbytes: int, deadline: Deadline) -> torch.Tensor:
-        """The slot, as memory that is copied where somebody writes to it: the sender's stays as it is."""
+        """Map the slot privately: a write copies the page that it hits, and the sender's bytes stay as they are."""
         if path in self._mappings:
             self._mappings.move_to_end(path)
             return self._mappings[path]
@@ -200,7 +201,7 @@ class IpcReceiver(Receiver):
                 os.close(descriptor)
         except OSError as error:
             raise deadline.error(f"{path} cannot be mapped: {error}") from error
-        with contextlib.suppress(OSError):  # an older kernel: then every 64 KiB costs a page fault once
+        with contextlib.suppress(OSError):  # on an older kernel every 64 KiB costs one page fault instead
             mapping.madvise(_MADV_POPULATE_READ)
         self._mappings[path] = torch.frombuffer(mapping, dtype=torch.uint8)
         while len(self._mappings) > _SLOTS:
@@ -209,7 +210,7 @@ class IpcReceiver(Receiver):
 
 
 class HostStream(IpcStreamBase):
-    """A version in shared memory: payloads are the sender's own bytes, not copied."""
+    """Stream of a version in shared memory, whose payloads are the sender's own bytes, without a copy."""
 
     lasting = True
 
@@ -223,7 +224,7 @@ class HostStream(IpcStreamBase):
         memory: torch.Tensor,
         forget: Callable[[], None],
     ) -> None:
-        """forget: drops the mapping, which may be what is damaged."""
+        """forget: drops the mapping, in case the damage is there."""
         super().__init__(update, status, lease, contents, deadline)
         self._offsets = bucket_offsets(contents.plan)
         self._forget = forget

@@ -1,10 +1,10 @@
-"""Transports of one host whose ends follow an update by a control page: what `ipc` has in common for CPUs and GPUs.
+"""Base classes of the `ipc` transport for CPUs and GPUs, whose ends follow an update by a shared status file.
 
 A sender has one folder, `/dev/shm/headrace-{run_id}-weights/`:
-  `owner`           locked for as long as the sender's process lives; a folder whose lock is free is stale
-  `update-{n}`      the control page of the sender's n-th update; gone once that is withdrawn
-  `lease-update-*`  a receiver's hold on that update's bytes
-  `slot-*`          bytes (CPU only)
+  `owner`           lock file, locked while the sender's process lives; a folder whose lock is free is stale
+  `update-{n}`      status file of the sender's n-th update; removed once the update is withdrawn
+  `lease-update-*`  a receiver's lease on that update's bytes
+  `slot-*`          bytes of a version (CPU only)
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from .shared_status import OPEN, WHOLE, WITHDRAWN, Lease, SharedStatus
 
 KIND = "ipc"
 _LOOK_S = 0.05
-"""How often it is looked whether the other end lives."""
+"""Seconds between two checks whether the sender is alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a control page says about its update."""
+    """Description of an update in its status file."""
 
     layout: bytes
-    """The plan, a message."""
+    """Encoded plan of the buckets."""
     slot: str = ""
-    """CPU: file name of the bytes, bucket b at `bucket_offsets(plan)[b]`."""
+    """Name of the file with the bytes, bucket b at `bucket_offsets(plan)[b]`; CPU only."""
     ring: tuple[bytes, ...] = ()
-    """GPU: the sender's two buffers (payload n is in buffer n modulo 2) and the buckets' digests, as `cuda_ipc` wrote
-    them."""
+    """Handles of the sender's two buffers (payload n is in buffer n modulo 2) and of the buckets' digests; GPU only."""
     gpu_uuid: str = ""
-    """GPU: which one they are on."""
+    """UUID of the GPU with the buffers; GPU only."""
 
     @property
     def plan(self) -> BucketPlan:
-        """Raises ValueError when the layout is none."""
+        """Decoded plan. Raises ValueError when the layout is not a plan."""
         return read_plan(self.layout)
 
 
 class IpcSenderBase(Sender):
-    """Has the folder."""
+    """Owns the sender's folder and makes the status file of each update in it."""
 
     kind = KIND
 
     def __init__(self, run_id: str, timeout_s: float, root: Path = SHARED_MEMORY) -> None:
-        """Raises ValueError when a living sender of the same run has the folder, or the host has no shared memory."""
+        """Make the sender's folder. Raises ValueError when a living sender of the same run has it, or the host has no
+        shared memory."""
         if not root.is_dir():
             raise ValueError(f"sync.transport='ipc' needs {root}, which this host does not have")
         super().__init__(timeout_s)
@@ -74,7 +74,7 @@ class IpcSenderBase(Sender):
                 path, update.version, len(update.plan.sizes), receivers, messages.encode(contents)
             )
         except OSError as error:
-            raise OSError(error.errno, f"weights: no room for the control page {path}: {error.strerror}") from error
+            raise OSError(error.errno, f"weights: no room for the status file {path}: {error.strerror}") from error
 
     def _close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -82,7 +82,7 @@ class IpcSenderBase(Sender):
 
 
 class IpcStreamBase(Stream):
-    """One update; holds a lease until it is closed."""
+    """Receives one update, with a lease on its bytes until it is closed."""
 
     tick_s = TICK_S
 
@@ -112,7 +112,7 @@ class IpcStreamBase(Stream):
             if self._status.frame(bucket) is not None:
                 return True
             if self._status.state == WHOLE:
-                if self._status.frame(bucket) is not None:  # it came between the two looks
+                if self._status.frame(bucket) is not None:  # it came between the two checks
                     return True
                 raise self.deadline.error(f"{of} never came, though the sender finished")
             return False
@@ -126,7 +126,7 @@ class IpcStreamBase(Stream):
         return self._status.state == WHOLE
 
     def _check_status(self, when: str) -> None:
-        """Raises when the stream was closed, the update withdrawn, or the sender has died."""
+        """Raise WeightTransferError when the stream was closed, the update withdrawn, or the sender has died."""
         self.check_open()
         state = self._status.state
         if state == WITHDRAWN:
@@ -147,7 +147,7 @@ class IpcStreamBase(Stream):
 
 
 def join(update: WeightUpdate, deadline: Deadline) -> tuple[SharedStatus, Lease, Contents]:
-    """Take part in an update of this host. Raises WeightTransferError when it is not there (any more)."""
+    """Join an update of this host. Raises WeightTransferError when it is not there (any more)."""
     path = Path(update.location)
     gone = f"is not at {path} (any more): the sender has ended or has published two versions since"
     lease = None
@@ -155,7 +155,7 @@ def join(update: WeightUpdate, deadline: Deadline) -> tuple[SharedStatus, Lease,
         status = SharedStatus.open(path)
         lease = Lease(path, deadline.end)
         contents = messages.decode(status.contents, Contents)
-        read_plan(contents.layout)  # what is wrong with it is told here
+        read_plan(contents.layout)  # raises ValueError now if it is damaged
     except (FileNotFoundError, ValueError) as error:
         if lease is not None:
             lease.release()

@@ -1,4 +1,4 @@
-"""What all senders have in common: the order of calls, versions that rise, and an abort from any thread."""
+"""Base classes of all senders: they check the order of calls and versions, and allow an abort from any thread."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from .protocol import BucketFrame, ReceiverGroup, WeightTransferError, WeightUpd
 
 @dataclass(slots=True)
 class SenderUpdate:
-    """The update under way."""
+    """An update that a sender has begun and not finished."""
 
     number: int
-    """Of the updates of this sender, the first is 1; a version that is sent again has another number."""
+    """Number of the update among this sender's, from 1; a version that is sent again has another number."""
     version: int
     plan: BucketPlan
     receivers: tuple[ReceiverGroup, ...]
     base: int | None
     deadline: Deadline | None = None
-    """Runs from the first bucket on."""
+    """Deadline of all waits, which runs from the first bucket on; None before."""
     num_sent: int = 0
+    """Number of buckets sent."""
     buffered: int | None = None
-    """The bucket whose buffer was handed out and not sent."""
+    """Bucket whose buffer was handed out and not sent; None when there is none."""
     ended: str = ""
-    """Why it was aborted."""
+    """Reason why the update was aborted; "" when it was not."""
     location: str = field(default="", kw_only=True)
 
 
 class Sender:
-    """A WeightSender but for how bytes travel: subclasses have the methods with a leading underscore.
+    """Implements WeightSender, except for the way in which bytes travel.
 
-    `_abort` may be called by another thread while any other of them runs.
+    Subclasses implement the methods with a leading underscore. Another thread may call `_abort` while any other of them
+    runs.
     """
 
     kind = ""
@@ -55,7 +57,7 @@ class Sender:
     def begin(
         self, version: int, plan: BucketPlan, receivers: Sequence[ReceiverGroup], base: int | None = None
     ) -> WeightUpdate:
-        """See the protocol."""
+        """Announce `version`: `WeightSender.begin`."""
         if self._closed:
             raise RuntimeError("weights: the sender is closed")
         if self._newest is not None and version < self._newest:
@@ -81,7 +83,7 @@ class Sender:
         )
 
     def buffer(self, bucket: int, nbytes: int) -> torch.Tensor:
-        """See the protocol."""
+        """Return memory for a payload: `WeightSender.buffer`."""
         update = self._expect_open()
         if bucket != update.num_sent or bucket >= len(update.plan.sizes):
             raise self._out_of_order(update, bucket)
@@ -91,7 +93,7 @@ class Sender:
         return buffer
 
     def send(self, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None = None) -> None:
-        """See the protocol. `same` buckets need no buffer."""
+        """Send the bucket last written: `WeightSender.send`. Buckets encoded as `same` need no buffer."""
         update = self._expect_open()
         if frame.bucket != update.num_sent or (frame.nbytes and frame.bucket != update.buffered):
             raise self._out_of_order(update, frame.bucket)
@@ -99,7 +101,7 @@ class Sender:
         update.num_sent, update.buffered = frame.bucket + 1, None
 
     def finish(self) -> None:
-        """See the protocol."""
+        """Wait until the version is whole: `WeightSender.finish`."""
         update = self._expect_open()
         try:
             expect_all(update.plan, range(update.num_sent))
@@ -115,7 +117,7 @@ class Sender:
         self._update = None
 
     def abort(self, reason: str) -> None:
-        """See the protocol."""
+        """End the open update: `WeightSender.abort`."""
         update = self._update
         if update is None or update.ended:
             return
@@ -123,7 +125,7 @@ class Sender:
         self._abort(update, update.ended)
 
     def close(self) -> None:
-        """See the protocol."""
+        """Abort the open update and remove all that was published. Idempotent."""
         if not self._closed:
             self.abort("the sender closes")
             self._closed = True
@@ -133,7 +135,7 @@ class Sender:
     # ------------------------------------------------------------ for subclasses
 
     def _begin(self, update: SenderUpdate) -> str:
-        """Announce. Returns the location."""
+        """Announce the update, and return the location."""
         raise NotImplementedError
 
     def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
@@ -157,7 +159,7 @@ class Sender:
         return update.deadline
 
     def _check_ended(self, update: SenderUpdate) -> None:
-        """Raises when the update was aborted meanwhile."""
+        """Raise WeightTransferError when the update was aborted meanwhile."""
         if update.ended:
             raise self._deadline(update).error(f"aborted: {update.ended}")
 
@@ -177,14 +179,17 @@ class Sender:
         return error
 
 
-# ---------------- A sender that writes in a thread of its own: while one bucket is written the next one is filled.
+# ---------------- A sender that writes in a thread of its own, so that the next bucket is filled while one is written.
 
 _RING = 2
 _SLICE_S = 0.05
 
 
 class BackgroundSender(Sender):
-    """Has two buffers in host memory. The methods of subclasses run in the thread, one after another."""
+    """Writes buckets in a background thread, from two buffers in host memory.
+
+    The methods of subclasses run in that thread, one after another.
+    """
 
     lasting = True
 
@@ -194,13 +199,13 @@ class BackgroundSender(Sender):
         self._ring: list[torch.Tensor] = []
         self._writes: list[Future[Any] | None] = [None] * _RING
         self._pending: list[Future[Any]] = []
-        """Writes without a buffer."""
+        """Writes of frames without payload that are in progress."""
         self._num_payloads = 0
 
     def _begin(self, update: SenderUpdate) -> str:
         nbytes = max((ALIGN, *update.plan.sizes))
         for write in [*filter(None, self._writes), *self._pending]:
-            write.exception(self._deadline(update).left_s)  # of an update that was aborted, and told to who sent it
+            write.exception(self._deadline(update).left_s)  # errors of an aborted update were raised to its caller
         self._writes = [None for _ in range(_RING)]
         self._pending, self._num_payloads = [], 0
         location = self._thread.submit(self._open, update).result()
@@ -239,14 +244,14 @@ class BackgroundSender(Sender):
         self._ring = []
 
     def _await(self, update: SenderUpdate, write: Future[Any] | None, what: str) -> None:
-        """Until it is over; raises what it raised."""
+        """Wait until the write has ended; raises what it raised."""
         deadline = self._deadline(update)
         while write is not None:
             self._check_ended(update)
             try:
                 return write.result(min(_SLICE_S, deadline.left_s))
             except FutureTimeout:
-                if write.done():  # the write itself has raised one
+                if write.done():  # the write itself has raised a TimeoutError
                     raise
                 if not deadline.left_s:
                     raise deadline.error(what) from None
@@ -269,7 +274,7 @@ class BackgroundSender(Sender):
         raise NotImplementedError
 
     def _complete(self, update: SenderUpdate) -> None:
-        """All buckets are written: make the version whole."""
+        """Make the version whole, as all buckets are written."""
         raise NotImplementedError
 
     def _withdraw(self, update: SenderUpdate, reason: str) -> None:

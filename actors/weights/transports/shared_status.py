@@ -1,13 +1,13 @@
-"""A file in shared memory by which a sender and its receivers on one host follow an update: states, frames, counts.
+"""`SharedStatus` is a file in shared memory that shows a sender and its receivers on one host the state of an update.
 
-    words 0-7          state, version, buckets, receivers, bytes of the reason, of the contents; 2 unused
-    512 bytes          why the update was aborted
+    words 0-7          state, version, buckets, receivers, bytes of the reason, bytes of the contents; 2 unused
+    512 bytes          reason why the update was aborted
     4 words a bucket   state, encoding, bytes, checksum
-    1 word a receiver  how many buckets it is through with
-    the rest           what the transport says about the update, a message
+    1 word a receiver  number of buckets that it has finished
+    the rest           the transport's description of the update, an encoded message
 
-Words are written whole, in the order in which they are to be seen. A reader that sees one too early on a machine that
-reorders stores finds a checksum that does not fit: an error, never a wrong weight.
+Words are written whole, in the order in which readers must see them. On a machine that reorders stores, a reader may
+see a word too early; it then finds a checksum that does not fit, which is an error and never a wrong weight.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NUMBER = itertools.count()
 
 
 class SharedStatus:
-    """One process's mapping of the file. The sender writes all but the receivers' counts."""
+    """One process's mapping of the file. The sender writes everything except the receivers' counts."""
 
     def __init__(self, path: Path, memory: mmap.mmap) -> None:
         self.path = path
@@ -48,12 +48,12 @@ class SharedStatus:
         end = counts + int(self._words[_NUM_RECEIVERS])
         self._buckets = self._words[buckets:counts].reshape(self.num_buckets, _BUCKET_WORDS)
         self.counts = self._words[counts:end]
-        """uint64 `[receivers]`: buckets that each is through with."""
+        """Number of buckets that each receiver has finished, uint64 `[receivers]`."""
         self._contents_at = end * _WORD
 
     @staticmethod
     def create(path: Path, version: int, num_buckets: int, num_receivers: int, contents: bytes) -> SharedStatus:
-        """Make the file, whole when it has its name. Raises OSError when there is no room for it."""
+        """Make the file, which gets its name when it is whole. Raises OSError when there is no room for it."""
         words = _BUCKETS_AT // _WORD + num_buckets * _BUCKET_WORDS + num_receivers
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -70,24 +70,24 @@ class SharedStatus:
 
     @staticmethod
     def open(path: Path) -> SharedStatus:
-        """Raises FileNotFoundError, and ValueError when this is no such file."""
+        """Map an existing file. Raises FileNotFoundError, and ValueError when it is no such file."""
         descriptor = os.open(path, os.O_RDWR)
         try:
             size = os.fstat(descriptor).st_size
             if size < _BUCKETS_AT:
-                raise ValueError(f"{path}: {size} bytes are no control page")
+                raise ValueError(f"{path}: its {size} bytes are not an update's status file")
             memory = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
         head = [int(word) for word in np.frombuffer(memory, np.uint64, count=8)]
         planned = head[_NUM_BUCKETS] * _BUCKET_WORDS * _WORD + head[_NUM_RECEIVERS] * _WORD + head[_CONTENTS_BYTES]
         if size != _BUCKETS_AT + planned or head[_STATE] not in (OPEN, WHOLE, WITHDRAWN):
-            raise ValueError(f"{path}: {size} bytes are no control page")
+            raise ValueError(f"{path}: its {size} bytes are not an update's status file")
         return SharedStatus(path, memory)
 
     @property
     def state(self) -> int:
-        """OPEN, WHOLE or WITHDRAWN."""
+        """State of the update: OPEN, WHOLE or WITHDRAWN."""
         return int(self._words[_STATE])
 
     @property
@@ -96,11 +96,12 @@ class SharedStatus:
 
     @property
     def contents(self) -> bytes:
+        """Encoded description of the update by its transport."""
         return self._bytes[self._contents_at :].tobytes()
 
     @property
     def reason(self) -> str:
-        """Why it was withdrawn."""
+        """Reason why the update was withdrawn."""
         told = self._bytes[_REASON_AT : _REASON_AT + int(self._words[_REASON_BYTES])].tobytes()
         return told.decode(errors="replace")
 
@@ -109,7 +110,7 @@ class SharedStatus:
             self._words[_STATE] = WHOLE
 
     def withdraw(self, reason: str) -> None:
-        """End it for all who read, and for who comes later. Idempotent."""
+        """End the update for all present and later receivers. Idempotent."""
         if self.state != WITHDRAWN:
             told = np.frombuffer(reason.encode()[:_REASON_ROOM], np.uint8)
             self._bytes[_REASON_AT : _REASON_AT + len(told)] = told
@@ -117,27 +118,30 @@ class SharedStatus:
             self._words[_STATE] = WITHDRAWN
 
     def remove(self, reason: str) -> None:
-        """`withdraw`, and the file goes. Idempotent."""
+        """Withdraw the update and remove the file. Idempotent."""
         self.withdraw(reason)
         self.path.unlink(missing_ok=True)
 
     def publish(self, frame: BucketFrame) -> None:
-        """Let the bucket be seen: its bytes are in place."""
+        """Show receivers a bucket, whose bytes must be in place."""
         row = self._buckets[frame.bucket]
         row[1:] = (_ENCODINGS.index(frame.encoding), frame.nbytes, frame.checksum)
         row[0] = 1
 
     def frame(self, bucket: int) -> BucketFrame | None:
-        """None: not yet."""
+        """Return the bucket's header; None until the bucket is published."""
         sent, encoding, nbytes, checksum = (int(word) for word in self._buckets[bucket])
         return BucketFrame(bucket, _ENCODINGS[encoding], nbytes, checksum) if sent else None
 
 
 class Lease:
-    """A receiver's hold on an update's bytes: a file beside the control page, locked while the hold lasts."""
+    """A receiver's claim on an update's bytes: a file beside the status file, locked while the receiver needs them."""
 
     def __init__(self, status: Path, name: str) -> None:
-        """name: of the receiver, for the sender's errors. Look afterwards that the page was not withdrawn before."""
+        """Take the lease. The caller must then check that the update was not withdrawn before.
+
+        name: name of the receiver, for the sender's errors.
+        """
         self._path = status.with_name(
             f"lease-{status.name}.{os.getpid()}.{next(_NUMBER)}.{urllib.parse.quote(name, safe='')}"
         )
@@ -145,7 +149,7 @@ class Lease:
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Idempotent."""
+        """Give the lease up. Idempotent."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             self._path.unlink(missing_ok=True)
@@ -153,7 +157,7 @@ class Lease:
 
 
 def lease_holders(status: Path) -> list[str]:
-    """Names of the receivers that hold the update of `page`; leases of the dead are removed."""
+    """List the names of the receivers with a lease on the update at `page`; leases of dead processes are removed."""
     names = []
     for path in sorted(status.parent.glob(f"lease-{status.name}.*")):
         try:

@@ -1,10 +1,10 @@
-"""The `store` transport: buckets as rows of the data plane. Who comes late reads them without any trainer rank.
+"""The `store` transport puts buckets into the data plane, where engines that come late read them without the trainer.
 
 Rows of the partition `weights`, for the update at location L:
-  `L.plan`    its plan, first
-  `L.{b}`     bucket b: frame and payload
-  `L.whole`   when all buckets are there
-  `L.ended`   instead, when it was aborted: why
+  `L.plan`    the plan, put first
+  `L.{b}`     frame and payload of bucket b
+  `L.whole`   put when all buckets are there
+  `L.ended`   put instead when the update was aborted, with the reason
 The last two versions stay.
 """
 
@@ -39,15 +39,15 @@ SCHEMA = Schema([Field("payload", Kind.RAGGED, torch.uint8, ndim=1), Field("fram
 _KEPT = 2
 _TICK_S = 0.002
 _LONGEST_TICK_S = 0.02
-"""Asking the directory costs it something: who waits long asks seldom."""
+"""Longest pause in seconds between two questions to the directory; pauses grow up to it, to spare the directory."""
 _LOOK_S = 0.1
-"""How often it is looked whether the update was ended, while its next bucket is not there."""
+"""Seconds between two checks whether the update was ended, while its next bucket is missing."""
 _CLOSE_S = 5.0
 
 
 @dataclass(slots=True)
 class _Rows:
-    """What is in the store of one update."""
+    """Rows of one update that are in the store."""
 
     version: int
     nbytes: int
@@ -56,12 +56,12 @@ class _Rows:
 
 
 class StoreSender(BackgroundSender):
-    """Publishes to all that can join the data plane. See WeightSender."""
+    """WeightSender that publishes to all processes that can join the data plane."""
 
     kind = KIND
 
     def __init__(self, handle: DataPlaneHandle, timeout_s: float) -> None:
-        """Raises DirectoryLost or StoreLost when the data plane is not there."""
+        """Join the data plane. Raises DirectoryLost or StoreLost when it is not there."""
         super().__init__(timeout_s)
         self._client = connect(handle, name="weights sender")
         self._client.register(PARTITION, SCHEMA)
@@ -98,14 +98,14 @@ class StoreSender(BackgroundSender):
 
     def _withdraw(self, update: SenderUpdate, reason: str) -> None:
         rows = self._kept[-1]
-        with contextlib.suppress(DataPlaneError):  # then readers find what is missing themselves
+        with contextlib.suppress(DataPlaneError):  # if it fails, readers still notice that rows are missing
             self._clear(rows)
             self._kept.append(rows)
             rows.keys, rows.ended = [], True
             self._put(update, "ended", {"reason": reason})
 
     def _remove_all(self) -> None:
-        with contextlib.suppress(DataPlaneError):  # the data plane was closed before, and everything with it
+        with contextlib.suppress(DataPlaneError):  # a data plane that was closed before has removed the rows
             for rows in list(self._kept):
                 self._clear(rows)
         self._client.close()
@@ -121,7 +121,7 @@ class StoreSender(BackgroundSender):
     def _clear(self, rows: _Rows) -> None:
         self._kept.remove(rows)
         if rows.keys:
-            # What says that it is whole goes first: a reader that looks between finds it gone.
+            # The row that marks it as whole was put last and goes first, so that a reader's last check finds it gone.
             self._client.clear(PARTITION, rows.keys[::-1], timeout_s=_CLOSE_S)
 
     def _expect_room(self, update: SenderUpdate, nbytes: int) -> None:
@@ -136,7 +136,7 @@ class StoreSender(BackgroundSender):
 
 
 class StoreReceiver(Receiver):
-    """Reads from the data plane. See WeightReceiver."""
+    """WeightReceiver that reads from the data plane."""
 
     def __init__(self, engine: str, worker: int, handle: DataPlaneHandle) -> None:
         super().__init__(engine, worker)
@@ -153,14 +153,14 @@ class StoreReceiver(Receiver):
         return StoreStream(update, rows.plan(), deadline, rows)
 
     def close(self) -> None:
-        """See the protocol."""
+        """Leave the data plane. Idempotent."""
         if self._client is not None:
             self._client.close()
             self._client = None
 
 
 class _Reader:
-    """Rows of one update."""
+    """Reads the rows of one update."""
 
     def __init__(self, client: DataPlaneClient, location: str, deadline: Deadline) -> None:
         self._client = client
@@ -168,7 +168,7 @@ class _Reader:
         self._deadline = deadline
 
     def row(self, name: str) -> tuple[dict[str, Any], torch.Tensor] | None:
-        """(what is told, payload); None when there is none. Raises WeightTransferError."""
+        """Return a row's frame and payload; None when there is no such row. Raises WeightTransferError."""
         try:
             batch = self._client.get_keys(
                 PARTITION, [f"{self._location}.{name}"], tuple(SCHEMA), timeout_s=max(self._deadline.left_s, 1e-3)
@@ -186,7 +186,7 @@ class _Reader:
         return read_plan(bytes(found[0]["plan"]))
 
     def expect_there(self, when: str) -> None:
-        """Raises when the update was ended or withdrawn."""
+        """Raise WeightTransferError when the update was ended or withdrawn."""
         if self.row("plan") is None:
             raise self._gone(when)
 
@@ -200,7 +200,7 @@ class _Reader:
 
 
 class StoreStream(Stream):
-    """Payloads are in memory of their own."""
+    """Stream whose payloads each have memory of their own."""
 
     lasting = True
 
@@ -232,4 +232,4 @@ class StoreStream(Stream):
         return found
 
     def _close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, as the stream holds nothing."""

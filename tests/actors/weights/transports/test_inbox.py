@@ -131,7 +131,7 @@ def test_damage_in_shared_memory_is_named(sender: IpcSender) -> None:
     with pytest.raises(WeightTransferError, match="slot-.* has 100 bytes, the update's are"):
         inbox.prepare(update)
     Path(update.location).write_bytes(b"noise")
-    with pytest.raises(WeightTransferError, match="5 bytes are no control page"):
+    with pytest.raises(WeightTransferError, match="its 5 bytes are not an update's status file"):
         inbox.prepare(update)
     inbox.close()
 
