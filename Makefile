@@ -2,13 +2,15 @@
 # make test    sets up .venv with the development tools and runs the tests (ARGS="-m slow" for the long ones)
 # make vllm    adds vLLM for CPUs to .venv (rollout.engine=vllm); part of `make test`
 # make lint    style, types, import contracts
+# make docs    builds the documentation site, strictly, into build/site
+# make docs-sources  writes the generated pages: the tree, the config reference, llms.txt
 
 PYTHON ?= python3
 CONFIG ?= examples/quickstart.yaml
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: train test vllm lint clean
+.PHONY: train test vllm lint docs docs-sources clean
 .DEFAULT_GOAL := help
 
 train: .venv/core.stamp
@@ -26,13 +28,23 @@ lint: .venv/dev.stamp .venv/vllm.stamp
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
+# The API pages are read from a folder of links: searching the root itself would also search .venv.
+API := $(addprefix $(CURDIR)/,__init__.py version.py cli.py codecs dataplane actors trainers bench)
+
+docs: .venv/dev.stamp
+	rm -rf build/api && mkdir -p build/api/headrace && ln -s $(API) build/api/headrace/
+	$(BIN)/zensical build --strict
+
+docs-sources: .venv/dev.stamp
+	$(BIN)/python tools/docs_sources.py
+
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Headrace needs Python 3.11 or newer; $(PYTHON) is older. Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv .venv
 
 .venv/core.stamp: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -q -e .
+	$(BIN)/python -m pip install -q -e '.[train]'
 	touch $@
 
 .venv/dev.stamp: pyproject.toml | $(BIN)/python
