@@ -5,6 +5,8 @@
 # make drills     kills, soaks and long random runs, for hours; `make drill-ten_minutes` runs those with that in their name
 # make list-slow  prints what only `make test-all` tests
 # make lint       style, types, import contracts
+# make docs       builds the documentation site, strictly, into build/site
+# make docs-sources  writes the generated pages: the tree, the config reference, llms.txt
 # make vllm       adds vLLM for CPUs to .venv (rollout.engine=vllm); part of `make test`
 
 PYTHON ?= python3
@@ -13,10 +15,10 @@ ARGS ?=
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 # `make check` runs these two at a time: pyright takes one core for as long as the tests take one and a half.
-CHECKS := lint check-tests
+CHECKS := lint docs check-tests
 NO_PROCESSES := not processes and not slow and not drill and not gpu and not vllm and not megatron
 
-.PHONY: help train check check-tests test test-all drills list-slow lint vllm clean
+.PHONY: help train check check-tests test test-all drills list-slow lint docs docs-sources vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -53,6 +55,16 @@ lint: .venv/dev.stamp
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
+# The API pages are read from a folder of links: searching the root itself would also search .venv.
+API := $(addprefix $(CURDIR)/,__init__.py version.py cli.py codecs dataplane actors trainers bench)
+
+docs: .venv/dev.stamp
+	rm -rf build/api && mkdir -p build/api/headrace && ln -s $(API) build/api/headrace/
+	$(BIN)/zensical build --strict
+
+docs-sources: .venv/dev.stamp
+	$(BIN)/python tools/docs_sources.py
+
 vllm: .venv/vllm.stamp
 
 $(BIN)/python:
@@ -61,7 +73,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 .venv/core.stamp: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -q -e .
+	$(BIN)/python -m pip install -q -e '.[train]'
 	touch $@
 
 .venv/dev.stamp: pyproject.toml | $(BIN)/python

@@ -240,7 +240,7 @@ def _unpacked(packed: _Packed) -> OpTraffic:
     return traffic
 
 
-# ---------------- What one client has done and moved so far. About a microsecond a call; see docs/observability.md.
+# ---------------- What one client has done and moved so far. About a microsecond a call; see docs/reference/metrics.md.
 
 
 class ClientStats:

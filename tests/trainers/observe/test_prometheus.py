@@ -203,4 +203,4 @@ def test_the_dashboard_queries_only_what_is_exported(endpoint: PrometheusEndpoin
 def test_the_docs_name_every_metric_and_no_other(endpoint: PrometheusEndpoint) -> None:
     exported = {name for name, _ in full_scrape(endpoint)}
     families = {re.sub(r"^(headrace_dataplane_call_seconds)_(bucket|sum|count)$", r"\1", name) for name in exported}
-    assert names_in((DOCS / "observability.md").read_text()) == families
+    assert names_in((DOCS / "reference" / "metrics.md").read_text()) == families
