@@ -92,7 +92,7 @@ class RunFolder:
             holder = os.pread(descriptor, 32, 0).decode().strip() or "unknown"
             os.close(descriptor)
             raise UserError(
-                f"run.dir: a run is in progress in {self.path} (pid {holder}), expected a separate folder for each run"
+                f"run.dir: a run is under way in {self.path} (pid {holder}), expected a folder of its own for each run"
             ) from None
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
