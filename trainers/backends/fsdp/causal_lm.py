@@ -85,7 +85,7 @@ class CausalLM(nn.Module):
         if not torch.allclose(packed[:, 3:].float(), alone.float(), rtol=1e-3, atol=1e-3):
             raise ValueError(
                 f"trainer.packing: got 'packed', expected 'none' or 'dynamic' for {type(self.model).__name__}, whose "
-                "rows see each other when they stand in one"
+                "rows see each other when they are packed into one"
             )
 
 
