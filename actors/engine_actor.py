@@ -1,8 +1,9 @@
-"""The engine actor: a Ray actor that hosts one generation engine, built from plain data; and what all hosts share."""
+"""The engine actor: a Ray actor that hosts one generation engine, and the part that every host of an engine shares."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +11,9 @@ import torch
 from ..codecs import messages
 from .engines.calls import GenerateCall, GenerateReply
 from .engines.factory import EngineConfig, build_engine
-from .engines.protocol import EngineStats, GenerationEngine, PauseMode
+from .engines.protocol import CommitReport, EngineStats, GenerationEngine, PauseMode
 from .protocols import ActorInfo
+from .remote_methods import decode_arguments
 from .weights.transports.protocol import WeightUpdate
 
 CONCURRENCY = 1 << 16
@@ -19,30 +21,54 @@ CONCURRENCY = 1 << 16
 
 
 class EngineHost:
-    """What the driver asks of any actor with an engine: weights in, version out. Arguments are plain data."""
+    """An actor with a generation engine: the calls that the driver makes of any such actor."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._hosted: GenerationEngine | None = None
 
+    async def call(self, method: str, message: bytes, *actors: object) -> bytes:
+        """Run a method with the arguments in `message`, followed by `actors` (Ray handles); returns its result.
+
+        The one method that is called through Ray, see `actors/remote_methods.py`.
+        """
+        target = self._target(method)
+        function = getattr(type(target), method)
+        result = function(target, *decode_arguments(function, message, len(actors)), *actors)
+        return messages.encode(await result if inspect.isawaitable(result) else result)
+
+    def _target(self, method: str) -> object:
+        """The object whose method is called."""
+        return self
+
     async def info(self) -> ActorInfo:
-        """Who this is; also shows that it answers."""
+        """Name, process id and host of this process; also shows that it answers."""
         return ActorInfo.here(self._name)
 
-    async def prepare_weights(self, update: bytes) -> None:
-        """`GenerationEngine.prepare_weights` of an encoded WeightUpdate."""
-        await self._engine.prepare_weights(messages.decode(update, WeightUpdate))
+    async def build(self) -> None:
+        """Load the engine and all else that the actor hosts. Raises ValueError in one sentence.
 
-    async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> bytes:
-        """`GenerationEngine.commit_weights`; returns an encoded CommitReport."""
-        return messages.encode(await self._engine.commit_weights(version, in_flight))
+        Apart from the constructor, whose errors Ray would bury in the actor's death.
+        """
+        self._hosted = await asyncio.to_thread(self._build)
+
+    def _build(self) -> GenerationEngine:
+        raise NotImplementedError
+
+    async def prepare_weights(self, update: WeightUpdate) -> None:
+        """`GenerationEngine.prepare_weights`."""
+        await self._engine.prepare_weights(update)
+
+    async def commit_weights(self, version: int, in_flight: PauseMode) -> CommitReport:
+        """`GenerationEngine.commit_weights`."""
+        return await self._engine.commit_weights(version, in_flight)
 
     async def drop_weights(self, version: int) -> None:
         """`GenerationEngine.drop_weights`."""
         await self._engine.drop_weights(version)
 
     async def num_workers(self) -> int:
-        """Processes that receive weights."""
+        """Number of the engine's processes that receive weights."""
         return self._engine.num_workers
 
     async def version(self) -> int:
@@ -50,10 +76,10 @@ class EngineHost:
         return self._engine.version
 
     async def stats(self) -> EngineStats:
-        """What the engine has done since it started."""
+        """Counters of what the engine has done since it started."""
         return self._engine.stats
 
-    async def pause(self, mode: PauseMode = "wait") -> None:
+    async def pause(self, mode: PauseMode) -> None:
         """`GenerationEngine.pause`."""
         await self._engine.pause(mode)
 
@@ -65,7 +91,7 @@ class EngineHost:
         """`GenerationEngine.reset_prefix_cache`."""
         await self._engine.reset_prefix_cache()
 
-    async def sleep(self, level: int = 1) -> None:
+    async def sleep(self, level: int) -> None:
         """`GenerationEngine.sleep`."""
         await self._engine.sleep(level)
 
@@ -85,9 +111,9 @@ class EngineSetup:
     """What an engine actor is built from. Plain data."""
 
     name: str
-    """For errors, traces and the router; unique in the run."""
+    """The engine's name in errors, traces and the router; unique in the run."""
     threads: int
-    """Compute threads of this process."""
+    """Number of compute threads of the process."""
     engine: EngineConfig
 
 
@@ -101,26 +127,18 @@ class EngineActor(EngineHost):
         self._running: dict[str, asyncio.Task] = {}
         self._abandoned: set[str] = set()
 
-    async def build(self) -> None:
-        """Load the engine. Raises ValueError in one sentence.
-
-        Apart from the constructor, whose errors Ray would bury in the actor's death.
-        """
-        self._hosted = await asyncio.to_thread(self._build)
-
     def _build(self) -> GenerationEngine:
         torch.set_num_threads(self._setup.threads)
         return build_engine(self._setup.engine)
 
-    async def generate(self, call: bytes) -> bytes:
-        """`GenerationEngine.generate` of an encoded GenerateCall; returns an encoded GenerateReply."""
-        request = messages.decode(call, GenerateCall)
-        request_id = request.request_id
+    async def generate(self, call: GenerateCall) -> GenerateReply | None:
+        """`GenerationEngine.generate`; returns None, which nobody reads, when the caller has abandoned the request."""
+        request_id = call.request_id
         while request_id in self._abandoned:  # its caller has come back for it before it had ended
             await asyncio.wait({self._running[request_id]})
         if request_id in self._running:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
-        task = asyncio.create_task(self._engine.generate(request_id, request.prompt_ids.tolist(), request.params))
+        task = asyncio.create_task(self._engine.generate(request_id, call.prompt_ids.tolist(), call.params))
         self._running[request_id] = task
         try:
             await asyncio.wait({task})
@@ -129,11 +147,11 @@ class EngineActor(EngineHost):
             self._abandoned.discard(request_id)
             task.cancel()
         if task.cancelled():
-            return b""  # abandoned: nobody reads it
-        return messages.encode(GenerateReply.of(task.result(), self._engine.version, self._engine.stats))
+            return None
+        return GenerateReply.of(task.result(), self._engine.version, self._engine.stats)
 
     async def running(self) -> list[str]:
-        """Ids of the requests in flight."""
+        """The ids of the requests in flight."""
         return list(self._running)
 
     async def abort(self, request_id: str) -> None:
@@ -149,6 +167,6 @@ class EngineActor(EngineHost):
             task.cancel()
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the engine. Idempotent."""
         if self._hosted is not None:
             await self._hosted.close()

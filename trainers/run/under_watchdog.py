@@ -71,8 +71,8 @@ class WatchdogProcess:
         if self._process is None:
             return
         # Nobody waits for it: a train worker gets there between two calls. Who has not is said to have no stacks.
-        for peer in actors.peers:
-            peer.handle.__ray_call__.remote(_answer_with_stacks, str(self._folder))
+        for handle in actors.handles:
+            handle.run(_answer_with_stacks, str(self._folder))
 
     def reason(self) -> str | None:
         """Why the watchdog stops the run; None while it does not."""

@@ -1,27 +1,31 @@
-"""An engine in another process: a GenerationEngine over the handle of an EngineActor."""
+"""The near end of an engine in another process: a GenerationEngine that sends every call to an EngineActor."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from ray.exceptions import RayError, RayTaskError
 
-from ...codecs import messages
-from ..weights.transports.protocol import WeightUpdate
-from .calls import GenerateCall, GenerateReply
-from .protocol import CommitReport, Completion, EngineDied, EngineStats, PauseMode, SamplingParams
+from .engine_actor import EngineActor
+from .engines.calls import GenerateCall
+from .engines.protocol import CommitReport, Completion, EngineDied, EngineStats, PauseMode, SamplingParams
+from .remote_methods import decode_result, encode_arguments, submit
+from .weights.transports.protocol import WeightUpdate
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 HEALTH_EVERY_S = 5.0
-"""While an answer is waited for, the actor is asked so often whether it is there."""
+"""Seconds between two questions to an actor whether it is there, while an answer of it is waited for."""
 HEALTH_TIMEOUT_S = 30.0
-"""An actor that does not say who it is for so long counts as dead: an answer may take long, this one does not."""
+"""Seconds after which an actor that does not say who it is counts as dead. Other answers may take any time."""
 
 
 class RemoteEngine:
-    """Methods run in one event loop. Every call raises EngineDied once the actor is gone or silent, for ever."""
+    """Methods run in one event loop. Once the actor is gone or silent, every call raises EngineDied, for ever."""
 
     def __init__(
         self,
@@ -31,7 +35,7 @@ class RemoteEngine:
         health_every_s: float = HEALTH_EVERY_S,
         health_timeout_s: float = HEALTH_TIMEOUT_S,
     ) -> None:
-        """handle: of an EngineActor that is built (`connect` sees to it). Raises nothing, calls nothing."""
+        """handle: Ray's handle of an EngineActor that is built. Calls nothing yet: `connect` does."""
         self.name = name
         self._handle = handle
         self._health_every_s = health_every_s
@@ -42,19 +46,19 @@ class RemoteEngine:
         self._version = 0
         self._num_workers = 1
         self._leaving: dict[str, asyncio.Future[Any]] = {}
-        """Of cancelled requests, by id: the calls that end them."""
+        """The calls that end cancelled requests, by request id."""
         self.stats = EngineStats()
-        """As of the last answer."""
+        """The engine's counters as of its last answer."""
 
     async def connect(self) -> RemoteEngine:
-        """Ask for what does not change: returns self. Raises EngineDied; RuntimeError when it is not built yet."""
-        self._version = await self._call("version")
-        self._num_workers = await self._call("num_workers")
+        """Ask for version and number of workers; returns self. Raises EngineDied; RuntimeError when it is not built."""
+        self._version = await self._call(EngineActor.version)
+        self._num_workers = await self._call(EngineActor.num_workers)
         return self
 
     @property
     def version(self) -> int:
-        """As of the last answer: the driver changes weights without asking this end."""
+        """The engine's version as of its last answer: the driver changes weights without telling this end."""
         return self._version
 
     @property
@@ -62,72 +66,75 @@ class RemoteEngine:
         return self._num_workers
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """See the protocol; cancelling the call ends the request over there, too."""
-        call = messages.encode(GenerateCall(request_id, np.asarray(prompt_ids, dtype=np.int32), params))
+        """See the protocol. Cancelling the call ends the request in the actor, too."""
+        call = GenerateCall(request_id, np.asarray(prompt_ids, dtype=np.int32), params)
         if request_id in self._leaving:  # Ray keeps no order between the calls of an async actor
             await asyncio.wait({self._leaving[request_id], self._dead}, return_when=asyncio.FIRST_COMPLETED)
         try:
-            reply = messages.decode(await self._call("generate", call), GenerateReply)
+            reply = await self._call(EngineActor.generate, call)
         except asyncio.CancelledError:
             self._abandon(request_id)
             raise
+        assert reply is not None, "only a cancelled call abandons its request"
         self._version = max(self._version, reply.version)
         self.stats = reply.stats
         return reply.completions()
 
     def _abandon(self, request_id: str) -> None:
-        """Have the request ended over there; nobody waits for it but who uses its id again."""
+        """Have the actor end a request. Only the next request of the same id waits for that."""
 
         def left(task: asyncio.Future[Any]) -> None:
             self._leaving.pop(request_id, None)
             if not task.cancelled():
-                task.exception()  # an engine that died has none to end
+                task.exception()  # a dead engine has nothing to end
 
-        leaving = asyncio.ensure_future(self._answer(self._handle.abandon.remote(request_id)))
+        leaving = asyncio.ensure_future(self._submit(EngineActor.abandon, request_id))
         self._leaving[request_id] = leaving
         leaving.add_done_callback(left)
 
     async def abort(self, request_id: str) -> None:
-        await self._call("abort", request_id)
+        await self._call(EngineActor.abort, request_id)
 
     async def pause(self, mode: PauseMode = "wait") -> None:
-        await self._call("pause", mode)
+        await self._call(EngineActor.pause, mode)
 
     async def resume(self) -> None:
-        await self._call("resume")
+        await self._call(EngineActor.resume)
 
     async def reset_prefix_cache(self) -> None:
-        await self._call("reset_prefix_cache")
+        await self._call(EngineActor.reset_prefix_cache)
 
     async def prepare_weights(self, update: WeightUpdate) -> None:
-        await self._call("prepare_weights", messages.encode(update))
+        await self._call(EngineActor.prepare_weights, update)
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        report = messages.decode(await self._call("commit_weights", version, in_flight), CommitReport)
+        report = await self._call(EngineActor.commit_weights, version, in_flight)
         self._version = report.version
         return report
 
     async def drop_weights(self, version: int) -> None:
-        await self._call("drop_weights", version)
+        await self._call(EngineActor.drop_weights, version)
 
     async def sleep(self, level: int = 1) -> None:
-        await self._call("sleep", level)
+        await self._call(EngineActor.sleep, level)
 
     async def wake(self) -> None:
-        await self._call("wake")
+        await self._call(EngineActor.wake)
 
     async def close(self) -> None:
-        """Close this end; the actor is its owner's to close. Calls that wait raise EngineDied. Idempotent."""
+        """Close this end; calls that wait raise EngineDied. The actor goes on: its owner closes it. Idempotent."""
         self._die("this end was closed")
         if self._health is not None:
             self._health.cancel()
 
     # ---------------------------------------------------------------- calls
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _call(
+        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         if self._dead.done():
             raise EngineDied(self._dead.result())
-        answer = asyncio.ensure_future(self._answer(getattr(self._handle, method).remote(*args)))
+        answer = asyncio.ensure_future(self._submit(method, *args, **kwargs))
         self._num_waiting += 1
         if self._health is None or self._health.done():
             self._health = asyncio.create_task(self._watch())
@@ -141,9 +148,16 @@ class RemoteEngine:
             return answer.result()
         raise EngineDied(self._dead.result())
 
-    async def _answer(self, ref: Any) -> Any:
+    def _submit(
+        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, T]:
+        """Send a call now; its answer is to be awaited."""
+        assert not kwargs, "a message has no names"
+        return self._answer(method, submit(self._handle, method, encode_arguments(args)))
+
+    async def _answer(self, method: Callable[..., Any], reference: Any) -> Any:
         try:
-            return await ref
+            return decode_result(method, await reference)
         except RayTaskError as error:
             cause = error.cause
             raise (cause if isinstance(cause, Exception) else error) from None
@@ -153,14 +167,14 @@ class RemoteEngine:
             raise EngineDied(self._dead.result()) from error
 
     async def _watch(self) -> None:
-        """While answers are waited for, see that the actor is there at all."""
+        """While answers are waited for, ask the actor from time to time whether it is there at all."""
         while self._num_waiting and not self._dead.done():
             await asyncio.sleep(self._health_every_s)
             if not self._num_waiting or self._dead.done():
                 return
             try:
                 async with asyncio.timeout(self._health_timeout_s):
-                    await self._answer(self._handle.info.remote())
+                    await self._submit(EngineActor.info)
             except TimeoutError:
                 self._die(f"no sign of life for {self._health_timeout_s:g} s")
             except EngineDied:
