@@ -118,7 +118,7 @@ class RolloutHandle(EngineHandle):
         return self._call(RolloutActor.remove_engine, engine.info.name, 0.0)
 
     def rollout(
-        self, positions: Sequence[int], partition: str, params: SamplingParams, fresh: bool, traced: bool
+        self, positions: list[int], partition: str, params: SamplingParams, fresh: bool, traced: bool
     ) -> Call[RolloutReport]:
         return self._call(RolloutWorker.rollout, positions, partition, params, fresh, traced)
 
@@ -128,5 +128,5 @@ class RolloutHandle(EngineHandle):
     def validate(self, start: int, count: int, params: SamplingParams) -> Call[ValidationReport]:
         return self._call(RolloutWorker.validate, start, count, params)
 
-    def trim_journal(self, first: int, outstanding: Sequence[int]) -> Call[None]:
+    def trim_journal(self, first: int, outstanding: list[int]) -> Call[None]:
         return self._call(RolloutWorker.trim_journal, first, outstanding)

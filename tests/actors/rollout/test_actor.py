@@ -85,7 +85,7 @@ def test_an_actor_s_life(model_folder: str, plane: DataPlane, tmp_path: Path) ->
     got(actor.build())
     with connect(plane.handle) as client:
         client.register("train", ROLLOUT_SCHEMA, ["train"], group_size=4)
-        report = got(actor.rollout(range(16), "train", SamplingParams(n=4, max_new_tokens=8), False, False))
+        report = got(actor.rollout(list(range(16)), "train", SamplingParams(n=4, max_new_tokens=8), False, False))
         assert report.rows == 64 and len(pickle.dumps(report)) < 2000, "a report is figures, not rows"
         meta = client.claim("train", "train", ROLLOUT_FIELDS, 64, whole_groups=True, timeout_s=10)
         assert client.get(meta).num_rows == 64 and Traffic.from_bytes(report.traffic).bytes_put > 0
@@ -135,7 +135,7 @@ def test_over_engine_actors_of_which_one_dies(model_folder: str, plane: DataPlan
     with connect(plane.handle) as client:
         client.register("over-engines", ROLLOUT_SCHEMA, ["train"], group_size=4)
         params = SamplingParams(n=4, max_new_tokens=8)
-        running = actor.rollout(range(12), "over-engines", params, False, False)
+        running = actor.rollout(list(range(12)), "over-engines", params, False, False)
         # Not before it has requests to lose: an engine that has none is not missed.
         while not ask(engines["engine 0"].ray_actor.running):
             pass

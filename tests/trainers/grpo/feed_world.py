@@ -43,7 +43,7 @@ class Actor(RolloutHandle):
         self.world = world
 
     def rollout(
-        self, positions: Sequence[int], partition: str, params: SamplingParams, fresh: bool, traced: bool
+        self, positions: list[int], partition: str, params: SamplingParams, fresh: bool, traced: bool
     ) -> Call[RolloutReport]:
         call: Any = Call(self, RolloutWorker.rollout, b"", (), None, 0.0, 0)  # pyright: ignore[reportArgumentType]
         self.world.works.append(Work(self, call, dict.fromkeys(positions, self.world.version), fresh))
