@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +11,9 @@ import torch
 from ..codecs import messages
 from .engines.factory import EngineConfig, build_engine
 from .engines.generate_messages import GenerateCall, GenerateReply
-from .engines.protocol import EngineStats, GenerationEngine, PauseMode
+from .engines.protocol import CommitReport, EngineStats, GenerationEngine, PauseMode
 from .protocols import ActorInfo
+from .remote_methods import decode_arguments
 from .weights.transports.protocol import WeightUpdate
 
 CONCURRENCY = 1 << 16
@@ -19,23 +21,47 @@ CONCURRENCY = 1 << 16
 
 
 class EngineHost:
-    """Methods by which the driver controls the engine of any actor that has one. Arguments are plain data."""
+    """Methods by which the driver controls the engine of any actor that has one."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._hosted: GenerationEngine | None = None
 
+    async def call(self, method: str, message: bytes, *actors: object) -> bytes:
+        """Run a method with the arguments in `message`, followed by `actors` (Ray handles); returns its result.
+
+        The one method that is called through Ray, see `actors/remote_methods.py`.
+        """
+        target = self._target(method)
+        function = getattr(type(target), method)
+        result = function(target, *decode_arguments(function, message, len(actors)), *actors)
+        return messages.encode(await result if inspect.isawaitable(result) else result)
+
+    def _target(self, method: str) -> object:
+        """The object whose method is called."""
+        return self
+
     async def info(self) -> ActorInfo:
         """Describe this process; an answer also shows that it is alive."""
         return ActorInfo.here(self._name)
 
-    async def prepare_weights(self, update: bytes) -> None:
-        """Run `WeightHost.prepare_weights` on an encoded WeightUpdate."""
-        await self._engine.prepare_weights(messages.decode(update, WeightUpdate))
+    async def build(self) -> None:
+        """Load the engine and all else that the actor hosts. Raises ValueError in one sentence.
 
-    async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> bytes:
-        """Run `WeightHost.commit_weights`; returns an encoded CommitReport."""
-        return messages.encode(await self._engine.commit_weights(version, in_flight))
+        The constructor does not load it, because Ray would bury its errors in the actor's death.
+        """
+        self._hosted = await asyncio.to_thread(self._build)
+
+    def _build(self) -> GenerationEngine:
+        raise NotImplementedError
+
+    async def prepare_weights(self, update: WeightUpdate) -> None:
+        """Run `WeightHost.prepare_weights`."""
+        await self._engine.prepare_weights(update)
+
+    async def commit_weights(self, version: int, in_flight: PauseMode) -> CommitReport:
+        """Run `WeightHost.commit_weights`."""
+        return await self._engine.commit_weights(version, in_flight)
 
     async def drop_weights(self, version: int) -> None:
         """Run `WeightHost.drop_weights`."""
@@ -53,7 +79,7 @@ class EngineHost:
         """Counters of what the engine has done since it started."""
         return self._engine.stats
 
-    async def pause(self, mode: PauseMode = "wait") -> None:
+    async def pause(self, mode: PauseMode) -> None:
         """Run `Sleeper.pause`."""
         await self._engine.pause(mode)
 
@@ -65,7 +91,7 @@ class EngineHost:
         """Run `Sleeper.reset_prefix_cache`."""
         await self._engine.reset_prefix_cache()
 
-    async def sleep(self, level: int = 1) -> None:
+    async def sleep(self, level: int) -> None:
         """Run `Sleeper.sleep`."""
         await self._engine.sleep(level)
 
@@ -103,26 +129,18 @@ class EngineActor(EngineHost):
         self._running: dict[str, asyncio.Task] = {}
         self._abandoned: set[str] = set()
 
-    async def build(self) -> None:
-        """Load the engine. Raises ValueError in one sentence.
-
-        The constructor does not load it, because Ray would bury its errors in the actor's death.
-        """
-        self._hosted = await asyncio.to_thread(self._build)
-
     def _build(self) -> GenerationEngine:
         torch.set_num_threads(self._setup.threads)
         return build_engine(self._setup.engine)
 
-    async def generate(self, call: bytes) -> bytes:
-        """Run `Generator.generate` on an encoded GenerateCall; returns an encoded GenerateReply."""
-        request = messages.decode(call, GenerateCall)
-        request_id = request.request_id
+    async def generate(self, call: GenerateCall) -> GenerateReply | None:
+        """Run `Generator.generate`. Returns None, which nobody reads, when the caller has abandoned the request."""
+        request_id = call.request_id
         while request_id in self._abandoned:  # its caller sends it again before the first attempt has ended
             await asyncio.wait({self._running[request_id]})
         if request_id in self._running:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
-        task = asyncio.create_task(self._engine.generate(request_id, request.prompt_ids.tolist(), request.params))
+        task = asyncio.create_task(self._engine.generate(request_id, call.prompt_ids.tolist(), call.params))
         self._running[request_id] = task
         try:
             await asyncio.wait({task})
@@ -131,8 +149,8 @@ class EngineActor(EngineHost):
             self._abandoned.discard(request_id)
             task.cancel()
         if task.cancelled():
-            return b""  # the caller abandoned the request and reads no answer
-        return messages.encode(GenerateReply.of(task.result(), self._engine.version, self._engine.stats))
+            return None
+        return GenerateReply.of(task.result(), self._engine.version, self._engine.stats)
 
     async def running(self) -> list[str]:
         """List the ids of the requests in flight."""

@@ -19,7 +19,7 @@ from headrace.actors.engines.config import ModelConfig, RolloutConfig, ScriptedC
 from headrace.actors.engines.factory import EngineConfig, build_engine
 from headrace.actors.engines.generate_messages import GenerateReply
 from headrace.actors.engines.protocol import Completion, EngineDied, EngineStats, SamplingParams
-from headrace.actors.engines.remote import RemoteEngine
+from headrace.actors.remote_engine import RemoteEngine
 from headrace.codecs import messages
 from headrace.tests.actors.weights.weight_updates import Publisher, receiver, scaled
 

@@ -23,7 +23,7 @@ MARGIN_S = 30.0
 
 
 def send(engine: Engine, number: signal.Signals) -> None:
-    os.kill(engine.peer.info.pid, number)
+    os.kill(engine.handle.info.pid, number)
 
 
 @pytest.mark.timeout(280)

@@ -27,8 +27,8 @@ from headrace.trainers.supervision import watchdog
 watchdog.MARGIN_S = 1.0
 
 def hang(run):
-    with run.stage("train"):
-        run.heartbeat.enter("train", 1.0)
+    with run.stages.timed("train"):
+        run.stages.heartbeat.enter("train", 1.0)
         threading.Event().wait()
 
 grpo.finish = hang

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from headrace.actors.engines.generate_messages import GenerateCall, GenerateReply
 from headrace.actors.engines.protocol import SamplingParams
-from headrace.codecs import messages
+from headrace.actors.remote_engine import RemoteEngine
 from headrace.tests import process_pool
 from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.base_model.warmup import make_tokenizer
@@ -23,7 +22,7 @@ from headrace.trainers.cluster.engine_pool import Engine
 from headrace.trainers.config.config import with_run_dir
 from headrace.trainers.config.load import load_config
 from headrace.trainers.grpo import steps as grpo
-from headrace.trainers.grpo.feed import Feed
+from headrace.trainers.grpo.loop import open_feed
 from headrace.trainers.observe.trace import Tracer
 from headrace.trainers.run.launch import launched
 
@@ -69,9 +68,9 @@ def run(folder: Path, model: Path, *overrides: str) -> Iterator[grpo.Run]:
 
 def step(started: grpo.Run, state: grpo.State) -> Any:
     """One whole step up to the sync; returns its report."""
-    started.begin_step(state.step + 1)
+    started.stages.begin_step(state.step + 1)
     prompts = started.config.algorithm.prompts_per_step
-    feed = Feed(started, state, f"train-{state.step}")
+    feed = open_feed(started, state, f"train-{state.step}")
     feed.top_up()
     feed.drain()
     meta = feed.claim(prompts)
@@ -91,13 +90,17 @@ def step(started: grpo.Run, state: grpo.State) -> Any:
 def engine_logprobs(engine: Engine, name: str) -> list[tuple[list[int], np.ndarray, list[int]]]:
     """(tokens, log-probs, versions) of the prompts' sampled answers."""
     params = SamplingParams(n=1, max_new_tokens=TOKENS, temperature=1.0, seed=5)
-    calls = [GenerateCall(f"probe-{name}-{n}", np.array(ids, np.int32), params) for n, ids in enumerate(PROMPTS)]
-    refs = [engine.peer.handle.generate.remote(messages.encode(call)) for call in calls]
-    found = []
-    for answer in ray.get(refs, timeout=60):
-        [completion] = messages.decode(answer, GenerateReply).completions()
-        found.append((completion.token_ids.tolist(), completion.logprobs, completion.versions.tolist()))
-    return found
+
+    async def ask() -> list[tuple[list[int], np.ndarray, list[int]]]:
+        remote = await RemoteEngine(engine.name, engine.handle.ray_actor).connect()
+        async with asyncio.timeout(60):
+            answers = await asyncio.gather(
+                *(remote.generate(f"probe-{name}-{n}", ids, params) for n, ids in enumerate(PROMPTS))
+            )
+        await remote.close()
+        return [(one.token_ids.tolist(), one.logprobs, one.versions.tolist()) for [one] in answers]
+
+    return asyncio.run(ask())
 
 
 def trainer_model(started: grpo.Run, folder: Path) -> Any:

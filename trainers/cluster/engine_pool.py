@@ -1,4 +1,4 @@
-"""The engines of a run: who serves which version, who is left out and why."""
+"""The engines of a run: which version each serves, and which get no requests and why."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...actors.weights.transports.protocol import ReceiverGroup
-from .handles import Peer
+from .handles import EngineHandle
 
 _log = logging.getLogger(__name__)
 
 
 class NoEngineLeft(RuntimeError):
-    """Every engine of the run is left out: says what became of each."""
+    """Every engine of the run is left out: the message gives the reason for each."""
 
 
 @dataclass(slots=True)
 class Engine:
     """One engine and what the driver knows of it."""
 
-    peer: Peer
-    """Its host: an EngineActor, or the RolloutActor that embeds it."""
+    handle: EngineHandle
+    """Handle of the actor that hosts it: an EngineActor, or the RolloutActor that embeds it."""
     num_workers: int
-    """Its processes that receive weights."""
+    """Number of its processes that receive weights."""
     version: int = 0
-    """Of the weights it serves."""
+    """Version of the weights that it serves."""
     left_out: str = ""
-    """Why it gets no requests; "" while it does."""
+    """Reason why it gets no requests; "" while it gets some."""
     dead: bool = False
     """Whether its process is gone."""
 
     @property
     def name(self) -> str:
-        return self.peer.info.name
+        return self.handle.info.name
 
     @property
     def group(self) -> ReceiverGroup:
-        """Its part in an update."""
+        """The engine as a receiver of weight updates."""
         return ReceiverGroup(self.name, self.num_workers)
 
 
@@ -47,13 +47,13 @@ class EnginePool:
 
     engines: list[Engine]
     embedded: bool
-    """Whether each lives in a rollout actor of its own, so that leaving it out leaves that actor out."""
+    """Whether each engine lives in a rollout actor of its own, so that leaving it out leaves that actor out."""
     on_change: list[Callable[[Engine], None]] = field(default_factory=list)
-    """Called with an engine that was left out or taken back."""
+    """Functions that are called with an engine when it was left out or taken back."""
 
     @property
     def active(self) -> list[Engine]:
-        """Those that get requests. Raises NoEngineLeft when there is none."""
+        """The engines that get requests. Raises NoEngineLeft when there is none."""
         found = [engine for engine in self.engines if not engine.left_out]
         if not found:
             reasons = "; ".join(f"{engine.name}: {engine.left_out}" for engine in self.engines)
@@ -61,7 +61,7 @@ class EnginePool:
         return found
 
     def ahead_of(self, version: int) -> bool:
-        """Whether one serves a later version: after train workers went back to a checkpoint, until they catch up."""
+        """Whether an engine serves a later version, as happens after the train workers went back to a checkpoint."""
         return any(engine.version > version for engine in self.engines)
 
     def named(self, name: str) -> Engine:
@@ -69,18 +69,18 @@ class EnginePool:
         return next(engine for engine in self.engines if engine.name == name)
 
     def leave_out(self, engine: Engine, reason: str) -> None:
-        """No more requests for `engine`, until `take_back`. The first reason stays."""
+        """Give `engine` no more requests until `take_back`. When it is left out already, the first reason stays."""
         if engine.left_out:
             return
         engine.left_out = reason
-        _log.warning("engine left out: %s: %s", engine.peer.info, reason)
+        _log.warning("engine left out: %s: %s", engine.handle.info, reason)
         self._changed(engine)
 
     def take_back(self, engine: Engine) -> None:
-        """Requests for `engine` again. Idempotent."""
+        """Give `engine` requests again. Idempotent."""
         if engine.left_out:
             engine.left_out = ""
-            _log.warning("engine taken back: %s, version %d", engine.peer.info, engine.version)
+            _log.warning("engine taken back: %s, version %d", engine.handle.info, engine.version)
             self._changed(engine)
 
     def _changed(self, engine: Engine) -> None:

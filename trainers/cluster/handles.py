@@ -1,151 +1,132 @@
-"""The driver's view of its actors: calls that carry metadata only, every byte counted, every failure with a name."""
+"""The driver's handles of its actors: one class for each kind of actor, one typed method for each call it answers.
+
+    ActorHandle          every actor: `ping`
+      TrainHandle        one train rank (`TrainActor` and the `TrainWorker` that it hosts)
+      EngineHandle       an actor with a generation engine (`EngineActor`, and what it shares with `RolloutActor`)
+        RolloutHandle    a rollout actor (`RolloutActor` and the `RolloutWorker` that it hosts)
+
+Every method sends its call and returns at once with a `Call`, whose result `gather` (calls.py) waits for. What a call
+does is said once, at the function that it names.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
-import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-
+from ...actors.engine_actor import EngineHost
+from ...actors.engines.protocol import CommitReport, PauseMode, SamplingParams
 from ...actors.protocols import ActorInfo
-from ...codecs import messages
+from ...actors.remote_methods import encode_arguments
+from ...actors.rollout.actor import RolloutActor
+from ...actors.rollout.report import RolloutReport, ValidationReport
+from ...actors.rollout.worker import RolloutWorker
+from ...actors.train.actor import TrainActor
+from ...actors.train.step_rows import TrainShard
+from ...actors.train.worker import TrainWorker, WorkerReport
+from ...actors.weights.stream import SendReport
+from ...actors.weights.transports.protocol import ReceiverGroup, WeightUpdate
+from .calls import ActorHandle, Call
 
 
-class PeerFailed(RuntimeError):
-    """An actor died, failed or was late: says who, where, in which stage, after how long."""
+class TrainHandle(ActorHandle):
+    """One train rank. Calls run one at a time in the order they were sent; those marked in TrainWorker run beside."""
 
-    def __init__(self, message: str, cause: BaseException | None = None, *, died: bool = False) -> None:
-        super().__init__(message)
-        self.cause = cause
-        """What the actor raised; None when it died or was late."""
-        self.died = died
-        """Whether its process is gone."""
+    def ping(self) -> Call[ActorInfo]:
+        """Ask who the actor is, which also shows that it answers."""
+        return self._call(TrainActor.info)
 
+    def open_rendezvous(self, host: str) -> Call[int]:
+        return self._call(TrainActor.open_rendezvous, host)
 
-@dataclass(slots=True)
-class DriverMeter:
-    """Bytes that went through the driver to and from its actors since the last `take`."""
+    def build(self, host: str, port: int) -> Call[None]:
+        return self._call(TrainActor.build, host, port)
 
-    num_bytes: int = 0
+    def begin(self, shard: TrainShard) -> Call[None]:
+        return self._call(TrainWorker.begin, shard)
 
-    def take(self) -> int:
-        """The count so far, and start again at 0."""
-        taken, self.num_bytes = self.num_bytes, 0
-        return taken
+    def write_logprobs(self, field: str) -> Call[WorkerReport]:
+        return self._call(TrainWorker.write_logprobs, field)
 
+    def accumulate(self) -> Call[WorkerReport]:
+        return self._call(TrainWorker.accumulate)
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call on its way."""
+    def finish(self) -> Call[WorkerReport]:
+        return self._call(TrainWorker.finish)
 
-    peer: Peer
-    method: str
-    ref: ray.ObjectRef
-    started: float
-    args: tuple[Any, ...]
-    pid: int
-    """Of the process that was asked: another may have taken the peer's place since."""
+    def open_update(self, version: int, receivers: Sequence[ReceiverGroup], base: int | None) -> Call[WeightUpdate]:
+        return self._call(TrainWorker.open_update, version, receivers, base)
 
+    def open_cached(self, version: int, receivers: Sequence[ReceiverGroup]) -> Call[WeightUpdate]:
+        return self._call(TrainWorker.open_cached, version, receivers)
 
-class Peer:
-    """One actor. Arguments and results are plain data or dataclasses of numbers and metadata columns, never tensors:
-    what the message codec refuses does not pass."""
+    def send_weights(self, update: WeightUpdate | None) -> Call[SendReport | None]:
+        return self._call(TrainWorker.send_weights, update)
 
-    def __init__(self, handle: Any, info: ActorInfo, meter: DriverMeter) -> None:
-        self.handle = handle
-        self.info = info
-        self.meter = meter
+    def send_cached(self, update: WeightUpdate) -> Call[SendReport]:
+        return self._call(TrainWorker.send_cached, update)
 
-    def call(self, method: str, *args: Any) -> Call:
-        """Start `method`; collect the result with `gather`."""
-        self.meter.num_bytes += sum(message_bytes(arg) for arg in args)
-        return Call(self, method, getattr(self.handle, method).remote(*args), time.monotonic(), args, self.info.pid)
+    def abort_update(self, reason: str) -> Call[None]:
+        return self._call(TrainWorker.abort_update, reason)
 
+    def save(self, path: str) -> Call[None]:
+        return self._call(TrainWorker.save, path)
 
-def message_bytes(value: Any) -> int:
-    """Bytes of a message. Raises TypeError when it holds a tensor."""
-    return len(value) if isinstance(value, bytes) else len(messages.encode(value))
+    def wait_saved(self) -> Call[None]:
+        return self._call(TrainWorker.wait_saved)
+
+    def load(self, path: str) -> Call[None]:
+        return self._call(TrainWorker.load, path)
+
+    def export_model(self, path: str) -> Call[None]:
+        return self._call(TrainWorker.export_model, path)
 
 
-def gather(calls: Sequence[Call], stage: str, timeout_s: float) -> list[Any]:
-    """All results in the order of `calls`. The first failure ends the wait at once, whichever peer it comes from.
+class EngineHandle(ActorHandle):
+    """An actor with a generation engine. Calls run concurrently."""
 
-    Raises PeerFailed when a peer died, raised (its `cause`), or did not answer within `timeout_s`.
-    """
-    return _settle(calls, stage, timeout_s, raising=True)
+    def ping(self) -> Call[ActorInfo]:
+        """Ask who the actor is, which also shows that it answers."""
+        return self._call(EngineHost.info)
 
+    def build(self) -> Call[None]:
+        return self._call(EngineHost.build)
 
-def gather_each(calls: Sequence[Call], stage: str, timeout_s: float) -> list[Any | PeerFailed]:
-    """Like `gather`, but waits for every peer: where one failed stands its PeerFailed instead of a result."""
-    return _settle(calls, stage, timeout_s, raising=False)
+    def num_workers(self) -> Call[int]:
+        return self._call(EngineHost.num_workers)
 
+    def prepare_weights(self, update: WeightUpdate) -> Call[None]:
+        return self._call(EngineHost.prepare_weights, update)
 
-def ended(calls: Sequence[Call], stage: str, timeout_s: float) -> list[tuple[Call, Any | PeerFailed]]:
-    """The calls that have ended, each with its result or PeerFailed; waits `timeout_s` for the first, 0: not at all."""
-    of_ref = {call.ref: call for call in calls}
-    if not of_ref:
-        return []
-    done, _ = ray.wait(list(of_ref), num_returns=1, timeout=timeout_s)
-    if done:
-        done, _ = ray.wait(list(of_ref), num_returns=len(of_ref), timeout=0)
-    found: list[tuple[Call, Any | PeerFailed]] = []
-    for ref in done:
-        try:
-            found.append((of_ref[ref], _result(of_ref[ref], stage)))
-        except PeerFailed as error:
-            found.append((of_ref[ref], error))
-    return found
+    def commit_weights(self, version: int, in_flight: PauseMode) -> Call[CommitReport]:
+        return self._call(EngineHost.commit_weights, version, in_flight)
+
+    def drop_weights(self, version: int) -> Call[None]:
+        return self._call(EngineHost.drop_weights, version)
 
 
-def _settle(calls: Sequence[Call], stage: str, timeout_s: float, *, raising: bool) -> list[Any]:
-    start = time.monotonic()
-    of_ref = {call.ref: call for call in calls}
-    pending, results = list(of_ref), {}
-    while pending:
-        left = timeout_s - (time.monotonic() - start)
-        done, pending = ray.wait(pending, num_returns=1, timeout=max(left, 0.0))
-        if not done:
-            late = {ref: of_ref[ref].peer.info for ref in pending}
-            if raising:
-                raise PeerFailed(f"{stage}: no answer within {timeout_s:g} s from {', '.join(map(str, late.values()))}")
-            results |= {
-                ref: PeerFailed(f"{stage}: no answer within {timeout_s:g} s from {info}") for ref, info in late.items()
-            }
-            break
-        for ref in done:
-            try:
-                results[ref] = _result(of_ref[ref], stage)
-            except PeerFailed as error:
-                if raising:
-                    raise
-                results[ref] = error
-    return [results[call.ref] for call in calls]
+class RolloutHandle(EngineHandle):
+    """A rollout actor. Calls run concurrently."""
 
+    def set_engines(self, engines: Sequence[EngineHandle]) -> Call[None]:
+        names = encode_arguments([[engine.info.name for engine in engines]])
+        return self.send(RolloutActor.set_engines, names, [[engine.ray_actor for engine in engines]])
 
-def _result(call: Call, stage: str) -> Any:
-    peer = call.peer
-    elapsed = time.monotonic() - call.started
-    try:
-        value = ray.get(call.ref, timeout=60.0)
-    except RayTaskError as error:
-        cause = error.cause if isinstance(error.cause, BaseException) else error
-        message = f"{stage}: {peer.info} failed after {elapsed:.1f} s: {type(cause).__name__}: {cause}"
-        raise PeerFailed(message, cause) from error
-    except RayActorError as error:
-        raise PeerFailed(
-            f"{stage}: {peer.info} died; the call {call.method} was under way for {elapsed:.1f} s. {_reason(error)}",
-            died=True,
-        ) from error
-    except (GetTimeoutError, RayError) as error:
-        raise PeerFailed(f"{stage}: the answer of {peer.info} is lost: {type(error).__name__}: {error}") from error
-    peer.meter.num_bytes += message_bytes(value)
-    return value
+    def add_engine(self, engine: EngineHandle) -> Call[None]:
+        return self.send(RolloutActor.add_engine, encode_arguments([engine.info.name]), [engine.ray_actor])
 
+    def remove_engine(self, engine: EngineHandle) -> Call[None]:
+        return self._call(RolloutActor.remove_engine, engine.info.name, 0.0)
 
-def _reason(error: RayActorError) -> str:
-    """Ray's own words on a death, its first useful lines."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[-2:])[:400]
+    def rollout(
+        self, positions: list[int], partition: str, params: SamplingParams, fresh: bool, traced: bool
+    ) -> Call[RolloutReport]:
+        return self._call(RolloutWorker.rollout, positions, partition, params, fresh, traced)
+
+    def end_rollouts(self) -> Call[None]:
+        return self._call(RolloutWorker.end_rollouts)
+
+    def validate(self, start: int, count: int, params: SamplingParams) -> Call[ValidationReport]:
+        return self._call(RolloutWorker.validate, start, count, params)
+
+    def trim_journal(self, first: int, outstanding: list[int]) -> Call[None]:
+        return self._call(RolloutWorker.trim_journal, first, outstanding)

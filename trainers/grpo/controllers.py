@@ -88,7 +88,7 @@ def run_streaming(run: Run, state: State, feed: Feed, after_step: AfterStep) -> 
 # stage       waits for                                unblocked by
 # claim       a step's groups, by the sampler          the commit of the last one, or a rollout that failed
 # train       all workers                              the optimizer step
-# sync     all engines serve the new version        engines pause as sync.in_flight says; rollouts of later steps go on
+# sync        all engines serve the new version        engines pause as sync.in_flight says; later rollouts go on
 #
 # No token of a step's rows is more than max_staleness versions older than the policy that is trained
 # (`staleness/max`). In the prompts' order groups are admitted so that this holds; with a sampler that lets some

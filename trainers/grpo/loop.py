@@ -1,4 +1,4 @@
-"""The steps of a run, the same for every controller: begin, and end with optimizer, weight sync, clear, validation."""
+"""What every controller does at both ends of a step: begin; optimizer, weight sync, clear, metrics and validation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from ...actors.train.worker import WorkerReport
 from ...dataplane.meta import KVBatchMeta
 from . import steps as grpo
-from .feed import Feed
+from .feed import PARTITION, Feed
 from .step_metrics import step_metrics
 from .steps import Run, State
 from .validation import Validation
 
 AfterStep = Callable[[State, dict[str, float]], None]
-"""Called with the state and the step's metrics when a step is done: log, checkpoint, show."""
+"""Function that is called with the state and the step's metrics when a step is done: it logs, saves and shows."""
 
 
 @dataclass(slots=True)
@@ -23,14 +23,28 @@ class StepTally:
     """What a step has done so far."""
 
     started: float
-    """`time.perf_counter`."""
+    """`time.perf_counter` at its start."""
     rows: list[KVBatchMeta] = field(default_factory=list)
-    """Receipts of its rows, a chunk each."""
+    """Receipts of the step's rows, one for each chunk."""
     passes: list[WorkerReport] = field(default_factory=list)
+    """Reports of the train workers, pass by pass, in order of ranks."""
+
+
+def open_feed(run: Run, state: State, partition: str = PARTITION) -> Feed:
+    """A feed of `run` from `state` on; see `Feed`."""
+    return Feed(
+        run.config,
+        state,
+        client=run.client,
+        rollouts=run.rollouts,
+        stages=run.stages,
+        sampling=run.sampling,
+        partition=partition,
+    )
 
 
 class Steps:
-    """The steps from `state` to the last. Moves `state`."""
+    """The steps of a run from `state` to the last; updates `state`."""
 
     def __init__(self, run: Run, state: State, after_step: AfterStep) -> None:
         """Validates the model that the run starts from."""
@@ -47,20 +61,20 @@ class Steps:
         return self._state.step < self._run.config.algorithm.steps and not self._validation.reached
 
     def begin(self) -> StepTally:
-        """Start timing and tracing the next one."""
-        self._run.begin_step(self._state.step + 1)
+        """Start timing and tracing the next step."""
+        self._run.stages.begin_step(self._state.step + 1)
         return StepTally(time.perf_counter())
 
     def end(self, tally: StepTally, feed: Feed) -> None:
-        """Optimizer step, weight sync and clear; then the step counts, and its metrics are told."""
+        """Take the optimizer step, sync weights and clear the rows; then the step counts and its metrics are logged."""
         run, state = self._run, self._state
-        validated = self._validation.finish()  # while the workers still have the weights that it is of
+        validated = self._validation.finish()  # while the workers still have the weights that are validated
         tally.passes += grpo.finish(run)
         meta = tally.rows[0].concat(*tally.rows[1:])
         state.step, state.version = state.step + 1, state.version + 1
         sync = grpo.sync_weights(run, state)
         for engine, spans in sync.spans:
-            run.tracer.add(engine, spans)
+            run.stages.tracer.add(engine, spans)
         for rows in tally.rows:
             grpo.retire(run, rows)
         fed = feed.settle()

@@ -36,7 +36,7 @@ def step_metrics(
     is of the rollout calls that ended in the step, and absent when none did.
     """
     end_s = time.monotonic()
-    rollouts, seconds = fed.reports, run.seconds
+    rollouts, seconds = fed.reports, run.stages.seconds
     trained = next((report.metrics for report in reversed(passes) if report.metrics), {})
     for report in (*rollouts, *passes):
         run.watch.add(report.traffic)

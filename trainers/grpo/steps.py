@@ -1,15 +1,14 @@
-"""The steps of GRPO (DeepSeekMath, arXiv:2402.03300): functions over metadata that controllers string together.
+"""The steps of GRPO (DeepSeekMath, arXiv:2402.03300): functions on metadata that the controllers string together.
 
-Nothing here touches a row: rollout actors put them, train workers get them, and what passes through are receipts,
-plans, per-row scalars and figures.
+Nothing here touches a row: rollout actors put rows and train workers get them. What passes through the driver are
+receipts, plans, numbers for each row, and reports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,226 +17,180 @@ from ...actors.rewards.rubric import reward_tag
 from ...actors.train.reader import holds_receipt
 from ...actors.train.step_rows import TrainShard
 from ...actors.train.worker import PREV, REF, WorkerReport
-from ...codecs import messages
 from ...dataplane.client import DataPlaneClient
 from ...dataplane.meta import KVBatchMeta
-from ...dataplane.plans import Budget, ShardPlan, plan_shards
+from ...dataplane.plans import Budget, plan_shards
 from ..advantages.estimator import AdvantageEstimator, RewardRows
+from ..cluster.calls import Call, DriverMeter, gather
 from ..cluster.engine_pool import EnginePool, NoEngineLeft
-from ..cluster.handles import Call, DriverMeter, Peer, PeerFailed, gather
-from ..cluster.run_actors import START_TIMEOUT_S, RunActors
+from ..cluster.handles import TrainHandle
+from ..cluster.run_actors import RunActors
 from ..config.config import Config
 from ..observe.data_plane_watch import DataPlaneWatch
-from ..observe.trace import Tracer
-from ..supervision.heartbeat import Heartbeat
+from .rollout_pool import RolloutPool
+from .stages import Stages
 from .weight_sync import SyncReport, WeightSync
 
+T = TypeVar("T")
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Run:
-    """What the steps work with: handles and settings, no rows."""
+    """Everything that the steps work with: actors, clients and settings, no rows."""
 
     config: Config
     client: DataPlaneClient
     actors: RunActors
+    rollouts: RolloutPool
     weights: WeightSync
+    stages: Stages
     meter: DriverMeter
-    tracer: Tracer
+    watch: DataPlaneWatch
     estimate: AdvantageEstimator
     sampling: SamplingParams
+    """How rollouts sample."""
     greedy: SamplingParams
+    """How validation samples."""
     budget: Budget
-    watch: DataPlaneWatch
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Wall seconds of each stage of the current step."""
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    """Tells the watchdog where the run stands."""
-
-    @contextmanager
-    def stage(self, name: str, bound_s: float | None = None) -> Iterator[None]:
-        """Time a stage of the step, for metrics and trace. bound_s: longer than which the watchdog takes it for stuck;
-        None: a stage's."""
-        self.heartbeat.enter(name, bound_s)
-        with self.tracer.span(name) as span:
-            yield
-        self.heartbeat.leave()
-        self.seconds[name] = self.seconds.get(name, 0.0) + span.dur_s
-
-    def begin_step(self, step: int) -> None:
-        """Start timing and tracing `step`."""
-        self.seconds = {}
-        self.heartbeat.step(step)
-        self.tracer.begin_step(step)
+    """Size of a microbatch."""
 
     @property
-    def workers(self) -> list[Peer]:
-        """Train workers by rank."""
+    def workers(self) -> list[TrainHandle]:
+        """The train workers by rank."""
         return self.actors.workers
 
     @property
     def engines(self) -> EnginePool:
+        """All engines of the run."""
         return self.actors.engines
 
-    @property
-    def active_rollouts(self) -> list[Peer]:
-        """Rollout actors that have an engine to generate with. Raises NoEngineLeft when there is none."""
-        active = self.engines.active
-        return [engine.peer for engine in active] if self.engines.embedded else self.actors.rollouts
-
-    def gather(self, calls: list[Call], stage: str) -> list[Any]:
+    def gather(self, calls: Sequence[Call[T]], stage: str) -> list[T]:
+        """Wait for `calls` up to resources.stage_timeout_s; returns their results. Raises ActorFailed."""
         return gather(calls, stage, self.config.resources.stage_timeout_s)
 
 
 @dataclass(slots=True)
 class State:
-    """Where the run stands; with the workers' checkpoint it is all that a resume needs."""
+    """Where the run stands. With the train workers' checkpoint it is all that a resume needs."""
 
     step: int = 0
-    """Steps finished."""
+    """Number of finished steps."""
     version: int = 0
     """Policy version that the engines serve."""
     position: int = 0
-    """Of the stream's next prompt that was never issued."""
+    """Position in the prompt stream of the next prompt that was never issued."""
     outstanding: list[int] = field(default_factory=list)
-    """Positions issued and not yet trained on: they are issued first when the run is resumed."""
+    """Positions of the prompts that were issued and not yet trained on; a resumed run issues them first."""
 
     def go_back(self, earlier: State) -> None:
-        """Become what `earlier` is."""
+        """Take over all values of `earlier`."""
         self.step, self.version, self.position = earlier.step, earlier.version, earlier.position
         self.outstanding = list(earlier.outstanding)
 
 
-def with_advantages(run: Run, meta: KVBatchMeta) -> KVBatchMeta:
-    """The receipt with tag `advantage`, from the tags `reward`, `valid` and, if the estimator asks for them, those of
-    single rewards."""
-    components = {name: meta.tags[reward_tag(name)] for name in run.estimate.components}
-    advantage = run.estimate(RewardRows(meta.tags["reward"], meta.tags["valid"] > 0, meta.groups, components))
+def with_advantages(estimate: AdvantageEstimator, meta: KVBatchMeta) -> KVBatchMeta:
+    """The receipt with the tag `advantage`, estimated from the tags `reward` and `valid`, and from the tags of single
+    rewards if the estimator asks for them."""
+    components = {name: meta.tags[reward_tag(name)] for name in estimate.components}
+    advantage = estimate(RewardRows(meta.tags["reward"], meta.tags["valid"] > 0, meta.groups, components))
     return meta.with_tags(advantage=advantage)
 
 
-def ship_plan(run: Run, meta: KVBatchMeta, step: int) -> ShardPlan:
-    """Deal rows to replicas and microbatches and send each rank its part; the one time that their receipt is shipped.
+def ship_plan(run: Run, meta: KVBatchMeta, step: int) -> None:
+    """Plan the rows of `meta` and send each rank its shard."""
+    with run.stages.timed("plan"):
+        shards = plan_step(run.config, run.budget, meta, step, traced=run.stages.tracer.recording)
+        run.gather([worker.begin(shard) for worker, shard in zip(run.workers, shards, strict=True)], "plan")
 
-    Only ranks that read or write get one: the others learn of their rows from their leader.
+
+def plan_step(config: Config, budget: Budget, meta: KVBatchMeta, step: int, *, traced: bool) -> list[TrainShard]:
+    """Deal rows to replicas and microbatches; returns every rank's shard.
+
+    Only the shards of ranks that read or write rows hold a receipt: the others learn of their rows from their leader.
     """
-    trainer = run.config.trainer
+    trainer = config.trainer
     topology = trainer.topology
-    with run.stage("plan"):
-        plan = plan_shards(meta.lengths, topology, run.budget, meta.groups)
-        tags = {"advantage": meta.tags["advantage"]}
-        if run.config.loss.aggregation == "prompt":
-            tags["group_tokens"] = group_tokens(meta)
-        lean = replace(meta, tags=tags)
-        shards = [plan.shard(dp) for dp in range(topology.dp)]
-        receipts = [lean.select(rows).to_bytes() for rows, _ in shards]
-        calls = []
-        for rank, peer in enumerate(run.workers):
-            dp = topology.place(rank).dp
-            receipt = receipts[dp] if holds_receipt(topology, trainer.fetch, rank) else None
-            shard = TrainShard(step, receipt, shards[dp][1], plan.digest, run.tracer.recording)
-            calls.append(peer.call("begin", messages.encode(shard)))
-        run.gather(calls, "plan")
-    return plan
+    plan = plan_shards(meta.lengths, topology, budget, meta.groups)
+    tags = {"advantage": meta.tags["advantage"]}
+    if config.loss.aggregation == "prompt":
+        tags["group_tokens"] = group_tokens(meta)
+    lean = replace(meta, tags=tags)
+    parts = [plan.shard(dp) for dp in range(topology.dp)]
+    receipts = [lean.select(rows).to_bytes() for rows, _ in parts]
+    shards = []
+    for rank in range(topology.world):
+        dp = topology.place(rank).dp
+        receipt = receipts[dp] if holds_receipt(topology, trainer.fetch, rank) else None
+        shards.append(TrainShard(step, receipt, parts[dp][1], plan.digest, traced))
+    return shards
 
 
 def group_tokens(meta: KVBatchMeta) -> np.ndarray:
-    """float32 `[N]`: response tokens of each row's whole group; those of failed rows are not trained on."""
+    """Response tokens that each row's whole group trains on, float32 `[N]`; failed rows have none."""
     _, group = np.unique(meta.groups, return_inverse=True)
     trained = meta.tags["response_length"] * (meta.tags["valid"] > 0)
     return np.bincount(group, weights=trained)[group].astype(np.float32)
 
 
 def write_logprobs(run: Run) -> list[WorkerReport]:
-    """Have the workers write the columns that the loss needs: previous and reference log-probs."""
+    """Have the train workers write the columns that the loss needs: previous and reference log-probs."""
     fields = [PREV] if run.config.algorithm.prev_logprobs == "recompute" else []
     fields += [REF] if run.config.loss.kl_coef > 0 else []
     reports = []
     for name in fields:
-        with run.stage("logprob"):
-            replies = run.gather([peer.call("write_logprobs", name) for peer in run.workers], name)
-        reports += collect(run, replies)
+        with run.stages.timed("logprob"):
+            found = run.gather([worker.write_logprobs(name) for worker in run.workers], name)
+        reports += _traced(run, found)
     return reports
 
 
 def accumulate(run: Run) -> list[WorkerReport]:
-    """Gradients of the shards that the workers hold, into the step that is open; opens one if none is."""
-    with run.stage("train"):
-        replies = run.gather([peer.call("accumulate") for peer in run.workers], "train")
-    return collect(run, replies)
+    """Add the gradients of the train workers' shards to the open step; opens one if none is."""
+    with run.stages.timed("train"):
+        reports = run.gather([worker.accumulate() for worker in run.workers], "train")
+    return _traced(run, reports)
 
 
 def finish(run: Run) -> list[WorkerReport]:
-    """The optimizer step over all that was accumulated."""
-    with run.stage("train"):
-        replies = run.gather([peer.call("finish") for peer in run.workers], "train")
-    return collect(run, replies)
+    """Take the optimizer step over all that was accumulated."""
+    with run.stages.timed("train"):
+        reports = run.gather([worker.finish() for worker in run.workers], "train")
+    return _traced(run, reports)
 
 
 def train_on(run: Run, meta: KVBatchMeta, step: int) -> list[WorkerReport]:
-    """Rows of `step`, all of them or a chunk: advantages, plan, log-probs, gradients."""
-    ship_plan(run, with_advantages(run, meta), step)
+    """Work on rows of `step`, all of them or a chunk: advantages, plan, log-probs, gradients."""
+    ship_plan(run, with_advantages(run.estimate, meta), step)
     return write_logprobs(run) + accumulate(run)
 
 
-def collect(run: Run, replies: list[bytes]) -> list[WorkerReport]:
-    """Workers' reports, rank by rank; their spans go into the trace."""
-    reports = [messages.decode(reply, WorkerReport) for reply in replies]
-    for peer, report in zip(run.workers, reports, strict=True):
-        run.tracer.add(peer.info.name, report.spans.to_spans())
+def _traced(run: Run, reports: list[WorkerReport]) -> list[WorkerReport]:
+    """Draw the spans of the reports, which are in order of ranks, in the trace; returns the reports."""
+    for worker, report in zip(run.workers, reports, strict=True):
+        run.stages.tracer.add(worker.info.name, report.spans.to_spans())
     return reports
 
 
 def sync_weights(run: Run, state: State) -> SyncReport:
-    """Bring all engines to `state.version`, but for those that are ahead of it (WeightSync.sync); those that died are
-    replaced. Raises NoEngineLeft when none could be."""
-    with run.stage("sync"):
+    """Bring all engines to `state.version`, except those that are ahead of it (`WeightSync.sync`), and replace those
+    that died. Raises NoEngineLeft when none is left and none could be replaced."""
+    with run.stages.timed("sync"):
         try:
             report = run.weights.sync(state.version)
         except NoEngineLeft:
-            if not _replace_dead(run, state.version):
+            if not run.rollouts.replace_dead(state.version):
                 raise
             return run.weights.sync(state.version)
-        _replace_dead(run, state.version)
+        run.rollouts.replace_dead(state.version)
         return report
 
 
-def _replace_dead(run: Run, version: int) -> bool:
-    """Put others in the place of engines that died, as often as run.max_restarts allows. Whether all were."""
-    dead = [engine for engine in run.engines.engines if engine.dead]
-    for engine in dead:
-        if not run.actors.may_replace:
-            return False
-        replace_actor(run, engine.peer, engine.peer.info.pid, PeerFailed(engine.left_out, died=True), version)
-    return bool(dead)
-
-
-def replace_actor(run: Run, peer: Peer, pid: int, failure: PeerFailed, version: int) -> None:
-    """Put another actor in the place of a rollout actor or engine whose process `pid` died, serving `version`.
-
-    Takes as long as starting one, while the others go on; nothing when it was done before. Raises `failure` when
-    run.max_restarts are used up.
-    """
-    if peer.info.pid != pid:
-        return
-    with run.stage("replace", 3 * START_TIMEOUT_S):  # build, info, engines
-        engine = next((engine for engine in run.engines.engines if engine.peer is peer), None)
-        if engine is not None:
-            run.engines.leave_out(engine, str(failure))
-        run.actors.replace(peer, failure)
-        if engine is None:
-            return
-        engine.version, engine.dead = 0, False
-        if version:
-            run.weights.sync(version, [engine])
-        run.engines.take_back(engine)
-
-
 def export_model(run: Run, path: str) -> None:
-    """Write the trained policy as a HF model folder."""
-    run.gather([peer.call("export_model", path) for peer in run.workers], "export")
+    """Write the trained policy as a Hugging Face model folder."""
+    run.gather([worker.export_model(path) for worker in run.workers], "export")
 
 
 def retire(run: Run, meta: KVBatchMeta) -> None:
-    """The rows are done with: clear them, which ends their leases."""
-    with run.stage("clear"):
+    """Clear rows that are trained on, which ends their leases."""
+    with run.stages.timed("clear"):
         run.client.clear(meta.partition, meta.keys)

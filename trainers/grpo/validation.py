@@ -1,4 +1,4 @@
-"""Validation of the policy: greedy answers to held-out prompts, the best model kept, the run ended at its target."""
+"""Validation of the policy: greedy answers to held-out prompts, the best model is kept, the run ends at its target."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ import time
 from pathlib import Path
 
 from ...actors.rollout.report import ValidationReport
-from ..cluster.handles import Call, PeerFailed, gather_each
+from ..cluster.calls import ActorFailed, Call, gather_each
+from ..cluster.handles import RolloutHandle
 from . import steps as grpo
 from .steps import Run, State
 
 BEST = "best"
-"""Folder of the best model in the run's, and (with .json) of its figures."""
+"""Name of the best model's folder in the run's folder, and (with .json) of the file that holds its exact match."""
 
 
 class Validation:
-    """Of one run. In the foreground, or beside a step up to its optimizer; one at a time."""
+    """The validations of one run, one at a time: in the foreground, or beside a step up to its optimizer."""
 
     def __init__(self, run: Run) -> None:
-        """A resumed run has still the best model of the one before."""
+        """Reads how good the best model in the run's folder is: a resumed run still has it."""
         self._run = run
         self._folder = Path(run.config.run.dir or ".")
-        self._calls: list[Call] = []
-        self._of = State()
+        self._calls: list[tuple[RolloutHandle, Call[ValidationReport]]] = []
+        self._state = State()
+        """State of the run whose policy is validated."""
         self._started = 0.0
         self.reached = False
         """Whether exact match has reached validation.stop_at."""
@@ -33,45 +35,47 @@ class Validation:
         self._best = json.loads(best.read_text())["exact_match"] if best.exists() else -1.0
 
     def validate(self, state: State) -> dict[str, float]:
-        """Figures of `state`'s policy, which all engines serve; no rows are put. Raises PeerFailed."""
+        """Validate the policy of `state`, which all engines serve; returns metrics. Raises ActorFailed."""
         self.start(state)
         return self.finish()
 
     def start(self, state: State) -> None:
-        """Have the engines answer, beside what else they do, until `finish`."""
+        """Have the engines answer beside whatever else they do, until `finish`."""
         assert not self._calls, "one validation at a time"
         run, total = self._run, self._run.config.validation.num_prompts
-        rollouts = run.active_rollouts
-        bounds = [total * hand // len(rollouts) for hand in range(len(rollouts) + 1)]
+        rollouts = run.rollouts.active
+        bounds = [total * index // len(rollouts) for index in range(len(rollouts) + 1)]
         self._calls = [
-            peer.call("validate", first, stop - first, run.greedy)
-            for peer, (first, stop) in zip(rollouts, itertools.pairwise(bounds), strict=True)
+            (rollout, rollout.validate(first, stop - first, run.greedy))
+            for rollout, (first, stop) in zip(rollouts, itertools.pairwise(bounds), strict=True)
             if stop > first
         ]
-        self._of = State(state.step, state.version)
+        self._state = State(state.step, state.version)
         self._started = time.perf_counter()
 
     def finish(self) -> dict[str, float]:
-        """Wait for what `start` began, before the train workers change their weights; nothing when it did not.
+        """Wait for what `start` began, before the train workers change their weights; returns metrics, or {} when
+        nothing was begun.
 
-        An actor that dies is replaced, and its part asked for again. Raises PeerFailed.
+        An actor that dies is replaced, and its part asked for again. Raises ActorFailed.
         """
         if not self._calls:
             return {}
         run = self._run
-        with run.stage("validate"):
+        with run.stages.timed("validate"):
             calls, self._calls, reports = self._calls, [], list[ValidationReport]()
             while calls:
-                outcomes = gather_each(calls, "validate", run.config.resources.stage_timeout_s)
+                timeout_s = run.config.resources.stage_timeout_s
+                outcomes = gather_each([call for _, call in calls], "validate", timeout_s)
                 lost = []
-                for call, outcome in zip(calls, outcomes, strict=True):
-                    if not isinstance(outcome, PeerFailed):
+                for (rollout, call), outcome in zip(calls, outcomes, strict=True):
+                    if not isinstance(outcome, ActorFailed):
                         reports.append(outcome)
                         continue
                     if not outcome.died:
                         raise outcome
-                    grpo.replace_actor(run, call.peer, call.pid, outcome, self._of.version)
-                    lost.append(call.peer.call(call.method, *call.args))
+                    run.rollouts.replace(rollout, call.pid, outcome, self._state.version)
+                    lost.append((rollout, call.again()))
                 calls = lost
         rows = sum(report.rows for report in reports)
         exact = sum(report.exact_match * report.rows for report in reports) / rows
@@ -79,7 +83,7 @@ class Validation:
         return {
             "val/exact_match": exact,
             "val/reward": sum(report.reward * report.rows for report in reports) / rows,
-            "val/version": float(self._of.version),
+            "val/version": float(self._state.version),
             "time/validate_s": time.perf_counter() - self._started,
         }
 
@@ -94,5 +98,5 @@ class Validation:
             grpo.export_model(self._run, str(draft))
             shutil.rmtree(self._folder / BEST, ignore_errors=True)
             draft.rename(self._folder / BEST)
-            figures = {"exact_match": exact, "step": self._of.step, "version": self._of.version}
-            (self._folder / f"{BEST}.json").write_text(json.dumps(figures))
+            best = {"exact_match": exact, "step": self._state.step, "version": self._state.version}
+            (self._folder / f"{BEST}.json").write_text(json.dumps(best))

@@ -1,16 +1,17 @@
-"""Weight sync: from the train workers to any set of engines, version by version, never a mix.
+"""Weight sync: brings any set of engines to the train workers' version of the weights, whole or not at all.
 
-    open update -> [gather, send | prepare in every engine] -> commit in those that have all of it
+    open update -> [gather, send | prepare in every engine] -> commit in the engines that have all of it
                           |
-                          +-- who failed: once more, then left out (it keeps its old version and gets no requests)
+                          +-- an engine that failed is tried once more, then left out: it keeps its old version and
+                              gets no requests
 
 stage       waits for                                     unblocked by
-open        train rank 0                                  an announcement; nothing is sent yet
+open        train rank 0                                  the announcement; nothing is sent yet
 transfer    all train workers and all engines             every bucket verified, or a failure that names its engine
-commit      engines that have the whole version           the engine's pause, load and resume
+commit      the engines that have the whole version       each engine's pause, load and resume
 
-Every wait is bounded by sync.timeout_s. An engine that fails does not hold up the others; the run ends when none is
-left.
+Every wait is bounded by sync.timeout_s. An engine that fails does not hold up the others; the run ends when no engine
+is left.
 """
 
 from __future__ import annotations
@@ -21,58 +22,58 @@ from dataclasses import dataclass, replace
 
 from ...actors.engines.protocol import CommitReport
 from ...actors.protocols import Span
-from ...actors.weights.publisher import SendReport
+from ...actors.weights.stream import SendReport
 from ...actors.weights.transports.protocol import WeightTransferError, WeightUpdate
-from ...codecs import messages
+from ..cluster.calls import ActorFailed, Call, gather, gather_each
 from ..cluster.engine_pool import Engine, EnginePool
-from ..cluster.handles import Call, Peer, PeerFailed, gather, gather_each
+from ..cluster.handles import TrainHandle
 from ..config.config import SyncConfig
 
 MARGIN_S = 10.0
-"""The ends of a transfer give up by themselves after sync.timeout_s; the driver waits so much longer for their word."""
+"""Seconds that the driver waits beyond sync.timeout_s, after which both ends of a transfer give up by themselves."""
 HEALTH_S = 5.0
-"""An engine that does not say who it is for so long is not asked to take part again."""
+"""Seconds within which an engine must answer a `ping` to take part again."""
 ATTEMPTS = 2
-"""Of an engine to receive one version."""
+"""Number of times that an engine may try to receive one version."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What bringing engines to a version took."""
+    """What it took to bring engines to a version."""
 
     version: int
     bytes_sent: int
-    """By the trainer, for all engines together; the payloads of buckets, of every attempt."""
+    """Number of bytes that the trainer sent to all engines: the payloads of buckets in every attempt."""
     num_bytes: int
-    """Of the weights."""
+    """Number of bytes of the weights."""
     gathers: int
-    """Times that the train workers gathered the weights."""
+    """Number of times that the train workers gathered the weights."""
     gather_s: float
-    """Train rank 0's wait for weights."""
+    """Seconds that train rank 0 waited for weights."""
     pause_s: float
-    """The longest that an engine took until it stood still."""
+    """The longest that an engine took until it stood still, in seconds."""
     load_s: float
-    """The longest from staged bytes to an engine's parameters."""
+    """The longest that an engine took from staged bytes to its parameters, in seconds."""
     kept: int
-    """Requests in flight that went on under the new weights."""
+    """Number of requests in flight that went on under the new weights."""
     aborted: int
-    """Requests in flight that were ended."""
+    """Number of requests in flight that were ended."""
     engines: int
-    """That serve the version now, or a later one."""
+    """Number of engines that now serve the version or a later one."""
     left_out: int
-    """Engines of the run that do not."""
+    """Number of the run's other engines."""
     spans: tuple[tuple[str, tuple[Span, ...]], ...]
-    """For the trace, by engine: its pause and its load, as if it had heard of them at once."""
+    """Pause and load of each engine for the trace, as if every engine had begun at once; (engine, spans) each."""
 
 
 class WeightSync:
-    """Driver's side. One sync at a time."""
+    """The driver's side of weight updates. One sync at a time."""
 
     def __init__(
-        self, config: SyncConfig, workers: Sequence[Peer], engines: EnginePool, *, lasting: bool, direct: bool
+        self, config: SyncConfig, workers: Sequence[TrainHandle], engines: EnginePool, *, lasting: bool, direct: bool
     ) -> None:
         """lasting: whether the transport's last versions stay readable, so that another attempt needs no trainer.
-        direct: whether engines may receive straight into their parameters: then all of them start, or none.
+        direct: whether engines receive straight into their parameters: then either all of them start to, or none.
         """
         self._config = config
         self._workers = workers
@@ -80,16 +81,17 @@ class WeightSync:
         self._lasting = lasting
         self._direct = direct
         self._cached = config.cache or config.delta
-        """Whether train rank 0 keeps versions in host memory."""
+        """Whether train rank 0 keeps the last versions in host memory."""
         self._bound_s = config.timeout_s + MARGIN_S
         self._last: WeightUpdate | None = None
+        """Announcement of the version that was gathered last; None when there is none to send again."""
 
     def sync(self, version: int, engines: Sequence[Engine] | None = None) -> SyncReport:
         """Bring `engines` (None: all of the run) to `version`, the train workers' present weights.
 
-        Engines left out earlier are tried again if they answer. One that has the version already, or a later one, keeps
-        it: no engine's version ever falls. Raises NoEngineLeft when no engine of the run serves
-        the version afterwards, PeerFailed when a train worker died or failed on its own.
+        Engines that were left out earlier are tried again if they answer. An engine that has the version already, or a
+        later one, keeps it: no engine's version ever falls. Raises NoEngineLeft when no engine of the run serves the
+        version afterwards, ActorFailed when a train worker died or failed on its own.
         """
         asked = self._engines.engines if engines is None else engines
         waiting = self._answering([engine for engine in asked if engine.version < version])
@@ -122,15 +124,14 @@ class WeightSync:
         )
 
     def forget(self) -> None:
-        """The train workers are others: what the last ones sent cannot be had again."""
+        """Forget what was sent: the train workers were replaced, and what the former ones sent is gone."""
         self._last = None
 
     def catch_up(self, engine: Engine) -> None:
-        """Bring one engine (new, woken, or left out) to the newest version without the train workers' doing.
+        """Bring one engine (new, woken, or left out) to the newest version while the train workers do something else.
 
-        From what a lasting transport still holds, or from train rank 0's host memory (`sync.cache`), beside whatever
-        the train workers do. Raises PeerFailed when it did not work, and the engine stays as it was; ValueError when
-        there is nothing to catch up from.
+        The weights come from what a lasting transport still holds, or from train rank 0's host memory (`sync.cache`).
+        Raises ActorFailed when that fails, and the engine stays as it was; ValueError when there are no such weights.
         """
         if self._last is None:
             raise ValueError("weights: no version was ever sent, nothing to catch up with")
@@ -142,92 +143,96 @@ class WeightSync:
 
     # ------------------------------------------------------------ inside
 
-    def _attempt(self, version: int, engines: Sequence[Engine], tally: _Tally, *, again: bool) -> dict[str, PeerFailed]:
+    def _attempt(
+        self, version: int, engines: Sequence[Engine], tally: _Tally, *, again: bool
+    ) -> dict[str, ActorFailed]:
         """Announce, transfer and commit. Returns, by engine, why it does not serve the version."""
         update, sends = self._announce(version, engines, tally, again)
-        payload = messages.encode(update)
-        prepares = [engine.peer.call("prepare_weights", payload) for engine in engines]
-        outcomes = gather_each(prepares, "weight sync", self._bound_s)
-        failures = {
-            engine.name: outcome
-            for engine, outcome in zip(engines, outcomes, strict=True)
-            if isinstance(outcome, PeerFailed)
-        }
+        prepares = [engine.handle.prepare_weights(update) for engine in engines]
+        failures = _failures(engines, gather_each(prepares, "weight sync", self._bound_s))
         # What an engine has prepared is whole and verified, whatever became of the others.
         ready = [engine for engine in engines if engine.name not in failures]
         if failures and self._direct and ready:
             # They have only joined: nobody may start to load what will not come whole.
-            gather_each([self._workers[0].call("abort_update", "an engine failed")], "abort", HEALTH_S)
+            gather_each([self._workers[0].abort_update("an engine failed")], "abort", HEALTH_S)
             self._drop(version, ready)
             ready = []
         failures |= self._commit(version, ready, tally)
         sent = gather_each(sends, "weight sync", self._bound_s)
         for outcome in sent:
-            if isinstance(outcome, PeerFailed) and not isinstance(outcome.cause, WeightTransferError):
+            if isinstance(outcome, ActorFailed) and not isinstance(outcome.cause, WeightTransferError):
                 raise outcome
-        if sent and not isinstance(sent[0], PeerFailed):
-            tally.sends.append(messages.decode(sent[0], SendReport))
+        tally.sends += [outcome for outcome in sent if isinstance(outcome, SendReport)]
         self._drop(version, [engine for engine in engines if engine.name in failures])
         return failures
 
     def _announce(
         self, version: int, engines: Sequence[Engine], tally: _Tally, again: bool
-    ) -> tuple[WeightUpdate, list[Call]]:
-        """The announcement of `version`, and the calls that send it. `again`: without another gather where possible."""
-        receivers = [(engine.name, engine.num_workers) for engine in engines]
+    ) -> tuple[WeightUpdate, Sequence[Call[SendReport | None]]]:
+        """The announcement of `version`, and the calls that send it. again: without another gather where possible."""
+        receivers = [engine.group for engine in engines]
         if again and self._lasting and self._last is not None and self._last.base is None:
-            return replace(self._last, receivers=tuple(engine.group for engine in engines)), []  # it is still there
+            return replace(self._last, receivers=tuple(receivers)), []  # it is still there
         first = self._workers[0]
         if again and self._cached:
-            [opened] = gather([first.call("open_cached", version, receivers)], "open update", self._bound_s)
-            return messages.decode(opened, WeightUpdate), [first.call("send_cached", opened)]
+            [update] = gather([first.open_cached(version, receivers)], "open update", self._bound_s)
+            return update, [first.send_cached(update)]
         base = None if again else self._base(engines)
-        [opened] = gather([first.call("open_update", version, receivers, base)], "open update", self._bound_s)
-        self._last = messages.decode(opened, WeightUpdate)
+        [self._last] = gather([first.open_update(version, receivers, base)], "open update", self._bound_s)
         tally.gathers += 1
-        others = [worker.call("send_weights", b"") for worker in self._workers[1:]]
-        return self._last, [first.call("send_weights", opened), *others]
+        others = [worker.send_weights(None) for worker in self._workers[1:]]
+        return self._last, [first.send_weights(self._last), *others]
 
     def _base(self, engines: Sequence[Engine]) -> int | None:
-        """The version that a delta may refer to: the one that all of `engines` serve and the trainer sent last."""
+        """The version that a delta may refer to: the one that the trainer sent last, if all of `engines` serve it."""
         if not self._config.delta or self._last is None:
             return None
         return self._last.version if {engine.version for engine in engines} == {self._last.version} else None
 
-    def _commit(self, version: int, engines: Sequence[Engine], tally: _Tally) -> dict[str, PeerFailed]:
+    def _commit(self, version: int, engines: Sequence[Engine], tally: _Tally) -> dict[str, ActorFailed]:
+        """Have engines serve what they have prepared. Returns, by engine, why it does not."""
         wall = time.time()
-        calls = [engine.peer.call("commit_weights", version, self._config.in_flight) for engine in engines]
-        failures = {}
-        for engine, outcome in zip(engines, gather_each(calls, "commit", self._bound_s), strict=True):
-            if isinstance(outcome, PeerFailed):
-                failures[engine.name] = outcome
+        calls = [engine.handle.commit_weights(version, self._config.in_flight) for engine in engines]
+        outcomes = gather_each(calls, "commit", self._bound_s)
+        for engine, report in zip(engines, outcomes, strict=True):
+            if isinstance(report, ActorFailed):
                 continue
-            report = messages.decode(outcome, CommitReport)
             tally.commits.append(report)
             pause = Span("pause", wall, report.pause_s)
             tally.spans.append((engine.name, (pause, Span("load weights", wall + report.pause_s, report.load_s))))
             engine.version = version
             self._engines.take_back(engine)
-        return failures
+        return _failures(engines, outcomes)
 
     def _answering(self, engines: Sequence[Engine]) -> list[Engine]:
-        """Those in use, and of those left out the ones that answer."""
+        """The engines in use, and those of the left-out ones that answer."""
         alive = self._alive([engine for engine in engines if engine.left_out])
         return [engine for engine in engines if not engine.left_out or engine in alive]
 
     def _alive(self, engines: Sequence[Engine]) -> list[Engine]:
-        answers = gather_each([engine.peer.call("info") for engine in engines], "health", HEALTH_S)
-        for engine, answer in zip(engines, answers, strict=True):
-            engine.dead |= isinstance(answer, PeerFailed) and answer.died
-        return [engine for engine, answer in zip(engines, answers, strict=True) if not isinstance(answer, PeerFailed)]
+        """The engines that answer; notes which of the others are dead."""
+        answers = gather_each([engine.handle.ping() for engine in engines], "health", HEALTH_S)
+        failures = _failures(engines, answers)
+        for engine in engines:
+            engine.dead |= engine.name in failures and failures[engine.name].died
+        return [engine for engine in engines if engine.name not in failures]
 
     def _drop(self, version: int, engines: Sequence[Engine]) -> None:
-        """Have engines forget what they have of `version`; those that do not answer have nothing to forget."""
-        gather_each([engine.peer.call("drop_weights", version) for engine in engines], "drop weights", HEALTH_S)
+        """Have engines forget what they have of `version`; an engine that does not answer has nothing to forget."""
+        gather_each([engine.handle.drop_weights(version) for engine in engines], "drop weights", HEALTH_S)
+
+
+def _failures(engines: Sequence[Engine], outcomes: Sequence[object]) -> dict[str, ActorFailed]:
+    """The failures among the outcomes of calls of `engines`, by engine."""
+    return {
+        engine.name: outcome
+        for engine, outcome in zip(engines, outcomes, strict=True)
+        if isinstance(outcome, ActorFailed)
+    }
 
 
 class _Tally:
-    """A SyncReport in the making."""
+    """What the attempts of one sync add to its SyncReport."""
 
     def __init__(self) -> None:
         self.sends: list[SendReport] = []

@@ -1,4 +1,4 @@
-"""A run from start to end: folder, base model, Ray, data plane, actors, controller, and all of it undone in reverse."""
+"""Carries out a run: opens folder, base model, Ray, data plane and actors, trains, and closes all of it in reverse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...dataplane.factory import DataPlane, connect, open_data_plane
 from ..advantages.factory import build_advantages
 from ..base_model.prepare import prepare_model
 from ..cluster import actor_specs
-from ..cluster.handles import DriverMeter, PeerFailed
+from ..cluster.calls import ActorFailed, DriverMeter
 from ..cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster
 from ..cluster.run_actors import START_TIMEOUT_S, RunActors, demand, start_actors
 from ..config.checks import contradictions
@@ -25,6 +25,9 @@ from ..grpo import steps as grpo
 from ..grpo.checkpoints import Checkpoints
 from ..grpo.controllers import controller
 from ..grpo.feed import PARTITION, Feed
+from ..grpo.loop import open_feed
+from ..grpo.rollout_pool import RolloutPool
+from ..grpo.stages import Stages
 from ..grpo.weight_sync import WeightSync
 from ..observe.data_plane_watch import DataPlaneWatch
 from ..observe.progress import Progress
@@ -40,16 +43,16 @@ from .restarts import lost_only_workers, lost_process
 from .under_watchdog import WatchdogProcess, under_watchdog
 
 CLOSE_TIMEOUT_S = 120.0
-"""In which a run's processes must have been ended: each wait in it is bounded by seconds."""
+"""Seconds within which a run's processes must have been ended."""
 
 
 def run_training(config: Config, *, resume: bool = False) -> Path:
     """Train as `config` says and return the run folder; with `resume` continue from the newest checkpoint in `run.dir`.
 
-    When one of its processes dies it goes on from there by itself, as often as `run.max_restarts` says.
-    Raises UserError for what the user can mend, PeerFailed and DataPlaneError for a process that died, failed or hung,
-    RunStuck when the watchdog stopped it. Whatever happens, the processes, shared memory and ports of the run are gone
-    when it returns.
+    When one of its processes dies, the run goes on from its newest checkpoint by itself, up to `run.max_restarts`
+    times. Raises UserError for what the user can mend, ActorFailed and DataPlaneError for a process that died, failed
+    or hung, RunStuck when the watchdog stopped the run. Whatever happens, the processes, shared memory and ports of the
+    run are gone when this returns.
     """
     config = with_run_dir(config)
     problems = contradictions(config)  # a config that was built in Python has not been checked by the loader
@@ -69,7 +72,7 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
 
 
 class _Training:
-    """The training of one `run_training`: launched, and launched again when a process is lost."""
+    """One run of `run_training`, which is launched, and launched again when a process is lost."""
 
     def __init__(
         self,
@@ -86,14 +89,14 @@ class _Training:
         self._watch = watch
         self._tracer = Tracer(config.traced_step, config.run.trace_num_steps, folder.trace_path)
         self._restarts = 0
-        """Launches beyond the first."""
+        """Number of launches after the first; counts against run.max_restarts."""
         self._replaced = 0
-        """Actors that another took the place of, in all launches; both count against run.max_restarts."""
+        """Number of actors that were replaced in all launches; counts against run.max_restarts."""
         self._begun = False
-        """Whether a launch has come as far as its first step: what fails before that would fail again."""
+        """Whether a launch has reached its first step: a failure before that would come again."""
 
     def run(self, resume: bool) -> None:
-        """From the newest checkpoint, or from the start, to the end of the run folder."""
+        """Train to the end, from the newest checkpoint if `resume`, and complete the run folder."""
         state = Checkpoints(self._folder.checkpoints_dir).latest_state() if resume else grpo.State()
         self._watch.heartbeat.enter("preparing the model", math.inf)  # it may be fetched, or warmed up
         model = prepare_model(self._config, self._folder, self._progress)
@@ -110,7 +113,7 @@ class _Training:
         self._progress.message(f"report: {self._folder.report_path}")
 
     def _attempt(self, model: str, state: grpo.State) -> str | None:
-        """Train from `state` to the end, moving it. Returns what was lost when another attempt may go on."""
+        """Train from `state` to the end, updating it. Returns None, or what was lost when another attempt may go on."""
         config, lost = self._config, None
         self._progress.phase("starting Ray, data plane and actors")
         try:
@@ -118,7 +121,7 @@ class _Training:
                 run.actors.replaced, run.actors.max_replaced = self._replaced, config.run.max_restarts - self._restarts
                 try:
                     self._train(run, state)
-                except Exception as error:  # told apart while the others of its processes are there
+                except Exception as error:  # judged while the other processes are still there
                     self._replaced = run.actors.replaced
                     lost = lost_process(error, needed_processes(self._folder.path))
                     raise
@@ -133,7 +136,7 @@ class _Training:
         config, folder = self._config, self._folder
         checkpoints = Checkpoints(folder.checkpoints_dir)
         self._endpoint.run.watch(run.watch)
-        run.heartbeat.enter("loading the checkpoint")
+        run.stages.heartbeat.enter("loading the checkpoint")
         checkpoints.load(run, state)
         if state.step:
             grpo.sync_weights(run, state)
@@ -150,27 +153,27 @@ class _Training:
                 checkpoints.save(run, state)
 
         self._begun = True
-        feed = Feed(run, state)
+        feed = open_feed(run, state, PARTITION)
         while True:
             try:
                 controller(config)(run, state, feed, after_step)
                 break
-            except PeerFailed as error:
+            except ActorFailed as error:
                 if not self._may_restart_workers(run, error):
                     raise
                 feed = self._restart_workers(run, state, feed, checkpoints, error)
         self._progress.phase("saving the model")
-        run.heartbeat.enter("finishing the last checkpoint")
+        run.stages.heartbeat.enter("finishing the last checkpoint")
         checkpoints.finish(run)
-        run.heartbeat.enter("saving the model")
+        run.stages.heartbeat.enter("saving the model")
         draft = folder.path / "model.new"
         shutil.rmtree(draft, ignore_errors=True)
         grpo.export_model(run, str(draft))
         shutil.rmtree(folder.path / "model", ignore_errors=True)  # of the run that this one resumed
         draft.rename(folder.path / "model")
 
-    def _may_restart_workers(self, run: grpo.Run, error: PeerFailed) -> bool:
-        """Whether train workers were lost and nothing else, and the journal has what they were trained on."""
+    def _may_restart_workers(self, run: grpo.Run, error: ActorFailed) -> bool:
+        """Whether train workers and nothing else were lost, and the journal has the groups that they trained on."""
         if actor_specs.journal(self._config) is None or self._watch.reason() is not None:
             return False
         processes = needed_processes(self._folder.path)
@@ -179,28 +182,28 @@ class _Training:
         )
 
     def _restart_workers(
-        self, run: grpo.Run, state: grpo.State, feed: Feed, checkpoints: Checkpoints, error: PeerFailed
+        self, run: grpo.Run, state: grpo.State, feed: Feed, checkpoints: Checkpoints, error: ActorFailed
     ) -> Feed:
-        """Other train workers, at the newest whole checkpoint, while the rollouts under way go on to their end; `state`
-        goes back to it. Returns the feed to go on with.
+        """Restart the train workers at the newest whole checkpoint, to which `state` goes back, while rollouts in
+        flight go on. Returns the feed to go on with.
 
-        Engines keep the version that they serve. What was trained on since comes again, from the journal, and the
-        workers catch up with them.
+        Engines keep the version that they serve. The groups that were trained on since the checkpoint come again from
+        the journal, until the train workers have caught up with the engines.
         """
         earlier = self._go_back(f"{error}; the train workers alone are restarted, the rollouts go on")
         run.actors.max_replaced -= 1
-        run.heartbeat.enter("restarting the train workers", 3 * START_TIMEOUT_S)  # its three waits in a row
+        run.stages.heartbeat.enter("restarting the train workers", 3 * START_TIMEOUT_S)  # its three waits in a row
         run.actors.restart_workers()
         run.weights.forget()
-        run.heartbeat.enter("loading the checkpoint")
+        run.stages.heartbeat.enter("loading the checkpoint")
         checkpoints.load(run, earlier)
         state.go_back(earlier)
         feed.give_up()
         self._folder.resumed(state.step)
-        return Feed(run, state, f"{PARTITION}-{self._restarts}")
+        return open_feed(run, state, f"{PARTITION}-{self._restarts}")
 
     def _go_back(self, lost: str) -> grpo.State:
-        """Where to go on after a loss: the newest whole checkpoint, or the start when there is none."""
+        """The state to go on from after a loss: that of the newest whole checkpoint, or of the start without one."""
         self._restarts += 1
         try:
             state = Checkpoints(self._folder.checkpoints_dir).latest_state()
@@ -220,9 +223,9 @@ def launched(
     folder: Path,
     watch: WatchdogProcess | None = None,
 ) -> Iterator[grpo.Run]:
-    """Ray, data plane and actors, ready to train; all of it gone on leaving, however that happens.
+    """Start Ray, data plane and actors, ready to train; all of it is ended on leaving, however that happens.
 
-    watch: the watchdog, which is told what there is.
+    watch: the watchdog, which is told of the processes.
     """
     run_id = uuid.uuid4().hex[:8]
     heartbeat = Heartbeat() if watch is None else watch.heartbeat
@@ -256,42 +259,44 @@ def launched(
         actors.on_replaced.append(tell)
         meter.take()
         stack.callback(heartbeat.enter, "closing", CLOSE_TIMEOUT_S)
+        weights = WeightSync(
+            config.sync,
+            actors.workers,
+            actors.engines,
+            lasting=actor_specs.is_lasting(config, one_host=cluster.num_nodes == 1, gpus=cluster.num_gpus > 0),
+            direct=config.sync.staging == "none" or (config.sync.staging == "auto" and cluster.num_gpus > 0),
+        )
+        stages = Stages(tracer, heartbeat)
         yield grpo.Run(
             config=config,
             client=client,
             actors=actors,
-            weights=WeightSync(
-                config.sync,
-                actors.workers,
-                actors.engines,
-                lasting=actor_specs.is_lasting(config, one_host=cluster.num_nodes == 1, gpus=cluster.num_gpus > 0),
-                direct=config.sync.staging == "none" or (config.sync.staging == "auto" and cluster.num_gpus > 0),
-            ),
+            rollouts=RolloutPool(actors, weights, stages, config.resources.stage_timeout_s),
+            weights=weights,
+            stages=stages,
             meter=meter,
-            tracer=tracer,
+            watch=DataPlaneWatch(client),
             estimate=build_advantages(config.advantage, actor_specs.reward_weights(config)),
             sampling=actor_specs.sampling(config),
             greedy=actor_specs.greedy(config),
             budget=actor_specs.budget(config),
-            watch=DataPlaneWatch(client),
-            heartbeat=heartbeat,
         )
 
 
 def everyone(plane: DataPlane, actors: RunActors) -> list[tuple[str, int, str]]:
-    """Name, pid and host of all processes of the run."""
+    """Name, process id and host of all processes of the run."""
     host = socket.gethostname()
     hosts = [(name, pid, host) for name, pid in plane.processes().items()]
-    return hosts + [(peer.info.name, peer.info.pid, peer.info.host) for peer in actors.peers]
+    return hosts + [(handle.info.name, handle.info.pid, handle.info.host) for handle in actors.handles]
 
 
 def needed_processes(folder: Path) -> dict[str, int]:
-    """Name -> pid of the run's processes on this host, by its actors.json."""
+    """Name -> process id of the run's processes on this host, as its actors.json says."""
     return {actor.name: actor.pid for actor in read_actors(folder) if actor.here}
 
 
 def object_store_mib(config: Config) -> int:
-    """Ray's object store: the data plane's capacity when that lives in it, else just enough for Ray."""
+    """MiB of Ray's object store: the data plane's capacity when that lives in it, else just enough for Ray."""
     if config.dataplane.store.kind == "ray":
         return config.dataplane.store.capacity_mib + MIN_OBJECT_STORE_MIB
     return MIN_OBJECT_STORE_MIB

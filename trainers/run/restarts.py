@@ -1,5 +1,4 @@
-"""Which failures are the loss of a process, so that going on from the last checkpoint may mend them; and whether it was
-train workers only."""
+"""Tells failures that are the loss of a process, after which a run may go on from its last checkpoint, from others."""
 
 from __future__ import annotations
 
@@ -9,23 +8,23 @@ from collections.abc import Mapping
 from ray.exceptions import RayError, RayTaskError
 
 from ...dataplane.errors import DataPlaneError, PeerLost
-from ..cluster.handles import PeerFailed, gather_each
+from ..cluster.calls import ActorFailed, gather_each
 from ..grpo.steps import Run
 from ..grpo.weight_sync import HEALTH_S
 from ..supervision.cleanup import is_running
 
 DEATH_S = 1.0
-"""The sockets of a process that dies close a moment before it is gone: who talks to it may fail first."""
+"""Seconds that a dying process may take to be gone: its sockets close before, and others that use them fail first."""
 
 
 def lost_process(error: Exception, processes: Mapping[str, int]) -> str | None:
-    """What was lost, in a sentence; None when `error` is anybody's own, which would come again.
+    """What was lost, in a sentence; None when `error` is an actor's or the driver's own, which would come again.
 
-    processes: name -> pid of those of this host that the run cannot do without. When one of them is gone, it is what
-    the others' errors are of.
+    processes: name -> pid of the processes on this host that the run needs. When one of them is gone, its death is
+    taken for the reason of `error`.
     """
-    cause = error.cause if isinstance(error, PeerFailed) else error
-    if cause is None:  # it died, or does not answer
+    cause = error.cause if isinstance(error, ActorFailed) else error
+    if cause is None:  # the actor died, or does not answer
         return str(error)
     if isinstance(cause, PeerLost) or (isinstance(cause, RayError) and not isinstance(cause, RayTaskError)):
         return str(error)
@@ -36,13 +35,13 @@ def lost_process(error: Exception, processes: Mapping[str, int]) -> str | None:
 def lost_only_workers(run: Run, processes: Mapping[str, int]) -> bool:
     """Whether a train worker is gone or does not answer, while everything else of the run is there and answers.
 
-    processes: name -> pid of those of this host.
+    processes: name -> pid of the processes on this host that the run needs.
     """
-    peers = run.actors.peers
-    answers = gather_each([peer.call("info") for peer in peers], "health", HEALTH_S)
-    silent = [peer for peer, answer in zip(peers, answers, strict=True) if isinstance(answer, PeerFailed)]
-    workers = {peer.info.name for peer in run.workers}
-    if not silent or any(peer.info.name not in workers for peer in silent):
+    handles = run.actors.handles
+    answers = gather_each([handle.ping() for handle in handles], "health", HEALTH_S)
+    silent = [handle for handle, answer in zip(handles, answers, strict=True) if isinstance(answer, ActorFailed)]
+    workers = {worker.info.name for worker in run.workers}
+    if not silent or any(handle.info.name not in workers for handle in silent):
         return False
     try:
         run.client.status(timeout_s=HEALTH_S)
@@ -52,7 +51,7 @@ def lost_only_workers(run: Run, processes: Mapping[str, int]) -> bool:
 
 
 def _gone(processes: Mapping[str, int]) -> list[str]:
-    """Names and pids of those that are gone by now, or within the time that a death takes."""
+    """Names and pids of the processes that are gone now, or soon enough to be dying."""
     deadline = time.monotonic() + DEATH_S
     while True:
         gone = [f"{name} (pid {pid})" for name, pid in processes.items() if not is_running(pid)]

@@ -149,7 +149,7 @@ async def _replay(
                 chunk = positions[first : first + together]
                 tell(f"rolling out group {first + len(chunk)} of {len(positions)}")
                 started = time.perf_counter()
-                await actor.rollout(chunk, _PARTITION, actor_specs.sampling(config), fresh=True)
+                await actor.worker.rollout(chunk, _PARTITION, actor_specs.sampling(config), fresh=True)
                 seconds += time.perf_counter() - started
                 for position in chunk:
                     rows = recorded[position].rows

@@ -72,8 +72,8 @@ class WatchdogProcess:
             return
         # Nothing waits for these calls, because a train worker runs them only between two other calls. The watchdog's
         # report says of a process that has not run it that its stacks are missing.
-        for peer in actors.peers:
-            peer.handle.__ray_call__.remote(_answer_with_stacks, str(self._folder))
+        for handle in actors.handles:
+            handle.run(_answer_with_stacks, str(self._folder))
 
     def reason(self) -> str | None:
         """Return why the watchdog stops the run, or None while it does not stop it."""

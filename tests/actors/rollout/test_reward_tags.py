@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +15,7 @@ from headrace.dataplane.meta import KVBatchMeta
 from headrace.trainers.advantages.config import AdvantageConfig
 from headrace.trainers.advantages.estimator import RewardRows
 from headrace.trainers.advantages.factory import build_advantages
-from headrace.trainers.grpo.steps import Run, with_advantages
+from headrace.trainers.grpo.steps import with_advantages
 
 
 def sample(index: int, num_response: int, finish_reason: str = "stop") -> Sample:
@@ -65,8 +64,7 @@ def test_advantages_read_the_tags(kind: Any) -> None:
     tags["valid"] = np.array([1, 1, 0, 1, 1, 1, 1, 1], np.float32)
     groups = np.repeat([3, 9], 4)
     estimate = build_advantages(AdvantageConfig(kind=kind), {"a": 1.0, "b": 0.5})
-    run, meta = SimpleNamespace(estimate=estimate), Receipt(tags, groups)
-    got = with_advantages(cast(Run, run), cast(KVBatchMeta, meta)).tags["advantage"]
+    got = with_advantages(estimate, cast(KVBatchMeta, Receipt(tags, groups))).tags["advantage"]
     components = {"a": tags["reward/a"], "b": tags["reward/b"]}
     np.testing.assert_array_equal(got, estimate(RewardRows(tags["reward"], tags["valid"], groups, components)))
     assert got[2] == 0 and (got[[0, 1, 3]] != 0).all()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from headrace.actors.protocols import TRAIN_FIELDS, MicroBatch
+from headrace.actors.train.actor import CONCURRENCY_GROUPS, TrainActor
 from headrace.actors.train.step_rows import TrainShard
-from headrace.actors.train.worker import CONCURRENCY_GROUPS, PREV, REF, TrainWorker, WorkerReport, WorkerSetup
+from headrace.actors.train.worker import PREV, REF, TrainWorker, WorkerReport, WorkerSetup
 from headrace.actors.weights.config import SyncConfig
-from headrace.actors.weights.publisher import SendReport
-from headrace.actors.weights.transports.protocol import ReceiverGroup, WeightUpdate
+from headrace.actors.weights.transports.protocol import ReceiverGroup
 from headrace.codecs import messages
 from headrace.dataplane.errors import DataPlaneError
 from headrace.dataplane.factory import connect
@@ -32,7 +32,10 @@ from headrace.dataplane.traffic import Traffic
 from headrace.tests.actors.train.recording_backend import MODEL, RecordingBackend
 from headrace.tests.actors.train.replica_ranks import PARTITION, Step, data_plane, put_rows, raised, run_on, ship
 from headrace.tests.actors.weights.memory_sender import MemorySender
+from headrace.trainers.cluster.calls import Call, DriverMeter, ended, gather
+from headrace.trainers.cluster.handles import TrainHandle
 
+T = TypeVar("T")
 SYNC = SyncConfig(timeout_s=5.0, cache=True)
 LENGTHS = [int(length) for length in np.random.default_rng(2).integers(1, 40, 24)]
 
@@ -64,55 +67,56 @@ def work(rank: int, folder: Path, steps: dict[str, Step]) -> dict[str, Any]:
             sync=SYNC,
             bucket_bytes=256,
         )
-        worker = TrainWorker(setup)
-        worker.build("127.0.0.1", _port(worker, rank, folder / name))
+        actor = TrainActor(setup)
+        actor.build("127.0.0.1", _port(actor, rank, folder / name))
+        worker = actor.worker
         found[name] = {"early": raised(worker.accumulate)[:2]}
-        payload = messages.encode(step.shards[rank])
-        worker.begin(payload)
+        worker.begin(step.shards[rank])
         if name == "fails":
             found[name]["error"] = raised(worker.accumulate)
-            found[name]["again"] = raised(functools.partial(worker.begin, payload))
+            found[name]["again"] = raised(functools.partial(worker.begin, step.shards[rank]))
             time.sleep(0.5)
         else:
             found[name]["reports"] = _passes(worker)
             found[name]["late"] = raised(worker.accumulate)[:2]
             found[name]["weights"] = _sync(worker, rank, sender)
         found[name] |= {"calls": backend.calls, "seen": backend.seen}
-        worker.close()
+        actor.close()
     return found
 
 
 def _passes(worker: TrainWorker) -> list[WorkerReport]:
     reports = []
     for name in (PREV, REF):
-        reports.append(messages.decode(worker.write_logprobs(name), WorkerReport))
+        reports.append(worker.write_logprobs(name))
         dist.barrier()  # as the driver's gather
-    return [*reports, *(messages.decode(call(), WorkerReport) for call in (worker.accumulate, worker.finish))]
+    return [*reports, worker.accumulate(), worker.finish()]
 
 
 def _sync(worker: TrainWorker, rank: int, sender: MemorySender) -> dict[str, Any]:
     """Weights to a sender that fails, again to one that does not, and once more from the cache."""
-    receivers = [("engine 0", 1), ("engine 1", 2)]
-    found: dict[str, Any] = {"alone": raised(functools.partial(worker.open_update, 1, receivers))[:2]} if rank else {}
+    receivers = [ReceiverGroup("engine 0", 1), ReceiverGroup("engine 1", 2)]
+    alone = functools.partial(worker.open_update, 1, receivers, None)
+    found: dict[str, Any] = {"alone": raised(alone)[:2]} if rank else {}
     for attempt in (1, 2):
-        opened = [worker.open_update(1, receivers, base=0) if rank == 0 else b""]
-        dist.broadcast_object_list(opened)  # as the driver's call to all
-        send = functools.partial(worker.send_weights, opened[0])
+        update = worker.open_update(1, receivers, base=0) if rank == 0 else None
+        dist.barrier()  # as the driver's call to all
+        send = functools.partial(worker.send_weights, update)
         found[f"sent {attempt}"] = raised(send)[:2] if attempt == 1 and rank == 0 else send()
     if rank == 0:
         late = worker.open_cached(1, receivers[:1])
-        found["update"] = messages.decode(late, WeightUpdate)
-        found["late"] = messages.decode(worker.send_cached(late), SendReport)
+        found["update"] = late
+        found["late"] = worker.send_cached(late)
         worker.abort_update("nothing is open")
         found["arrived"] = {name: tensor.tolist() for name, tensor in sender.named(1).items()}
         found["aborts"] = sender.aborts
     return found
 
 
-def _port(worker: TrainWorker, rank: int, path: Path) -> int:
+def _port(actor: TrainActor, rank: int, path: Path) -> int:
     """The rendezvous's, told by rank 0 through a file."""
     if rank == 0:
-        port = worker.open_rendezvous("127.0.0.1")
+        port = actor.open_rendezvous("127.0.0.1")
         path.with_suffix(".draft").write_text(str(port))
         path.with_suffix(".draft").rename(path)
     deadline = time.monotonic() + 30
@@ -194,10 +198,10 @@ def _check_step(step: Step, pair: list[dict[str, Any]]) -> None:
 
 def _check_weights(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert second["alone"][0] == "RuntimeError" and "only rank 0 publishes weights" in second["alone"][1]
-    assert second["sent 1"] == second["sent 2"] == b""  # the gather went to its end though rank 0 could not send
+    assert second["sent 1"] is second["sent 2"] is None  # the gather went to its end though rank 0 could not send
     assert first["sent 1"][0] == "WeightTransferError" and "send 1: engine 1 is gone" in first["sent 1"][1]
     assert len(first["aborts"]) == 1
-    sent, late = messages.decode(first["sent 2"], SendReport), first["late"]
+    sent, late = first["sent 2"], first["late"]
     assert sent.num_bytes == sent.bytes_sent == late.bytes_sent and sent.gather_s > 0 == late.gather_s
     assert first["update"].receivers == (ReceiverGroup("engine 0", 1),) and first["update"].version == 1
     assert first["arrived"] == {name: tensor.tolist() for name, tensor in MODEL.items()}
@@ -227,10 +231,9 @@ def test_a_shard_without_its_receipt_is_refused(handle: DataPlaneHandle) -> None
     step = ship(handle, put_rows(client, [3, 4], "alone-r"), Topology(1))
     backend = RecordingBackend(True, None)
     worker = TrainWorker(alone(handle, lambda _rank, _world: backend))
-    worker.build("", 0)
     shard = replace(step.shards[0], meta=None)
     with pytest.raises(ValueError, match="got no receipt, expected one, as rank 0 reads"):
-        worker.begin(messages.encode(shard))
+        worker.begin(shard)
     assert messages.decode(messages.encode(shard), TrainShard).meta is None
     worker.close()
     client.clear(PARTITION)
@@ -245,9 +248,7 @@ def test_close_closes_all_though_one_fails(handle: DataPlaneHandle) -> None:
 
     sender, backend = MemorySender(), Broken(True, None)
     worker = TrainWorker(replace(alone(handle, lambda _rank, _world: backend), sender=lambda: sender))
-    worker.build("", 0)
     client = worker._client
-    assert client is not None
     with pytest.raises(FloatingPointError, match="by chance"):
         worker.close()
     assert sender.closed and backend.calls == ["close"]
@@ -295,28 +296,29 @@ def test_weights_are_sent_again_by_an_actor_that_trains(
         folder = str(tmp_path)
         setup = alone(handle, lambda _rank, _world: ThreadBackend(folder))
         remote: Any = ray.remote  # its types do not know of groups
-        worker = remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainWorker).remote(setup)
+        actor = remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainActor).remote(setup)
+        worker = TrainHandle(lambda: actor, setup.name, DriverMeter())
 
-        def call(name: str, *args: Any) -> Any:
-            return ray.get(getattr(worker, name).remote(*args), timeout=60)
+        def got(call: Call[T]) -> T:
+            return gather([call], "test", 60)[0]
 
-        call("build", "", 0)
-        call("begin", messages.encode(step.shards[0]))
+        got(worker.build("", 0))
+        got(worker.begin(step.shards[0]))
         for field_name in (PREV, REF):
-            call("write_logprobs", field_name)
-        call("send_weights", call("open_update", 1, [("engine 0", 1)]))
-        training = worker.accumulate.remote()
+            got(worker.write_logprobs(field_name))
+        first = [ReceiverGroup("engine 0", 1)]
+        got(worker.send_weights(got(worker.open_update(1, first, None))))
+        training = worker.accumulate()
         assert (tmp_path / "started").read_text() == "train"
-        report = messages.decode(call("send_cached", call("open_cached", 1, [("late", 1)])), SendReport)
-        call("abort_update", "nobody is there")
+        report = got(worker.send_cached(got(worker.open_cached(1, [ReceiverGroup("late", 1)]))))
+        got(worker.abort_update("nobody is there"))
         assert report.bytes_sent == report.num_bytes > 0
-        assert ray.wait([training], timeout=0)[0] == []
+        assert ended([training], "test", 0) == []
         (tmp_path / "go").write_text("")
-        ray.get(training, timeout=60)
-        metrics = messages.decode(call("finish"), WorkerReport).metrics
-        assert metrics == {"threads": 1, "torch": 1}
-        call("send_weights", call("open_update", 2, [("engine 0", 1)], 1))
-        call("close")
+        got(training)
+        assert got(worker.finish()).metrics == {"threads": 1, "torch": 1}
+        got(worker.send_weights(got(worker.open_update(2, first, 1))))
+        ray.get(actor.close.remote(), timeout=60)
     finally:
         client.clear(PARTITION)
         client.close()
@@ -326,17 +328,16 @@ def test_a_step_of_several_shards_is_begun_and_finished_once(handle: DataPlaneHa
     backend = RecordingBackend(True, None)
     client = connect(handle, name="driver")
     worker = TrainWorker(alone(handle, lambda _rank, _world: backend))
-    worker.build("", 0)
     with pytest.raises(RuntimeError, match="no step has begun"):
         worker.finish()
     for number in range(3):
         step = ship(handle, put_rows(client, [3, 4, 5], f"chunk{number}-r"), Topology(1))
-        worker.begin(messages.encode(step.shards[0]))
+        worker.begin(step.shards[0])
         if number == 0:
             with pytest.raises(RuntimeError, match="no step is open"):
                 worker.finish()
         worker.accumulate()
-    assert messages.decode(worker.finish(), WorkerReport).metrics == {"train/loss": 0.5}
+    assert worker.finish().metrics == {"train/loss": 0.5}
     assert [call.split()[0] for call in backend.calls] == ["begin", *["accumulate"] * 3, "finish"]
     assert len(backend.seen) == 3
     worker.close()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.actors.protocols import ActorInfo
+from headrace.trainers.cluster.calls import DriverMeter
 from headrace.trainers.cluster.engine_pool import Engine, EnginePool, NoEngineLeft
-from headrace.trainers.cluster.handles import DriverMeter, Peer
+from headrace.trainers.cluster.handles import EngineHandle
 
 
 def engines() -> EnginePool:
-    peers = [Peer(None, ActorInfo(f"engine {n}", 100 + n, "host"), DriverMeter()) for n in range(2)]
-    return EnginePool([Engine(peer, 1) for peer in peers], embedded=False)
+    handles = [EngineHandle(lambda: None, f"engine {n}", DriverMeter()) for n in range(2)]
+    return EnginePool([Engine(handle, 1) for handle in handles], embedded=False)
 
 
 def test_the_first_reason_stays_and_listeners_hear_each_change_once() -> None:

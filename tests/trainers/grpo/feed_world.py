@@ -6,64 +6,60 @@ import contextlib
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, ActorInfo
+from headrace.actors.engines.protocol import SamplingParams
+from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA
 from headrace.actors.rollout.prompts import base36
-from headrace.actors.rollout.report import RolloutTally
+from headrace.actors.rollout.report import RolloutReport, RolloutTally
+from headrace.actors.rollout.worker import RolloutWorker
 from headrace.codecs.batch import Batch, Jagged, Ragged
 from headrace.dataplane.client import DataPlaneClient
 from headrace.dataplane.factory import DataPlane, connect
 from headrace.dataplane.meta import POSITION, KVBatchMeta
 from headrace.dataplane.traffic import Traffic
-from headrace.trainers.cluster.handles import PeerFailed
+from headrace.trainers.cluster.calls import ActorFailed, Call, DriverMeter
+from headrace.trainers.cluster.handles import RolloutHandle
 from headrace.trainers.config.config import Config
-from headrace.trainers.grpo import feed as feeds
 from headrace.trainers.grpo import steps as grpo
 from headrace.trainers.grpo.feed import Feed
+from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.observe.trace import Tracer
+from headrace.trainers.supervision.heartbeat import Heartbeat
 
 _NUMBER = itertools.count()
 
 
-@dataclass(eq=False)
-class Actor:
-    """Stands in for a rollout actor's Peer."""
+class Actor(RolloutHandle):
+    """A rollout actor without a process: its work is done by the world."""
 
-    world: World
-    info: ActorInfo
+    def __init__(self, world: World, number: int) -> None:
+        super().__init__(lambda: None, f"rollout {number}", DriverMeter())
+        self.world = world
 
-    def call(self, method: str, *args: Any) -> Any:
-        if method == "rollout":
-            return self._rollout(*args)
-        assert method == "end_rollouts"
-        for work in self.world.works:
-            if work.peer is self:
-                work.left.clear()
-
-    def _rollout(self, positions: list[int], partition: str, params: Any, fresh: bool, traced: bool) -> Work:
-        work = Work(self, dict.fromkeys(positions, self.world.version), fresh)
-        self.world.works.append(work)
-        return work
+    def rollout(
+        self, positions: list[int], partition: str, params: SamplingParams, fresh: bool, traced: bool
+    ) -> Call[RolloutReport]:
+        call: Any = Call(self, RolloutWorker.rollout, b"", (), None, 0.0, 0)  # pyright: ignore[reportArgumentType]
+        self.world.works.append(Work(self, call, dict.fromkeys(positions, self.world.version), fresh))
+        return call
 
 
 @dataclass(eq=False)
 class Work:
-    """Stands in for a Call: prompts that are being rolled out."""
+    """Prompts that are being rolled out."""
 
-    peer: Actor
+    actor: Actor
+    call: Call[RolloutReport]
     left: dict[int, int]
     """Position -> version that generates it."""
     fresh: bool
     dead: bool = False
-    started: float = 0.0
-    pid: int = 0
 
 
 @dataclass(eq=False)
@@ -89,32 +85,31 @@ class World:
     """Train groups."""
 
     def __post_init__(self) -> None:
-        self.actors = [Actor(self, ActorInfo(f"rollout {n}", n, "here")) for n in range(3)]
+        self.active = [Actor(self, number) for number in range(3)]
         self.inner: DataPlaneClient = connect(self.plane.handle, name="world")
 
-    def begin(self, state: grpo.State, monkeypatch: Any) -> tuple[Any, Feed]:
+    def begin(self, state: grpo.State) -> Feed:
         """A new partition and feed for a run that starts, or is resumed, from `state`."""
-        self.partition = f"world-{next(_NUMBER)}"
         self.works.clear()
         self.version = state.version
-        monkeypatch.setattr(feeds, "ended", self.ended)
-        monkeypatch.setattr(feeds, "gather_each", lambda calls, stage, timeout_s: None)
-        monkeypatch.setattr(grpo, "replace_actor", self.replace_actor)
-        run = SimpleNamespace(
-            config=self.config, client=self, sampling=None, active_rollouts=self.actors, stage=self.stage,
-            tracer=Tracer(0), engines=None,
-        )  # fmt: skip
-        return run, Feed(run, state, self.partition)  # pyright: ignore[reportArgumentType]
+        return self._feed(state)
 
-    def begin_again(self, run: Any, feed: Feed, state: grpo.State) -> Feed:
+    def begin_again(self, feed: Feed, state: grpo.State) -> Feed:
         """The feed after the one of a train group that is lost: `state` is its checkpoint's. Engines keep theirs."""
         feed.give_up()
-        self.partition = f"world-{next(_NUMBER)}"
-        return Feed(run, state, self.partition)
+        return self._feed(state)
 
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        yield
+    def _feed(self, state: grpo.State) -> Feed:
+        self.partition = f"world-{next(_NUMBER)}"
+        return Feed(
+            self.config,
+            state,
+            client=self,  # pyright: ignore[reportArgumentType]  # the rest is the real client's, see __getattr__
+            rollouts=self,
+            stages=Stages(Tracer(0), Heartbeat()),
+            sampling=SamplingParams(),
+            partition=self.partition,
+        )
 
     # ---------------------------------------------------------------- the feed's client
 
@@ -148,7 +143,7 @@ class World:
         if dies:
             self.num_dead += 1
             for other in self.works:
-                other.dead |= other.peer is work.peer
+                other.dead |= other.actor is work.actor
         return True
 
     def _put(self, position: int, version: int) -> None:
@@ -169,18 +164,30 @@ class World:
         batch = Batch(ROLLOUT_SCHEMA.subset(ROLLOUT_FIELDS), size, columns)
         self.inner.put(self.partition, keys, batch, versions=np.full(size, version), tags=tags)
 
-    # ---------------------------------------------------------------- what stands in for Ray
+    # ---------------------------------------------------------------- the feed's rollouts
 
-    def ended(self, works: list[Work], stage: str, timeout_s: float) -> list[tuple[Work, Any]]:
-        """As `peers.ended`; who waits makes the rollouts go on."""
+    def ended(
+        self, calls: Sequence[Call[RolloutReport]], timeout_s: float
+    ) -> list[tuple[Call[RolloutReport], RolloutReport | ActorFailed]]:
+        """Calls whose groups are all put, or whose actor is dead; a feed that waits makes the rollouts go on."""
+        works = [work for work in self.works if work.call in calls]
         done = [work for work in works if work.dead or not work.left]
         while timeout_s and not done and self.put_one():
             done = [work for work in works if work.dead or not work.left]
         self.works = [work for work in self.works if work not in done]
         report = RolloutTally(rows=1).report(Traffic())
-        return [(w, PeerFailed("it died", died=True) if w.dead else report) for w in done]
+        return [(work.call, ActorFailed("it died", died=True) if work.dead else report) for work in done]
 
-    def replace_actor(self, run: Any, peer: Actor, pid: int, failure: PeerFailed, version: int) -> None:
+    def end_rollouts(self, actors: Iterable[RolloutHandle]) -> None:
+        """Nothing more is put."""
+        for work in self.works:
+            if work.actor in actors:
+                work.left.clear()
+
+    def leave_out(self, engine: str, reason: str) -> None:
+        raise AssertionError("no report of this world names an engine")
+
+    def replace(self, actor: RolloutHandle, pid: int, failure: ActorFailed, version: int) -> None:
         """The actor works on under its name; calls of the dead process stay dead."""
 
 

@@ -34,14 +34,14 @@ def settings(mode: str, **algorithm: object) -> Config:
     return build_config({"algorithm": {**sizes, **algorithm}, "validation": {"every": 0}})
 
 
-def train(world: World, steps: int, monkeypatch: pytest.MonkeyPatch, kills: float = 0.0) -> dict[int, list[int]]:
+def train(world: World, steps: int, kills: float = 0.0) -> dict[int, list[int]]:
     """Positions that each step was trained on, after `steps` steps. With chance `kills` each, everything is killed
     after one and resumed from the last checkpoint, of every third step; or only the train workers die, before its
     end."""
     algorithm = world.config.algorithm
     state = grpo.State()
     checkpoint = saved(state)
-    run, feed = world.begin(state, monkeypatch)
+    feed = world.begin(state)
     trained: dict[int, list[int]] = {}
     staleness = algorithm.max_staleness if algorithm.mode == "async" else 0
     while state.step < steps:
@@ -56,11 +56,11 @@ def train(world: World, steps: int, monkeypatch: pytest.MonkeyPatch, kills: floa
             world.num_lost += 1
             state.go_back(grpo.State(**json.loads(checkpoint)))
             trained = {step: positions for step, positions in trained.items() if step <= state.step}
-            before, feed = world.partition, world.begin_again(run, feed, state)
+            before, feed = world.partition, world.begin_again(feed, state)
             assert world.inner.status(before).rows == 0
             continue
         for part in claimed:
-            grpo.retire(run, part)
+            world.inner.clear(part.partition, part.keys)
         state.step, state.version = state.step + 1, state.version + 1
         world.version = max(world.version, state.version)
         trained[state.step] = positions_of(meta)
@@ -71,7 +71,7 @@ def train(world: World, steps: int, monkeypatch: pytest.MonkeyPatch, kills: floa
             world.inner.clear(world.partition)
             state = grpo.State(**json.loads(checkpoint))
             trained = {step: positions for step, positions in trained.items() if step <= state.step}
-            run, feed = world.begin(state, monkeypatch)
+            feed = world.begin(state)
     outstanding = set(state.outstanding)
     seen = [position for positions in trained.values() for position in positions]
     assert len(seen) == len(set(seen)), "a prompt was trained on twice"
@@ -103,11 +103,11 @@ CASES = {
 }  # fmt: skip
 
 
-def drill(plane: DataPlane, name: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def drill(plane: DataPlane, name: str, steps: int) -> None:
     case = CASES[name]
     flat = 0.3 if "dynamic_sampling" in case else 0.0
     world = World(plane, settings(**case), random.Random(name), deaths=0.02, flat=flat)  # pyright: ignore[reportArgumentType]
-    trained = train(world, steps, monkeypatch, kills=0.05)
+    trained = train(world, steps, kills=0.05)
     assert len(trained) == steps and world.num_dead and world.num_lost
     if "order" in name or name in ("sync", "streaming"):
         # With a journal nothing that was finished is generated again, unless it grew too old.
@@ -116,37 +116,35 @@ def drill(plane: DataPlane, name: str, steps: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bounds_hold_while_actors_die_and_runs_are_resumed(
-    plane: DataPlane, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drill(plane, name, 100, monkeypatch)
+def test_bounds_hold_while_actors_die_and_runs_are_resumed(plane: DataPlane, name: str) -> None:
+    drill(plane, name, 100)
 
 
 @pytest.mark.drill
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["async in order", "async ready first", "async ready first, dynamic"])
-def test_bounds_hold_for_ten_thousand_steps(plane: DataPlane, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    drill(plane, name, 10_000, monkeypatch)
+def test_bounds_hold_for_ten_thousand_steps(plane: DataPlane, name: str) -> None:
+    drill(plane, name, 10_000)
 
 
-def test_in_order_repeats_whatever_the_timing(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_order_repeats_whatever_the_timing(plane: DataPlane) -> None:
     config = settings("async", max_staleness=2, dynamic_sampling={"enabled": True})
-    found = [train(World(plane, config, random.Random(seed), flat=0.4), 40, monkeypatch) for seed in (1, 2)]
+    found = [train(World(plane, config, random.Random(seed), flat=0.4), 40) for seed in (1, 2)]
     assert found[0] == found[1]
 
 
-def test_groups_without_a_signal_are_replaced(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_without_a_signal_are_replaced(plane: DataPlane) -> None:
     for mode in ("sync", "streaming", "async"):
         world = World(plane, settings(mode, dynamic_sampling={"enabled": True}), random.Random(0), flat=0.5)
-        trained = [position for group in train(world, 30, monkeypatch).values() for position in group]
+        trained = [position for group in train(world, 30).values() for position in group]
         assert all(random.Random(position).random() >= 0.5 for position in trained)
         nothing_is_left(world)
 
 
-def test_a_step_has_its_size_even_when_no_group_has_a_signal(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_has_its_size_even_when_no_group_has_a_signal(plane: DataPlane) -> None:
     config = settings("sync", dynamic_sampling={"enabled": True, "max_factor": 2.0})
     world = World(plane, config, random.Random(0), flat=1.0)
-    assert len(train(world, 5, monkeypatch)) == 5
+    assert len(train(world, 5)) == 5
     assert len(world.generated) == 5 * 2 * PROMPTS
     nothing_is_left(world)
 

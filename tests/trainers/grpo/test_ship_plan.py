@@ -1,10 +1,8 @@
-"""What the driver ships of a step's plan: every rank its sizes, receipts only to those that read or write."""
+"""What the driver sends of a step's plan: every rank its sizes, receipts only to those that read or write."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,38 +18,9 @@ from headrace.dataplane.factory import connect, open_data_plane
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.dataplane.plans import Budget
 from headrace.trainers.config.config import Config
-from headrace.trainers.grpo import steps as grpo
-from headrace.trainers.observe.trace import Tracer
+from headrace.trainers.grpo.steps import plan_step
 
 ROWS = 256
-
-
-@dataclass
-class DeafPeer:
-    """Takes calls, answers nothing."""
-
-    payloads: list[bytes] = field(default_factory=list)
-
-    def call(self, method: str, payload: bytes) -> None:
-        assert method == "begin"
-        self.payloads.append(payload)
-
-
-@dataclass
-class PlanningRun:
-    """The part of `grpo.Run` that shipping a plan needs."""
-
-    config: Config
-    workers: list[DeafPeer]
-    tracer: Tracer
-    budget: Budget
-
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        yield
-
-    def gather(self, calls: list[Any], stage: str) -> list[Any]:
-        return calls
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +47,9 @@ def meta() -> Iterator[KVBatchMeta]:
 
 def ship(meta: KVBatchMeta, **sections: dict[str, Any]) -> tuple[list[TrainShard], int]:
     """(each rank's shard, bytes in all)."""
-    config = Config.model_validate(sections)
-    workers = [DeafPeer() for _ in range(config.trainer.topology.world)]
-    run: Any = PlanningRun(config, workers, Tracer(0), Budget(4096))
-    grpo.ship_plan(run, meta, 5)
-    shards = [messages.decode(payload, TrainShard) for peer in workers for payload in peer.payloads]
-    return shards, sum(len(payload) for peer in workers for payload in peer.payloads)
+    shards = plan_step(Config.model_validate(sections), Budget(4096), meta, 5, traced=False)
+    sent = [messages.encode(shard) for shard in shards]
+    return [messages.decode(message, TrainShard) for message in sent], sum(len(message) for message in sent)
 
 
 def test_siblings_get_sizes_and_leaders_the_receipt(meta: KVBatchMeta) -> None:

@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
 from headrace.dataplane.errors import ClaimTimeout, DirectoryLost, StoreLost
-from headrace.trainers.cluster.handles import PeerFailed
+from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.errors import UserError
 from headrace.trainers.run import restarts
 from headrace.trainers.run.restarts import lost_process
@@ -21,9 +21,9 @@ ALIVE = {"directory": os.getpid()}
 @pytest.mark.parametrize(
     "error",
     [
-        PeerFailed("train: train worker 1 (pid 7 on here) died", died=True),
-        PeerFailed("train: no answer within 300 s from train worker 1"),
-        PeerFailed("rollout 0 failed", DirectoryLost("gone", op="put")),
+        ActorFailed("train: train worker 1 (pid 7 on here) died", died=True),
+        ActorFailed("train: no answer within 300 s from train worker 1"),
+        ActorFailed("rollout 0 failed", DirectoryLost("gone", op="put")),
         DirectoryLost("gone", op="claim"),
         StoreLost("gone", op="get"),
         RayActorError(),
@@ -36,8 +36,8 @@ def test_a_lost_process_is_one(error: Exception) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        PeerFailed("rollout 0 failed: TypeError: of a reward", TypeError("of a reward")),
-        PeerFailed("train worker 0 failed", ValueError("not finite")),
+        ActorFailed("rollout 0 failed: TypeError: of a reward", TypeError("of a reward")),
+        ActorFailed("train worker 0 failed", ValueError("not finite")),
         ClaimTimeout("16 of 64 rows", op="claim"),
         UserError("no such model"),
         RuntimeError("in the driver itself"),
@@ -53,6 +53,6 @@ def test_an_error_of_its_own_is_none(error: Exception, monkeypatch: pytest.Monke
 def test_an_error_beside_a_dead_process_is_of_its_death() -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    error = PeerFailed("train worker 0 failed: connection closed by peer", RuntimeError("connection closed by peer"))
+    error = ActorFailed("train worker 0 failed: connection closed by peer", RuntimeError("connection closed by peer"))
     lost = lost_process(error, {**ALIVE, "train worker 1": dead.pid})
     assert lost == f"train worker 1 (pid {dead.pid}) died: {error}"

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from ray.exceptions import RayError, RayTaskError
 
-from ...codecs import messages
-from ..weights.transports.protocol import WeightUpdate
-from .generate_messages import GenerateCall, GenerateReply
-from .protocol import CommitReport, Completion, EngineDied, EngineStats, PauseMode, SamplingParams
+from .engine_actor import EngineActor
+from .engines.generate_messages import GenerateCall
+from .engines.protocol import CommitReport, Completion, EngineDied, EngineStats, PauseMode, SamplingParams
+from .remote_methods import decode_result, encode_arguments, submit
+from .weights.transports.protocol import WeightUpdate
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 HEALTH_EVERY_S = 5.0
 """Seconds between two health checks of the actor while a call waits for its answer."""
@@ -54,8 +58,8 @@ class RemoteEngine:
 
         Raises EngineDied, or RuntimeError when the engine is not built yet.
         """
-        self._version = await self._call("version")
-        self._num_workers = await self._call("num_workers")
+        self._version = await self._call(EngineActor.version)
+        self._num_workers = await self._call(EngineActor.num_workers)
         return self
 
     @property
@@ -69,14 +73,15 @@ class RemoteEngine:
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Generate in the actor's engine. Cancelling the call also ends the request there."""
-        call = messages.encode(GenerateCall(request_id, np.asarray(prompt_ids, dtype=np.int32), params))
+        call = GenerateCall(request_id, np.asarray(prompt_ids, dtype=np.int32), params)
         if request_id in self._leaving:  # Ray keeps no order between the calls of an async actor
             await asyncio.wait({self._leaving[request_id], self._dead}, return_when=asyncio.FIRST_COMPLETED)
         try:
-            reply = messages.decode(await self._call("generate", call), GenerateReply)
+            reply = await self._call(EngineActor.generate, call)
         except asyncio.CancelledError:
             self._abandon(request_id)
             raise
+        assert reply is not None, "only a cancelled call abandons its request"
         self._version = max(self._version, reply.version)
         self.stats = reply.stats
         return reply.completions()
@@ -89,38 +94,38 @@ class RemoteEngine:
             if not task.cancelled():
                 task.exception()  # a dead engine has no request to end
 
-        leaving = asyncio.ensure_future(self._answer(self._handle.abandon.remote(request_id)))
+        leaving = asyncio.ensure_future(self._submit(EngineActor.abandon, request_id))
         self._leaving[request_id] = leaving
         leaving.add_done_callback(left)
 
     async def abort(self, request_id: str) -> None:
-        await self._call("abort", request_id)
+        await self._call(EngineActor.abort, request_id)
 
     async def pause(self, mode: PauseMode = "wait") -> None:
-        await self._call("pause", mode)
+        await self._call(EngineActor.pause, mode)
 
     async def resume(self) -> None:
-        await self._call("resume")
+        await self._call(EngineActor.resume)
 
     async def reset_prefix_cache(self) -> None:
-        await self._call("reset_prefix_cache")
+        await self._call(EngineActor.reset_prefix_cache)
 
     async def prepare_weights(self, update: WeightUpdate) -> None:
-        await self._call("prepare_weights", messages.encode(update))
+        await self._call(EngineActor.prepare_weights, update)
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        report = messages.decode(await self._call("commit_weights", version, in_flight), CommitReport)
+        report = await self._call(EngineActor.commit_weights, version, in_flight)
         self._version = report.version
         return report
 
     async def drop_weights(self, version: int) -> None:
-        await self._call("drop_weights", version)
+        await self._call(EngineActor.drop_weights, version)
 
     async def sleep(self, level: int = 1) -> None:
-        await self._call("sleep", level)
+        await self._call(EngineActor.sleep, level)
 
     async def wake(self) -> None:
-        await self._call("wake")
+        await self._call(EngineActor.wake)
 
     async def close(self) -> None:
         """Close this end; the actor's owner closes the actor. Calls that wait raise EngineDied. Idempotent."""
@@ -130,10 +135,12 @@ class RemoteEngine:
 
     # ---------------------------------------------------------------- calls
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _call(
+        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         if self._dead.done():
             raise EngineDied(self._dead.result())
-        answer = asyncio.ensure_future(self._answer(getattr(self._handle, method).remote(*args)))
+        answer = asyncio.ensure_future(self._submit(method, *args, **kwargs))
         self._num_waiting += 1
         if self._health is None or self._health.done():
             self._health = asyncio.create_task(self._watch())
@@ -147,9 +154,16 @@ class RemoteEngine:
             return answer.result()
         raise EngineDied(self._dead.result())
 
-    async def _answer(self, ref: Any) -> Any:
+    def _submit(
+        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, T]:
+        """Send a call now; its answer is to be awaited."""
+        assert not kwargs, "a message has no names"
+        return self._answer(method, submit(self._handle, method, encode_arguments(args)))
+
+    async def _answer(self, method: Callable[..., Any], reference: Any) -> Any:
         try:
-            return await ref
+            return decode_result(method, await reference)
         except RayTaskError as error:
             cause = error.cause
             raise (cause if isinstance(cause, Exception) else error) from None
@@ -166,7 +180,7 @@ class RemoteEngine:
                 return
             try:
                 async with asyncio.timeout(self._health_timeout_s):
-                    await self._answer(self._handle.info.remote())
+                    await self._submit(EngineActor.info)
             except TimeoutError:
                 self._die(f"no sign of life for {self._health_timeout_s:g} s")
             except EngineDied:

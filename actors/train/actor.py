@@ -1,0 +1,81 @@
+"""The Ray actor of one train rank: it joins the ranks' process group and runs the driver's calls on a train worker."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
+
+from ...codecs import messages
+from ..protocols import ActorInfo
+from ..remote_methods import decode_arguments
+from .worker import TrainWorker, WorkerSetup
+
+CONCURRENCY_GROUPS = {"weights": 1, "abort": 1}
+"""Threads of the actor beside its main one: `ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainActor)`.
+All other methods run in one thread, always the same: a backend may be bound to the thread that built it."""
+
+
+class TrainActor:
+    """Hosts one rank's TrainWorker, which `build` makes."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        torch.set_num_threads(setup.threads)
+        self._setup = setup
+        self._store: TCPStore | None = None
+        """Store through which the ranks meet; None until this rank opens or joins it."""
+        self._worker: TrainWorker | None = None
+
+    @property
+    def worker(self) -> TrainWorker:
+        """The worker. Raises RuntimeError before `build`."""
+        if self._worker is None:
+            raise RuntimeError(f"{self._setup.name}: not built yet (build comes first)")
+        return self._worker
+
+    def call(self, method: str, message: bytes) -> bytes:
+        """Run a method of the actor, or else of its worker, with the arguments in `message`; returns its result.
+
+        The one method that the driver calls through Ray, see `actors/remote_methods.py`.
+        """
+        target = self if hasattr(self, method) else self.worker
+        function = getattr(type(target), method)
+        return messages.encode(function(target, *decode_arguments(function, message)))
+
+    def info(self) -> ActorInfo:
+        """Name, process id and host of this process."""
+        return ActorInfo.here(self._setup.name)
+
+    def open_rendezvous(self, host: str) -> int:
+        """Serve the store through which the ranks meet, on `host` and an ephemeral port; returns the port.
+
+        Rank 0 only.
+        """
+        timeout = timedelta(seconds=self._setup.timeout_s)
+        self._store = TCPStore(host, 0, self._setup.world, True, timeout, wait_for_workers=False)
+        return self._store.port
+
+    def build(self, host: str, port: int) -> None:
+        """Join the ranks' process group, if there are several, and build the worker. Collective.
+
+        host, port: of the store that rank 0 opened; not looked at by a single rank.
+        """
+        setup = self._setup
+        if setup.world > 1:
+            timeout = timedelta(seconds=setup.timeout_s)
+            if self._store is None:
+                self._store = TCPStore(host, port, setup.world, False, timeout)
+            kind = "nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(kind, store=self._store, rank=setup.rank, world_size=setup.world, timeout=timeout)
+        self._worker = TrainWorker(setup)
+
+    def close(self) -> None:
+        """Close the worker and leave the process group. Idempotent."""
+        try:
+            if self._worker is not None:
+                self._worker.close()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()

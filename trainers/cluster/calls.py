@@ -1,0 +1,198 @@
+"""The driver's calls of its actors: small messages only, every byte counted, every failure naming actor and stage.
+
+    handle.begin(shard) -> Call ---+
+    handle.begin(shard) -> Call ---+--> gather(calls, "plan", timeout_s) -> results, or the first ActorFailed
+
+The handles with the methods of each kind of actor are in handles.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from ...actors.protocols import ActorInfo
+from ...actors.remote_methods import decode_result, encode_arguments, submit
+
+P = ParamSpec("P")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+RESULT_TIMEOUT_S = 60.0
+"""Seconds in which Ray must hand over a result that it has announced."""
+
+
+class ActorFailed(RuntimeError):
+    """An actor died, raised, or did not answer in time: the message names the actor, the stage and the seconds."""
+
+    def __init__(self, message: str, cause: BaseException | None = None, *, died: bool = False) -> None:
+        super().__init__(message)
+        self.cause = cause
+        """The exception that the actor raised; None when it died or did not answer in time."""
+        self.died = died
+        """Whether the actor's process is gone."""
+
+
+@dataclass(slots=True)
+class DriverMeter:
+    """Counts the bytes of all messages between the driver and its actors."""
+
+    num_bytes: int = 0
+    """Number of bytes since the last `take`."""
+
+    def take(self) -> int:
+        """Return the number of bytes since the last `take`, and count from 0 again."""
+        taken, self.num_bytes = self.num_bytes, 0
+        return taken
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call(Generic[T_co]):
+    """One call of an actor's method that was sent; `gather` waits for its result."""
+
+    actor: ActorHandle
+    method: Callable[..., Any]
+    """The host's method, unbound."""
+    message: bytes
+    """The encoded arguments."""
+    actors: Sequence[Any]
+    """Ray handles that follow the encoded arguments."""
+    reference: ray.ObjectRef
+    """Ray's reference to the encoded result."""
+    started: float
+    """Time of the call by `time.monotonic`."""
+    pid: int
+    """Process id that was called; another process may have taken the actor's place since."""
+
+    def again(self) -> Call[T_co]:
+        """Send the same call once more, to the process that has the actor's place now."""
+        return self.actor.send(self.method, self.message, self.actors)
+
+
+class ActorHandle:
+    """One actor of the run, as the driver calls it. Its process may be replaced by another; the handle stays."""
+
+    def __init__(self, start: Callable[[], Any], name: str, meter: DriverMeter) -> None:
+        """Starts the actor's process without waiting for it. start: starts one and returns Ray's handle."""
+        self._start = start
+        self._meter = meter
+        self.info = ActorInfo(name, 0, "not up yet")
+        """Name, process id and host of the actor, as the last `ping` that was noted here told them."""
+        self.ray_actor = start()
+        """Ray's own handle of the actor's present process."""
+
+    def restart(self) -> None:
+        """Start another process in the actor's place, without waiting for it; it is not built yet."""
+        self.ray_actor = self._start()
+
+    def kill(self) -> None:
+        """Kill the actor's process, whatever it does; returns at once."""
+        ray.kill(self.ray_actor, no_restart=True)
+
+    def run(self, function: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Have the actor's process call `function` with the actor and `args` between two calls; nobody waits for it."""
+        self.ray_actor.__ray_call__.remote(function, *args, **kwargs)
+
+    @overload
+    def _call(
+        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Call[T]: ...
+    @overload
+    def _call(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> Call[T]: ...
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call[Any]:
+        """Call a method of the actor's host class with all its arguments, by position.
+
+        Raises TypeError for an argument that may not pass through the driver, as a tensor.
+        """
+        assert not kwargs, "a message has no names"
+        return self.send(method, encode_arguments(args))
+
+    def send(self, method: Callable[..., Any], message: bytes, actors: Sequence[Any] = ()) -> Call[Any]:
+        """Call a method with encoded arguments. actors: Ray handles that follow them, see `remote_methods.submit`."""
+        self._meter.num_bytes += len(message)
+        reference = submit(self.ray_actor, method, message, actors)
+        return Call(self, method, message, actors, reference, time.monotonic(), self.info.pid)
+
+    def receive(self, call: Call[T], stage: str) -> T:
+        """The result of a call that has ended. Raises ActorFailed."""
+        elapsed = time.monotonic() - call.started
+        try:
+            reply: Any = ray.get(call.reference, timeout=RESULT_TIMEOUT_S)
+        except RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, BaseException) else error
+            message = f"{stage}: {self.info} failed after {elapsed:.1f} s: {type(cause).__name__}: {cause}"
+            raise ActorFailed(message, cause) from error
+        except RayActorError as error:
+            raise ActorFailed(
+                f"{stage}: {self.info} died; the call {call.method.__name__} was in flight for {elapsed:.1f} s. "
+                f"{_reason(error)}",
+                died=True,
+            ) from error
+        except (GetTimeoutError, RayError) as error:
+            raise ActorFailed(f"{stage}: the answer of {self.info} is lost: {type(error).__name__}: {error}") from error
+        self._meter.num_bytes += len(reply)
+        return decode_result(call.method, reply)
+
+
+def gather(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[T]:
+    """Wait for all calls; returns their results in order. The first failure of any call ends the wait at once.
+
+    Raises ActorFailed when an actor died, raised (see its `cause`), or did not answer within `timeout_s`.
+    """
+    results = dict[Call[T], T]()
+    for call, outcome in _settled(calls, stage, timeout_s):
+        if isinstance(outcome, ActorFailed):
+            raise outcome
+        results[call] = outcome
+    late = [call.actor.info for call in calls if call not in results]
+    if late:
+        raise ActorFailed(f"{stage}: no answer within {timeout_s:g} s from {', '.join(map(str, late))}")
+    return [results[call] for call in calls]
+
+
+def gather_each(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[T | ActorFailed]:
+    """Wait for all calls; returns, in order, each call's result or its ActorFailed."""
+    results = dict[Call[T], T | ActorFailed](_settled(calls, stage, timeout_s))
+    for call in calls:
+        if call not in results:
+            results[call] = ActorFailed(f"{stage}: no answer within {timeout_s:g} s from {call.actor.info}")
+    return [results[call] for call in calls]
+
+
+def ended(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[tuple[Call[T], T | ActorFailed]]:
+    """The calls that have ended, each with its result or ActorFailed; waits up to `timeout_s` for the first one."""
+    by_reference = {call.reference: call for call in calls}
+    if not by_reference:
+        return []
+    done, _ = ray.wait(list(by_reference), num_returns=1, timeout=timeout_s)
+    if done:
+        done, _ = ray.wait(list(by_reference), num_returns=len(by_reference), timeout=0)
+    return [(by_reference[reference], _outcome(by_reference[reference], stage)) for reference in done]
+
+
+def _settled(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> Iterator[tuple[Call[T], T | ActorFailed]]:
+    """Yields each call with its outcome when it ends, until all have or `timeout_s` is over."""
+    deadline = time.monotonic() + timeout_s
+    pending = list(calls)
+    while pending and (found := ended(pending, stage, max(0.0, deadline - time.monotonic()))):
+        yield from found
+        done = dict(found)
+        pending = [call for call in pending if call not in done]
+
+
+def _outcome(call: Call[T], stage: str) -> T | ActorFailed:
+    try:
+        return call.actor.receive(call, stage)
+    except ActorFailed as error:
+        return error
+
+
+def _reason(error: RayActorError) -> str:
+    """Ray's own words on a death: the last two lines, where it says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[-2:])[:400]
