@@ -138,5 +138,11 @@ def ray_session() -> None:
     process_pool.start_ray()
 
 
+@pytest.fixture
+def own_ray() -> None:
+    """Ends the shared Ray, for a test of code that starts its own in this process."""
+    process_pool.end_ray()
+
+
 def pytest_sessionfinish() -> None:
     process_pool.end_ray()
