@@ -8,6 +8,7 @@ import multiprocessing.process
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,10 @@ EXTRAS = {
     "megatron": "needs megatron-core: pip install 'headrace[megatron]'",
 }
 """Markers that name a library which need not be installed: their tests are skipped without it."""
-SHARED_FOLDERS = ("dataplane", "actors/weights/transports")
-"""Folders whose files share fixtures that take seconds to make."""
+SHARED_FOLDERS = ("dataplane/", "actors/weights/transports/")
+"""Folders whose files share fixtures that take seconds to make. Elsewhere the tests of one file do."""
+SINGLE_TESTS = tuple(f"runs/test_{name}" for name in ("end", "healing", "modes", "observed", "watchdog", "weight"))
+"""Files whose tests share nothing and take half a minute each."""
 
 # ---------------------------------------------------------------- processes
 
@@ -73,30 +76,35 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 # ---------------------------------------------------------------- which worker of pytest-xdist runs a test
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "ray_session" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.processes)
-        group = _group(item)
-        if group:
-            item.add_marker(pytest.mark.xdist_group(group))
 
 
-def _group(item: pytest.Item) -> str:
-    """Name of the group of tests that one worker runs, one after another; "" for a test that may run anywhere."""
-    for scarce in ("gpu", "vllm"):  # one test at a time: an engine takes 2 GB and both cores
-        if item.get_closest_marker(scarce):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives all tests of a group to one worker. xdist's own `loadgroup` does not: it sets an attribute of tests that
+    pytest 9 no longer reads (xdist 3.8)."""
+    from xdist.scheduler.loadscope import LoadScopeScheduling
+
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+    return GroupScheduling(config, log)
+
+
+def _group(nodeid: str) -> str:
+    """Name of the group of tests that one worker runs, one after another."""
+    for scarce in ("gpu", "vllm"):  # one at a time: an engine takes 2 GB and both cores
+        if scarce in nodeid:
             return scarce
-    if item.get_closest_marker("xdist_group"):
-        return ""
-    folder = item.path.parent.relative_to(TESTS).as_posix()
-    if folder in ("runs", "drills"):
-        return ""
+    file = nodeid.partition("::")[0].removeprefix("tests/")
     for shared in SHARED_FOLDERS:
-        if f"{folder}/".startswith(f"{shared}/"):
+        if file.startswith(shared):
             return shared
-    return f"{folder}/{item.path.stem}"
+    return nodeid if file.startswith(SINGLE_TESTS) else file
 
 
 # ---------------------------------------------------------------- make list-slow
@@ -128,6 +136,12 @@ def _print_behaviour(item: pytest.Item) -> None:
 def ray_session() -> None:
     """Ray, started by the first test that asks for it and shared by all tests of this process."""
     process_pool.start_ray()
+
+
+@pytest.fixture
+def own_ray() -> None:
+    """Ends the shared Ray, for a test of code that starts its own in this process."""
+    process_pool.end_ray()
 
 
 def pytest_sessionfinish() -> None:

@@ -12,6 +12,7 @@ from headrace.bench.replica_rank import WAYS, WayResult
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("own_ray")
 def test_a_small_run_counts_what_it_moves(tmp_path: Path) -> None:
     options = ReplicaOptions(tmp_path, sizes=(2,), store="shm", num_rows=48, repeats=2)
     results = run_replica(options, lambda line: None)

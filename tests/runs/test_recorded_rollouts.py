@@ -10,7 +10,7 @@ import pytest
 from headrace.cli import main
 from headrace.tests.runs import cli_runs as runs
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("recorded")]
+pytestmark = pytest.mark.processes
 
 STEPS = 3
 OPTIONS = (

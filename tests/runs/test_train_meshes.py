@@ -5,7 +5,7 @@ import pytest
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.test_end_to_end import steps_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("meshes")]
+pytestmark = pytest.mark.processes
 
 PASSES = ("algorithm.prev_logprobs=recompute", "loss.kl_coef=0.01", "validation.every=0")
 MEGATRON = ("trainer.backend=megatron", "trainer.packing=packed")

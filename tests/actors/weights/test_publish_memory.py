@@ -14,7 +14,6 @@ from headrace.actors.weights.publisher import WeightPublisher
 from headrace.actors.weights.transports.protocol import BucketFrame, ReceiverGroup
 from headrace.codecs.buckets import checksum
 from headrace.tests.actors.weights.memory_sender import MemorySender
-from headrace.tests.process_pool import FORKSERVER
 
 pytestmark = pytest.mark.processes
 
@@ -56,8 +55,9 @@ def _status_bytes(key: str) -> int:
 
 def test_extra_memory_is_two_buckets() -> None:
     """Beside the tensor in hand."""
-    queue: multiprocessing.Queue[int] = FORKSERVER.Queue()
-    process = FORKSERVER.Process(target=_measure, args=(queue,))
+    context = multiprocessing.get_context("spawn")  # a forked process shares memory with its parent
+    queue: multiprocessing.Queue[int] = context.Queue()
+    process = context.Process(target=_measure, args=(queue,))
     process.start()
     extra = queue.get(timeout=120)
     process.join(60)

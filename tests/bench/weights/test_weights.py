@@ -9,7 +9,7 @@ import pytest
 
 from headrace.bench.weights.benchmark import WeightOptions, run_weights, weights_table
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("own_ray")]
 
 
 @pytest.mark.parametrize(
