@@ -24,7 +24,10 @@ class IncomingWeights(Generic[Ready]):
 
         receiver: None when weights never change. Always stages in full, so that a commit cannot fail half way.
         """
-        self._inbox = None if receiver is None else WeightInbox(replace(receiver, staging="full"), 0)
+        self._inbox: WeightInbox | None = None
+        if receiver is not None:
+            staged = receiver.sync.model_copy(update={"staging": "full"})
+            self._inbox = WeightInbox(replace(receiver, sync=staged), 0)
         self._check = check
         self._turn = asyncio.Lock()
         self._arriving: int | None = None

@@ -31,7 +31,7 @@ _MARGIN = 1.1
 @dataclass(slots=True)
 class StagedWeights:
     """A whole, verified version. Its tensors are valid until it is dropped, or the next one is committed (without
-    `keep_base`, until it is committed itself). Nobody may write to them."""
+    `sync.delta`, until it is committed itself). Nobody may write to them."""
 
     version: int
     named: dict[str, torch.Tensor]
@@ -163,7 +163,7 @@ class WeightInbox:
                 self._arriving = None
 
     def committed(self, version: int) -> None:
-        """`version`, staged before, is served: it is the base of a next delta from now on (with `keep_base`), and what
+        """`version`, staged before, is served: it is the base of a next delta from now on (with `sync.delta`), and what
         was the base is let go of. Without staging there is nothing to do."""
         with self._lock:
             staged = self._staged
