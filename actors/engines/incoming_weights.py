@@ -25,7 +25,10 @@ class IncomingWeights(Generic[Ready]):
         check: is called in a thread with the tensors by HF name and returns what the commit needs; it raises ValueError
         when they do not fit the model. receiver: None when weights never change.
         """
-        self._inbox = None if receiver is None else WeightInbox(replace(receiver, staging="full"), 0)
+        self._inbox: WeightInbox | None = None
+        if receiver is not None:
+            staged = receiver.sync.model_copy(update={"staging": "full"})
+            self._inbox = WeightInbox(replace(receiver, sync=staged), 0)
         self._check = check
         self._turn = asyncio.Lock()
         self._arriving: int | None = None

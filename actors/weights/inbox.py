@@ -33,7 +33,7 @@ class StagedWeights:
     """A whole, verified version that is not served yet.
 
     Its tensors must not be written to. They are valid until the version is dropped, or the next one is committed
-    (without `keep_base`, until it is committed itself).
+    (without `sync.delta`, until it is committed itself).
     """
 
     version: int
@@ -174,7 +174,7 @@ class WeightInbox:
     def committed(self, version: int) -> None:
         """Note that the staged `version` is served; without staging nothing happens.
 
-        With `keep_base` it becomes the base of the next delta, and the base before it is released.
+        With `sync.delta` it becomes the base of the next delta, and the base before it is released.
         """
         with self._lock:
             staged = self._staged

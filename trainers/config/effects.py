@@ -6,7 +6,7 @@ A key that is not in `EFFECTS` has an effect in every run.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .config import Config
@@ -23,6 +23,8 @@ class Need:
     holds: Callable[[Config], bool]
     values: tuple[Any, ...] = ()
     """Values of `key` with which there is an effect; () where the condition is no list of values."""
+    switch: bool = False
+    """Whether `key` turns a part of the run on and off, in place of choosing between two ways of doing it."""
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -49,11 +51,11 @@ def _unlike(key: str, *values: str) -> Need:
 
 
 def _above_zero(key: str) -> Need:
-    return Need(key, f"{key} above 0", lambda config: value_of(config, key) > 0)
+    return Need(key, f"{key} above 0", lambda config: value_of(config, key) > 0, switch=True)
 
 
 def _set(key: str) -> Need:
-    return Need(key, f"{key} set", lambda config: value_of(config, key) is not None)
+    return Need(key, f"{key} set", lambda config: value_of(config, key) is not None, switch=True)
 
 
 def _unset(key: str) -> Need:
@@ -78,7 +80,7 @@ MODEL_BACKENDS = _is("trainer.backend", "fsdp", "megatron")
 CLIPPED = _is("loss.kind", "ppo_clip", "gspo", "cispo")
 WITH_KL = _above_zero("loss.kl_coef")
 VALIDATES = _above_zero("validation.every")
-WARMED_UP = _is("warmup.corpus", "digit_skills")
+WARMED_UP = replace(_is("warmup.corpus", "digit_skills"), switch=True)
 TASK_PROMPTS = Need(
     "data.train", "a generated task (task:NAME)", lambda config: any(s.startswith("task:") for s in _sources(config))
 )
@@ -158,7 +160,8 @@ def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[
 
     A key at its default value is never told: a resolved configuration, which names all keys, must load again.
     overridden: dotted keys given on the command line. A key of the file that only such an override leaves without
-    effect is not told either, so that `validation.every=0` asks for no other change of the file.
+    effect is not told either, nor is any key of a part of the run that an override turns off, so that
+    `validation.every=0` asks for no other change.
     """
     problems = []
     for key, needs in EFFECTS.items():
@@ -166,7 +169,8 @@ def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[
         if value == default:
             continue
         for need in needs:
-            if not need.holds(config) and (_among(key, overridden) or not _among(need.key, overridden)):
+            excused = _among(need.key, overridden) and (need.switch or not _among(key, overridden))
+            if not need.holds(config) and not excused:
                 expected = "it unset" if default is None else shown(default)
                 problems.append(
                     f"{key}: got {shown(value)} with {need.key}={shown(value_of(config, need.key))}, expected "

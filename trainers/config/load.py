@@ -87,12 +87,15 @@ def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[st
     moved = copy.deepcopy(dict(data))
     for old, new in renamed.items():
         *sections, name = old.split(".")
-        here: Any = moved
+        path: list[Any] = [moved]
         for section in sections:
-            here = here.get(section) if isinstance(here, dict) else None
-        if not isinstance(here, dict) or name not in here:
+            path.append(path[-1].get(section) if isinstance(path[-1], dict) else None)
+        if not isinstance(path[-1], dict) or name not in path[-1]:
             continue
-        value = here.pop(name)
+        value = path[-1].pop(name)
+        for holder, section in reversed(list(zip(path, sections, strict=False))):
+            if not holder[section]:
+                del holder[section]  # the section may have gone with its last key
         *sections, new_name = new.split(".")
         there = moved
         for section in sections:

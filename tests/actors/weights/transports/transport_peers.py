@@ -192,7 +192,8 @@ class ReceiverHost:
         self._inbox = WeightInbox(config, worker)
 
     def choose(self, staging: Staging) -> None:
-        self.become(replace(self._config, staging=staging), self._worker)
+        sync = self._config.sync.model_copy(update={"staging": staging})
+        self.become(replace(self._config, sync=sync), self._worker)
 
     def prepare_and_drop(self, update: WeightUpdate, after_s: float) -> None:
         """drop: by another thread, while it is received."""

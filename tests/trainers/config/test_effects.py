@@ -1,0 +1,226 @@
+"""Keys without effect are refused, the reference says where they have one, and older runs' configurations load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import headrace
+from headrace.trainers.cluster import actor_specs
+from headrace.trainers.config.config import Config, resolved_yaml
+from headrace.trainers.config.effects import COLUMNS, EFFECTS, idle_key_problems, value_of
+from headrace.trainers.config.load import build_config, load_config, renamed_keys
+from headrace.trainers.config.reference import reference_markdown, run_sections, walk_keys
+from headrace.trainers.errors import ConfigError
+from headrace.trainers.simulation.config import SimulationConfig, simulation_section
+
+EXAMPLES = Path(headrace.__file__).resolve().parent / "examples"
+SECTIONS = {**run_sections(), "simulation": SimulationConfig}
+
+OLD_RUN = """
+run: {dir: /r, checkpoint_every: 5}
+rollout: {engine: hf, kv_cache_mib: 512, num_actors: null}
+sync: {bucket_mib: 64, dir: null}
+algorithm: {mode: sync, max_staleness: 3}
+simulation: {steps: null, async_staleness: 1, decode_s: 0.5}
+"""
+"""As a run folder of before holds it: keys that have no effect, and the section of `headrace simulate`."""
+
+
+def refused(tmp_path: Path, text: str, *overrides: str) -> list[str]:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return list(caught.value.problems)
+
+
+def test_the_table_speaks_of_keys_that_there_are() -> None:
+    defaults = Config()
+    for key, needs in EFFECTS.items():
+        value_of(defaults, key)
+        for need in needs:
+            value_of(defaults, need.key)
+            assert need.key not in COLUMNS or need.values, f"{key}: a column's condition lists values"
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (
+            {"rollout": {"kv_cache_mib": 512}},
+            "rollout.kv_cache_mib: got 512 with rollout.engine='hf', expected 256, as it has an effect only with "
+            "rollout.engine=vllm",
+        ),
+        (
+            {"algorithm": {"max_staleness": 3}},
+            "algorithm.max_staleness: got 3 with algorithm.mode='sync', expected 1, as it has an effect only with "
+            "algorithm.mode=async",
+        ),
+        (
+            {"algorithm": {"mode": "async", "stale_groups": "drop"}},
+            "algorithm.stale_groups: got 'drop' with algorithm.sampler='auto', expected 'requeue'",
+        ),
+        (
+            {"trainer": {"backend": "scripted", "lr": 1.0}, "rollout": {"engine": "scripted"}},
+            "trainer.lr: got 1 with trainer.backend='scripted', expected 1e-06, as it has an effect only with "
+            "trainer.backend=fsdp or megatron",
+        ),
+        (
+            {"dataplane": {"store": {"kind": "shm", "num_units": 2}}},
+            "dataplane.store.num_units: got 2 with dataplane.store.kind='shm', expected 1, as it has an effect only "
+            "with dataplane.store.kind=auto or simple",
+        ),
+        (
+            {"validation": {"every": 0, "num_prompts": 5}},
+            "validation.num_prompts: got 5 with validation.every=0, expected 128, as it has an effect only with "
+            "validation.every above 0",
+        ),
+        (
+            {"algorithm": {"mode": "async", "dynamic_sampling": {"oversample": 2}}},
+            "algorithm.dynamic_sampling.oversample: got 2 with algorithm.mode='async', expected 1",
+        ),
+        ({"logging": {"prometheus_host": "0.0.0.0"}}, "expected '127.0.0.1', as it has an effect only with logging.p"),
+        ({"data": {"template": "{prompt}?"}}, "data.template: got '{prompt}?' with data.train='task:reverse'"),
+        ({"rollout": {"tools": ["calculator", "my:tool"]}}, "as it has an effect only with rollout.environment=tool_"),
+        ({"loss": {"kl_kind": "k1"}}, "as it has an effect only with loss.kl_coef above 0"),
+    ],
+)
+def test_a_key_without_effect_is_refused_in_one_sentence(data: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config(data)
+    [problem] = caught.value.problems
+    assert sentence in problem and "\n" not in problem
+
+
+def test_every_key_of_the_table_is_refused_where_it_has_no_effect() -> None:
+    """A condition that always holds would refuse nothing."""
+    config = build_config({})
+    idle = {key for key, needs in EFFECTS.items() if not all(need.holds(config) for need in needs)}
+    other = build_config(
+        {
+            "run": {"record": True, "trace_step": 0},
+            "model": {"path": "org/model"},
+            "data": {"train": "org/data"},
+            "rollout": {"engine": "scripted"},
+            "trainer": {"backend": "scripted"},
+            "algorithm": {"mode": "async", "prev_logprobs": "recompute"},
+            "advantage": {"kind": "rloo"},
+            "validation": {"every": 0},
+            "sync": {"transport": "disk"},
+            "dataplane": {"store": {"kind": "shm"}},
+            "resources": {"ray_address": "auto"},
+        }
+    )
+    idle |= {key for key, needs in EFFECTS.items() if not all(need.holds(other) for need in needs)}
+    assert idle == set(EFFECTS)
+
+
+def test_an_override_that_turns_something_off_leaves_the_file_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("validation: {num_prompts: 5}\nalgorithm: {mode: async, max_staleness: 3}")
+    config = load_config(path, ["validation.every=0", "algorithm.mode=sync"])
+    assert (config.validation.num_prompts, config.algorithm.max_staleness) == (5, 3)
+    assert load_config(path, ["validation={every: 0, num_prompts: 7}"]).validation.num_prompts == 7
+    [problem] = refused(tmp_path, "validation: {every: 0}", "validation.num_prompts=7")
+    assert problem.startswith("validation.num_prompts: got 7 with validation.every=0")
+    [problem] = refused(tmp_path, path.read_text(), "algorithm.mode=sync", "algorithm.max_staleness=4")
+    assert problem.startswith("algorithm.max_staleness: got 4 with algorithm.mode='sync'")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_examples_and_what_they_resolve_to_load(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    (tmp_path / "config.yaml").write_text(resolved_yaml(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+# ---------------------------------------------------------------- older runs
+
+
+def test_the_configuration_of_an_older_run_loads_with_a_warning(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(OLD_RUN)
+    assert len(refused(tmp_path, OLD_RUN)) == 2
+    with pytest.warns(FutureWarning) as caught:
+        config = load_config(path, of_old_run=True)
+    told = [str(warning.message).partition(":")[0] for warning in caught]
+    assert told == ["rollout.kv_cache_mib", "algorithm.max_staleness"]
+    assert config.rollout.kv_cache_mib == 512
+    assert simulation_section(config) == SimulationConfig(decode_s=0.5)
+
+
+def test_a_journal_s_fingerprint_is_what_it_was(tmp_path: Path) -> None:
+    """A run that is resumed takes its journal up only when the text is the same to the letter."""
+    config = build_config({"run": {"checkpoint_every": 5}, "reward": {"functions": [{"kind": "my:f", "weight": 2}]}})
+    journal = actor_specs.journal(config)
+    assert journal is not None and journal.fingerprint == (
+        '{"data": {"answer_field": "answer", "held_out": false, "options": {}, "prompt_field": "prompt", "seed": 0, '
+        '"source": "task:reverse", "split": "train", "template": "{prompt}"}, "environment": ["single_turn", '
+        '["calculator"], 4], "model": {"dtype": "float32", "path": "builtin:tiny-qwen3"}, "rewards": [{"kind": "my:f", '
+        '"name": "f", "options": {}, "tagged": false, "weight": 2.0}], "sampling": {"max_new_tokens": 256, "n": 8, '
+        '"seed": 0, "stop": [], "stop_token_ids": [], "temperature": 1.0, "top_k": 0, "top_p": 1.0}, "seed": 0, '
+        '"warmup": {"batch_size": 128, "corpus": "none", "lr": 0.005, "steps": 1000, "target_loss": 0.12}}'
+    )
+
+
+def test_a_renamed_key_is_accepted_and_its_new_name_told() -> None:
+    renamed = {"algorithm.staleness": "algorithm.max_staleness", "store.kind": "dataplane.store.kind"}
+    given = {"algorithm": {"staleness": 2, "mode": "async"}, "store": {"kind": "shm"}, "dataplane": None}
+    with pytest.warns(FutureWarning, match="is now called") as caught:
+        moved = renamed_keys(given, renamed)
+    assert [str(warning.message) for warning in caught] == [
+        "algorithm.staleness is now called algorithm.max_staleness, please rename it in your configuration",
+        "store.kind is now called dataplane.store.kind, please rename it in your configuration",
+    ]
+    assert moved["algorithm"] == {"mode": "async", "max_staleness": 2}
+    assert moved["dataplane"] == {"store": {"kind": "shm"}} and "store" not in moved
+    assert given["algorithm"] == {"staleness": 2, "mode": "async"}, "what was given stays as it is"
+    assert renamed_keys({"run": {}}, renamed) == {"run": {}}
+    with pytest.raises(ConfigError, match="algorithm.staleness: got 2 beside algorithm.max_staleness, expected only"):
+        renamed_keys({"algorithm": {"staleness": 2, "max_staleness": 1}}, renamed)
+
+
+# ---------------------------------------------------------------- the section of a tool
+
+
+def test_the_simulators_section_is_checked_with_the_same_sentences() -> None:
+    assert simulation_section(Config()) == SimulationConfig()
+    config = build_config({"simulation": {"decode_seconds": 1, "gpus": 0}})
+    with pytest.raises(ConfigError) as caught:
+        simulation_section(config)
+    assert set(caught.value.problems) == {
+        "simulation.gpus: got 0, expected a number >= 1",
+        "simulation.decode_seconds: unknown key; did you mean simulation.decode_s?",
+    }
+    with pytest.raises(ConfigError, match="simulation: got 3, expected a section"):
+        build_config({"simulation": 3})
+
+
+# ---------------------------------------------------------------- the reference
+
+
+def test_every_key_is_described() -> None:
+    keys = list(walk_keys(SECTIONS))
+    assert [key.name for key in keys if not key.description] == []
+    assert {key.name.partition(".")[0] for key in keys} == set(yaml.safe_load(resolved_yaml(Config())))
+    assert {key.name for key in keys} >= {"dataplane.store.kind", "reward.functions.N.weight", "run.dir", "loss"}
+
+
+def test_the_reference_gives_type_default_meaning_and_effect() -> None:
+    text = reference_markdown({"simulation": SimulationConfig})
+    for line in (
+        "| `algorithm.chunk_groups` | whole number >= 1 or unset | `unset` | Number of groups that are trained on "
+        "together. Unset: a quarter of `prompts_per_step`. Has an effect only with algorithm.mode=streaming. |",
+        "| `trainer.backend` | `fsdp`, `megatron`, `scripted` | `fsdp` |",
+        "| `simulation.gpus` | whole number >= 1 | `1` |",
+        "| `trainer.betas` | [number >= 0 and < 1, number >= 0 and < 1] | `[0.9, 0.999]` |",
+        "| Key | sync | async | streaming | fsdp | megatron | scripted | and only with |",
+        "| `algorithm.max_staleness` |  | x |  | x | x | x |  |",
+        "| `trainer.pp` | x | x | x |  | x |  |  |",
+    ):
+        assert line in text
+    assert not idle_key_problems(Config())

@@ -1,0 +1,170 @@
+"""Renders the configuration reference: every key with its type, default, meaning, and where it has an effect."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from .config import Config
+from .effects import COLUMNS, EFFECTS, effect_rows, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the configuration, or one section."""
+
+    name: str
+    """Dotted name; `N` stands for the number of a list's entry."""
+    type: str
+    """Type and bounds for readers; empty for a section."""
+    default: str
+    """Default as YAML shows it; empty for a section, or for a key that must be set."""
+    description: str
+    """Docstring of the key or section, on one line."""
+    effect: str
+    """Conditions of its effect in words; empty: it has an effect in every run."""
+
+
+def walk_keys(sections: Mapping[str, type[BaseModel]]) -> Iterator[Key]:
+    """Every section of `sections` (name -> class) and every key of it, in the order of their declaration."""
+    for name, section in sections.items():
+        yield Key(name, "", "", _one_line(section.__doc__), "")
+        yield from _keys_of(section, f"{name}.")
+
+
+def run_sections() -> dict[str, type[BaseModel]]:
+    """Name -> class of each section of a run."""
+    fields = {name: _section_in(field.annotation) for name, field in Config.model_fields.items()}
+    return {name: section for name, section in fields.items() if section is not None}
+
+
+def reference_markdown(tools: Mapping[str, type[BaseModel]] = types.MappingProxyType({})) -> str:
+    """The reference as Markdown: a table for each section, then where keys have an effect.
+
+    tools: further sections of the file that a run does not read, such as `{"simulation": SimulationConfig}`.
+    """
+    lines: list[str] = []
+    for key in walk_keys({**run_sections(), **tools}):
+        if not key.type:
+            lines += ["", f"## `{key.name}`", "", key.description, "", *_header("Key", "Type", "Default", "Meaning")]
+            continue
+        effect = f" Has an effect only with {key.effect}." if key.effect else ""
+        lines.append(_row(f"`{key.name}`", key.type, key.default and f"`{key.default}`", key.description + effect))
+    return "\n".join([*lines[1:], "", effect_markdown()]) + "\n"
+
+
+def effect_markdown() -> str:
+    """The table of the keys that have an effect in some runs only: key x mode x backend, and further conditions."""
+    columns = [value for values in COLUMNS.values() for value in values]
+    lines = ["## Where keys have an effect", ""]
+    lines += ["A key that is not listed has an effect in every run. Setting a listed key where it has none is refused."]
+    lines += ["", *_header("Key", *columns, "and only with")]
+    lines += [_row(f"`{key}`", *rest) for key, *rest in effect_rows(EFFECTS)]
+    return "\n".join(lines)
+
+
+def _header(*cells: str) -> list[str]:
+    return [_row(*cells), _row(*["---"] * len(cells))]
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+# ---------------- Keys of one section.
+
+
+def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
+    described = descriptions(section)
+    for name, field in section.model_fields.items():
+        below = _section_in(field.annotation)
+        listed = below is not None and below is not field.annotation
+        if below is None or listed:
+            effect = " and ".join(need.words for need in EFFECTS.get(prefix + name, ()))
+            kind = "list of sections" if listed else _type_name(field)
+            yield Key(prefix + name, kind, _default(field), described.get(name, ""), effect)
+        if below is not None:
+            yield from _keys_of(below, f"{prefix}{name}{'.N' if listed else ''}.")
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that an annotation is, or that its entries are."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_section_in, typing.get_args(annotation))), None)
+
+
+@functools.cache
+def descriptions(section: type[BaseModel]) -> Mapping[str, str]:
+    """The docstrings under the keys of a section, each on one line."""
+    body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]).body
+    found = {}
+    for declared, text in zip(body, body[1:], strict=False):
+        match declared, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                found[name] = _one_line(words)
+    return found
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return ""
+    value = field.get_default()
+    if value is None:
+        return "unset"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_plain(entry) for entry in value) + "]"
+    return _plain(value)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        return yaml.safe_dump(value.model_dump(exclude_unset=True), default_flow_style=True).strip()
+    return (value or '""') if isinstance(value, str) else shown(value)
+
+
+_PLAIN_TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+_BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+def _type_name(field: FieldInfo) -> str:
+    return _annotation_name(field.annotation) + _bounds(field.metadata)
+
+
+def _annotation_name(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        metadata = [part for entry in arguments[1:] for part in getattr(entry, "metadata", [entry])]
+        return _annotation_name(arguments[0]) + _bounds(metadata)
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join("unset" if part is type(None) else _annotation_name(part) for part in arguments)
+    if origin is tuple:
+        entries = [_annotation_name(part) for part in arguments if part is not ...]
+        return f"list of {entries[0]}" if ... in arguments else f"[{', '.join(entries)}]"
+    if origin is dict:
+        return "keys and values"
+    return _PLAIN_TYPES[annotation]
+
+
+def _bounds(metadata: typing.Iterable[Any]) -> str:
+    found = [
+        f" {sign} {getattr(part, name):g}" for part in metadata for name, sign in _BOUNDS.items() if hasattr(part, name)
+    ]
+    return " and".join(found)
