@@ -1,4 +1,4 @@
-"""Environment kinds: which there are, and how one is built from its configuration."""
+"""Builds the environment that a configuration names: `single_turn` or `tool_use`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ ENVIRONMENT_KINDS = ("single_turn", "tool_use")
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentConfig:
-    """One environment."""
+    """Settings of an environment."""
 
     kind: str = "single_turn"
-    """One of ENVIRONMENT_KINDS."""
+    """Kind of the environment, one of ENVIRONMENT_KINDS."""
     tools: tuple[str, ...] = ("calculator",)
-    """tool_use: names of tools, or import paths."""
+    """Names of tools, or import paths; used by tool_use."""
     max_turns: int = 4
-    """tool_use: times that the policy speaks in an episode."""
+    """Largest number of turns of the policy in an episode; used by tool_use."""
 
 
 def build_environment(config: EnvironmentConfig) -> Environment:
-    """Raises ValueError in one sentence for an unknown kind or tool."""
+    """Build the environment. Raises ValueError in one sentence for an unknown kind or tool."""
     if config.kind == "single_turn":
         return SingleTurn()
     if config.kind == "tool_use":

@@ -1,4 +1,4 @@
-"""Reward kinds: which there are, and how a rubric is built from their configuration."""
+"""Builds rewards, and the rubric that weighs them, from their configuration."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RewardConfig:
 
 
 def build_rubric(configs: Sequence[RewardConfig]) -> Rubric:
-    """Raises ValueError for an unknown kind, a path that cannot be imported or options that do not fit."""
+    """Build the rubric. Raises ValueError for an unknown kind, a path that cannot be imported or unfit options."""
     return Rubric(
         [(config.label, build_reward(config), config.weight) for config in configs],
         [config.label for config in configs if config.tagged],
@@ -47,7 +47,7 @@ def build_rubric(configs: Sequence[RewardConfig]) -> Rubric:
 
 
 def build_reward(config: RewardConfig) -> Reward:
-    """One reward; raises like `build_rubric`."""
+    """Build one reward. Raises like `build_rubric`."""
     target = _target(config.kind)
     options = dict(config.options)
     is_class = inspect.isclass(target)
@@ -61,7 +61,7 @@ def build_reward(config: RewardConfig) -> Reward:
 
 
 def _target(kind: str) -> Any:
-    """The function or class behind `kind`."""
+    """Return the function or class that `kind` names."""
     if ":" in kind:
         target = import_object(kind, "reward")
         if not callable(target):
@@ -82,7 +82,7 @@ def _target(kind: str) -> Any:
 def _check_options(kind: str, target: Any, options: dict[str, Any], is_class: bool) -> None:
     try:
         signature = inspect.signature(target)
-    except ValueError:  # some built-in callables have none; their calls will tell
+    except ValueError:  # some built-in callables have no signature, so a wrong option only shows in the call
         return
     arguments = () if is_class else (None, None, None)
     given = {TOKENS: None} if not is_class and takes_tokens(target) else {}

@@ -1,4 +1,4 @@
-"""Where prompts come from, and the run's prompt stream: position 0, 1, 2, ... -> Prompt."""
+"""Reads prompts from files, datasets and tasks, and orders them as the run's prompt stream by position 0, 1, 2, ..."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tasks import TaskSource
 
 _CHECK_CHUNK = 1000
 _CHECK_ENDLESS = 1000
-"""Prompts of an endless source that the start-up check looks at."""
+"""Number of prompts of an endless source that the start-up check reads."""
 _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -45,7 +45,7 @@ class DataConfig:
 
 
 def open_source(config: DataConfig, tokenizer: Any = None) -> PromptSource:
-    """The source, checked: it exists, is not empty, has the columns, and its first row fits the template.
+    """Open the source, and check that it exists, is not empty, has the columns, and its first row fits the template.
 
     tokenizer: Hugging Face tokenizer, needed when prompts are chat messages. Raises ValueError in one sentence.
     """
@@ -57,10 +57,10 @@ def open_source(config: DataConfig, tokenizer: Any = None) -> PromptSource:
 
 
 class TableSource:
-    """Rows of a file or dataset as prompts."""
+    """PromptSource that makes prompts of the rows of a file or dataset."""
 
     def __init__(self, config: DataConfig, rows: Any, tokenizer: Any = None) -> None:
-        """rows: a sequence of dicts (a list, or a `datasets.Dataset`)."""
+        """Check the first row. rows: a sequence of dicts (a list, or a `datasets.Dataset`)."""
         self.name = config.source
         self.size: int | None = len(rows)
         self._config = config
@@ -110,7 +110,7 @@ class TableSource:
             )
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates are programs of their own and raise what they like
+        except Exception as error:  # a template is a program of its own and may raise anything
             raise ValueError(
                 f"{self.name!r} row {index}: the chat template does not take the prompt: {error}"
             ) from error
@@ -126,13 +126,14 @@ class TableSource:
 
 
 class PromptStream:
-    """A source as an endless, seeded sequence: every actor maps the same position to the same prompt.
+    """Makes an endless, seeded sequence of a source, in which every actor finds the same prompt at a position.
 
-    Finite sources are gone through epoch by epoch, each epoch in an order of its own; endless ones as they come.
+    A finite source is read epoch by epoch, each epoch in its own order; an endless one is read in its own order.
     """
 
     def __init__(self, source: PromptSource, *, seed: int = 0, shuffle: bool = True, uid_prefix: str = "") -> None:
-        """shuffle: False goes through a finite source in its own order. uid_prefix: keeps two streams' uids apart."""
+        """shuffle: whether each epoch of a finite source has its own random order. uid_prefix: prefix that keeps the
+        uids of two streams apart."""
         self._source = source
         self._seed = seed
         self._shuffle = shuffle
@@ -156,7 +157,7 @@ class PromptStream:
 
 
 def base36(number: int) -> str:
-    """`number` (0 or more) in digits 0-9a-z."""
+    """Write `number` (0 or more) in digits 0-9a-z."""
     digits = ""
     while True:
         number, digit = divmod(number, 36)
@@ -166,7 +167,7 @@ def base36(number: int) -> str:
 
 
 def check_prompt_lengths(source: PromptSource, tokenizer: Any, max_tokens: int) -> int:
-    """Tokenise the source's prompts (the first 1000 of an endless one); returns the longest in tokens.
+    """Tokenise the source's prompts (the first 1000 of an endless one), and return the length of the longest in tokens.
 
     Raises ValueError naming the first prompts above `max_tokens` with their lengths, and how many there are.
     """
@@ -193,10 +194,10 @@ JSONL_SUFFIXES = (".jsonl", ".ndjson")
 
 
 def load_rows(source: str, split: str) -> Sequence[dict[str, Any]]:
-    """All rows of `source`, as dicts by column.
+    """Load all rows of `source`, as dicts by column.
 
-    source: a .jsonl file, a folder (`save_to_disk`, or data files that `datasets` reads), or a hub id.
-    split: of a dataset; a JSONL file has none. Raises ValueError in one sentence.
+    source: a .jsonl file, a folder (`save_to_disk`, or data files that `datasets` reads), or a hub id. split: split of
+    a dataset; a JSONL file has none. Raises ValueError in one sentence.
     """
     path = Path(source).expanduser()
     if path.suffix in JSONL_SUFFIXES:
@@ -211,7 +212,7 @@ def load_rows(source: str, split: str) -> Sequence[dict[str, Any]]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """One JSON object a line; blank lines are skipped. Raises ValueError naming file and line."""
+    """Read one JSON object from each line; blank lines are skipped. Raises ValueError naming file and line."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -231,7 +232,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def _load_dataset(source: str, path: Path, split: str) -> Any:
-    import datasets  # seconds to import, and most runs need none
+    import datasets  # takes seconds to import, and most runs do not need it
 
     try:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():

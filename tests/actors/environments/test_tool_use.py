@@ -217,7 +217,7 @@ def test_tools_by_name_and_by_path() -> None:
     assert tools["calculator"] is calculator and tools["dedent"]("  a") == "a"
     with pytest.raises(ValueError, match="got 'serch', expected one of calculator or an import path"):
         build_tools(["serch"])
-    with pytest.raises(ValueError, match="'calculator' stands twice"):
+    with pytest.raises(ValueError, match="'calculator' is given twice"):
         build_tools(["calculator", "calculator"])
     with pytest.raises(ValueError, match="max_turns: got 0"):
         ToolUse({}, 0)
