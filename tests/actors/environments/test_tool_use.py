@@ -1,4 +1,4 @@
-"""The tool_use environment: calls, masked results, versions, bounded turns; the calculator."""
+"""Tests of the tool_use environment and the calculator: calls, masked results, versions and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards, the rubric that weighs them, and what happens when one raises."""
+"""Tests of the rewards, of the rubric that weighs them, and of rewards that raise."""
 
 from __future__ import annotations
 
