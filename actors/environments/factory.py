@@ -1,4 +1,4 @@
-"""`build_environment` makes the environment that `rollout.environment` says."""
+"""Builds the environment that a configuration names: `single_turn` or `tool_use`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .tools import build_tools
 
 
 def build_environment(config: RolloutConfig) -> Environment:
-    """The environment. Raises ValueError in one sentence for an unknown kind or tool."""
+    """Build the environment. Raises ValueError in one sentence for an unknown kind or tool."""
     if config.environment == "single_turn":
         return SingleTurn()
     if config.environment == "tool_use":

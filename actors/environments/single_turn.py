@@ -1,4 +1,4 @@
-"""The `single_turn` environment: one prompt, n sampled answers."""
+"""The `single_turn` environment samples n answers to one prompt."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..protocols import Prompt, Sample
 
 
 class SingleTurn:
-    """Every sample is the prompt followed by one completion."""
+    """Plays episodes of one turn: a sample is the prompt followed by one completion."""
 
     async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
-        """`params.n` samples in order; raises what the engine raises."""
+        """Return `params.n` samples in order; raises what the engine raises."""
         (prompt_ids,) = encode_prompts(tokenizer, [prompt.text])
         completions = await generate_whole(engine, tokenizer, prompt.uid, prompt_ids.tolist(), params)
         texts = response_texts(tokenizer, completions, params)
@@ -28,7 +28,7 @@ class SingleTurn:
 
 
 def response_texts(tokenizer: Any, completions: Sequence[Completion], params: SamplingParams) -> list[str]:
-    """The responses as texts, stop tokens left out; tokens that complete one of `params.stop` are part of the text."""
+    """Decode the responses without stop tokens; tokens that complete one of `params.stop` are part of the text."""
     texts = decode_responses(tokenizer, [_without_stop(completion) for completion in completions])
     if not params.stop:
         return texts
@@ -40,7 +40,7 @@ def response_texts(tokenizer: Any, completions: Sequence[Completion], params: Sa
 
 
 def _without_stop(completion: Completion) -> np.ndarray:
-    """The response's token ids; the stop token, which need not be a special one, is left out."""
+    """Return the response's token ids without the stop token, which may be an ordinary token."""
     return completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
 
 

@@ -1,4 +1,4 @@
-"""The `tool_use` environment: the policy calls tools in its answer, and goes on with their results.
+"""The `tool_use` environment lets the policy call tools in its answer and go on with their results.
 
 prompt -> "... <tool>calculator: 12*3</tool>" -> "<result>36</result>" -> "... 36"
           turn 0, chosen by the policy           masked                  turn 1, chosen by the policy
@@ -25,11 +25,11 @@ CALL_END = "</tool>"
 _CALL = re.compile(r"<tool>\s*(\w+)\s*:((?:(?!<tool>).)*)" + re.escape(CALL_END), re.DOTALL)
 
 TOOL_TIMEOUT_S = 30.0
-"""A tool that takes longer has no result; the policy is told."""
+"""Seconds after which a tool's call fails; the policy gets an error as result."""
 
 
 class ToolUse:
-    """Every sample is an episode of up to `max_turns` turns; a turn ends with a call, or the answer."""
+    """Plays episodes of up to `max_turns` turns; each turn ends with a call of a tool, or with the answer."""
 
     def __init__(self, tools: Mapping[str, Tool], max_turns: int) -> None:
         if max_turns < 1:
@@ -38,10 +38,10 @@ class ToolUse:
         self._max_turns = max_turns
 
     async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
-        """`params.n` samples in order; raises what the engine raises.
+        """Return `params.n` samples in order; raises what the engine raises.
 
-        `params.max_new_tokens` bounds an episode's tokens behind the prompt, results of tools included. A sample's
-        text is that of its last turn: the answer. An episode that ends with a call has finish_reason `length`.
+        `params.max_new_tokens` limits an episode's tokens after the prompt, results of tools included. A sample's text
+        is that of its last turn, the answer. An episode that ends with a call has finish_reason `length`.
         """
         (prompt_ids,) = encode_prompts(tokenizer, [prompt.text])
         episodes = [
@@ -71,12 +71,12 @@ class ToolUse:
             result = f"<result>{await self._answer(*call)}</result>"
             result_ids = np.asarray(tokenizer(result, add_special_tokens=False)["input_ids"], dtype=np.int32)
             if episode.num_response + len(result_ids) >= params.max_new_tokens:
-                break  # no room to go on with it
+                break  # no token would be left for an answer
             episode.add_result(result_ids)
         return episode.sample("length")
 
     async def _answer(self, name: str, arguments: str) -> str:
-        """The tool's result, or what is wrong with the call: the policy is to learn from it, the run goes on."""
+        """Return the tool's result, or what is wrong with the call, so that the policy can learn from it."""
         tool = self._tools.get(name)
         if tool is None:
             return f"error: no tool {name}, there is {', '.join(self._tools)}"
@@ -88,7 +88,7 @@ class ToolUse:
 
 
 def find_call(text: str) -> tuple[str, str] | None:
-    """(tool, arguments) of the call that `text` ends with; None when it ends otherwise."""
+    """Return tool and arguments of the call that `text` ends with; None when it does not end with a call."""
     if not text.rstrip().endswith(CALL_END):
         return None
     calls = _CALL.findall(text)
@@ -96,7 +96,7 @@ def find_call(text: str) -> tuple[str, str] | None:
 
 
 class _Episode:
-    """One sample in the making: columns that grow turn by turn."""
+    """Columns of one sample, which grow turn by turn."""
 
     def __init__(self, prompt: Prompt, index: int, prompt_ids: np.ndarray) -> None:
         self.prompt = prompt
@@ -110,17 +110,17 @@ class _Episode:
 
     @property
     def num_response(self) -> int:
-        """Tokens behind the prompt."""
+        """Number of tokens after the prompt."""
         return len(self.ids) - self._num_prompt
 
     def add_turn(self, completion: Completion, text: str) -> None:
-        """What the policy chose."""
+        """Append tokens that the policy chose."""
         count = len(completion.token_ids)
         self._append(completion.token_ids, np.ones(count, np.uint8), completion.logprobs, completion.versions)
         self._text = text
 
     def add_result(self, ids: np.ndarray) -> None:
-        """What a tool answered: not trained on."""
+        """Append a tool's result, which is not trained on."""
         count = len(ids)
         self._append(ids, np.zeros(count, np.uint8), np.zeros(count, np.float32), np.full(count, -1, np.int32))
 
@@ -131,6 +131,7 @@ class _Episode:
         self._versions = np.concatenate([self._versions, versions])
 
     def sample(self, finish_reason: str) -> Sample:
+        """Make the finished sample."""
         return Sample(
             prompt=self.prompt,
             index=self.index,

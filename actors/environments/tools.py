@@ -1,4 +1,4 @@
-"""Tools that a policy may call in the middle of an episode: text in, text out."""
+"""Tools that a policy may call in the middle of an episode; each takes a text and returns a text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ...codecs.imports import import_object
 
 Tool = Callable[[str], str]
-"""From the text of a call's arguments to the text of its result. What it raises is told to the policy."""
+"""Function from the text of a call's arguments to the text of its result. The policy gets its errors as result."""
 
 _MAX_LENGTH = 200
 _MAX_BITS = 4096
@@ -27,7 +27,7 @@ _UNARY: Mapping[type[ast.unaryop], Callable] = {ast.UAdd: operator.pos, ast.USub
 
 
 def calculator(expression: str) -> str:
-    """The value of an arithmetic expression: + - * / // % ** and brackets over numbers.
+    """Return the value of an arithmetic expression of numbers, brackets and + - * / // % **.
 
     Raises ValueError for anything else, ZeroDivisionError, OverflowError for numbers above 4096 bits.
     """
@@ -36,7 +36,7 @@ def calculator(expression: str) -> str:
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except SyntaxError:
-        raise ValueError(f"{expression.strip()!r} is no arithmetic expression") from None
+        raise ValueError(f"{expression.strip()!r} is not an arithmetic expression") from None
     value = _value(tree.body)
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
@@ -49,7 +49,7 @@ def _value(node: ast.expr) -> int | float:
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
-            # Before it is computed: 9**9**9 would keep the machine busy for good.
+            # Checked before it is computed, because 9**9**9 would keep the machine busy for good.
             if abs(right) * max(left.bit_length(), 1) > _MAX_BITS:
                 raise OverflowError("the number is too large")
         return _bounded(_BINARY[type(node.op)](left, right))
@@ -58,7 +58,7 @@ def _value(node: ast.expr) -> int | float:
 
 def _bounded(value: int | float) -> int | float:
     if isinstance(value, complex):
-        raise ValueError("the result is no real number")
+        raise ValueError("the result is not a real number")
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         raise OverflowError("the number is too large")
     return value
@@ -68,15 +68,16 @@ TOOLS: Mapping[str, Tool] = {"calculator": calculator}
 
 
 def build_tools(names: Sequence[str]) -> dict[str, Tool]:
-    """Name -> tool. names: of TOOLS, or import paths `package.module:function`, whose name is the function's.
+    """Return the tools by name.
 
-    Raises ValueError in one sentence for an unknown name, a path that leads nowhere, or a name that stands twice.
+    names: names in TOOLS, or import paths `package.module:function`, whose tool has the function's name. Raises
+    ValueError in one sentence for an unknown name, a path that cannot be imported, or a name given twice.
     """
     tools: dict[str, Tool] = {}
     for entry in names:
         name = entry.rpartition(":")[2]
         if name in tools:
-            raise ValueError(f"environment.tools: {name!r} stands twice")
+            raise ValueError(f"environment.tools: {name!r} is given twice")
         if ":" in entry:
             tools[name] = import_object(entry, "environment.tools")
         elif entry in TOOLS:

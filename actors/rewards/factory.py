@@ -1,4 +1,4 @@
-"""`build_rubric` makes the rubric that the section `reward` of the configuration describes."""
+"""Builds rewards, and the rubric that weighs them, from the section `reward` of the configuration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def build_rubric(functions: Sequence[RewardFunctionConfig], tagged: Collection[s
 
 
 def build_reward(config: RewardFunctionConfig) -> Reward:
-    """One reward; raises like `build_rubric`."""
+    """Build one reward. Raises like `build_rubric`."""
     target = _target(config.kind)
     options = dict(config.options)
     is_class = inspect.isclass(target)
@@ -47,7 +47,7 @@ def build_reward(config: RewardFunctionConfig) -> Reward:
 
 
 def _target(kind: str) -> Any:
-    """The function or class that `kind` names."""
+    """Return the function or class that `kind` names."""
     if ":" not in kind:
         return BUILT_REWARDS[kind]
     target = import_object(kind, "reward")
@@ -59,7 +59,7 @@ def _target(kind: str) -> Any:
 def _check_options(kind: str, target: Any, options: dict[str, Any], is_class: bool) -> None:
     try:
         signature = inspect.signature(target)
-    except ValueError:  # some built-in callables have none; their calls will tell
+    except ValueError:  # some built-in callables have no signature, so a wrong option only shows in the call
         return
     arguments = () if is_class else (None, None, None)
     given = {TOKENS: None} if not is_class and takes_tokens(target) else {}

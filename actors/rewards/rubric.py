@@ -1,4 +1,4 @@
-"""The rubric: named rewards and their weights, added up to one score per sample."""
+"""`Rubric` adds named rewards and their weights up to one score per sample."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import numpy as np
 from ..protocols import Prompt, Reward, Score
 
 TOKENS = "response_tokens"
-"""The parameter that makes a reward a TokenReward."""
+"""Name of the parameter that makes a reward a TokenReward."""
 
 
 class TokenReward(Protocol):
-    """A reward that looks at the response's length: it has a parameter `response_tokens`, and is given it by name."""
+    """A reward that depends on the response's length in tokens, which it gets by the keyword `response_tokens`."""
 
     def __call__(self, prompt: Prompt, response: str, finish_reason: str, /, *, response_tokens: int) -> float: ...
 
 
 def reward_tag(name: str) -> str:
-    """Of a row in the data plane: the tag with the value of the reward `name`, unweighted."""
+    """Return the name of the row tag that holds the unweighted value of the reward `name`."""
     return f"reward/{name}"
 
 
 class Rubric:
-    """Scores responses; a reward that raises costs its sample, never the run."""
+    """Scores responses. A reward that raises makes its sample invalid and never ends the run."""
 
     def __init__(self, rewards: Sequence[tuple[str, Reward | TokenReward, float]], tagged: Sequence[str] = ()) -> None:
-        """rewards: (name, reward, weight). tagged: names of those that rows are tagged with.
+        """rewards: name, function and weight of each reward. tagged: names of the rewards whose values become row tags.
 
-        Raises ValueError when empty, for a name given twice or a NaN weight.
+        Raises ValueError when there are none, for a name given twice or a weight that is not finite.
         """
         if not rewards:
             raise ValueError("reward: got no functions, expected at least one")
@@ -52,11 +52,11 @@ class Rubric:
         return [name for name, *_ in self._rewards]
 
     def score(self, prompt: Prompt, response: str, finish_reason: str, response_tokens: int | None = None) -> Score:
-        """The weighted total. When a reward raises or returns no finite number, the sample is not valid.
+        """Return the weighted total. The sample is not valid when a reward raises or returns no finite number.
 
-        The other rewards' values are kept in `components`; the first failure is named in `error`. response_tokens:
-        those that the policy chose, its stop token included; None when the caller does not know, which fails every
-        reward that asks for them.
+        Values of the other rewards are kept in `components`, and the first failure is named in `error`.
+        response_tokens: number of tokens that the policy chose, stop token included. None stands for an unknown number,
+        and then every reward that asks for it fails.
         """
         components: dict[str, float] = {}
         errors: list[str] = []
@@ -64,7 +64,7 @@ class Rubric:
         for name, reward, weight, counts in self._rewards:
             try:
                 value = _finite(name, _value(reward, counts, prompt, response, finish_reason, response_tokens))
-            except Exception as error:  # users' code: the row is masked and counted, and the error is reported
+            except Exception as error:  # user code may raise anything; the row is masked and the error reported
                 errors.append(f"reward {name!r} raised {type(error).__name__}: {' '.join(str(error).split())}")
                 continue
             components[name] = value
@@ -75,7 +75,7 @@ class Rubric:
 
 
 def takes_tokens(reward: Any) -> bool:
-    """Whether a reward is a TokenReward."""
+    """Tell whether a reward is a TokenReward."""
     try:
         return TOKENS in inspect.signature(reward).parameters
     except ValueError:  # some built-in callables have no signature
@@ -93,7 +93,7 @@ def _value(
 
 
 def _finite(name: str, value: object) -> float:
-    # Real covers bool and numpy's numbers; a 0-d tensor is none, and a string that looks like one is a mistake.
+    # Real covers bool and numpy's numbers, but no 0-d tensor, and no string that looks like a number.
     if not isinstance(value, (numbers.Real, np.bool_)) or not math.isfinite(value):
         raise ValueError(f"{name!r} returned {value!r}, expected a finite number")
     return float(value)

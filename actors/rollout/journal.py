@@ -1,12 +1,12 @@
-"""The journal: finished groups on disk, until a checkpoint covers them, so that a resumed run generates none again.
+"""The journal keeps finished groups on disk until a checkpoint covers them, so that a resumed run does not repeat them.
 
     finished group -> append -> put -> trained on -> checkpoint -> trim
-                        |  kill -9 anywhere from here to the checkpoint
+                        |  after kill -9 anywhere from here to the checkpoint,
                         +--> the resumed run finds the group and puts it as it is
 
-Every rollout actor appends to segment files of its own in one folder, and reads all actors': who takes over a prompt
-need not be who had it. Nothing is flushed to the disk itself: a killed process loses nothing that it has written, as
-the operating system holds it; a host that loses power may lose the last seconds' groups.
+Every rollout actor appends to its own segment files in one folder and reads those of all actors, because another actor
+may take over a prompt. Files are not flushed to the disk: a killed process loses nothing that it has written, as the
+operating system holds it, but a host that loses power may lose the last seconds' groups.
 """
 
 from __future__ import annotations
@@ -33,30 +33,31 @@ Purpose = Literal["resume", "record", "replay"]
 
 @dataclass(frozen=True, slots=True)
 class JournalConfig:
-    """Where a run's journal is. Plain data."""
+    """Settings of a run's journal, as plain data."""
 
     folder: str
-    """Seen by all rollout actors; made when it is not there."""
+    """Folder that all rollout actors can read and write; made when missing."""
     fingerprint: str
-    """Of all that decides how a prompt's group comes out besides the policy's weights. Groups of another are not
-    found."""
+    """Fingerprint of all settings that decide how a group comes out, besides the policy's weights. Groups with another
+    fingerprint are ignored."""
     purpose: Purpose = "resume"
-    """`resume`: groups without failed rows are kept until a checkpoint covers them; `record`: all are kept for good;
-    `replay`: nothing is written, and a group that is not there is an error."""
+    """Use of the journal. `resume` keeps groups without failed rows until a checkpoint covers them; `record` keeps all
+    groups for good; `replay` writes nothing, and a missing group is an error."""
 
 
 @dataclass(slots=True)
 class _Segment:
-    """What is known of one file."""
+    """Known contents of one segment file."""
 
     end: int = 0
-    """Byte behind the last whole record that was seen."""
+    """End in bytes of the last whole record that was read."""
     positions: set[int] = field(default_factory=set)
+    """Positions of the prompts whose groups are in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where a position's latest record is."""
+    """Place of a position's latest record."""
 
     stamp: int
     path: Path
@@ -64,10 +65,11 @@ class _Entry:
 
 
 class GroupJournal:
-    """One writer's access to the journal. May be shared by threads. All calls touch the disk: not for an event loop."""
+    """One writer's access to the journal. Threads may share it. All calls use the disk, so an event loop must not block
+    on them."""
 
     def __init__(self, config: JournalConfig, writer: str) -> None:
-        """writer: part of its files' names; what is in them stays when another of the same name comes.
+        """writer: part of the names of its files, which a later writer of the same name does not overwrite.
 
         Raises ValueError when there is nothing to replay.
         """
@@ -83,40 +85,37 @@ class GroupJournal:
         self._segments: dict[Path, _Segment] = {}
         self._latest: dict[int, _Entry] = {}
         self._stamp = 0
-        """The highest seen in any file."""
+        """Highest stamp of any record read or written."""
         self._open: tuple[Path, int] | None = None
-        """The segment that is written to, and its descriptor."""
+        """Path and descriptor of the segment being written; None when there is none."""
         self._lock = threading.Lock()
 
     def append(self, groups: Iterable[JournaledGroup]) -> None:
-        """Write one record for each. When it returns, no kill of this process loses them; a kill in between leaves all
-        before the one being written.
+        """Write one record for each group; a position's record replaces earlier ones.
 
-        A position's record takes the place of earlier ones. Raises OSError naming the file (no room, mostly).
+        Killing this process after the call loses none of them, and killing it during the call loses only the groups not
+        yet written. Raises OSError naming the file, usually for lack of room.
         """
         with self._lock:
             for group in groups:
-                # By the clock, so that records of writers that never read one another are ordered too.
+                # Stamps follow the clock, so that records of writers that never read each other are ordered too.
                 self._stamp = max(self._stamp + 1, time.time_ns())
                 self._write(encode_record(group, self._fingerprint, self._stamp))
 
     def refresh(self) -> None:
-        """Learn of all records that all writers have written by now; only heads that are new are read.
-
-        Raises DamagedJournal.
-        """
+        """Read the heads of all records that any writer has added since the last call. Raises DamagedJournal."""
         with self._lock:
             self._refresh()
 
     @property
     def positions(self) -> list[int]:
-        """Of all prompts that have a group, as the last `refresh` saw them, ascending."""
+        """Positions of all prompts that had a group at the last `refresh`, ascending."""
         return sorted(self._latest)
 
     def find_all(self, positions: Iterable[int]) -> list[JournaledGroup]:
-        """`refresh`, and then `find` those of the prompts at `positions` that have a group.
+        """Refresh, and return the groups of those prompts at `positions` that have one.
 
-        Raises DamagedJournal; ValueError naming a prompt that has none in a replay.
+        Raises DamagedJournal, and in a replay ValueError naming a prompt without a group.
         """
         self.refresh()
         found = {position: self.find(position) for position in positions}
@@ -130,7 +129,7 @@ class GroupJournal:
         return [group for group in found.values() if group is not None]
 
     def find(self, position: int) -> JournaledGroup | None:
-        """The latest group of the prompt at `position`, as the last `refresh` saw it; None when there is none.
+        """Return the latest group of the prompt at `position` as of the last `refresh`; None when there is none.
 
         Raises DamagedJournal.
         """
@@ -143,10 +142,10 @@ class GroupJournal:
             return None
 
     def trim(self, first: int, outstanding: Collection[int]) -> None:
-        """Remove segments, anybody's, that hold settled positions only: below `first` and not in `outstanding`.
+        """Remove all writers' segments whose positions are all below `first` and not in `outstanding`.
 
-        Ends the segment being written, so that a later call may remove it. Those that others are writing stay.
-        Idempotent; nothing but for `resume`. Raises DamagedJournal.
+        It ends the segment being written, so that a later call can remove it; segments that other processes are writing
+        stay. Idempotent; journals that are not for `resume` are left as they are. Raises DamagedJournal.
         """
         if self.purpose != "resume":
             return
@@ -160,7 +159,7 @@ class GroupJournal:
             self._refresh()
 
     def close(self) -> None:
-        """End the segment being written. Idempotent; a later append begins another."""
+        """End the segment being written; a later append starts another. Idempotent."""
         with self._lock:
             self._end_segment()
 
@@ -198,26 +197,25 @@ class GroupJournal:
             while left:
                 left = left[os.write(descriptor, left) :]
         except OSError as error:
-            # What was written of the record must stay the end of its file.
+            # The part of the record that was written must stay the end of its file.
             self._end_segment()
             raise OSError(error.errno, f"journal: {path} cannot be written: {error.strerror}") from error
 
     def _begin_segment(self) -> tuple[Path, int]:
-        """A new file, locked for as long as this process writes to it: a lock ends with its process, however it
-        ends.
+        """Make a new file, locked while this process writes to it; the lock ends with the process in any case.
 
-        Named by the clock: readers know a file by its name, and one that was trimmed must not come back as another.
+        Its name has the time, because readers know a file by its name, and the name of a removed file must not return.
         """
         while True:
             path = self._folder / f"{self._writer}-{time.time_ns()}{_SUFFIX}"
             try:
                 descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
-            except FileExistsError:  # of another of the same name, begun at the same time
+            except FileExistsError:  # another writer of the same name has just made it
                 continue
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if path.exists():
                 return path, descriptor
-            os.close(descriptor)  # trimmed, empty, before it was locked
+            os.close(descriptor)  # another writer trimmed the empty file before it was locked
 
     def _end_segment(self) -> None:
         if self._open is not None:
@@ -226,7 +224,7 @@ class GroupJournal:
 
 
 def _sizes(folder: Path) -> dict[Path, int]:
-    """Bytes of each segment."""
+    """Return the size in bytes of each segment."""
     sizes = {}
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -237,8 +235,10 @@ def _sizes(folder: Path) -> dict[Path, int]:
 
 
 def _remove_unless_written(path: Path, end: int) -> None:
-    """Remove a segment, unless a process writes to it, or has since `end` was its last record's. One that is gone
-    already is no error."""
+    """Remove a segment, unless a process is writing to it or has written records after `end`.
+
+    A segment that is gone already is ignored.
+    """
     try:
         descriptor = try_lock(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""One record of the journal: a finished group as bytes, and the way through a segment file from record to record.
+"""Encodes a finished group as one record of the journal, and reads records back from a segment file.
 
 bytes 0-7    magic and format version
 bytes 8-47   fingerprint, position, stamp, bytes of the body, xxh3 of the body
@@ -6,8 +6,8 @@ bytes 48-55  xxh3 of bytes 0-47
 then         body: 8 bytes length of the contents, contents (`codecs/messages.py`), the parts of the rows' block
              (`codecs/blocks.py`), one after another
 
-Both checksums make a record that was cut short by a kill, which is the end of its file, different from one whose bytes
-have changed, of which nothing may be taken.
+The two checksums tell a record that a kill cut short, which may end a file, from one whose bytes have changed, which
+must not be used.
 """
 
 from __future__ import annotations
@@ -35,38 +35,39 @@ HEAD_BYTES = _HEAD.size + _DIGEST.size
 
 
 class DamagedJournal(RuntimeError):
-    """A record's bytes are not those that were written: names the file and where in it the record begins."""
+    """A record's bytes are not those that were written. The message names the file and the record's first byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class JournaledGroup:
-    """One finished group."""
+    """One finished group as the journal keeps it."""
 
     position: int
-    """Of its prompt in the run's prompt stream."""
+    """Position of the group's prompt in the run's prompt stream."""
     rows: RolloutRows
     figures: GroupFigures
-    """For the report of whoever puts it."""
+    """Counts and sums that the group adds to the report of the actor that puts it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordHead:
-    """What stands before a record's body."""
+    """Head of a record, in front of its body."""
 
     fingerprint: int
-    """Of what the group was made with (`JournalConfig.fingerprint`), hashed."""
+    """Hash of the settings that the group was made with (`JournalConfig.fingerprint`)."""
     position: int
+    """Position of the group's prompt in the run's prompt stream."""
     stamp: int
-    """Grows from record to record: of one position's the highest counts."""
+    """Number that grows from record to record; the record with the highest stamp of a position counts."""
     nbytes: int
-    """Of the body."""
+    """Number of bytes of the body."""
     digest: int
-    """xxh3 of the body."""
+    """xxh3 hash of the body."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """A body without its rows."""
+    """Contents of a record's body besides its rows."""
 
     keys: list[str]
     versions: np.ndarray
@@ -76,7 +77,7 @@ class _Contents:
 
 
 def encode_record(group: JournaledGroup, fingerprint: int, stamp: int) -> bytes:
-    """The group as one record."""
+    """Encode the group as one record."""
     rows = group.rows
     block = encode_block(rows.batch, 0, rows.batch.num_rows, checksum=False)
     contents = messages.encode(_Contents(rows.keys, rows.versions, dict(rows.tags), group.figures, block.layout))
@@ -86,10 +87,10 @@ def encode_record(group: JournaledGroup, fingerprint: int, stamp: int) -> bytes:
 
 
 def read_heads(path: Path, start: int) -> tuple[list[tuple[int, RecordHead]], int]:
-    """(offset, head) of every whole record from byte `start` on, and where the last of them ends.
+    """Return offset and head of every whole record from byte `start` on, and the end of the last of them.
 
-    A record that ends behind the file is none, nor is anything behind it: its writer was killed in the middle of it, or
-    is at it. Bodies are not read. Raises DamagedJournal, FileNotFoundError.
+    An incomplete record at the end of the file is left out, because its writer was killed in the middle of it or is
+    still writing it. Bodies are not read. Raises DamagedJournal, FileNotFoundError.
     """
     found = []
     descriptor = os.open(path, os.O_RDONLY)
@@ -107,7 +108,7 @@ def read_heads(path: Path, start: int) -> tuple[list[tuple[int, RecordHead]], in
 
 
 def read_group(path: Path, offset: int) -> JournaledGroup:
-    """The group of the record that begins at byte `offset`, in memory of its own.
+    """Read the group of the record that begins at byte `offset`, into its own memory.
 
     Raises DamagedJournal, FileNotFoundError.
     """
@@ -149,7 +150,7 @@ def _decode_head(data: bytes, path: Path, offset: int) -> RecordHead:
 
 
 def _decode_rows(data: np.ndarray, layout: BlockLayout) -> Batch:
-    """The rows of a whole block whose parts lie one after another in `data` (uint8 1-D)."""
+    """Decode the rows of a whole block whose parts lie one after another in `data` (uint8 1-D)."""
     ends = np.cumsum(layout.part_bytes)
     parts = dict(enumerate(np.split(data, ends[:-1])))
     schema, num_rows, lengths = read_header(parts[0])

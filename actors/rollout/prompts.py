@@ -1,4 +1,4 @@
-"""Where prompts come from, and the run's prompt stream: position 0, 1, 2, ... -> Prompt."""
+"""Reads prompts from files, datasets and tasks, and orders them as the run's prompt stream by position 0, 1, 2, ..."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tasks import TaskSource
 
 _CHECK_CHUNK = 1000
 _CHECK_ENDLESS = 1000
-"""Prompts of an endless source that the start-up check looks at."""
+"""Number of prompts of an endless source that the start-up check reads."""
 _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -27,8 +27,9 @@ def open_source(config: DataConfig, tokenizer: Any = None, *, seed: int = 0, val
     """The source of training or validation prompts, checked: it exists, is not empty, has the columns, and its first
     row fits the template.
 
-    tokenizer: Hugging Face tokenizer, needed when prompts are chat messages. seed: of a generated task's prompts. A
-    generated task has its validation prompts in its held-out part. Raises ValueError in one sentence.
+    tokenizer: Hugging Face tokenizer, needed when prompts are chat messages. seed: seed of a generated task's prompts.
+    validation: whether to open the validation prompts, which a generated task has in its held-out part. Raises
+    ValueError in one sentence.
     """
     source = (config.validation if validation else None) or config.train
     if source.startswith("task:"):
@@ -38,10 +39,11 @@ def open_source(config: DataConfig, tokenizer: Any = None, *, seed: int = 0, val
 
 
 class TableSource:
-    """Rows of a file or dataset as prompts."""
+    """PromptSource that makes prompts of the rows of a file or dataset."""
 
     def __init__(self, config: DataConfig, name: str, rows: Any, tokenizer: Any = None) -> None:
-        """name: of the source, for errors. rows: a sequence of dicts (a list, or a `datasets.Dataset`)."""
+        """Check the first row. name: name of the source, for errors. rows: a sequence of dicts (a list, or a
+        `datasets.Dataset`)."""
         self.name = name
         self.size: int | None = len(rows)
         self._config = config
@@ -91,7 +93,7 @@ class TableSource:
             )
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates are programs of their own and raise what they like
+        except Exception as error:  # a template is a program of its own and may raise anything
             raise ValueError(
                 f"{self.name!r} row {index}: the chat template does not take the prompt: {error}"
             ) from error
@@ -107,13 +109,14 @@ class TableSource:
 
 
 class PromptStream:
-    """A source as an endless, seeded sequence: every actor maps the same position to the same prompt.
+    """Makes an endless, seeded sequence of a source, in which every actor finds the same prompt at a position.
 
-    Finite sources are gone through epoch by epoch, each epoch in an order of its own; endless ones as they come.
+    A finite source is read epoch by epoch, each epoch in its own order; an endless one is read in its own order.
     """
 
     def __init__(self, source: PromptSource, *, seed: int = 0, shuffle: bool = True, uid_prefix: str = "") -> None:
-        """shuffle: False goes through a finite source in its own order. uid_prefix: keeps two streams' uids apart."""
+        """shuffle: whether each epoch of a finite source has its own random order. uid_prefix: prefix that keeps the
+        uids of two streams apart."""
         self._source = source
         self._seed = seed
         self._shuffle = shuffle
@@ -142,7 +145,7 @@ def row_key(prompt_uid: str, sample: int) -> str:
 
 
 def base36(number: int) -> str:
-    """`number` (0 or more) in digits 0-9a-z."""
+    """Write `number` (0 or more) in digits 0-9a-z."""
     digits = ""
     while True:
         number, digit = divmod(number, 36)
@@ -152,7 +155,7 @@ def base36(number: int) -> str:
 
 
 def check_prompt_lengths(source: PromptSource, tokenizer: Any, max_tokens: int) -> int:
-    """Tokenise the source's prompts (the first 1000 of an endless one); returns the longest in tokens.
+    """Tokenise the source's prompts (the first 1000 of an endless one), and return the length of the longest in tokens.
 
     Raises ValueError naming the first prompts above `max_tokens` with their lengths, and how many there are.
     """
@@ -179,10 +182,10 @@ JSONL_SUFFIXES = (".jsonl", ".ndjson")
 
 
 def load_rows(source: str, split: str) -> Sequence[dict[str, Any]]:
-    """All rows of `source`, as dicts by column.
+    """Load all rows of `source`, as dicts by column.
 
-    source: a .jsonl file, a folder (`save_to_disk`, or data files that `datasets` reads), or a hub id.
-    split: of a dataset; a JSONL file has none. Raises ValueError in one sentence.
+    source: a .jsonl file, a folder (`save_to_disk`, or data files that `datasets` reads), or a hub id. split: split of
+    a dataset; a JSONL file has none. Raises ValueError in one sentence.
     """
     path = Path(source).expanduser()
     if path.suffix in JSONL_SUFFIXES:
@@ -197,7 +200,7 @@ def load_rows(source: str, split: str) -> Sequence[dict[str, Any]]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """One JSON object a line; blank lines are skipped. Raises ValueError naming file and line."""
+    """Read one JSON object from each line; blank lines are skipped. Raises ValueError naming file and line."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -218,7 +221,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def _load_dataset(source: str, path: Path, split: str) -> Any:
     try:
-        import datasets  # seconds to import, and most runs need none
+        import datasets  # takes seconds to import, and most runs do not need it
     except ModuleNotFoundError:
         raise MissingExtra("datasets", f"data: the dataset {source!r}", "datasets") from None
     try:

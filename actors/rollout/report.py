@@ -1,4 +1,4 @@
-"""What rollout actors tell the driver: figures only, no row."""
+"""Reports of rollout actors to the driver: counts, sums and times, but no rows."""
 
 from __future__ import annotations
 
@@ -14,47 +14,51 @@ from ..protocols import Sample, Score, Span, SpanTable
 
 @dataclass(frozen=True, slots=True)
 class RolloutReport:
-    """One `rollout` call, or several merged. Sums, so that reports of several actors merge exactly."""
+    """Results of one `rollout` call, or of several merged. They are sums, so that reports merge exactly."""
 
     rows: int
+    """Number of rows put."""
     failed: int
-    """Rows whose reward raised or whose generation was aborted: masked, in no reward figure."""
+    """Number of rows whose reward raised or whose generation was aborted; they are masked and in no reward figure."""
     first_error: str
-    """Of the first failed row; "" when none failed."""
+    """Error of the first failed row; "" when none failed."""
     truncated: int
-    """Rows cut by max_new_tokens."""
+    """Number of rows cut by max_new_tokens."""
     prompt_tokens: int
-    """Of all rows; a group's prompt counts once per row."""
+    """Number of prompt tokens of all rows; a group's prompt counts once per row."""
     response_tokens: int
+    """Number of response tokens of all rows."""
     response_length_max: int
+    """Number of tokens of the longest response."""
     reward_sum: float
-    """Of the rows that did not fail, like component_sums."""
+    """Sum of the total rewards of the rows that did not fail."""
     component_sums: Mapping[str, float]
-    """Each reward's own value, unweighted."""
+    """Sum of each reward's own value, unweighted, over the rows that did not fail, by name."""
     generate_s: float
     """Wall seconds from the call's start to its last finished episode."""
     traffic: bytes
-    """This actor's data-plane calls since its last report, as `Traffic.to_bytes`."""
+    """This actor's data-plane calls since its last report, encoded by `Traffic.to_bytes`."""
     spans: SpanTable
+    """Timed pieces of work for the trace."""
     left_out: tuple[LeftOut, ...] = ()
     """Engines that were left out since the last report; their requests went to others."""
     restored: int = 0
-    """Rows that the journal had and nobody generated; the other figures count them as those that were."""
+    """Number of rows taken from the journal instead of generated; the other figures count them like the others."""
     restored_tokens: int = 0
-    """Their response tokens."""
+    """Number of response tokens of the rows taken from the journal."""
 
     @property
     def valid(self) -> int:
-        """Rows that did not fail."""
+        """Number of rows that did not fail."""
         return self.rows - self.failed
 
     def component_means(self) -> dict[str, float]:
-        """Mean of each reward's own value over the rows that did not fail."""
+        """Return the mean of each reward's own value over the rows that did not fail, by name."""
         return {name: total / self.valid for name, total in self.component_sums.items()} if self.valid else {}
 
 
 def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
-    """One report of what several actors did at the same time: counts and traffic add up, seconds are the longest's."""
+    """Merge the reports of actors that worked at the same time: counts and traffic add up, seconds are the longest."""
     names = dict.fromkeys(name for report in reports for name in report.component_sums)
     return RolloutReport(
         rows=sum(r.rows for r in reports),
@@ -77,23 +81,25 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """One `validate` call."""
+    """Results of one `validate` call."""
 
     rows: int
+    """Number of answered samples."""
     exact_match: float
     """Share of responses that equal the answer, surrounding white space aside; 0.0 without rows."""
     reward: float
     """Mean total reward of the rows that did not fail; 0.0 when there are none."""
     failed: int
-    """Rows whose reward raised."""
+    """Number of rows whose reward raised."""
     first_error: str
+    """Error of the first failed row; "" when none failed."""
     response_length_mean: float
-    """Tokens; 0.0 without rows."""
+    """Mean number of response tokens; 0.0 without rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFigures:
-    """What some rows, a group's mostly, add to a report; fields as there."""
+    """Counts and sums that some rows, usually those of a group, add to a report; fields are named as there."""
 
     rows: int
     failed: int
@@ -107,7 +113,7 @@ class GroupFigures:
 
 
 def group_figures(samples: Sequence[Sample], scores: Sequence[Score]) -> GroupFigures:
-    """The figures of scored samples."""
+    """Count and sum up scored samples."""
     lengths = [int(np.count_nonzero(sample.response_mask)) for sample in samples]
     failed = [score for score in scores if not score.valid]
     component_sums: dict[str, float] = {}
@@ -129,7 +135,7 @@ def group_figures(samples: Sequence[Sample], scores: Sequence[Score]) -> GroupFi
 
 @dataclass(slots=True)
 class RolloutTally:
-    """A RolloutReport in the making."""
+    """Collects the values of a RolloutReport while a call runs."""
 
     rows: int = 0
     failed: int = 0
@@ -146,7 +152,7 @@ class RolloutTally:
     restored_tokens: int = 0
 
     def add(self, group: GroupFigures, *, restored: bool = False) -> None:
-        """Count a group. restored: it is from the journal."""
+        """Add a group. restored: whether it comes from the journal."""
         self.rows += group.rows
         self.failed += group.failed
         self.first_error = self.first_error or group.first_error
@@ -162,6 +168,7 @@ class RolloutTally:
             self.restored_tokens += group.response_tokens
 
     def report(self, traffic: Traffic, left_out: Sequence[LeftOut] = ()) -> RolloutReport:
+        """Make the report."""
         return RolloutReport(
             rows=self.rows,
             failed=self.failed,

@@ -1,4 +1,4 @@
-"""Rollouts as rows: what samples and scores become in the data plane, group by group."""
+"""Turns samples and their scores into rows of the data plane."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ..rewards.rubric import reward_tag
 
 @dataclass(frozen=True, slots=True)
 class RolloutRows:
-    """N rows, all that one put takes."""
+    """N rows with all that a put needs."""
 
     keys: list[str]
     """`{prompt_uid}.{sample}`."""
     versions: np.ndarray
-    """int64 `[N]`: of each row's oldest token."""
+    """Policy version of each row's oldest token, int64 `[N]`."""
     tags: Mapping[str, np.ndarray]
-    """Tags of the rows, `[N]` each: POSITION is int64, all others are float32."""
+    """Tags by name, `[N]` each: POSITION is int64, all others are float32."""
     batch: Batch
-    """ROLLOUT_FIELDS."""
+    """Columns of ROLLOUT_FIELDS."""
 
     def split(self, counts: Sequence[int]) -> list[RolloutRows]:
-        """Parts of so many rows each, one after another, as views. `counts` adds up to N."""
+        """Split the rows in order into parts of the given numbers of rows, as views. `counts` adds up to N."""
         ends = np.cumsum(counts).tolist()
         assert ends[-1:] == [len(self.keys)], (counts, len(self.keys))
         return [self._part(end - count, end) for count, end in zip(counts, ends, strict=True)]
@@ -39,7 +39,7 @@ class RolloutRows:
 
 
 def join(parts: Sequence[RolloutRows]) -> RolloutRows:
-    """The rows of `parts` (one or more, with the same tags), copied, one after another."""
+    """Concatenate the rows of `parts` (one or more, with the same tags) as copies."""
     return RolloutRows(
         [key for part in parts for key in part.keys],
         np.concatenate([part.versions for part in parts]),
@@ -51,9 +51,9 @@ def join(parts: Sequence[RolloutRows]) -> RolloutRows:
 def rollout_rows(
     samples: Sequence[Sample], scores: Sequence[Score], tagged: Sequence[str] = ()
 ) -> tuple[Batch, dict[str, np.ndarray]]:
-    """The samples as rows of ROLLOUT_FIELDS, and their tags (float32 `[N]` each); failed rows are masked.
+    """Make rows of ROLLOUT_FIELDS of the samples, and their tags (float32 `[N]` each). Failed rows are masked.
 
-    tagged: rewards whose own values are tags, too (`reward_tag`), 0 for failed rows.
+    tagged: names of rewards whose own values become tags, too (`reward_tag`), with 0 for failed rows.
     """
     valid = np.array([score.valid for score in scores], dtype=bool)
     lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
@@ -83,9 +83,9 @@ def rollout_rows(
 
 
 def version_spans(versions: np.ndarray, lengths: np.ndarray) -> Ragged:
-    """int32 `[S, 2]` a row: (first token, version of it and those after it), from one version a token.
+    """Compress one version per token to spans of equal version, int32 `[S, 2]` per row: first token and version.
 
-    versions: int32 `[sum(lengths)]`, the rows one after another. Rows without tokens have no spans.
+    versions: versions of all rows' tokens in order, int32 `[sum(lengths)]`. Rows without tokens have no spans.
     """
     row = np.repeat(np.arange(len(lengths)), lengths)
     starts = np.cumsum(lengths) - lengths

@@ -1,7 +1,7 @@
-"""Built-in generated tasks: prompts and answers made from a seed, nothing to download.
+"""Built-in tasks generate prompts and answers from a seed, so that nothing needs to be downloaded.
 
-A task's training and held-out prompts are disjoint: a prompt is held out when its text hashes into one bucket of ten.
-Both are endless, and prompt i is a function of (seed, split, i).
+A task's training and held-out prompts are disjoint, because a prompt is held out when its text hashes into one bucket
+of ten. Both parts are endless, and prompt i is a function of (seed, split, i).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _TRIES = 10_000
 
 
 def reverse(rng: random.Random, *, min_digits: int = 3, max_digits: int = 8) -> PromptRow:
-    """`r48213=` -> `31284`: digits, min_digits to max_digits of them, each length as likely."""
+    """Make a prompt like `r48213=` with answer `31284`; lengths from min_digits to max_digits are equally likely."""
     digits = "".join(rng.choices("0123456789", k=rng.randint(min_digits, max_digits)))
     return PromptRow(f"r{digits}=", digits[::-1], {"num_digits": len(digits)})
 
 
 def arithmetic(rng: random.Random, *, min_digits: int = 1, max_digits: int = 2) -> PromptRow:
-    """`12+30=` -> `42`: sums of two numbers without leading zeros, each number of digits as likely."""
+    """Make a prompt like `12+30=` with answer `42`: two numbers without leading zeros, all lengths equally likely."""
     left, right = (_number(rng, rng.randint(min_digits, max_digits)) for _ in range(2))
     return PromptRow(f"{left}+{right}=", str(left + right), {"left": left, "right": right})
 
@@ -38,17 +38,18 @@ TASKS: dict[str, Callable[..., PromptRow]] = {"reverse": reverse, "arithmetic": 
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a prompt belongs to the held-out part, whatever the seed."""
+    """Tell whether a prompt belongs to the held-out part, which does not depend on the seed."""
     return zlib.crc32(text.encode()) % _HELD_OUT_BUCKETS == 0
 
 
 class TaskSource:
-    """A task's prompts as a PromptSource of endless size."""
+    """PromptSource that generates a task's prompts without end."""
 
     size = None
 
     def __init__(self, task: str, *, held_out: bool, seed: int = 0, options: Mapping[str, Any] | None = None) -> None:
-        """options: `min_digits`, `max_digits`. Raises ValueError in one sentence for an unknown task or option."""
+        """options: the task's options, `min_digits` and `max_digits`. Raises ValueError in one sentence for an unknown
+        task or option."""
         if task not in TASKS:
             near = difflib.get_close_matches(task, TASKS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -58,10 +59,10 @@ class TaskSource:
         self._held_out = held_out
         self._seed = seed
         self._options = _checked_options(task, dict(options or {}))
-        self.row(0)  # an option range that leaves one of the two parts without prompts shows here
+        self.row(0)  # fails now if the options leave this part without prompts
 
     def row(self, index: int) -> PromptRow:
-        """Prompt `index` of this part of the task."""
+        """Return prompt `index` of this part of the task."""
         part = "held_out" if self._held_out else "train"
         rng = random.Random(f"{self._seed}/{part}/{index}")
         for _ in range(_TRIES):

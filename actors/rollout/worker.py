@@ -1,10 +1,10 @@
-"""The rollout worker: prompts in by position, rewarded rows out into the data plane; the driver sees figures only.
+"""`RolloutWorker` turns prompts into rewarded rows and puts them into the data plane; the driver only gets reports.
 
     positions -> prompts -> environment + engine (all at once) -> rewards -> journal -> put, group by group -> report
         |                                                                                ^
-        +-- those that the journal has, from before a kill ------------------------------+
+        +-- groups that the journal has from before a kill ------------------------------+
 
-Groups that are finished while the one before is being put share the next put.
+Groups that finish while an earlier one is being put share the next put.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .report import RolloutReport, RolloutTally, ValidationReport, group_figures
 from .rows import RolloutRows, join, rollout_rows
 
 _RESTORED_TOGETHER = 16
-"""Groups of the journal that share a put."""
+"""Number of groups from the journal that share a put."""
 
 
 class RolloutWorker:
-    """An engine, its environment, rewards and prompts, and a data-plane client. Calls may run concurrently."""
+    """Rolls out prompts with an engine, an environment and rewards. Calls may run concurrently."""
 
     def __init__(
         self,
@@ -49,7 +49,8 @@ class RolloutWorker:
         client: AsyncDataPlaneClient,
         journal: GroupJournal | None = None,
     ) -> None:
-        """held_out: prompts of `validate`; None when the run has none. journal: None to keep none."""
+        """held_out: prompts of `validate`; None when the run has none. journal: keeps finished groups; None to keep
+        none."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -60,11 +61,11 @@ class RolloutWorker:
         self._journal = journal
         self._left_out: list[LeftOut] = []
         self._open: set[_OpenCall] = set()
-        # Users' reward functions may be slow: beside the event loop, so that generation and other calls go on.
+        # Users' reward functions may be slow, so they run in a thread while generation and other calls go on.
         self._scoring = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
 
     def note_left_out(self, engine: LeftOut) -> None:
-        """Have the next report say that `engine` gets no more requests."""
+        """Mention in the next report that `engine` gets no more requests."""
         self._left_out.append(engine)
 
     async def rollout(
@@ -77,12 +78,13 @@ class RolloutWorker:
     ) -> RolloutReport:
         """Roll out the prompts at `positions` of the stream, `params.n` rows each, into `partition`.
 
-        Rows are keyed `{prompt_uid}.{sample}`; each finished group is put as a whole. A row that failed is put too,
-        masked: response_mask and log-probs 0, tags `valid` and `reward` 0. When an episode or a put fails, or the
-        call is cancelled, the other episodes are ended before the error leaves; groups already put stay.
+        Rows have the keys `{prompt_uid}.{sample}`; each finished group is put as a whole. A failed row is also put, but
+        masked: its response_mask, its log-probs and its tags `valid` and `reward` are 0. When an episode or a put
+        fails, or the call is cancelled, the other episodes are ended before the error is raised; groups already put
+        stay.
 
-        Groups that the journal has are put as they are, unless `fresh`: then all are generated, and take their place.
-        traced: whether the report is to have spans.
+        Groups that the journal has are put as they are, unless `fresh`: then all are generated and replace those in the
+        journal. traced: whether the report has spans.
         """
         tally, call = RolloutTally(), _OpenCall()
         self._open.add(call)
@@ -97,7 +99,7 @@ class RolloutWorker:
         return tally.report(self._client.stats.take(), left_out)
 
     def end_rollouts(self) -> None:
-        """Have the calls of `rollout` that are under way return with the groups that are finished by now."""
+        """Make the running calls of `rollout` return with the groups that are finished by now."""
         for call in self._open:
             call.end()
 
@@ -142,7 +144,7 @@ class RolloutWorker:
                 await self._score_and_put(by_position, partition, tally)
 
     async def validate(self, start: int, count: int, params: SamplingParams) -> ValidationReport:
-        """Answer `count` held-out prompts from `start` on, `params.n` samples each; nothing is put.
+        """Answer `count` held-out prompts from position `start` on, `params.n` samples each, without putting any row.
 
         Raises ValueError when the run has no held-out prompts.
         """
@@ -171,7 +173,7 @@ class RolloutWorker:
         )
 
     async def trim_journal(self, first: int, outstanding: Sequence[int]) -> None:
-        """A checkpoint covers all prompts below position `first` but `outstanding`: `GroupJournal.trim`."""
+        """Trim the journal, since a checkpoint covers all prompts below position `first` except `outstanding`."""
         if self._journal is not None:
             await asyncio.to_thread(self._journal.trim, first, outstanding)
 
@@ -188,12 +190,12 @@ class RolloutWorker:
         return await self._environment.run(prompts[position], self._engine, self._tokenizer, params)
 
     async def _journaled(self, positions: Sequence[int]) -> list[JournaledGroup]:
-        """Those of the prompts' groups that the journal has."""
+        """Return the groups that the journal has of the prompts at `positions`."""
         journal = self._journal
         return [] if journal is None else await asyncio.to_thread(journal.find_all, positions)
 
     async def _score_and_put(self, groups: Mapping[int, list[Sample]], partition: str, tally: RolloutTally) -> None:
-        """Reward, keep and put finished groups, by position."""
+        """Score finished groups (samples by position), write them to the journal, and put them."""
         samples = [sample for group in groups.values() for sample in group]
         with _span(tally, "reward"):
             scores = await self._score(samples)
@@ -207,9 +209,9 @@ class RolloutWorker:
     async def _keep(
         self, rows: RolloutRows, scores: Sequence[Score], groups: Mapping[int, list[Sample]], tally: RolloutTally
     ) -> None:
-        """Count finished groups and write them into the journal. `rows` and `scores`: theirs, one after another.
+        """Count finished groups and write them to the journal. rows, scores: those of all groups, in order.
 
-        Those with failed rows are kept for a replay only: for a resumed run, a mended reward makes them whole.
+        Groups with failed rows are only kept to be replayed, so that after a resume a fixed reward can score them.
         """
         kept, left = [], list(scores)
         parts = rows.split([len(samples) for samples in groups.values()])
@@ -228,7 +230,7 @@ class RolloutWorker:
             await self._client.put(partition, rows.keys, rows.batch, versions=rows.versions, tags=rows.tags)
 
     def _versions(self, samples: Sequence[Sample]) -> np.ndarray:
-        """int64 `[N]`: of each row's oldest token; of the engine for rows that were aborted before the first."""
+        """Return the version of each row's oldest token, or the engine's for a row without tokens, int64 `[N]`."""
         versions = np.array([sample.version for sample in samples], dtype=np.int64)
         return np.where(versions < 0, self._engine.version, versions)
 
@@ -237,10 +239,10 @@ class RolloutWorker:
 
 
 def generation_spans(wall: float, ends: Sequence[float], positions: Sequence[int]) -> list[Span]:
-    """One call's generation for the trace: all of it, until its first group, and its tail, in which the last quarter of
-    its groups was still under way.
+    """Make the spans of one call's generation: the whole, the time to its first group, and its tail.
 
-    wall: Unix time of its start; ends: seconds after it at which each group was finished, ascending.
+    The tail is the time in which the last quarter of the groups was generated. wall: Unix time of the call's start.
+    ends: seconds from there until each group was finished, ascending.
     """
     first, last = min(positions), max(positions)
     prompts = f"{first}" if first == last else f"{first}-{last}"
@@ -257,14 +259,14 @@ def _score_all(rubric: Rubric, samples: Sequence[Sample]) -> list[Score]:
 
 def _score_one(rubric: Rubric, sample: Sample) -> Score:
     if sample.finish_reason == "abort":
-        # Cut off by us, not ended by the policy: its reward would say nothing about the policy.
+        # We cut the response off, so its reward would say nothing about the policy.
         return Score(reward=0.0, components={}, valid=False, error=f"prompt {sample.prompt.uid!r}: generation aborted")
     tokens = int(np.count_nonzero(sample.response_mask))
     return rubric.score(sample.prompt, sample.text, sample.finish_reason, tokens)
 
 
 class _OpenCall:
-    """A call of `rollout` under way."""
+    """A call of `rollout` in progress."""
 
     def __init__(self) -> None:
         self.episodes: dict[asyncio.Task[list[Sample]], int] = {}
@@ -284,7 +286,7 @@ class _OpenCall:
 
 
 async def _drain(finished: asyncio.Queue[asyncio.Task[list[Sample]]]) -> list[asyncio.Task[list[Sample]]]:
-    """At least one finished task, and all others that are finished by now."""
+    """Wait for a finished task, and return it with all others that are finished by now."""
     done = [await finished.get()]
     while not finished.empty():
         done.append(finished.get_nowait())
@@ -292,7 +294,7 @@ async def _drain(finished: asyncio.Queue[asyncio.Task[list[Sample]]]) -> list[as
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel what still runs and wait until it has ended, so that nothing outlives its call."""
+    """Cancel the tasks that still run and wait until they have ended, so that none outlives its call."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,1 +1,1 @@
-"""Weight benchmarks: a version of the weights from a trainer to engines, by every transport."""
+"""Weight benchmarks measure how long a version of the weights takes from a trainer to engines, by every transport."""

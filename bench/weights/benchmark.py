@@ -1,8 +1,8 @@
-"""`headrace bench weights`: a version of the weights from a trainer to engines, by each transport, against the limits.
+"""`headrace bench weights` measures weight updates from a trainer to engines by each transport, against their limits.
 
-One process has random weights of a model's shape, others receive, verify and load them. An update's time runs from
-its announcement until every engine has the whole version verified; what loading it takes is told apart.
-Limits in the same processes, same bytes: a memcpy, one broadcast, one write to the disk.
+One process has random weights in a model's shapes; others receive, verify and load them. An update is timed from its
+announcement until every engine has verified the whole version; loading is timed separately. The limits, measured in the
+same processes with the same bytes, are a memcpy, one broadcast, or one write to the disk.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from .models import SHAPES, num_bytes
 from .peers import Peer, PeerTask, make_host
 
 LIMITS = {"collective": "broadcast", "ipc": "memcpy", "store": "memcpy", "disk": "write"}
-"""What each transport is held against."""
+"""Limit that each transport is compared with."""
 MEMORY_SHARE = 0.85
 TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class WeightOptions:
-    """What to measure: every size with the first of `engines` and `buckets_mib`, the first size with all of them."""
+    """Cases to measure: every size with the first of `engines` and `buckets_mib`, and the first size with all."""
 
     out: Path
     transports: tuple[str, ...] = TRANSPORT_KINDS
@@ -57,10 +57,11 @@ class WeightOptions:
 
     @staticmethod
     def quick(out: Path) -> WeightOptions:
-        """Under two minutes."""
+        """Make options that take less than two minutes."""
         return WeightOptions(out, sizes=("0.1B",), engines=(1, 2), buckets_mib=(64,), repeats=3)
 
     def cases(self) -> list[WeightCase]:
+        """List all cases."""
         found = []
         for size in self.sizes:
             for kind in self.transports:
@@ -74,7 +75,7 @@ class WeightOptions:
 
 @dataclass(frozen=True, slots=True)
 class WeightCase:
-    """One configuration."""
+    """One configuration to measure."""
 
     kind: str
     size: str
@@ -82,25 +83,26 @@ class WeightCase:
     bucket_mib: int
 
     def bytes_needed(self, nbytes: int) -> int:
-        """Of memory in all processes: weights here and there, and what is staged or published in between."""
+        """Return the memory in bytes that all processes need for weights of `nbytes`, staged copies included."""
         return nbytes * (4 + 2 * self.engines)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightResult:
-    """What a case took."""
+    """Results of one case."""
 
     case: WeightCase
     num_bytes: int
     seconds: tuple[float, ...]
-    """From the announcement until every engine has verified all of it; after a first update that is not counted."""
+    """Seconds of each update from its announcement until every engine has verified it; the first is not counted."""
     commit_seconds: tuple[float, ...]
-    """The slowest engine's copy into its parameters."""
+    """Seconds that the slowest engine's copy into its parameters took, for each update."""
     limit: str
+    """Name of the limit."""
     limit_s: float
-    """Median of the limit, same bytes, same processes."""
+    """Median seconds of the limit, with the same bytes in the same processes."""
     peak_extra_bytes: int
-    """Of the trainer's process beyond its weights, shared memory that it filled included."""
+    """Peak memory of the trainer's process beyond its weights, in bytes, shared memory that it filled included."""
 
     @property
     def median_s(self) -> float:
@@ -115,7 +117,7 @@ class WeightResult:
         return self.limit_s / self.median_s
 
     def record(self) -> dict[str, Any]:
-        """Plain data for results.jsonl."""
+        """Return the result as plain data for results.jsonl."""
         return {
             "transport": self.case.kind,
             "params": self.case.size,
@@ -135,7 +137,7 @@ class WeightResult:
 
 
 def run_weights(options: WeightOptions, tell: Callable[[str], None]) -> tuple[list[WeightResult], dict[str, str]]:
-    """Measure all cases; writes results.jsonl and summary.json. Returns results, and why a case was left out.
+    """Measure all cases, and write results.jsonl and summary.json. Returns results, and reasons of cases left out.
 
     Raises RuntimeError when an engine ends up with other bytes than the trainer's.
     """
@@ -157,7 +159,10 @@ def run_weights(options: WeightOptions, tell: Callable[[str], None]) -> tuple[li
 
 
 def summarise(options: WeightOptions, results: Sequence[WeightResult]) -> dict[str, float]:
-    """`weights.{transport}.{params}.*`; for others than the first engines and buckets `.engines{n}`, `.bucket{mib}`."""
+    """Return the summary's values by key, `weights.{transport}.{params}.*`.
+
+    Other numbers of engines and bucket sizes than the first add `.engines{n}` and `.bucket{mib}`.
+    """
     summary: dict[str, float] = {}
     for result in results:
         case = result.case
@@ -175,7 +180,7 @@ def summarise(options: WeightOptions, results: Sequence[WeightResult]) -> dict[s
 
 
 def weights_table(results: Sequence[WeightResult]) -> Table:
-    """A row per case."""
+    """Make a table with a row for each case."""
     table = Table(title="headrace bench weights", title_justify="left", title_style="bold")
     for name in (
         "transport",
@@ -221,7 +226,7 @@ def _measure(case: WeightCase, nbytes: int, options: WeightOptions) -> WeightRes
             took, commit_s = _update(trainer, engines, version)
             peaks.append(trainer.call("peak")[0] - before)
             if version == 1:
-                _verify(case, trainer, engines)  # not timed: memory is reserved, groups are made
+                _verify(case, trainer, engines)  # not timed, because memory is reserved and groups are made here
                 continue
             seconds.append(took)
             commits.append(commit_s)
@@ -238,7 +243,7 @@ def _measure(case: WeightCase, nbytes: int, options: WeightOptions) -> WeightRes
 
 
 def _update(trainer: Peer, engines: Sequence[Peer], version: int) -> tuple[float, float]:
-    """(seconds until all have it, the slowest load)."""
+    """Make one update; returns the seconds until all engines have it, and those of the slowest load."""
     update, (start, _) = trainer.call("open", version, len(engines))
     for engine in engines:
         engine.start("prepare", update)
@@ -260,7 +265,7 @@ def _verify(case: WeightCase, trainer: Peer, engines: Sequence[Peer]) -> None:
 
 
 def _limit(name: str, nbytes: int, peers: Sequence[Peer], folder: Path, repeats: int) -> list[float]:
-    """Seconds of the limit, once warmed up."""
+    """Measure the limit after a warm-up, and return its seconds."""
     seconds = []
     if name == "broadcast":
         for peer in peers:
@@ -286,7 +291,7 @@ def _limit(name: str, nbytes: int, peers: Sequence[Peer], folder: Path, repeats:
 
 @contextmanager
 def _peers(case: WeightCase, nbytes: int, options: WeightOptions, folder: Path) -> Iterator[list[Peer]]:
-    """The trainer and its engines, weights in place; ended, with all that they published, on leaving."""
+    """Start the trainer and its engines with their weights; on leaving, end them and remove all that was published."""
     run_id = f"bench-{uuid.uuid4().hex[:8]}"
     with ExitStack() as stack:
         plane: DataPlaneHandle | None = None

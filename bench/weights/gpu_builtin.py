@@ -1,7 +1,7 @@
-"""vLLM 0.26's own weight transfers (0.30 has others), beside ours: same model, engine settings, check of every byte.
+"""Measures vLLM 0.26's own weight transfers (0.30 has others) with the model, settings and checks used for ours.
 
-Timed from `start_weight_update` to the end of `finish_weight_update`; of ipc also the making of its handles. No pause,
-as no request runs, and no reset of the prefix cache. Ours are timed with that reset.
+They are timed from `start_weight_update` to the end of `finish_weight_update`; for ipc, making its handles counts, too.
+There is no pause, as no request runs, and no reset of the prefix cache. Our transfers are timed with that reset.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ WARM_UPS = 2
 UPDATES = 10
 
 Call = Callable[..., Awaitable[Any]]
-"""`call(trainer, method, *args)`."""
+"""Function `call(trainer, method, *args)` that calls a method of a trainer process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One of vLLM's backends, as it is asked to work."""
+    """One of vLLM's transfer backends and its settings."""
 
     backend: str
+    """Name of the backend, `nccl` or `ipc`."""
     trainer: int
-    """Its GPU; the engine is on 0."""
+    """GPU of the trainer; the engine is on GPU 0."""
     packed_mib: int = 0
-    """Of its buffers; 0: tensor by tensor."""
+    """Size of its buffers in MiB; 0 sends tensor by tensor."""
 
 
 TRANSFERS = (Transfer("nccl", 1, 256), Transfer("nccl", 1, 1024), Transfer("nccl", 1), Transfer("ipc", 0))
 
 
 async def measure_builtin(model: Path, num_bytes: int, gpus: int, call: Call, tell: Callable[..., None]) -> list[str]:
-    """Tells of every transfer that so many GPUs allow; what was wrong."""
+    """Measure every transfer that so many GPUs allow, and return what was wrong. tell: takes the results."""
     wrong = []
     for backend in ("nccl", "ipc"):
         transfers = [one for one in TRANSFERS if one.backend == backend and one.trainer < gpus]

@@ -1,7 +1,7 @@
-"""The trainer of the GPU weight benchmark: a real model with new random weights at every version, and what checks it.
+"""The trainer of the GPU weight benchmark publishes a real model with new random weights at every version.
 
-It stands for a train rank 0 whose weights are whole; publishes them as a train worker does. Its own forward pass gives
-the log-probs that an engine's tokens must have, its own bytes those that an engine's parameters must have.
+It stands for a train rank 0 that has all weights, and publishes them as a train worker does. Its own forward pass gives
+the log-probs that an engine's tokens must have, and its own bytes are those that an engine's parameters must have.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LARGE: dict[str, Any] = dict(
     num_key_value_heads=8,
     head_dim=128,
 )
-"""Qwen3-1.7B's dimensions, untied: 2.03 G parameters."""
+"""Dimensions of Qwen3-1.7B with untied embeddings, 2.03 G parameters."""
 TINY: dict[str, Any] = LARGE | dict(
     vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=32
 )
@@ -56,19 +56,21 @@ MODELS = {"2B": LARGE, "tiny": TINY, "moe": EXPERTS}
 
 @dataclass(frozen=True, slots=True)
 class TrainerTask:
-    """What a trainer process is."""
+    """Settings of a trainer process."""
 
     folder: str
-    """Of the model's configuration."""
+    """Folder of the model's configuration."""
     device: str
+    """Device of the weights, such as `cuda:0`."""
     dtype: str
+    """Name of the weights' dtype."""
     run_id: str
     rank: int = 0
-    """Among the trainers, for the NCCL limit."""
+    """Rank among the trainers, for the broadcast that measures the limit."""
 
 
 def save_config(size: str, folder: Path, dtype: str) -> None:
-    """A model's folder without weights; with a tokenizer, which vLLM wants to see."""
+    """Write a model's folder without weights, but with a tokenizer, which vLLM requires."""
     options = dict(MODELS[size])
     config = AutoConfig.for_model(
         options.pop("model_type"),
@@ -87,7 +89,7 @@ def save_config(size: str, folder: Path, dtype: str) -> None:
 
 
 class Trainer:
-    """Serves a Peer's calls."""
+    """Serves the calls of a `Peer` in the trainer process."""
 
     def __init__(self, task: TrainerTask) -> None:
         self.task = task
@@ -106,16 +108,16 @@ class Trainer:
         self._builtin = BuiltinSender(self._weights)
 
     def ready(self) -> int:
-        """Bytes of the weights, which are of version 0."""
+        """Set the weights of version 0, and return their number of bytes."""
         self.change(0)
         return sum(one.nbytes for one in self._weights.values())
 
     def save(self) -> None:
-        """The weights into the model's folder."""
+        """Write the weights into the model's folder."""
         self._model.save_pretrained(self.task.folder)
 
     def change(self, version: int) -> None:
-        """Weights of `version`: random numbers, all of them others than at every other version."""
+        """Set the weights of `version`, random numbers that differ from those of every other version."""
         generator = torch.Generator(self.device)
         for number, tensor in enumerate(self._weights.values()):
             generator.manual_seed(version << 16 | number)
@@ -130,7 +132,7 @@ class Trainer:
     # ---------------------------------------------------------------- publishing
 
     def publisher(self, kind: str, bucket_bytes: int, timeout_s: float) -> None:
-        """Publish by this transport from now on."""
+        """Make a publisher that uses this transport from now on."""
         self.close()
         self._num_publishers += 1
         sender = SenderConfig(
@@ -145,7 +147,7 @@ class Trainer:
         return messages.encode(self._publisher.open(version, self._specs, [ReceiverGroup("engine", num_workers)]))
 
     def publish(self, update: bytes) -> dict[str, float]:
-        """Seconds of its parts."""
+        """Send the weights, and return the seconds of each part."""
         assert self._publisher is not None
         report = self._publisher.publish(messages.decode(update, WeightUpdate), iter(self._weights.items()))
         return {"fill_s": report.fill_s, "send_s": report.send_s, "gather_s": report.gather_s}
@@ -158,17 +160,17 @@ class Trainer:
     # ---------------------------------------------------------------- vLLM's own transfers
 
     def builtin(self, method: str, *args: Any) -> Any:
-        """A method of BuiltinSender."""
+        """Call a method of BuiltinSender."""
         return getattr(self._builtin, method)(*args)
 
     # ---------------------------------------------------------------- checks
 
     def digests(self, tp: int, exact: bool) -> list[dict[str, str]]:
-        """Of what every parameter of each of an engine's `tp` workers must hold, by vLLM's names."""
+        """Return the digests that the parameters of each of an engine's `tp` workers must have, by vLLM's names."""
         return [digests(expected_parameters(self._weights, rank, tp), exact) for rank in range(tp)]
 
     def logprobs(self, version: int, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """float32 `[L - 1]` of every token of each sequence but the first, under `version`."""
+        """Return the log-prob of every token but the first of each sequence under `version`, float32 `[L - 1]`."""
         self.change(version)
         found = []
         for ids in sequences:
@@ -181,7 +183,7 @@ class Trainer:
     # ---------------------------------------------------------------- limits
 
     def join(self, path: str, world: int) -> None:
-        """A default process group of the trainers."""
+        """Join a default process group of the trainers."""
         kind = "nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(kind, store=FileStore(path, world), rank=self.task.rank, world_size=world)
 
@@ -190,7 +192,7 @@ class Trainer:
         dist.destroy_process_group()
 
     def broadcast(self, num_bytes: int) -> float:
-        """Seconds of one broadcast from rank 0 into warm memory."""
+        """Return the seconds of one broadcast from rank 0 into warm memory."""
         if self._flat is None:
             self._flat = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
             dist.broadcast(self._flat[:1], 0)
@@ -202,7 +204,7 @@ class Trainer:
         return time.perf_counter() - start
 
     def copies(self, num_bytes: int, device: str, repeats: int) -> list[float]:
-        """Seconds of copies of warm memory to `device`."""
+        """Return the seconds of each of several copies of warm memory to `device`."""
         source = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
         target = torch.ones(num_bytes, dtype=torch.uint8, device=device)
         seconds = []
@@ -220,7 +222,7 @@ class Trainer:
 
 
 def expected_parameters(weights: Mapping[str, torch.Tensor], rank: int, tp: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """(vLLM's name, bytes) of every parameter of worker `rank` of `tp`, made of the Hugging Face weights."""
+    """Yield vLLM's name and value of every parameter of worker `rank` of `tp`, made of the Hugging Face weights."""
 
     def rows(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return tensor.chunk(tp, dim)[rank]
@@ -246,7 +248,10 @@ def expected_parameters(weights: Mapping[str, torch.Tensor], rank: int, tp: int)
 
 
 def digests(parameters: Iterator[tuple[str, torch.Tensor]], exact: bool) -> dict[str, str]:
-    """Of each one's bytes. exact: xxh3 of all of them on the CPU, a second or two; else what a GPU finds in 5 ms."""
+    """Return a digest of each parameter's bytes, by name.
+
+    exact: whether it is xxh3 on the CPU, which takes a second or two, or `device_digest`, which takes a GPU 5 ms.
+    """
     found, host = {}, torch.empty(0, dtype=torch.uint8)
     for name, one in parameters:
         flat = one.detach().contiguous().view(-1).view(torch.uint8)
@@ -260,11 +265,11 @@ def digests(parameters: Iterator[tuple[str, torch.Tensor]], exact: bool) -> dict
 
 
 def parameter_digests(worker: Any, exact: bool) -> dict[str, str]:
-    """`digests` of all parameters of a vLLM worker; sent to it to be called there."""
+    """Return the digests of all parameters of a vLLM worker; the function is sent to the worker and called there."""
     model = worker.model_runner.get_model()
     return digests(((vllm_name(name), one) for name, one in model.named_parameters()), exact)
 
 
 def vllm_name(name: str) -> str:
-    """A parameter's name without what some versions put between `experts` and its own."""
+    """Return a parameter's name without the part that some versions of vLLM put after `experts.`."""
     return re.sub(r"(?<=\bexperts\.).*\.", "", name)

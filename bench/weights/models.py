@@ -1,4 +1,4 @@
-"""Shapes of models of 0.1 to 8 billion parameters with random weights: what a weight sync moves, without a model."""
+"""Makes random weights in the shapes of models of 0.1 to 8 billion parameters, so that no model needs to be loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import xxhash
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A dense decoder of Qwen3's layout."""
+    """Dimensions of a dense decoder with Qwen3's layout."""
 
     hidden: int
     intermediate: int
@@ -31,7 +31,7 @@ _STRIDE_BYTES = 4096
 
 
 def weight_shapes(size: str) -> dict[str, tuple[int, ...]]:
-    """HF name -> shape, in the model's order."""
+    """Return the shape of each weight by HF name, in the model's order."""
     shape = SHAPES[size]
     hidden, width = shape.hidden, shape.intermediate
     named: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden)}
@@ -52,12 +52,12 @@ def weight_shapes(size: str) -> dict[str, tuple[int, ...]]:
 
 
 def num_bytes(size: str, dtype: torch.dtype) -> int:
-    """Of all weights."""
+    """Return the number of bytes of all weights."""
     return sum(math.prod(dims) for dims in weight_shapes(size).values()) * dtype.itemsize
 
 
 def random_weights(size: str, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """Random bytes, the same in every process that asks: a megabyte of noise over and over."""
+    """Make weights of random bytes, the same in every process, by repeating one megabyte of noise."""
     noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
     named = {}
     for name, dims in weight_shapes(size).items():
@@ -71,14 +71,14 @@ def random_weights(size: str, dtype: torch.dtype, device: torch.device) -> dict[
 
 
 def change(named: dict[str, torch.Tensor], version: int) -> None:
-    """Other bytes in every 4 KiB of every tensor, so that each version differs from all others."""
+    """Change a byte in every 4 KiB of every tensor, so that each version differs from all others."""
     for tensor in named.values():
         flat = tensor.view(-1).view(torch.uint8)
         flat[::_STRIDE_BYTES] = (version * 37) % 251
 
 
 def digest(named: dict[str, torch.Tensor]) -> str:
-    """xxh3 over names and bytes."""
+    """Hash names and bytes of all weights by xxh3."""
     hasher = xxhash.xxh3_128()
     for name in sorted(named):
         hasher.update(name.encode())

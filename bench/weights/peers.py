@@ -1,6 +1,7 @@
-"""The processes of the weight benchmark: one that has weights and publishes them, others that receive and load them.
+"""Processes of the weight benchmark: one trainer that publishes weights, and engines that receive and load them.
 
-Each serves requests from its pipe, one at a time: (method, arguments) in, (result or error, (start, end)) out.
+Each process serves one request at a time from its pipe. A request is (method, arguments), and the answer is
+(whether it failed, result or error, (start, end)).
 """
 
 from __future__ import annotations
@@ -34,23 +35,27 @@ _GROUP_TIMEOUT = datetime.timedelta(seconds=120)
 
 @dataclass(frozen=True, slots=True)
 class PeerTask:
-    """What a process is."""
+    """Settings of a process."""
 
     rank: int
-    """0: the trainer; else an engine."""
+    """Number of the process; 0 is the trainer, all others are engines."""
     world: int
+    """Number of all processes."""
     size: str
+    """Size of the model, a key of `models.SHAPES`."""
     dtype: str
+    """Name of the weights' dtype."""
     device: str
-    """`cpu` or `cuda`: then GPU `rank` modulo their number."""
+    """Kind of device, `cpu` or `cuda`; the GPU is `rank` modulo their number."""
     kind: str
+    """Kind of the weight transport."""
     sender: SenderConfig
     receiver: ReceiverConfig
     bucket_bytes: int
 
     @property
     def placed(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the process's weights."""
         return (
             torch.device("cpu") if self.device == "cpu" else torch.device("cuda", self.rank % torch.cuda.device_count())
         )
@@ -60,7 +65,7 @@ class Peer:
     """The driver's end of one process."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        """make: in the process, what it serves; picklable."""
+        """Start the process. make: picklable function that makes the served object in the process."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(make, theirs), daemon=True)
@@ -68,11 +73,14 @@ class Peer:
         theirs.close()
 
     def start(self, method: str, *args: Any) -> None:
-        """Begin a call; collect it with `answer`."""
+        """Start a call, whose result `answer` returns."""
         self._pipe.send((method, args))
 
     def answer(self) -> tuple[Any, tuple[float, float]]:
-        """(result, (start, end) in CLOCK_MONOTONIC seconds). Raises RuntimeError with what the process raised."""
+        """Wait for the result, and return it with start and end in CLOCK_MONOTONIC seconds.
+
+        Raises RuntimeError with the process's error.
+        """
         if not self._pipe.poll(ANSWER_TIMEOUT_S):
             raise RuntimeError(f"no answer within {ANSWER_TIMEOUT_S:g} s")
         failed, result, span = self._pipe.recv()
@@ -81,7 +89,7 @@ class Peer:
         return result, span
 
     def call(self, method: str, *args: Any) -> tuple[Any, tuple[float, float]]:
-        """`start` and `answer`."""
+        """Call a method and wait for its result, as `start` followed by `answer`."""
         self.start(method, *args)
         return self.answer()
 
@@ -96,7 +104,7 @@ class Peer:
 
 
 def make_host(task: PeerTask) -> Any:
-    """The trainer or an engine."""
+    """Make the trainer or an engine."""
     return _Trainer(task) if task.rank == 0 else _Engine(task)
 
 
@@ -111,13 +119,13 @@ def _serve(make: Callable[[], Any], pipe: Connection) -> None:
         start = time.monotonic()
         try:
             found, failed = getattr(host, method)(*args), False
-        except Exception as error:  # told to the driver, whose call it was
+        except Exception as error:  # raised by the driver's call
             found, failed = f"{method}: {type(error).__name__}: {error}", True
         pipe.send((failed, found, (start, time.monotonic())))
 
 
 class _Host:
-    """What both kinds can do."""
+    """Methods that the trainer and engines share."""
 
     def __init__(self, task: PeerTask) -> None:
         self.task = task
@@ -125,26 +133,26 @@ class _Host:
         self._flat: torch.Tensor | None = None
 
     def ready(self) -> None:
-        """Weights in memory, all of it touched."""
+        """Make the weights, which touches all their memory."""
         self.weights = random_weights(self.task.size, getattr(torch, self.task.dtype), self.task.placed)
 
     def digest(self) -> str:
         return digest(self.weights)
 
     def reset_peak(self) -> int:
-        """Start to watch memory; bytes resident now."""
+        """Start measuring peak memory, and return the resident bytes now."""
         Path("/proc/self/clear_refs").write_text("5")
         return psutil.Process().memory_info().rss
 
     def peak(self) -> int:
-        """Bytes that were resident at most since `reset_peak`, shared memory included."""
+        """Return the most bytes resident since `reset_peak`, shared memory included."""
         line = next(text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith("VmHWM"))
         return int(line.split()[1]) << 10
 
     # ------------------------------------------------------------ limits
 
     def join(self, path: str) -> None:
-        """A default process group of all peers, for `broadcast`."""
+        """Join a default process group of all processes, for `broadcast`."""
         store = FileStore(path, self.task.world)
         kind = "gloo" if self.task.device == "cpu" else "nccl"
         dist.init_process_group(
@@ -152,7 +160,7 @@ class _Host:
         )
 
     def broadcast(self, num_bytes: int) -> None:
-        """One broadcast of as many bytes, from rank 0, memory warm."""
+        """Take part in one broadcast of `num_bytes` from rank 0, in warm memory."""
         if self._flat is None or len(self._flat) != num_bytes:
             self._flat = torch.ones(num_bytes, dtype=torch.uint8, device=self.task.placed)
         dist.broadcast(self._flat, 0)
@@ -184,14 +192,14 @@ class _Trainer(_Host):
         yield from self.weights.items()
 
     def copy(self, num_bytes: int) -> None:
-        """One memcpy of as many bytes into warm memory, by one thread; on GPUs a copy to the next one."""
+        """Copy `num_bytes` once into warm memory, by one thread, or on the GPU."""
         if self._flat is None or len(self._flat) != 2 * num_bytes:
             self._flat = torch.ones(2 * num_bytes, dtype=torch.uint8, device=self.task.placed)
         self._flat[num_bytes:].copy_(self._flat[:num_bytes])
         _wait_for(self.task.placed)
 
     def write(self, num_bytes: int, folder: str) -> None:
-        """One file of as many bytes, on the disk when this returns."""
+        """Write a file of `num_bytes`, and wait until it is on the disk."""
         if self._flat is None:
             self._flat = torch.ones(num_bytes, dtype=torch.uint8)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -211,7 +219,7 @@ class _Engine(_Host):
         self._inbox.prepare(messages.decode(update, WeightUpdate))
 
     def commit(self, version: int) -> None:
-        """Copy what is staged into the parameters, as an engine does that loads in place."""
+        """Copy the staged weights into the parameters, as an engine that loads in place does."""
         staged = self._inbox.staged
         assert staged is not None and staged.version == version
         for name, tensor in staged.named.items():

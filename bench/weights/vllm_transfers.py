@@ -1,4 +1,4 @@
-"""A trainer's end of vLLM 0.26's own weight transfers, as vLLM's documentation has a trainer use them."""
+"""`BuiltinSender` is the trainer's end of vLLM 0.26's own weight transfers, used as vLLM's documentation shows."""
 
 # pyright: reportMissingImports=false
 # vLLM need not be installed where types are checked.
@@ -14,25 +14,25 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 
 class BuiltinSender:
-    """Sends these weights, on one GPU, as they are at the time."""
+    """Sends weights that lie on one GPU, in their present state."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         self._weights = weights
         self._group: Any = None
 
     def specs(self) -> list[tuple[str, str, list[int]]]:
-        """(name, dtype, shape) of every weight."""
+        """List name, dtype and shape of every weight."""
         weights = self._weights.items()
         return [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in weights]
 
     def join(self, port: int) -> None:
-        """The NCCL group of trainer and engine."""
+        """Join the NCCL group of trainer and engine."""
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
         self._group = trainer_init({"master_address": "127.0.0.1", "master_port": port, "world_size": 2})
 
     def send(self, packed_bytes: int) -> None:
-        """By `nccl`. packed_bytes: of its buffers; 0: tensor by tensor."""
+        """Send all weights by vLLM's `nccl` backend. packed_bytes: size of its buffers; 0 sends tensor by tensor."""
         from vllm.distributed.weight_transfer import nccl_engine
 
         packed = {"packed": True, "packed_buffer_size_bytes": packed_bytes} if packed_bytes else {}
@@ -41,7 +41,7 @@ class BuiltinSender:
         torch.cuda.synchronize()
 
     def handles(self) -> str:
-        """For `ipc`: handles of all weights, pickled as it wants them."""
+        """Return handles of all weights for vLLM's `ipc` backend, pickled as it requires."""
         place = str(torch.cuda.get_device_properties(next(iter(self._weights.values())).device).uuid)
         handles = [{place: reduce_tensor(one)[1]} for one in self._weights.values()]
         return base64.b64encode(pickle.dumps(handles)).decode()

@@ -1,4 +1,4 @@
-"""A tiny random Qwen3 and a character tokenizer, made once a session."""
+"""Fixtures of a tiny random Qwen3 and a character tokenizer, made once per session."""
 
 from __future__ import annotations
 

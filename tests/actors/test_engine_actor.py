@@ -1,4 +1,4 @@
-"""Engine actors as Ray runs them, and the engine that stands for one in another process."""
+"""Tests of engine actors under Ray, and of `RemoteEngine`, which calls them from another process."""
 
 from __future__ import annotations
 

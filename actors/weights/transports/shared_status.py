@@ -137,13 +137,13 @@ class SharedStatus:
 class Lease:
     """A receiver's claim on an update's bytes: a file beside the status file, locked while the receiver needs them."""
 
-    def __init__(self, status: Path, name: str) -> None:
+    def __init__(self, status_file: Path, name: str) -> None:
         """Take the lease. The caller must then check that the update was not withdrawn before.
 
         name: name of the receiver, for the sender's errors.
         """
-        self._path = status.with_name(
-            f"lease-{status.name}.{os.getpid()}.{next(_NUMBER)}.{urllib.parse.quote(name, safe='')}"
+        self._path = status_file.with_name(
+            f"lease-{status_file.name}.{os.getpid()}.{next(_NUMBER)}.{urllib.parse.quote(name, safe='')}"
         )
         self._descriptor: int | None = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
@@ -156,16 +156,16 @@ class Lease:
             os.close(descriptor)
 
 
-def lease_holders(status: Path) -> list[str]:
-    """List the names of the receivers with a lease on the update at `page`; leases of dead processes are removed."""
+def lease_holders(status_file: Path) -> list[str]:
+    """List the receivers with a lease on the update of `status_file`, and remove leases of dead processes."""
     names = []
-    for path in sorted(status.parent.glob(f"lease-{status.name}.*")):
+    for path in sorted(status_file.parent.glob(f"lease-{status_file.name}.*")):
         try:
             descriptor = try_lock(path)
         except FileNotFoundError:
             continue
         if descriptor is None:
-            pid, _, name = path.name.removeprefix(f"lease-{status.name}.").split(".", 2)
+            pid, _, name = path.name.removeprefix(f"lease-{status_file.name}.").split(".", 2)
             names.append(f"{urllib.parse.unquote(name)} (pid {pid})")
         else:
             path.unlink(missing_ok=True)

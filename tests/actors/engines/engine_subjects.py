@@ -1,4 +1,4 @@
-"""Engines as the contract suite sees them: built, given requests and versions, and what any answer must look like."""
+"""Builds the engines of the contract suite, and checks what every answer of an engine must look like."""
 
 from __future__ import annotations
 

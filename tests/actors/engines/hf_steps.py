@@ -1,4 +1,4 @@
-"""Ways to look into the hf engine's tests: forward passes by tickets, and what one forward pass says."""
+"""Helpers for tests of the hf engine: they let single forward passes run, and compare with one whole forward pass."""
 
 from __future__ import annotations
 

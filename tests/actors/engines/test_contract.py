@@ -1,4 +1,4 @@
-"""What every generation engine does alike: one suite over `hf`, `scripted` and `vllm`.
+"""The contract suite of generation engines: `hf`, `scripted` and `vllm` must all pass the same tests.
 
 `scripted` has no model: it takes weights of any names and shapes, and its tokens do not change with them.
 """

@@ -1,4 +1,4 @@
-"""The hf engine: log-probs against forward passes, batching, aborts, weights, bad input. See test_engine_contract."""
+"""Tests of the hf engine beyond the contract: log-probs against forward passes, batching, aborts and bad input."""
 
 from __future__ import annotations
 

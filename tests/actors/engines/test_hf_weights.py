@@ -1,4 +1,4 @@
-"""The hf engine's weights: which fit, what a commit changes, and tokens of two versions in one completion."""
+"""Tests of weight updates of the hf engine: refused weights, commits, and tokens of two versions in one completion."""
 
 from __future__ import annotations
 

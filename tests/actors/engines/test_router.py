@@ -1,4 +1,4 @@
-"""The router: who gets a request, and that every request is answered once whatever dies, joins or leaves."""
+"""Tests of the router: it chooses engines, and answers every request once, whatever dies, joins or leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processed distribution against transformers' own warpers; draws against their frequencies."""
+"""Tests of sampling: distributions are compared with transformers' warpers, and draws with their probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripted engine: what was written, when it was asked for, by the version that was served then."""
+"""Tests of the scripted engine: its script, its latencies, and the versions of its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a stream of weights through a transport into inboxes: whole, as deltas, late, and after a failure."""
+"""Tests of weights on the whole way from a publisher to inboxes: whole, as deltas, late, and after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool_use environment: calls, masked results, versions, bounded turns; the calculator."""
+"""Tests of the tool_use environment and the calculator: calls, masked results, versions and limits."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_tools_by_name_and_by_path() -> None:
     assert tools["calculator"] is calculator and tools["dedent"]("  a") == "a"
     with pytest.raises(ValueError, match="got 'serch', expected one of calculator or an import path"):
         build_tools(["serch"])
-    with pytest.raises(ValueError, match="'calculator' stands twice"):
+    with pytest.raises(ValueError, match="'calculator' is given twice"):
         build_tools(["calculator", "calculator"])
     with pytest.raises(ValueError, match="max_turns: got 0"):
         ToolUse({}, 0)

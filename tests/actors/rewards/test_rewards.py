@@ -1,4 +1,4 @@
-"""Rewards, the rubric that weighs them, and what happens when one raises."""
+"""Tests of the rewards, of the rubric that weighs them, and of rewards that raise."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_format_needs_the_whole_response_and_a_stop() -> None:
     assert digits(prompt(""), "123", "length") == 0.0
     assert digits(prompt(""), "123a", "stop") == 0.0
     assert Format(r"<think>.*</think>\d")(prompt(""), "<think>a\nb</think>7", "stop") == 1.0
-    with pytest.raises(ValueError, match="is no regular expression"):
+    with pytest.raises(ValueError, match="is not a regular expression"):
         Format("(")
 
 

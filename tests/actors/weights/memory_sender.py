@@ -1,4 +1,4 @@
-"""A WeightSender and what it sends to, in this process: buckets are checked, decoded and kept by version."""
+"""A WeightSender in this process that checks and decodes buckets, and keeps them by version."""
 
 from __future__ import annotations
 

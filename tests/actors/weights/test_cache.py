@@ -1,4 +1,4 @@
-"""The trainer's bucket cache: two versions, readable when whole, in memory that is used again."""
+"""Tests of the trainer's bucket cache: it keeps two versions, readable when whole, in memory that is used again."""
 
 import threading
 

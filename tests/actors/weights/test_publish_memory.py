@@ -1,4 +1,4 @@
-"""How much memory publishing takes beside the tensor in hand."""
+"""Tests how much memory publishing takes besides the current tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The publishing end: what is streamed in arrives bit for bit; failures leave nobody waiting; deltas and late sends."""
+"""Tests of the publisher: weights arrive bit for bit, failures leave nobody waiting, deltas and late sends work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models' weights as a backend streams them."""
+"""Streams the weights of small models as a train backend does."""
 
 from __future__ import annotations
 

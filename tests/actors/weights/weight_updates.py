@@ -1,4 +1,4 @@
-"""Versions of weights for engines under test: published by a real sender in this process."""
+"""Publishes versions of weights for engines under test, by a real sender in this process."""
 
 from __future__ import annotations
 

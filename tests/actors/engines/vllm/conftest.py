@@ -1,4 +1,4 @@
-"""Engines that tests of a module share, each with an event loop of its own and the same weights in Transformers."""
+"""Fixtures of vLLM engines that the tests of a module share, each with its own event loop and a Transformers model."""
 
 from __future__ import annotations
 

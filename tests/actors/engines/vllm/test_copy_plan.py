@@ -1,4 +1,4 @@
-"""Loads recorded and repeated: the same parameters, and no plan of what is not plain copies."""
+"""Tests of copy plans: a repeated load gives the same parameters, and only plain copies make a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vllm engine's samples: log-probs as a forward pass gives them, seeds, ends, prefixes, refusals."""
+"""Tests of the vllm engine's samples: log-probs against a forward pass, seeds, stops, prefixes and refused requests."""
 
 from __future__ import annotations
 

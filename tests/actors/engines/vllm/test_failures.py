@@ -1,4 +1,4 @@
-"""What goes wrong: a load that breaks off, a reception that is dropped, an engine process that dies, the end."""
+"""Tests of failures of the vllm engine: a load that breaks off, a dropped reception, a dead engine process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real vLLM on a GPU: weights from another process in place, every byte and every token's version checked.
+"""Tests a real vLLM on a GPU, whose weights another process changes in place; every byte and version is checked.
 
     pytest -m gpu tests/actors/engines/vllm/test_gpu.py
 

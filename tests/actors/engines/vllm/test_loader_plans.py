@@ -1,4 +1,4 @@
-"""Copy plans of vLLM's own loaders: recorded of a model in a real worker, repeated, the same as the loaders again."""
+"""Tests of copy plans of vLLM's own loaders in a real worker: repeating the copies equals running the loaders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names and shapes of weights: equal to what a saved checkpoint has, wrong ones refused."""
+"""Tests of weight names and shapes: they equal a saved checkpoint's, and wrong ones are refused."""
 
 from __future__ import annotations
 

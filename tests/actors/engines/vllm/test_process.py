@@ -1,4 +1,4 @@
-"""What vLLM is asked, without a vLLM that answers: a fake stands in for its engine, which on CPUs cannot sleep."""
+"""Tests of the calls made of vLLM, with a fake engine in vLLM's place, as vLLM on a CPU cannot sleep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that change: log-probs equal the new model's after every update, every token names what made it."""
+"""Tests of weight updates of the vllm engine: log-probs equal the new model's, and every token has its version."""
 
 from __future__ import annotations
 

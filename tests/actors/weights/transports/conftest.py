@@ -1,4 +1,4 @@
-"""Crews of every transport, and a check that they leave nothing behind."""
+"""Fixtures of senders and receivers for every transport, with a check that they leave nothing behind."""
 
 from __future__ import annotations
 

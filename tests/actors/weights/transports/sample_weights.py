@@ -1,4 +1,4 @@
-"""Shared by the transports' tests: odd weights, and a plain publisher of them."""
+"""Makes oddly shaped weights for the transports' tests, and publishes them."""
 
 from __future__ import annotations
 

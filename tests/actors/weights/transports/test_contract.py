@@ -1,4 +1,4 @@
-"""Every transport, between real processes: what is sent arrives bit for bit in all engines, or raises."""
+"""The contract suite of weight transports between real processes: weights arrive bit for bit, or an error is raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fault drill: who dies, stops, loses or damages something harms nobody else, and nobody waits past the bound."""
+"""Fault drill of the transports: a process that dies, stops or damages data harms no other, and no wait is too long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transports between GPUs. Run on a host with two: `pytest -m gpu tests/actors/transports` (needs no Ray)."""
+"""Tests of transports between GPUs; run `pytest -m gpu tests/actors/weights/transports` on a host with two (no Ray)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inbox of an engine's process: what it keeps, what it gives back, what it refuses. Transports: test_contract."""
+"""Tests of the inbox of an engine's process: what it keeps, what it frees and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups made and left at will: a process that leaves one may end at once."""
+"""Tests of process groups: a process that leaves one may end at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `store` transport over other stores than shared memory: the reference, and TransferQueue's storage units."""
+"""Tests of the `store` transport over the reference store and TransferQueue's storage units."""
 
 from __future__ import annotations
 

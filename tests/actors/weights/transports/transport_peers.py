@@ -1,4 +1,4 @@
-"""Shared by the transports' tests: processes that receive or send, and groups of them."""
+"""Processes that send or receive weights for the transports' tests, and groups of them."""
 
 from __future__ import annotations
 
