@@ -23,7 +23,7 @@ def test_packages_list_is_true():
 
 
 def test_the_wheel_runs_outside_the_clone(tmp_path: Path):
-    """`headrace --help` and the README's example run from a wheel alone; only the dependencies come from this machine."""
+    """`headrace --help` and the README's example run from the wheel, with this machine's dependencies."""
     source, site = tmp_path / "source", tmp_path / "site"
     source.mkdir()
     for path in [*ROOT.glob("*.py"), *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE", "py.typed"))]:
