@@ -102,7 +102,7 @@ def micro_batch(rows: Rows, picked: Sequence[int]) -> MicroBatch:
 
 
 def by_hand(folder: str, rows: Rows) -> tuple[list[torch.Tensor], float, float]:
-    """Compute (masked log-probs of each row, loss, gradient norm) in float32 on the CPU, with PPO's loss written out."""
+    """Compute (masked log-probs of each row, loss, gradient norm) in float32 on the CPU, with the loss written out."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     columns, total, tokens = [], torch.zeros(()), 0
     for ids, sampled, advantage in zip(rows.ids, rows.logprobs, rows.advantages, strict=True):
