@@ -51,7 +51,7 @@ class StepOptions:
     chunk_groups: int = 4
     """Number of groups that `streaming` trains on together."""
     sigma: float = 1.0
-    """Seed of the latencies."""
+    """Sigma of the log-normal distribution that latencies are drawn from."""
     train_s: float = 1.2
     """Seconds that a step's training takes, and its generation on average."""
     seed: int = 0
@@ -76,7 +76,7 @@ class ModeResult:
     trainer_busy_s: float
     """Seconds in which the train worker computed, over all counted steps."""
     staleness_mean: float
-    """Versions between the policy that made a row's oldest token and the one that was trained on it."""
+    """Mean number of versions between the policy that made a row's oldest token and the one that was trained on it."""
     staleness_max: float
     groups_dropped: int
     """Number of groups in the whole run that were too old to be trained on."""

@@ -48,7 +48,7 @@ def measure_plan(case: PlanCase) -> PlanResult:
 
 
 def summarise_plans(results: Sequence[PlanResult]) -> dict[str, float | bool]:
-    """The keys `plan.{rows}x{dp}.*`, the worst over the distributions (`.squares_max_over_mean` where it was balanced)."""
+    """The keys `plan.{rows}x{dp}.*`, the worst over the distributions; some only where sum(L²) was balanced."""
     summary: dict[str, float | bool] = {}
     for rows, dp in dict.fromkeys((result.case.rows, result.case.dp) for result in results):
         found = [result for result in results if (result.case.rows, result.case.dp) == (rows, dp)]
