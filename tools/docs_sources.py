@@ -25,7 +25,7 @@ PAGES = {
     "Start": ("start.md", "concepts.md"),
     "Concepts": ("data-plane.md", "training.md", "weights.md", "architecture.md"),
     "How-to": ("how-to/*.md",),
-    "Reference": ("reference/*.md",),
+    "Reference": ("reference/*.md", "testing.md"),
     "Figures": ("benchmarks.md",),
 }
 

@@ -64,7 +64,7 @@ def test_every_block_has_a_language_that_says_how_it_is_tried() -> None:
 
 @pytest.mark.parametrize("snippet", [block for block in of("python") if "run_training" not in block.text], ids=str)
 def test_python_runs(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`run_training` starts Ray and a whole run; tests/runs has that snippet's test."""
+    """A snippet with `run_training` starts Ray and a whole run: tests/runs/test_from_python.py runs it."""
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet.text, str(snippet), "exec"), {"__name__": "snippet"})
 
