@@ -1,1 +1,1 @@
-"""Floor 5: measures what the floors below do, against other ways to do it, and writes it up."""
+"""Benchmarks of the folders below, measured against other ways to do the same."""

@@ -1,4 +1,4 @@
-"""`headrace bench directory`: memory, latency and throughput of the directory with a million rows of ten fields."""
+"""`headrace bench directory` measures memory, latency and throughput of the directory with a million rows."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ NUM_FIELDS = 10
 GROUP_SIZE = 8
 BLOCK_ROWS = 64
 PUT_ROWS = 1024
-"""Rows a call, of every operation."""
+"""Number of rows in a call, for every operation."""
 PROBES = 50
-"""Calls of each operation on the full directory."""
+"""Number of calls of each operation on the full directory."""
 TOKENS = 1000
 SMALL_ROWS = 64
-"""Rows a call through the actor, whose latency is that of the call itself."""
+"""Number of rows in a small call through the actor, whose latency is that of the call itself."""
 ACTOR_PROBES = 100
 
 _NAMES = tuple(f"field{number}" for number in range(NUM_FIELDS))
@@ -66,7 +66,7 @@ def run_directory(
 
 
 def measure_directory(num_rows: int) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """(summary, seconds of each call by operation) of a pure directory filled with `num_rows` rows."""
+    """Fill a pure directory with `num_rows` rows; returns the summary and the seconds of each call by operation."""
     directory = Directory(capacity_bytes=1 << 50, lease_s=600.0, reserve_s=60.0)
     directory.register(_PARTITION, _schema(), (_TASK,), GROUP_SIZE)
     times: dict[str, list[float]] = {}
@@ -101,7 +101,7 @@ def measure_directory(num_rows: int) -> tuple[dict[str, float], dict[str, list[f
 
 
 def _probe_claims(directory: Directory, num_rows: int, size: int, times: dict[str, list[float]]) -> None:
-    """Claims and releases of whole groups; the first claim of its kind builds what the later ones use."""
+    """Time claims and releases of whole groups; the first claim of its kind builds what the later ones use."""
     size -= size % GROUP_SIZE
     claim = ClaimRows(_PARTITION, _TASK, _NAMES, max(size, GROUP_SIZE), whole_groups=True)
     for number in range(min(PROBES, num_rows // claim.num_rows)):
@@ -113,7 +113,7 @@ def _probe_claims(directory: Directory, num_rows: int, size: int, times: dict[st
 
 
 def measure_calls(in_process: bool) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Latency of a client's calls, from another process than the directory's: small ones of SMALL_ROWS rows."""
+    """Time a client's small calls of SMALL_ROWS rows, from another process than the directory's."""
     times: dict[str, list[float]] = {}
     config = DataPlaneConfig(store=StoreConfig(kind="shm", capacity_mib=64), timeout_s=60)
     with open_data_plane(config, in_process=in_process) as plane, connect(plane.handle, name="bench") as client:
@@ -143,7 +143,7 @@ def measure_calls(in_process: bool) -> tuple[dict[str, float], dict[str, list[fl
 
 
 def directory_table(summary: dict[str, float]) -> Table:
-    """A row per operation."""
+    """A table with one row per operation."""
     rows = int(summary["directory.rows"])
     title = f"directory: {rows} rows x {NUM_FIELDS} fields, {summary['directory.mib']:.0f} MiB, "
     table = Table(title=title + f"{summary['directory.bytes_per_row']:.0f} bytes a row", title_justify="left")
@@ -171,7 +171,7 @@ def _key(row: int) -> str:
 
 
 def _put_rows(start: int, count: int) -> PutRows:
-    """The metadata of a put of rows `start` on, in blocks of BLOCK_ROWS."""
+    """The metadata of one put whose rows begin at `start`, in blocks of BLOCK_ROWS."""
     layouts = []
     for at in range(0, count, BLOCK_ROWS):
         rows = min(BLOCK_ROWS, count - at)
@@ -208,7 +208,7 @@ def _timed(times: dict[str, list[float]], op: str) -> Iterator[None]:
 
 @contextmanager
 def _ray(in_process: bool) -> Iterator[Any]:
-    """A Ray of the benchmark's own, unless it is not needed."""
+    """Start a Ray for the benchmark, unless none is needed."""
     if in_process:
         yield None
         return

@@ -1,4 +1,4 @@
-"""`headrace bench gpu-train`: checks a backend's train step on GPUs against float32 on the CPU, then times it.
+"""`headrace bench gpu-train` checks a backend's train step on GPUs against float32 on the CPU, then times it.
 
 Needs no Ray. Prints one JSON object per line and writes the lines to FOLDER/gpu_train.jsonl; the exit code is 1 when a
 result is wrong.
@@ -59,22 +59,22 @@ LARGE: dict[str, Any] = {
     "head_dim": 128,
     "tie_word_embeddings": True,
 }
-"""Qwen3-0.6B's shape."""
+"""The shape of Qwen3-0.6B."""
 LOSS = LossConfig(clip_high=0.2)
 EXACT, HALF = (2e-4, 2e-3), (5e-2, 5e-2)
-"""(largest difference of a log-prob, relative difference of the gradient norm) allowed to float32 and to bfloat16."""
+"""Largest allowed difference of a log-prob and relative difference of the gradient norm, in float32 and bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Random rows: half prompt, half response."""
+    """Random rows that are half prompt and half response."""
 
     ids: list[np.ndarray]
-    """int32 `[L]` each."""
+    """Token ids of each row, int32 `[L]`."""
     logprobs: list[np.ndarray]
-    """float32 `[L]` each: as if sampled."""
+    """Made-up log-probs of the engine for each row, float32 `[L]`."""
     advantages: np.ndarray
-    """float32 `[N]`."""
+    """Advantage of each row, float32 `[N]`."""
 
 
 def random_rows(seed: int, lengths: Sequence[int], vocab: int) -> Rows:
@@ -102,7 +102,7 @@ def micro_batch(rows: Rows, picked: Sequence[int]) -> MicroBatch:
 
 
 def by_hand(folder: str, rows: Rows) -> tuple[list[torch.Tensor], float, float]:
-    """(masked log-probs of each row, loss, gradient norm) in float32 on the CPU, row by row, PPO's loss written out."""
+    """Compute (masked log-probs of each row, loss, gradient norm) in float32 on the CPU, with the loss written out."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     columns, total, tokens = [], torch.zeros(()), 0
     for ids, sampled, advantage in zip(rows.ids, rows.logprobs, rows.advantages, strict=True):
@@ -127,7 +127,7 @@ def config(folder: str, topology: Topology, **changes: Any) -> BackendConfig:
 
 
 def check(rank: int, topology: Topology, folder: str, rows: Rows, **changes: Any) -> dict[str, Any]:
-    """Log-probs of all rows and one step's figures, on this mesh; the same step again from a checkpoint before it."""
+    """Compute log-probs of all rows and one step on this mesh, then the same step again from a checkpoint before it."""
     gc.collect()  # the last model, which is part of cycles, would count as this one's memory
     backend = build_backend(config(folder, topology, **changes), rank, topology.world)
     columns = backend.logprobs([micro_batch(rows, range(len(rows.ids)))], 1)
@@ -152,7 +152,7 @@ def check(rank: int, topology: Topology, folder: str, rows: Rows, **changes: Any
 
 
 def timed(rank: int, topology: Topology, folder: str, micros: int, tokens: int, **changes: Any) -> dict[str, float]:
-    """Metrics of the last of four steps, of `micros` microbatches of about `tokens` tokens on each replica.
+    """Time four steps of `micros` microbatches of about `tokens` tokens per replica; returns the last one's metrics.
 
     A replica of one rank reads them through its data plane (`shm`), the next while one computes, and also reports the
     share of the step in which it waited for rows.
@@ -187,24 +187,24 @@ def timed(rank: int, topology: Topology, folder: str, micros: int, tokens: int, 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Microbatches in a data plane, and the reader that brings them back."""
+    """Microbatches in a data plane, with the reader that reads them."""
 
     reader: ReplicaReader
     shard: TrainShard
 
     def rows(self) -> Iterator[MicroBatch]:
-        """All of them, read anew."""
+        """Read all microbatches again."""
         self.reader.begin(self.shard)
         return self.reader.stream(TRAIN_FIELDS)
 
     def wait_s(self) -> float:
-        """Seconds waited for rows since the last call."""
+        """Seconds that the reader waited for rows since the last call."""
         return self.reader.take_metrics().wait_s
 
 
 @contextmanager
 def served(batches: Sequence[MicroBatch]) -> Iterator[Served]:
-    """The rows of `batches` in a data plane of this process."""
+    """Put the rows of `batches` into a data plane of this process."""
     config = DataPlaneConfig(store=StoreConfig(kind="shm"))
     with open_data_plane(config, in_process=True) as plane, connect(plane.handle) as client:
         client.register("train", ROLLOUT_SCHEMA, ["train"])
@@ -221,7 +221,7 @@ def served(batches: Sequence[MicroBatch]) -> Iterator[Served]:
 
 
 def meshes(backend: str, world: int) -> list[tuple[str, Topology, dict[str, Any]]]:
-    """(name, mesh, further settings) of all that is measured."""
+    """The name, mesh and further settings of everything that is measured."""
     more: dict[str, Any] = {"backend": backend}
     found = [(f"dp{world}", Topology(world), more)]
     if world > 1 and backend == "fsdp":
@@ -233,7 +233,7 @@ def meshes(backend: str, world: int) -> list[tuple[str, Topology, dict[str, Any]
 
 
 def run_rank(rank: int, world: int, folder: str, rows: Rows, backend: str, micros: int, tokens: int) -> None:
-    """All checks and timings of one process, written to `folder`/results.`rank`."""
+    """Run all checks and timings of one rank and write them to `folder`/results.`rank`."""
     torch.cuda.set_device(rank)
     address, bound = f"file://{folder}/rendezvous", timedelta(seconds=300)
     dist.init_process_group("nccl", init_method=address, rank=rank, world_size=world, timeout=bound)
@@ -256,7 +256,7 @@ def run_rank(rank: int, world: int, folder: str, rows: Rows, backend: str, micro
 
 
 def gathered(folder: str, world: int) -> list[tuple[str, Any]]:
-    """Rank 0's results, with the log-probs of the rank that has them."""
+    """Load rank 0's results, with the log-probs of the rank that has them."""
     of_ranks = [torch.load(f"{folder}/results.{rank}", weights_only=False) for rank in range(world)]
     for entries in zip(*of_ranks, strict=True):
         if entries[0][0].startswith("check"):
@@ -268,7 +268,7 @@ def gathered(folder: str, world: int) -> list[tuple[str, Any]]:
 
 
 def judged(result: dict[str, Any], columns: list[torch.Tensor], loss: float, norm: float, *, half: bool) -> dict:
-    """Differences to what was computed by hand, and whether they are allowed."""
+    """Compare a result with what was computed on the CPU; `right` says whether the differences are allowed."""
     most, relative = HALF if half else EXACT
     [ours] = result["logprobs"]
     off = float((ours - torch.cat(columns)).abs().max())

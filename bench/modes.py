@@ -1,14 +1,13 @@
-"""`headrace bench step`: steps of `sync`, `streaming` and `async` in the real system, on a scripted engine and trainer.
+"""`headrace bench step` times the three modes in the real system, with a scripted engine and trainer.
 
 Everything runs as in training: Ray, directory, store, rollout actor, train worker, controllers, weight syncs. Only the
-model is missing: the engine takes a log-normal latency over each group (sigma 1, all groups at once), the train worker
-a set time over each row. The trainer is as slow as the mean generation: training of a step takes what, averaged over
-the counted steps, the slowest group of a step takes. `sync` must therefore take twice that, and what the other modes
-hide under one another shows.
+model is missing. The engine waits a log-normal latency for each group (sigma 1, all groups at once), and the train
+worker a set time for each row. Training a step takes as long as, on average over the counted steps, the slowest group
+of a step. `sync` must therefore take twice that, and the other modes show how much they overlap.
 
-Seconds a step: the wall time of the counted steps over their number, which is what a run of many steps takes. The
-median of the steps stands beside; the heavy tail counts for less in it. `headrace simulate` is then given what the sync
-run's steps took besides the set times, and its figures for the same groups stand beside the measured ones.
+The seconds per step are the wall time of the counted steps over their number, which is what a long run takes. The
+median is reported, too; the heavy tail weighs less in it. `headrace simulate` is then given what the sync run's steps
+took besides the set times, and its figures for the same groups are reported beside the measured ones.
 """
 
 from __future__ import annotations
@@ -32,34 +31,34 @@ from .transfer.results import write_records, write_summary
 
 MODES: tuple[Mode, ...] = ("sync", "streaming", "async")
 LAST = 2
-"""Steps at a run's end that are not counted: no rollouts of later steps run beside them."""
+"""Number of steps at a run's end that are not counted, because no rollouts of later steps run beside them."""
 TRAIN_STEP_SHARE = 0.05
-"""Of a step's training, the optimizer's part, which begins when the last row is through."""
+"""Share of a step's training that the optimizer takes, once the last row is through."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """Sizes and times of the runs."""
+    """The sizes and times of the benchmark's runs."""
 
     out: Path
-    """Where the results and the run folders go."""
+    """Folder for the results and the run folders."""
     warm: int = 3
-    """Steps before those that count."""
+    """Number of steps before those that count."""
     counted: int = 30
     prompts: int = 32
-    """Groups a step."""
+    """Number of groups in a step."""
     group_size: int = 2
     chunk_groups: int = 4
-    """`streaming`: groups trained on together."""
+    """Number of groups that `streaming` trains on together."""
     sigma: float = 1.0
-    """Of the latencies."""
+    """Sigma of the log-normal distribution that latencies are drawn from."""
     train_s: float = 1.2
-    """Seconds of a step's training, and of its generation on average."""
+    """Seconds that a step's training takes, and its generation on average."""
     seed: int = 0
 
     @staticmethod
     def quick(out: Path) -> StepOptions:
-        """Few and short steps: a trial of the machinery, not a measurement."""
+        """Options with few and short steps, which try the machinery and measure nothing."""
         return StepOptions(out, warm=1, counted=6, prompts=16, train_s=0.3)
 
     @property
@@ -73,18 +72,18 @@ class ModeResult:
 
     mode: Mode
     seconds: tuple[float, ...]
-    """Wall time of each step, from the end of the one before."""
+    """Wall seconds of each step, from the end of the one before."""
     trainer_busy_s: float
-    """Of all of them, in which the train worker computed."""
+    """Seconds in which the train worker computed, over all counted steps."""
     staleness_mean: float
-    """Versions between the policy that made a row's oldest token and the one that was trained on it."""
+    """Mean number of versions between the policy that made a row's oldest token and the one that was trained on it."""
     staleness_max: float
     groups_dropped: int
-    """Too old to be trained on, in the whole run."""
+    """Number of groups in the whole run that were too old to be trained on."""
 
     @property
     def step_s(self) -> float:
-        """Seconds a step."""
+        """Mean seconds of a step."""
         return sum(self.seconds) / len(self.seconds)
 
     @property
@@ -94,7 +93,7 @@ class ModeResult:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What was measured, and what the simulation says of the same."""
+    """The measured steps of each mode, and the simulated ones."""
 
     measured: tuple[ModeResult, ...]
     simulated: tuple[ModeResult, ...]
@@ -131,7 +130,7 @@ def run_steps(options: StepOptions, tell: Callable[[str], None]) -> StepReport:
 
 
 def mode_config(options: StepOptions, mode: Mode) -> Config:
-    """The run of one mode: the same prompts, latencies and rows; only how steps are strung together differs."""
+    """The configuration of one mode's run. All modes have the same prompts, latencies and rows."""
     algorithm: dict[str, Any] = {
         "mode": mode,
         "steps": options.steps,
@@ -170,7 +169,7 @@ def mode_config(options: StepOptions, mode: Mode) -> Config:
 
 
 def median_latency(options: StepOptions) -> float:
-    """Seconds of a request such that the slowest groups of the counted steps take `train_s` on average."""
+    """Median seconds of a request, chosen so that the slowest groups of the counted steps take `train_s` on average."""
     section = SimulationConfig(latency_s=1.0, latency_sigma=options.sigma)
     plain = build_scenario(build_config({"run": {"seed": options.seed}}), section, {})
     slowest = plain.draw_latencies(options.steps * options.prompts).reshape(-1, options.prompts).max(axis=1)
@@ -195,7 +194,7 @@ def measured_steps(config: Config, mode: Mode, options: StepOptions) -> ModeResu
 
 
 def simulated_steps(config: Config, mode: Mode, options: StepOptions, overheads: Mapping[str, float]) -> ModeResult:
-    """The same steps, simulated. overheads: from `measure_run` of the sync run."""
+    """Simulate the same steps. overheads: those from `measure_run` of the sync run."""
     run = simulate(build_scenario(config, SimulationConfig(), overheads), mode)
     kept = run.steps[options.warm : options.warm + options.counted]
     return ModeResult(

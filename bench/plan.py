@@ -1,4 +1,4 @@
-"""`headrace bench plan`: the planner's time, memory and balance, from a thousand rows to a million.
+"""`headrace bench plan` measures the planner's time, memory and balance, from a thousand rows to a million.
 
 Each plan is made in a fresh process, so that its peak memory is its own.
 """
@@ -19,7 +19,7 @@ from .transfer.results import write_records, write_summary
 
 SIZES = ((512, 8), (1024, 8), (1024, 64), (2048, 64), (16_384, 8), (16_384, 64), (16_384, 1024))
 LARGE_SIZES = ((131_072, 8), (131_072, 64), (131_072, 1024), (1 << 20, 8), (1 << 20, 64), (1 << 20, 1024))
-"""(rows, dp)."""
+"""The sizes that are planned, as (rows, dp)."""
 PLAN_TIMEOUT_S = 300.0
 
 
@@ -42,13 +42,13 @@ def run_plan(out: Path, *, quick: bool, tell: Callable[[str], None]) -> list[Pla
 
 
 def measure_plan(case: PlanCase) -> PlanResult:
-    """One plan in a process of its own."""
+    """Make one plan in a fresh process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(plan_here, case).result(PLAN_TIMEOUT_S)
 
 
 def summarise_plans(results: Sequence[PlanResult]) -> dict[str, float | bool]:
-    """`plan.{rows}x{dp}.*`: the worst of the distributions; `.squares_max_over_mean` where sum(L²) was balanced."""
+    """The keys `plan.{rows}x{dp}.*`, the worst over the distributions; some only where sum(L²) was balanced."""
     summary: dict[str, float | bool] = {}
     for rows, dp in dict.fromkeys((result.case.rows, result.case.dp) for result in results):
         found = [result for result in results if (result.case.rows, result.case.dp) == (rows, dp)]
@@ -67,7 +67,7 @@ def summarise_plans(results: Sequence[PlanResult]) -> dict[str, float | bool]:
 
 
 def plan_table(results: Sequence[PlanResult]) -> Table:
-    """A row per plan."""
+    """A table with one row per plan."""
     table = Table(title="headrace bench plan", title_justify="left", title_style="bold")
     header = ("rows", "dp", "lengths", "balanced", "s", "MiB", "cost max/mean", "at best", "sum(L) max/mean")
     for name in (*header, "microbatches", "blocks read / needed"):

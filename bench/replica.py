@@ -1,4 +1,4 @@
-"""`headrace bench replica`: one read for a replica and a broadcast, against a read by each rank and a padded broadcast.
+"""`headrace bench replica` compares one read and a broadcast with a read by each rank and a padded broadcast.
 
 Each replica size has fresh processes, one a rank; all ways run in them in turn, on the same rows of the same plan.
 """
@@ -37,7 +37,7 @@ from .transfer.baselines.transferqueue import PROCESS_ENV
 from .transfer.results import write_records, write_summary
 
 SIZES = (2, 4, 8)
-"""Ranks of the replica."""
+"""Numbers of ranks that are measured unless others are asked for."""
 PARTITION = "bench"
 GROUP_SIZE = 8
 MAX_TOKENS = 4096
@@ -47,7 +47,7 @@ RANKS_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """What to measure."""
+    """The sizes, the store and the device of the benchmark."""
 
     out: Path
     sizes: tuple[int, ...] = SIZES
@@ -55,30 +55,30 @@ class ReplicaOptions:
     num_rows: int = 256
     repeats: int = 9
     device: str = "cpu"
-    """`cuda`: a GPU for each rank, buffers over NCCL."""
+    """`cpu`, or `cuda` for one GPU per rank with buffers over NCCL."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaResult:
-    """One way at one size."""
+    """The figures of one way of reading at one replica size."""
 
     size: int
     way: str
     seconds: tuple[float, ...]
-    """From the first rank's start to the last one's end."""
+    """Seconds of each run, from the first rank's start to the last one's end."""
     valid_bytes: int
-    """Of all columns of the rows."""
+    """Number of valid bytes in all columns of the rows."""
     store_bytes: int
-    """Read from the store by all ranks in one run."""
+    """Number of bytes that all ranks read from the store in one run."""
     sent_bytes: int
-    """Broadcast in one run: what the leader sends once, however many take it."""
+    """Number of bytes that the leader broadcasts in one run, counted once however many ranks receive them."""
 
     @property
     def median_s(self) -> float:
         return float(np.median(self.seconds))
 
     def record(self) -> dict[str, Any]:
-        """Plain data for results.jsonl."""
+        """The result as plain data for results.jsonl."""
         return {
             "ranks": self.size,
             "way": self.way,
@@ -91,7 +91,7 @@ class ReplicaResult:
 
 
 def run_replica(options: ReplicaOptions, tell: Callable[[str], None]) -> list[ReplicaResult]:
-    """Measure every size; writes results.jsonl and summary.json. Needs no Ray of the caller's.
+    """Measure every size and write results.jsonl and summary.json. The caller needs no Ray.
 
     Raises UserError for what this machine cannot do, RuntimeError when a way delivers other bytes than the others.
     """
@@ -134,7 +134,7 @@ def run_replica(options: ReplicaOptions, tell: Callable[[str], None]) -> list[Re
 
 
 def put_rows(client: DataPlaneClient, num_rows: int) -> KVBatchMeta:
-    """A step's rows with all columns, a put for each group, as rollouts and write-back leave them."""
+    """Put a step's rows with all columns, group by group, as rollouts and write-back leave them."""
     rng = np.random.default_rng(3)
     lengths = rng.lognormal(6.5, 0.8, num_rows).clip(16, MAX_TOKENS).astype(np.int64)
     client.register(PARTITION, SCHEMA, group_size=GROUP_SIZE)
@@ -152,7 +152,7 @@ def put_rows(client: DataPlaneClient, num_rows: int) -> KVBatchMeta:
 
 
 def measure(handle: DataPlaneHandle, meta: KVBatchMeta, size: int, options: ReplicaOptions) -> list[ReplicaResult]:
-    """All ways at one size, each rank in a fresh process."""
+    """Measure all ways at one size, each rank in a fresh process."""
     topology = Topology(1, tp=size)
     plan = plan_shards(meta.lengths, topology, Budget(TOKENS_PER_MICROBATCH, packing="packed"), meta.groups)
     rows, sizes = plan.shard(0)
@@ -170,7 +170,7 @@ def measure(handle: DataPlaneHandle, meta: KVBatchMeta, size: int, options: Repl
 
 
 def check_digests(by_rank: Sequence[dict[str, WayResult]]) -> None:
-    """Raises RuntimeError unless every rank got the same rows in every way."""
+    """Raise RuntimeError unless every rank got the same rows in every way."""
     expected = by_rank[0]["independent"].digest
     for rank, ways in enumerate(by_rank):
         for way, result in ways.items():
@@ -186,7 +186,7 @@ def _joined(size: int, way: str, ranks: Sequence[WayResult], valid_bytes: int) -
 
 
 def summarise(results: Sequence[ReplicaResult]) -> dict[str, float]:
-    """`replica.{ranks}.*`; ratios `a_vs_b` over 1 mean that a is faster."""
+    """The keys `replica.{ranks}.*`; a ratio `a_vs_b` over 1 means that a is faster."""
     summary: dict[str, float] = {}
     found = {(result.size, result.way): result for result in results}
     for size in dict.fromkeys(result.size for result in results):
@@ -204,7 +204,7 @@ def summarise(results: Sequence[ReplicaResult]) -> dict[str, float]:
 
 
 def replica_table(results: Sequence[ReplicaResult]) -> Table:
-    """A row per size and way."""
+    """A table with one row per size and way."""
     table = Table(title="headrace bench replica", title_justify="left", title_style="bold")
     for name in ("ranks", "way", "ms", "read from the store / valid", "broadcast / valid"):
         table.add_column(name, justify="left" if name == "way" else "right")

@@ -1,6 +1,11 @@
-"""pyproject's package list names every package folder, and nothing else."""
+"""The wheel holds every package and runs outside the clone; pyproject's package list names every package folder."""
 
+import os
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -15,3 +20,36 @@ def test_packages_list_is_true():
         if not path.relative_to(ROOT).parts[0].startswith(".") and path.relative_to(ROOT).parts[0] not in ignored
     }
     assert sorted(declared) == sorted(found)
+
+
+def test_the_wheel_runs_outside_the_clone(tmp_path: Path):
+    """`headrace --help` and the README's example run from the wheel, with this machine's dependencies."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    for path in [*ROOT.glob("*.py"), *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE", "py.typed"))]:
+        shutil.copy(path, source)
+    for folder in ("codecs", "dataplane", "actors", "trainers", "bench"):
+        shutil.copytree(ROOT / folder, source / folder)
+    run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."],
+        source,
+    )
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    assert (site / "headrace" / "py.typed").exists()
+
+    (tmp_path / "example.py").write_text((ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0])
+    where = run([sys.executable, "-c", "import headrace; print(headrace.__file__)"], tmp_path, PYTHONPATH=str(site))
+    assert Path(where.strip()) == site / "headrace" / "__init__.py"
+    assert "bench" in run([sys.executable, "-m", "headrace.cli", "--help"], tmp_path, PYTHONPATH=str(site))
+    assert "[3 5]" in run([sys.executable, "example.py"], tmp_path, PYTHONPATH=str(site))
+
+
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    """The output of a command that must end well."""
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

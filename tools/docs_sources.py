@@ -25,7 +25,7 @@ PAGES = {
     "Start": ("start.md", "concepts.md"),
     "Concepts": ("data-plane.md", "training.md", "weights.md", "architecture.md"),
     "How-to": ("how-to/*.md",),
-    "Reference": ("reference/*.md",),
+    "Reference": ("reference/*.md", "testing.md"),
     "Figures": ("benchmarks.md",),
 }
 
@@ -129,6 +129,15 @@ def _attribute_docstrings(model: type[BaseModel]) -> dict[str, str]:
     return found
 
 
+_TYPES = {
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "array": "list",
+    "object": "mapping",
+    "null": "null",
+}
 _BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
 
 
@@ -138,8 +147,7 @@ def _type(schema: dict[str, Any], root: dict[str, Any]) -> str:
         return " or ".join(_type(option, root) for option in schema["anyOf"])
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
-    kind = {"integer": "whole number", "boolean": "true or false", "array": "list", "object": "mapping"}
-    named = kind.get(schema.get("type", ""), {"string": "text"}.get(schema.get("type", ""), schema.get("type", "any")))
+    named = _TYPES.get(schema.get("type", ""), "anything")
     bounds = [f"{sign} {schema[name]:g}" for name, sign in _BOUNDS if name in schema]
     return " ".join([named, ", ".join(bounds)]).strip()
 

@@ -1,1 +1,1 @@
-"""Floor 4: the algorithm, its backends, its controllers and the command line."""
+"""The algorithm: configuration, losses, backends, controllers, and the run around them."""

@@ -1,0 +1,153 @@
+"""Every snippet of the README and the documentation is tried: Python runs, YAML loads, commands parse."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headrace import cli
+from headrace.trainers.config.load import load_config
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+TRIED = {"python", "sh", "yaml"}
+SHOWN = {"text"}
+"""Languages of blocks that show output or a drawing, which nothing can try."""
+PLACES = {"my.yaml", "CONFIG"}
+"""Files of the reader's own, which commands may name."""
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    """The language and attributes behind the fence, such as `yaml title="prometheus.yml"`."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def snippets(page: Path) -> list[Snippet]:
+    found, start, lines = [], 0, page.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        if line.startswith("```") and start:
+            found.append(
+                Snippet(page, start, lines[start - 1].removeprefix("```"), "\n".join(lines[start : number - 1]))
+            )
+            start = 0
+        elif line.startswith("```"):
+            start = number
+    return found
+
+
+SNIPPETS = [snippet for page in PAGES for snippet in snippets(page)]
+
+
+def of(language: str) -> list[Snippet]:
+    return [snippet for snippet in SNIPPETS if snippet.language == language]
+
+
+def test_every_block_has_a_language_that_says_how_it_is_tried() -> None:
+    unknown = [str(snippet) for snippet in SNIPPETS if snippet.language.split(" ")[0] not in TRIED | SHOWN]
+    assert not unknown
+
+
+@pytest.mark.parametrize("snippet", [block for block in of("python") if "run_training" not in block.text], ids=str)
+def test_python_runs(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snippet with `run_training` starts Ray and a whole run: tests/runs/test_from_python.py runs it."""
+    monkeypatch.chdir(tmp_path)
+    exec(compile(snippet.text, str(snippet), "exec"), {"__name__": "snippet"})
+
+
+@pytest.mark.parametrize("snippet", of("yaml"), ids=str)
+def test_yaml_is_a_configuration(snippet: Snippet, tmp_path: Path) -> None:
+    """It loads as the file of a run, whose other keys have their defaults."""
+    (tmp_path / "run.yaml").write_text(snippet.text)
+    load_config(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("snippet", [block for block in SNIPPETS if block.language.startswith("yaml title")], ids=str)
+def test_other_yaml_parses(snippet: Snippet) -> None:
+    assert yaml.safe_load(snippet.text)
+
+
+COMMANDS = [
+    (snippet, line.split(" #")[0].strip())
+    for snippet in of("sh")
+    for line in snippet.text.splitlines()
+    if line.strip() and not line.startswith("#")
+]
+
+
+@pytest.mark.parametrize(("snippet", "command"), COMMANDS, ids=[f"{snippet} {line}" for snippet, line in COMMANDS])
+def test_a_command_is_one_that_exists(snippet: Snippet, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for words in pieces(shlex.split(command)):
+        program = Path(words[0]).name
+        assert program in CHECKS, f"{snippet}: {program} is no command that this test knows"
+        CHECKS[program](words[1:])
+
+
+def pieces(words: list[str]) -> list[list[str]]:
+    """The commands of a line that joins several by `&&`."""
+    text = "\0".join(words)
+    return [piece.strip("\0").split("\0") for piece in text.split("&&")]
+
+
+def check_headrace(words: list[str]) -> None:
+    """The arguments parse; a shipped configuration loads with its overrides."""
+    arguments = cli._parse(words)
+    config = getattr(arguments, "config", None)
+    if config is not None and config not in PLACES:
+        load_config(config, arguments.overrides)
+
+
+def check_make(words: list[str]) -> None:
+    """The target exists, and what ARGS and CONFIG hand to `headrace train` loads."""
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    targets = [word for word in words if "=" not in word]
+    makefile = (ROOT / "Makefile").read_text()
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+    if targets == ["train"]:
+        load_config(given.get("CONFIG", "examples/quickstart.yaml"), given.get("ARGS", "").split())
+
+
+def check_pip(words: list[str]) -> None:
+    """Every extra exists."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for word in words:
+        for extra in re.findall(r"\[([\w,-]+)\]", word):
+            assert set(extra.split(",")) <= set(extras), word
+
+
+def check_file_arguments(words: list[str]) -> None:
+    """Scripts and tests that the command names exist."""
+    for word in words:
+        if re.fullmatch(r"[\w/]+(\.py)?", word) and ("/" in word or word.endswith(".py")):
+            assert (ROOT / word).exists(), word
+
+
+def nothing(words: list[str]) -> None:
+    """Commands of other tools are taken as they are."""
+
+
+CHECKS = {
+    "headrace": check_headrace,
+    "make": check_make,
+    "pip": check_pip,
+    "python": check_file_arguments,
+    "pytest": check_file_arguments,
+    "git": nothing,
+    "pre-commit": nothing,
+}

@@ -1,0 +1,100 @@
+"""The generated pages are current, links lead somewhere, and the pages name what the code has."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import headrace
+from headrace import cli
+
+ROOT = Path(__file__).parent.parent.parent
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def generated() -> dict[Path, str]:
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import docs_sources  # pyright: ignore[reportMissingImports]
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+    return docs_sources.generated()
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "reference/config.md", "llms.txt"])
+def test_a_generated_page_is_current(generated: dict[Path, str], page: str) -> None:
+    """`make docs-sources` writes it."""
+    assert (DOCS / page).read_text(encoding="utf-8") == generated[DOCS / page]
+
+
+def test_the_api_page_lists_exactly_the_public_names() -> None:
+    listed = re.findall(r"^::: headrace\.(\w+)$", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == headrace.__all__
+
+
+def commands(parser: argparse.ArgumentParser, path: str) -> list[tuple[str, list[str]]]:
+    """(command, its options) of all commands below `parser`."""
+    found, options = [], []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                found += commands(inner, f"{path} {name}")
+        options += [option for option in action.option_strings if option.startswith("--")]
+    return [(path, options), *found]
+
+
+def test_the_command_page_names_every_command_and_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page has each command, and each option in a table row of its command."""
+    made: list[argparse.ArgumentParser] = []
+    monkeypatch.setattr(cli._Parser, "parse_known_args", lambda parser, argv: made.append(parser) or sys.exit(0))
+    with pytest.raises(SystemExit):
+        cli._parse(["doctor"])
+    rows = (DOCS / "reference" / "command-line.md").read_text().splitlines()
+    for command, options in commands(made[0], "headrace"):
+        mentions = " ".join(row for row in rows if row.startswith(f"| `{command}"))
+        assert mentions, command
+        assert not [option for option in options if option not in mentions and option not in ("--help", "--out")], (
+            command
+        )
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    """`make docs` checks the site; this also checks what is read on a code host, without a documentation tool."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if re.match(r"https?:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), target
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short_and_its_example_is_ten_lines() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 180
+    example = text.split("```python\n")[1].split("```")[0]
+    assert "headrace" in example and len([line for line in example.splitlines() if line.strip()]) <= 10
+
+
+def test_the_readmes_figures_are_those_of_the_benchmarks_page() -> None:
+    table = (ROOT / "README.md").read_text(encoding="utf-8").split("## Figures")[1].split("\n## ")[0]
+    measured = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[2] for line in table.splitlines() if line.startswith("|")]
+    figures = {figure for cell in cells for figure in re.findall(r"\d[\d.]*", cell)}
+    assert figures
+    assert not [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d|\.\d)", measured)]
