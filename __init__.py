@@ -1,3 +1,115 @@
-"""Headrace: RL post-training for language models, built around its data plane."""
+"""Headrace: RL post-training for language models, built around its data plane.
 
-__version__ = "0.1.0"
+The names in `__all__` are the public interface. Each is imported from its module when it is first used, so that
+`import headrace` itself loads neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from .codecs.batch import Batch, Jagged
+    from .codecs.schema import Field, Kind, Schema
+    from .dataplane.async_client import AsyncDataPlaneClient
+    from .dataplane.client import DataPlaneClient
+    from .dataplane.config import DataPlaneConfig, StoreConfig
+    from .dataplane.directory.samplers import TaskConfig
+    from .dataplane.errors import (
+        AlreadyWritten,
+        CapacityExceeded,
+        ClaimTimeout,
+        DataPlaneError,
+        DataPlaneTimeout,
+        DirectoryLost,
+        DuplicateKeys,
+        FieldsNotReady,
+        IntegrityError,
+        KeysNotFound,
+        LeaseLost,
+        PeerLost,
+        RowsCleared,
+        SamplerError,
+        SchemaMismatch,
+        StoreLost,
+    )
+    from .dataplane.factory import DataPlane, connect, connect_async, open_data_plane
+    from .dataplane.handle import DataPlaneHandle
+    from .dataplane.meta import KVBatchMeta
+    from .trainers.config.config import Config
+    from .trainers.config.load import load_config
+    from .trainers.errors import ConfigError, UserError
+    from .trainers.run.launch import run_training
+
+__all__ = [
+    "AlreadyWritten",
+    "AsyncDataPlaneClient",
+    "Batch",
+    "CapacityExceeded",
+    "ClaimTimeout",
+    "Config",
+    "ConfigError",
+    "DataPlane",
+    "DataPlaneClient",
+    "DataPlaneConfig",
+    "DataPlaneError",
+    "DataPlaneHandle",
+    "DataPlaneTimeout",
+    "DirectoryLost",
+    "DuplicateKeys",
+    "Field",
+    "FieldsNotReady",
+    "IntegrityError",
+    "Jagged",
+    "KVBatchMeta",
+    "KeysNotFound",
+    "Kind",
+    "LeaseLost",
+    "PeerLost",
+    "RowsCleared",
+    "SamplerError",
+    "Schema",
+    "SchemaMismatch",
+    "StoreConfig",
+    "StoreLost",
+    "TaskConfig",
+    "UserError",
+    "connect",
+    "connect_async",
+    "load_config",
+    "open_data_plane",
+    "run_training",
+]
+
+_MODULES = {
+    "codecs.batch": "Batch Jagged",
+    "codecs.schema": "Field Kind Schema",
+    "dataplane.async_client": "AsyncDataPlaneClient",
+    "dataplane.client": "DataPlaneClient",
+    "dataplane.config": "DataPlaneConfig StoreConfig",
+    "dataplane.directory.samplers": "TaskConfig",
+    "dataplane.factory": "DataPlane connect connect_async open_data_plane",
+    "dataplane.handle": "DataPlaneHandle",
+    "dataplane.meta": "KVBatchMeta",
+    "trainers.config.config": "Config",
+    "trainers.config.load": "load_config",
+    "trainers.errors": "ConfigError UserError",
+    "trainers.run.launch": "run_training",
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public name `name` from its module; every name without a module of its own is an error class."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f".{_MODULE_OF.get(name, 'dataplane.errors')}", __name__)
+    value = globals()[name] = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""The command line up to this floor: train, simulate, replay, doctor, report. Floors above add theirs.
+"""The command `headrace`: train, simulate, replay, doctor, report and bench.
 
 Exit codes: 0 done, 1 failed, 2 the user's mistake (one sentence each, no traceback), 130 interrupted.
 Heavy packages (torch, ray, transformers, matplotlib) are imported by the commands that need them, once they need them.
@@ -7,21 +7,26 @@ Heavy packages (torch, ray, transformers, matplotlib) are imported by the comman
 from __future__ import annotations
 
 import argparse
+import datetime
+import shlex
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from . import __version__
+from .codecs.imports import MissingExtra
 from .trainers.errors import ConfigError, UserError
+from .version import __version__
 
 if TYPE_CHECKING:
     from .trainers.config.config import Config
@@ -29,26 +34,34 @@ if TYPE_CHECKING:
 DONE, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
 
 _EPILOG = """examples:
+  headrace doctor
   headrace train examples/quickstart.yaml
   headrace train my.yaml trainer.lr=1e-4 dataplane.store.kind=ray run.dir=runs/first
   headrace train my.yaml --dry-run
+  headrace bench transfer --quick
+
+`headrace COMMAND --help` shows the arguments of a command. Documentation: docs/index.md.
+"""
+
+_BENCH_EPILOG = """examples:
+  headrace bench transfer --quick
+  headrace bench transfer --stores shm simple --workloads rl-1024 --pattern put get shuffled
+  headrace bench step --quick
+  headrace bench gpu-train --backend megatron --gpus 2
 """
 
 
-def main(argv: Sequence[str] | None = None, add_commands: Callable[[Any], None] | None = None) -> int:
-    """Run one command; returns the exit code. `argv` defaults to the process's arguments.
-
-    add_commands: given argparse's subparsers, adds further commands, each with a `command` default of its own.
-    """
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. `argv` defaults to the process's arguments."""
     try:
-        arguments = _parse(sys.argv[1:] if argv is None else argv, add_commands)
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
     except SystemExit as stop:  # argparse: 0 after --help and --version, 2 after a mistake
         return stop.code if isinstance(stop.code, int) else MISTAKE
     try:
         return arguments.command(arguments)
     except ConfigError as error:
         return _mistake(error.problems)
-    except UserError as error:
+    except (UserError, MissingExtra) as error:
         return _mistake([str(error)])
     except KeyboardInterrupt:
         print("headrace: interrupted", file=sys.stderr)
@@ -57,20 +70,24 @@ def main(argv: Sequence[str] | None = None, add_commands: Callable[[Any], None] 
         return _failure(error)
 
 
-# ---------------------------------------------------------------- commands
+# ---------------------------------------------------------------- runs
 
 
 def _train(arguments: argparse.Namespace) -> int:
     from .trainers.config.config import resolved_yaml, with_run_dir
     from .trainers.config.load import load_config
+    from .trainers.simulation.config import simulation_section
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_config(arguments.config, arguments.overrides, of_old_run=arguments.resume)
+    simulation_section(config)  # a run reads none of it, but a mistake there is told at once
     if arguments.resume and config.run.dir is None:
-        raise UserError("--resume: run.dir is not set, expected the folder of the run to go on with")
+        raise UserError("--resume: run.dir is not set, expected the folder of the run to continue")
     config = with_run_dir(config)
     if arguments.dry_run:
         from .trainers.run.dry_run import describe
+        from .trainers.run.extras import check_extras
 
+        check_extras(config)
         print(resolved_yaml(config))
         print(describe(config))
         return DONE
@@ -80,7 +97,7 @@ def _train(arguments: argparse.Namespace) -> int:
     try:
         run_training(config, resume=arguments.resume)
     except UserError:
-        raise  # it may be about the folder, and what is in there then is another run's
+        raise  # the mistake may be about the folder, and then what is in the folder belongs to another run
     except BaseException:
         _leave_report(config)
         raise
@@ -88,7 +105,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _leave_report(config: Config) -> None:
-    """Report what there is of a run that did not finish. A report that cannot be built is told, and hides nothing."""
+    """Write the report of a run that did not finish. A report that cannot be built is mentioned and hides no error."""
     from .trainers.observe.report import write_report
     from .trainers.observe.run_folder import has_figures
 
@@ -102,47 +119,45 @@ def _leave_report(config: Config) -> None:
         print(f"headrace: report.html could not be built ({why}); try `headrace report {folder}`", file=sys.stderr)
 
 
-def _doctor(_: argparse.Namespace) -> int:
-    from .trainers.run.doctor import run_doctor
-
-    return run_doctor(Console())
-
-
 def _simulate(arguments: argparse.Namespace) -> int:
     from .trainers.config.load import load_config
+    from .trainers.simulation.config import simulation_section
     from .trainers.simulation.report import SimulateOptions, run_simulation, simulation_table
 
     config = load_config(arguments.config, arguments.overrides)
-    options = SimulateOptions(config.simulation, from_run=arguments.from_run, gpus=tuple(arguments.gpus))
-    console = Console()
-    with console.status("simulating") as status:
-        summary = run_simulation(config, options, arguments.out, lambda line: status.update(line))
-    console.print(simulation_table(summary))
-    console.print(f"results: {arguments.out}", highlight=False)
-    return DONE
+    options = SimulateOptions(simulation_section(config), from_run=arguments.from_run, gpus=tuple(arguments.gpus))
+    with _status("simulating") as (console, tell):
+        summary = run_simulation(config, options, arguments.out, tell)
+    return _show(console, simulation_table(summary), arguments.out)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
     from .trainers.run.rollout_replay import replay_rollouts, write_replay
 
-    console, out = Console(), arguments.out or arguments.run_dir / "replay.json"
-    with console.status("loading the model") as status:
-        report = replay_rollouts(
-            arguments.run_dir, arguments.model, arguments.version, lambda line: status.update(line)
-        )  # fmt: skip
+    folder: Path = arguments.run_dir
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder}: no config.yaml there, expected a run folder")
+    out = arguments.out or folder / "replay.json"
+    with _status("loading the model") as (console, tell):
+        report = replay_rollouts(folder, arguments.model, arguments.version, tell)
     write_replay(report, out)
-    alike = report.rows_alike == report.rows
     console.print(
-        f"version {report.version} ({report.model}): {report.groups} groups, {report.tokens} tokens again in "
-        f"{report.seconds:.1f} s\n"
-        f"rows with the same tokens: {report.rows_alike} of {report.rows}; log-probs of same tokens differ by at most "
+        f"version {report.version} ({report.model}): {report.groups} groups with {report.tokens} tokens were generated "
+        f"again in {report.seconds:.1f} s\n"
+        f"rows with the same tokens: {report.rows_alike} of {report.rows}; log-probs of equal tokens differ by at most "
         f"{report.logprob_diff_max:.2g}\n"
-        f"mean reward {report.reward:.4f}, recorded {report.reward_recorded:.4f}; of same rows it differs by at most "
-        f"{report.reward_diff_max:.2g}\n"
+        f"mean reward {report.reward:.4f}, recorded {report.reward_recorded:.4f}; rewards of equal rows differ by at "
+        f"most {report.reward_diff_max:.2g}\n"
         f"results: {out}",
         highlight=False,
     )
-    return DONE if alike else FAILED
+    return DONE if report.rows_alike == report.rows else FAILED
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    from .trainers.run.doctor import run_doctor
+
+    return run_doctor(Console())
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -152,11 +167,172 @@ def _report(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+# ---------------------------------------------------------------- benchmarks
+
+
+def _transfer(arguments: argparse.Namespace) -> int:
+    from .bench.transfer.benchmark import (
+        PATTERNS,
+        QUICK_STORES,
+        QUICK_WORKLOADS,
+        STORES,
+        WORKLOADS,
+        TransferOptions,
+        run_transfer,
+    )
+    from .bench.transfer.report import failures, tables, write_report
+
+    options = TransferOptions(
+        out=_folder(arguments, "transfer"),
+        stores=_chosen(arguments.stores, QUICK_STORES if arguments.quick else STORES),
+        workloads=_chosen(arguments.workloads, QUICK_WORKLOADS if arguments.quick else WORKLOADS),
+        patterns=_chosen(arguments.pattern, PATTERNS),
+        quick=arguments.quick,
+    )
+    with _status("starting") as (console, tell):
+        report = run_transfer(options, tell)
+    for table in tables(report):
+        console.print(table)
+    for name, why in report.absent.items():
+        console.print(f"not measured: {name}: {why}", highlight=False)
+    path = write_report(report, options, _command_line())
+    failed = failures(report)
+    for line in failed:
+        console.print(f"failed: {line}", style="red", highlight=False)
+    console.print(f"report: {path}", highlight=False)
+    return FAILED if failed else DONE
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from .bench.plan import plan_table, run_plan
+
+    out = _folder(arguments, "plan")
+    with _status("planning") as (console, tell):
+        results = run_plan(out, quick=arguments.quick, tell=tell)
+    return _show(console, plan_table(results), out)
+
+
+def _replica(arguments: argparse.Namespace) -> int:
+    from .bench.replica import SIZES, ReplicaOptions, replica_table, run_replica
+
+    sizes = tuple(dict.fromkeys(arguments.sizes or SIZES))
+    if min(sizes) < 2:
+        raise UserError(f"--sizes: got {min(sizes)}, expected replicas of at least 2 ranks")
+    options = ReplicaOptions(_folder(arguments, "replica"), sizes, arguments.store, device=arguments.device)
+    with _status("starting") as (console, tell):
+        results = run_replica(options, tell)
+    return _show(console, replica_table(results), options.out)
+
+
+def _weights(arguments: argparse.Namespace) -> int:
+    from .bench.weights.benchmark import SIZES, TRANSPORT_KINDS, WeightOptions, run_weights, weights_table
+
+    out = _folder(arguments, "weights")
+    plain = WeightOptions.quick(out) if arguments.quick else WeightOptions(out)
+    options = replace(
+        plain,
+        transports=_known("--transports", _chosen(arguments.transports, plain.transports), TRANSPORT_KINDS),
+        sizes=_known("--sizes", _chosen(arguments.sizes, plain.sizes), SIZES),
+        engines=tuple(arguments.engines or plain.engines),
+        device=arguments.device,
+    )
+    with _status("starting") as (console, tell):
+        results, skipped = run_weights(options, tell)
+    console.print(weights_table(results))
+    for label, why in skipped.items():
+        console.print(f"not measured: {label}: {why}", highlight=False)
+    console.print(f"results: {out}", highlight=False)
+    return DONE
+
+
+def _step(arguments: argparse.Namespace) -> int:
+    from .bench.modes import StepOptions, run_steps
+    from .bench.modes_report import steps_table, write_report
+
+    out = _folder(arguments, "step")
+    options = StepOptions.quick(out) if arguments.quick else StepOptions(out)
+    with _status("starting") as (console, tell):
+        report = run_steps(options, tell)
+    console.print(steps_table(report))
+    console.print(f"report: {write_report(report, options, _command_line())}", highlight=False)
+    return DONE
+
+
+def _directory(arguments: argparse.Namespace) -> int:
+    from .bench.directory import directory_table, run_directory
+
+    if arguments.rows < 1:
+        raise UserError(f"--rows: got {arguments.rows}, expected at least 1")
+    out = _folder(arguments, "directory")
+    with _status("filling the directory") as (console, tell):
+        summary = run_directory(out, num_rows=arguments.rows, tell=tell)
+    return _show(console, directory_table(summary), out)
+
+
+def _gpu_train(arguments: argparse.Namespace) -> int:
+    from .bench.gpu_train import main as bench_main
+
+    return bench_main(arguments.rest)
+
+
+def _gpu_weights(arguments: argparse.Namespace) -> int:
+    from .bench.weights.gpu import main as bench_main
+
+    return bench_main(arguments.rest)
+
+
+@contextmanager
+def _status(first: str) -> Iterator[tuple[Console, Callable[[str], None]]]:
+    """A console that shows one changing line while the work runs, and the function that changes the line."""
+    console = Console()
+    with console.status(first) as status:
+        yield console, lambda line: status.update(line)
+
+
+def _show(console: Console, table: Any, out: Path) -> int:
+    console.print(table)
+    console.print(f"results: {out}", highlight=False)
+    return DONE
+
+
+def _command_line() -> str:
+    return shlex.join(["headrace", *sys.argv[1:]])
+
+
+def _known(option: str, given: tuple[str, ...], every: Sequence[str]) -> tuple[str, ...]:
+    for name in given:
+        if name not in every:
+            raise UserError(f"{option}: got {name!r}, expected some of {', '.join(every)}")
+    return given
+
+
+def _chosen(given: Iterable[str] | None, every: Iterable[str]) -> tuple[str, ...]:
+    """The names that were given, separated by spaces or commas, each once; all names when none was given."""
+    names = every if given is None else [name for item in given for name in item.split(",") if name]
+    return tuple(dict.fromkeys(names))
+
+
+def _folder(arguments: argparse.Namespace, what: str) -> Path:
+    """The folder for a benchmark's results. Raises UserError when the path leads to something else."""
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = arguments.out or Path("runs") / f"bench-{what}-{now}"
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out: {folder} is a file, expected a folder or a new name")
+    return folder
+
+
 # ---------------------------------------------------------------- arguments
 
 
-def _parse(argv: Sequence[str], add_commands: Callable[[Any], None] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(MISTAKE, f"headrace: {message} (`{self.prog} --help` shows what is expected)\n")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(
         prog="headrace",
         description="RL post-training for language models, built around its data plane.",
         epilog=_EPILOG,
@@ -164,67 +340,138 @@ def _parse(argv: Sequence[str], add_commands: Callable[[Any], None] | None) -> a
     )
     parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_run_commands(commands)
+    _add_bench_commands(commands)
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(MISTAKE)
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse treats overrides behind an option as unknown arguments.
+    if arguments.command in (_train, _simulate) and all("=" in word and not word.startswith("-") for word in rest):
+        arguments.overrides = [*arguments.overrides, *rest]
+    elif arguments.command in (_gpu_train, _gpu_weights):
+        arguments.rest = rest
+    elif rest:
+        overrides = "; overrides are written key.sub=value, without dashes" if hasattr(arguments, "overrides") else ""
+        commands.choices[argv[0]].error(f"unknown argument {rest[0]!r}{overrides}")
+    return arguments
 
+
+def _add_run_commands(commands: Any) -> None:
     train = commands.add_parser("train", help="train from a YAML file", description="Train from a YAML file.")
-    train.add_argument("config", metavar="CONFIG", help="YAML file")
+    _config_and_overrides(train)
     train.add_argument(
-        "overrides", metavar="key.sub=value", nargs="*", default=[], help="override of a key; the value is YAML"
+        "--dry-run",
+        action="store_true",
+        help="print the resolved config, placement, memory and plan, and start nothing",
     )
-    train.add_argument(
-        "--dry-run", action="store_true", help="print resolved config, placement, memory and plan, then exit"
-    )
-    train.add_argument("--resume", action="store_true", help="go on with the run in run.dir from its last checkpoint")
+    train.add_argument("--resume", action="store_true", help="continue the run in run.dir from its last checkpoint")
     train.set_defaults(command=_train)
 
+    summary = "predict step times and idle shares of sync, async and streaming"
     simulate = commands.add_parser(
-        "simulate", help="step time and idle shares of sync, async and streaming, without running them"
+        "simulate",
+        help=summary,
+        description=f"{summary.capitalize()} from the config's `simulation` section, or from the speeds of a run.",
     )
-    simulate.add_argument("config", metavar="CONFIG", help="YAML file; its section `simulation` has speeds and sizes")
-    simulate.add_argument("overrides", metavar="key.sub=value", nargs="*", default=[], help="override of a key")
+    _config_and_overrides(simulate)
     simulate.add_argument(
-        "--out", type=Path, default=Path("runs/simulation"), metavar="DIR", help="folder of the results"
-    )
-    simulate.add_argument(
-        "--from", dest="from_run", type=Path, metavar="RUN_DIR", help="a sync run to take speeds from"
+        "--out", type=Path, default=Path("runs/simulation"), metavar="DIR", help="folder for the results"
     )
     simulate.add_argument(
-        "--gpus", nargs="+", type=int, default=[], metavar="N", help="numbers of GPUs to simulate, too"
+        "--from", dest="from_run", type=Path, metavar="RUN_DIR", help="folder of a sync run whose speeds are used"
+    )
+    simulate.add_argument(
+        "--gpus", nargs="+", type=int, default=[], metavar="N", help="also simulate these numbers of GPUs"
     )
     simulate.set_defaults(command=_simulate)
 
     replay = commands.add_parser(
         "replay",
-        help="roll out again what a run has recorded, without a trainer, and compare",
-        description="Roll out again what a run with run.record=true has recorded, without a trainer, and compare: exit "
-        "code 1 when tokens differ. (Its training without an engine: headrace train ... run.replay=RUN_DIR.)",
+        help="generate a recorded run's rollouts again and compare them",
+        description="Generate again what a run with run.record=true recorded, without a trainer, and compare. The exit "
+        "code is 1 when tokens differ. (To train on the recorded rows instead: headrace train ... run.replay=RUN_DIR.)",
     )
     replay.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run folder")
     replay.add_argument(
-        "--model", metavar="PATH", help="weights: a folder, a hub id, or `best`; default: what the run started from"
+        "--model", metavar="PATH", help="weights: a folder, a hub id, or `best`; default: the run's initial model"
     )
     replay.add_argument(
-        "--version", type=int, metavar="N", help="policy version that these are; its groups are rolled out"
+        "--version", type=int, metavar="N", help="policy version of these weights; its groups are generated again"
     )
-    replay.add_argument("--out", type=Path, metavar="FILE", help="results; default: RUN_DIR/replay.json")
+    replay.add_argument("--out", type=Path, metavar="FILE", help="file for the results; default: RUN_DIR/replay.json")
     replay.set_defaults(command=_replay)
 
-    doctor = commands.add_parser("doctor", help="what this machine can run, and how to fix what it cannot")
+    doctor = commands.add_parser("doctor", help="show what this machine can run, and how to fix what it cannot")
     doctor.set_defaults(command=_doctor)
 
     report = commands.add_parser("report", help="build report.html of a run folder again")
     report.add_argument("run_dir", metavar="RUN_DIR", help="run folder")
     report.set_defaults(command=_report)
 
-    if add_commands is not None:
-        add_commands(commands)
 
-    arguments, rest = parser.parse_known_args(argv)
-    # argparse takes the overrides behind an option for unknown arguments.
-    if arguments.command in (_train, _simulate) and all("=" in word and not word.startswith("-") for word in rest):
-        arguments.overrides = [*arguments.overrides, *rest]
-    elif rest:
-        parser.error(f"unknown argument {rest[0]!r} (overrides are written key.sub=value, without dashes)")
-    return arguments
+def _config_and_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument(
+        "overrides", metavar="key.sub=value", nargs="*", default=[], help="override of a config key; the value is YAML"
+    )
+
+
+def _add_bench_commands(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="measure the data plane, weight sync, the modes and train steps on this machine",
+        description="Measure on this machine. Each benchmark prints a table and writes results.jsonl, summary.json and "
+        "often a Markdown report with plots.",
+        epilog=_BENCH_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    kinds = bench.add_subparsers(metavar="WHAT", required=True)
+
+    transfer = _bench(kinds, "transfer", _transfer, "every store against every baseline, on the same rows")
+    transfer.add_argument("--stores", nargs="+", metavar="STORE", help="local shm ray simple mooncake; default: all")
+    transfer.add_argument("--workloads", nargs="+", metavar="NAME", help="rl-256, rl-1024, ...; default: all")
+    transfer.add_argument(
+        "--pattern", nargs="+", metavar="NAME", help="put get shuffled field write-back clear claim step; default: all"
+    )
+    transfer.add_argument("--quick", action="store_true", help="few workloads and repeats, under five minutes")
+
+    plan = _bench(kinds, "plan", _plan, "time, memory and balance of the planner, up to a million rows")
+    plan.add_argument("--quick", action="store_true", help="at most 16k rows")
+
+    replica = _bench(
+        kinds, "replica", _replica, "one read per replica and a broadcast, against a read by each rank and padded rows"
+    )
+    replica.add_argument("--sizes", nargs="+", type=int, metavar="N", help="ranks of a replica; default: 2 4 8")
+    replica.add_argument("--store", default="simple", choices=("shm", "ray", "simple", "mooncake"))
+    replica.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: one GPU per rank")
+
+    weights = _bench(kinds, "weights", _weights, "weight sync from a trainer to engines, over every transport")
+    weights.add_argument("--transports", nargs="+", metavar="NAME", help="collective ipc store disk; default: all")
+    weights.add_argument("--sizes", nargs="+", metavar="SIZE", help="0.1B 0.5B 1.7B 4B 8B; default: up to 1.7B")
+    weights.add_argument("--engines", nargs="+", type=int, metavar="N", help="numbers of engines; default: 1 2 4")
+    weights.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: one GPU per process")
+    weights.add_argument("--quick", action="store_true", help="0.1B only and few repeats, under two minutes")
+
+    step = _bench(kinds, "step", _step, "steps of sync, streaming and async on a scripted engine, and simulated")
+    step.add_argument("--quick", action="store_true", help="few and short steps, under a minute")
+
+    directory = _bench(kinds, "directory", _directory, "memory and speed of the directory with a million rows")
+    directory.add_argument("--rows", type=int, default=1 << 20, metavar="N", help="number of rows")
+
+    # The GPU benchmarks parse their own options, which are only known once torch is imported.
+    for name, command, what in (
+        ("gpu-train", _gpu_train, "check and time train steps of a backend on GPUs, without Ray"),
+        ("gpu-weights", _gpu_weights, "check and time weight sync into a running vLLM on GPUs, without Ray"),
+    ):
+        kinds.add_parser(name, help=what, add_help=False).set_defaults(command=command)
+
+
+def _bench(kinds: Any, name: str, command: Callable[[argparse.Namespace], int], what: str) -> argparse.ArgumentParser:
+    parser = kinds.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results; default: runs/bench-...")
+    parser.set_defaults(command=command)
+    return parser
 
 
 # ---------------------------------------------------------------- endings
@@ -237,7 +484,7 @@ def _mistake(sentences: Sequence[str]) -> int:
 
 
 def _failure(error: Exception) -> int:
-    """One panel: what failed and where the traceback is; the traceback itself when no run folder keeps it."""
+    """Show one panel that says what failed and where the traceback is; print the traceback if no run folder has it."""
     notes = getattr(error, "__notes__", [])
     if not notes:
         traceback.print_exception(error)
@@ -247,7 +494,7 @@ def _failure(error: Exception) -> int:
 
 
 def _stop_on_sigterm() -> None:
-    """Have SIGTERM unwind like Ctrl-C, so that the run ends its processes and removes its files."""
+    """Let SIGTERM unwind like Ctrl-C, so that the run ends its processes and removes its files."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)
 

@@ -1,1 +1,1 @@
-"""Floor 3: Ray processes and what they host."""
+"""Ray actors of a run and what they host: engines, environments, rewards, rollout workers and train workers."""

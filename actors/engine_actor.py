@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from ..codecs import messages
-from .engines.calls import GenerateCall, GenerateReply
 from .engines.factory import EngineConfig, build_engine
+from .engines.generate_messages import GenerateCall, GenerateReply
 from .engines.protocol import CommitReport, EngineStats, GenerationEngine, PauseMode
 from .protocols import ActorInfo
 from .remote_methods import decode_arguments
 from .weights.transports.protocol import WeightUpdate
 
 CONCURRENCY = 1 << 16
-"""`max_concurrency` of an engine actor: requests in flight must not keep `pause`, `abort` or `info` waiting."""
+"""Ray's `max_concurrency` of an engine actor, so high that requests in flight do not delay `pause` or `abort`."""
 
 
 class EngineHost:
@@ -56,15 +56,15 @@ class EngineHost:
         raise NotImplementedError
 
     async def prepare_weights(self, update: WeightUpdate) -> None:
-        """`GenerationEngine.prepare_weights`."""
+        """Run `WeightHost.prepare_weights`."""
         await self._engine.prepare_weights(update)
 
     async def commit_weights(self, version: int, in_flight: PauseMode) -> CommitReport:
-        """`GenerationEngine.commit_weights`."""
+        """Run `WeightHost.commit_weights`."""
         return await self._engine.commit_weights(version, in_flight)
 
     async def drop_weights(self, version: int) -> None:
-        """`GenerationEngine.drop_weights`."""
+        """Run `WeightHost.drop_weights`."""
         await self._engine.drop_weights(version)
 
     async def num_workers(self) -> int:
@@ -80,23 +80,23 @@ class EngineHost:
         return self._engine.stats
 
     async def pause(self, mode: PauseMode) -> None:
-        """`GenerationEngine.pause`."""
+        """Run `Sleeper.pause`."""
         await self._engine.pause(mode)
 
     async def resume(self) -> None:
-        """`GenerationEngine.resume`."""
+        """Run `Sleeper.resume`."""
         await self._engine.resume()
 
     async def reset_prefix_cache(self) -> None:
-        """`GenerationEngine.reset_prefix_cache`."""
+        """Run `Sleeper.reset_prefix_cache`."""
         await self._engine.reset_prefix_cache()
 
     async def sleep(self, level: int) -> None:
-        """`GenerationEngine.sleep`."""
+        """Run `Sleeper.sleep`."""
         await self._engine.sleep(level)
 
     async def wake(self) -> None:
-        """`GenerationEngine.wake`."""
+        """Run `Sleeper.wake`."""
         await self._engine.wake()
 
     @property
@@ -132,9 +132,9 @@ class EngineActor(EngineHost):
         return build_engine(self._setup.engine)
 
     async def generate(self, call: GenerateCall) -> GenerateReply | None:
-        """`GenerationEngine.generate`; returns None, which nobody reads, when the caller has abandoned the request."""
+        """Run `Generator.generate`; returns None, which nobody reads, when the caller has abandoned the request."""
         request_id = call.request_id
-        while request_id in self._abandoned:  # its caller has come back for it before it had ended
+        while request_id in self._abandoned:  # its caller sends it again before the first attempt has ended
             await asyncio.wait({self._running[request_id]})
         if request_id in self._running:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
@@ -155,12 +155,12 @@ class EngineActor(EngineHost):
         return list(self._running)
 
     async def abort(self, request_id: str) -> None:
-        """`GenerationEngine.abort`: the generate call returns what there is."""
-        await asyncio.sleep(0)  # a call that came just before reaches the engine first
+        """Abort a request; its `generate` call returns the tokens made so far."""
+        await asyncio.sleep(0)  # lets a `generate` call that came just before reach the engine first
         await self._engine.abort(request_id)
 
     async def abandon(self, request_id: str) -> None:
-        """End a request whose caller has gone; nobody gets an answer. Unknown ids are ignored."""
+        """End a request whose caller no longer waits for an answer. Unknown ids are ignored."""
         task = self._running.get(request_id)
         if task is not None:
             self._abandoned.add(request_id)

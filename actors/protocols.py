@@ -1,4 +1,7 @@
-"""What actors host and what hosts ask of them: environments, rewards, train backends. Engines: engines/protocol.py."""
+"""Protocols and data types that actors share: rows, prompts, samples, environments, rewards and train backends.
+
+Those of generation engines are in `engines/protocol.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ import torch
 
 from ..codecs.batch import Batch
 from ..codecs.schema import Field, Kind, Schema
-from .engines.protocol import GenerationEngine, SamplingParams
+from .engines.protocol import Generator, SamplingParams
 
 # ---------------------------------------------------------------- hosts
 
 
 @dataclass(frozen=True, slots=True)
 class ActorInfo:
-    """Who a process is, for errors, traces and clean-up."""
+    """Identity of a process, for errors, traces and clean-up."""
 
     name: str
     pid: int
@@ -28,7 +31,7 @@ class ActorInfo:
 
     @staticmethod
     def here(name: str) -> ActorInfo:
-        """This process."""
+        """Describe the calling process."""
         return ActorInfo(name, os.getpid(), socket.gethostname())
 
     def __str__(self) -> str:
@@ -41,18 +44,19 @@ class Span:
 
     name: str
     start_s: float
-    """Unix time."""
+    """Unix time at which the work began."""
     dur_s: float
+    """Seconds that the work took."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanTable:
-    """Spans in few bytes: reports go through the driver."""
+    """Spans encoded in few bytes, because reports go through the driver."""
 
     origin_s: float
-    """Unix time that they count from; 0.0 when there are none."""
+    """Unix time that the spans count from; 0.0 when there are none."""
     spans: tuple[tuple[str, int, int], ...]
-    """(name, microseconds after the origin, microseconds long)."""
+    """Name, microseconds after the origin and microseconds of duration of each span."""
 
     @staticmethod
     def of(spans: Sequence[Span]) -> SpanTable:
@@ -63,7 +67,7 @@ class SpanTable:
         )
 
     def to_spans(self) -> list[Span]:
-        """Inverse of `of`, to the microsecond."""
+        """Decode the spans; times are exact to the microsecond."""
         return [Span(name, self.origin_s + start / 1e6, length / 1e6) for name, start, length in self.spans]
 
 
@@ -79,70 +83,70 @@ ROLLOUT_SCHEMA = Schema(
         Field("version_spans", Kind.RAGGED, torch.int32, ndim=2),
     ]
 )
-"""Fields of the `train` partition. A row is prompt + response, L tokens; all fields are aligned with `input_ids`.
+"""Fields of the `train` partition. A row is prompt + response of L tokens; all fields are aligned with `input_ids`.
 
 input_ids         token ids
-response_mask     1 where the policy chose the token and it is to be trained on, else 0; all 0 for a failed row
-rollout_logprobs  log-prob that the engine sampled the token with (temperature applied), 0 where response_mask is 0
-prev_logprobs     the same token under the policy as it was when the step began, written back by train workers
-ref_logprobs      the same token under the reference policy, written back by train workers
-version_spans     [S, 2]: (first token, policy version of it and those after it); -1 where the policy did not choose
+response_mask     1 where the policy chose the token and training uses it, else 0; all 0 for a failed row
+rollout_logprobs  log-prob with which the engine sampled the token (temperature applied), 0 where response_mask is 0
+prev_logprobs     log-prob of the token under the policy at the start of the step, written back by train workers
+ref_logprobs      log-prob of the token under the reference policy, written back by train workers
+version_spans     [S, 2]: first token of a span and the policy version of the span; -1 where the policy did not choose
 
 Tags (metadata, float32): `reward` (total), `valid` (1 or 0: a failed row), `response_length`; `reward/<name>` when the
 advantages need single rewards.
 """
 
 ROLLOUT_FIELDS = ("input_ids", "response_mask", "rollout_logprobs", "version_spans")
-"""What a rollout actor puts."""
+"""Fields that a rollout actor puts."""
 
 TRAIN_FIELDS = ("input_ids", "response_mask", "rollout_logprobs")
-"""What of it a train step reads."""
+"""Fields put by rollout actors that a train step reads."""
 
 # ---------------------------------------------------------------- prompts, environments, rewards
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt before it is part of a run."""
+    """A prompt as its source has it, before the run gives it a uid."""
 
     text: str
-    """What the model is given, template applied."""
+    """Text that the model is given, with the chat template applied."""
     answer: str
-    """What rewards compare with; "" when the dataset has none."""
+    """Expected answer, which rewards compare with; "" when the dataset has none."""
     fields: Mapping[str, Any]
-    """The dataset row's other columns, for rewards of the user's own."""
+    """Other columns of the dataset row, for the user's own rewards."""
 
 
 class PromptSource(Protocol):
-    """Prompts by index: a file, a dataset, a generated task."""
+    """Gives prompts by index, from a file, a dataset or a generated task."""
 
     @property
     def name(self) -> str:
-        """Where they come from, for errors."""
+        """Name of the source, for errors."""
         ...
 
     @property
     def size(self) -> int | None:
-        """Number of prompts; None when endless."""
+        """Number of prompts; None when the source never ends."""
         ...
 
     def row(self, index: int) -> PromptRow:
-        """Prompt `index`, the same at every call. Raises ValueError naming the row when it is malformed."""
+        """Return prompt `index`, the same at every call. Raises ValueError naming the row when it is malformed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of a dataset."""
+    """A prompt of the run's prompt stream."""
 
     uid: str
-    """Minted from the prompt's position in the run's prompt stream; unique in the run."""
+    """Id made from the prompt's position in the run's prompt stream; unique in the run."""
     text: str
-    """What the model is given, template applied."""
+    """Text that the model is given, with the chat template applied."""
     answer: str
-    """What rewards compare with; "" when the dataset has none."""
+    """Expected answer, which rewards compare with; "" when the dataset has none."""
     fields: Mapping[str, Any]
-    """The dataset row's other columns, for rewards of the user's own."""
+    """Other columns of the dataset row, for the user's own rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,39 +155,39 @@ class Sample:
 
     prompt: Prompt
     index: int
-    """0..n-1 in its group."""
+    """Number of the sample in its group, 0..n-1."""
     input_ids: np.ndarray
-    """int32 `[L]`: prompt + response."""
+    """Token ids of prompt + response, int32 `[L]`."""
     response_mask: np.ndarray
-    """uint8 `[L]`."""
+    """1 where the policy chose the token, else 0; uint8 `[L]`."""
     logprobs: np.ndarray
-    """float32 `[L]`."""
+    """Log-prob that each token was sampled with, float32 `[L]`; 0 where the policy did not choose it."""
     text: str
-    """The response as text, without special tokens."""
+    """Text of the response, without special tokens."""
     finish_reason: str
-    """`stop`, `length` or `abort`; `error` for a failed row."""
+    """Why the episode ended: `stop`, `length` or `abort`; `error` for a failed row."""
     versions: np.ndarray
-    """int32 `[L]`: policy version that produced each token; -1 where the policy did not choose it (prompt, tools)."""
+    """Policy version that produced each token, int32 `[L]`; -1 where the policy did not choose it (prompt, tools)."""
 
     @property
     def version(self) -> int:
-        """Of the oldest token that the policy chose; -1 when there is none."""
+        """Version of the oldest token that the policy chose; -1 when it chose none."""
         chosen = self.versions[self.versions >= 0]
         return int(chosen.min()) if len(chosen) else -1
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A rewarded sample."""
+    """Rewards of one sample."""
 
     reward: float
-    """Weighted total; 0.0 when not valid (and masked then, never trained on)."""
+    """Weighted total of the rewards; 0.0 when not valid, and the row is then masked and never trained on."""
     components: Mapping[str, float]
-    """Each reward's own value, unweighted."""
+    """Unweighted value of each reward, by name."""
     valid: bool
-    """False when a reward function raised."""
+    """Whether the sample can be trained on; False when a reward function raised."""
     error: str = ""
-    """The exception, one line, when not valid."""
+    """Description of the exception in one line; "" when valid."""
 
 
 class Reward(Protocol):
@@ -198,10 +202,8 @@ class Reward(Protocol):
 class Environment(Protocol):
     """Plays episodes of one prompt against an engine."""
 
-    async def run(
-        self, prompt: Prompt, engine: GenerationEngine, tokenizer: Any, params: SamplingParams
-    ) -> list[Sample]:
-        """`params.n` finished episodes, in order of their `index`. Raises what the engine raises.
+    async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
+        """Return `params.n` finished episodes, in order of their `index`. Raises what the engine raises.
 
         tokenizer: a Hugging Face tokenizer.
         """
@@ -213,94 +215,100 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows of one forward / backward, as this rank of the replica needs them."""
+    """Rows of one forward and backward pass, as this rank of the replica needs them."""
 
     batch: Batch
-    """Packed columns; the backend pads or packs as it likes. A pipeline stage has only the fields it uses (a middle one
-    none); a context-parallel rank has of each row only its pieces (`codecs.context_slices`)."""
+    """Packed columns; the backend pads or packs them as it likes. A pipeline stage gets only the fields that it uses (a
+    middle stage none). A context-parallel rank gets only its pieces of each row (`codecs.context_slices`)."""
     lengths: np.ndarray
-    """int64 `[N]`: tokens of each whole row."""
+    """Number of tokens of each whole row, int64 `[N]`."""
     advantages: np.ndarray
-    """float32 `[N]`: one per row."""
+    """Advantage of each row, float32 `[N]`."""
     group_ids: np.ndarray
-    """int64 `[N]`."""
+    """Number of each row's group, int64 `[N]`."""
     group_tokens: np.ndarray | None
-    """int64 `[N]`: response tokens that the step trains on in each row's whole group; None unless
+    """Number of response tokens in each row's whole group that the step trains on, int64 `[N]`; None unless
     `loss.aggregation=prompt`, which alone needs it."""
 
 
 class TrainBackend(Protocol):
-    """A model under training on this rank, and the train-step state machine:
+    """A model under training on this rank, driven as a state machine.
 
-    `begin_step -> accumulate* -> finish_step | abort_step`. Collective: every rank of the mesh makes the same calls in
-    the same order.
+    `begin_step -> accumulate* -> finish_step | abort_step`. Every rank of the mesh makes the same calls in the same
+    order, because most of them are collective.
     """
 
     def begin_step(self, temperature: float = 1.0) -> None:
-        """Start a step: zero gradients and sums. Raises RuntimeError when one is open."""
+        """Start a step with gradients and sums at zero. Raises RuntimeError when a step is open."""
         ...
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
-        """Forward, summed loss, backward of `count` microbatches, a chunk of the step. Gradients stay unscaled sums.
+        """Run forward, summed loss and backward over `count` microbatches, one chunk of the step. Gradients stay
+        unscaled sums.
 
-        May be called any number of times in a step, equally often and with equal counts on all ranks; pulls from
-        `micros` as it needs them, so that the next one is read while this one computes.
+        It may be called any number of times in a step, equally often and with equal counts on all ranks. It takes each
+        microbatch from `micros` when it needs it, so that the next one is read while this one computes.
         """
         ...
 
     def finish_step(self) -> dict[str, float]:
-        """All-reduce the denominators, scale gradients once by 1/N, clip, step the optimizer. Metrics are global.
+        """All-reduce the denominators, scale the gradients once by 1/N, clip them and step the optimizer.
 
-        N = 0 or non-finite gradients: the step is skipped and `train/skipped` is 1.
+        Returns metrics over all ranks. With N = 0 or non-finite gradients the step is skipped and `train/skipped` is 1.
         """
         ...
 
     def abort_step(self) -> None:
-        """Drop gradients and sums of an open step. Idempotent."""
+        """Drop the gradients and sums of an open step. Idempotent."""
         ...
 
     def logprobs(
         self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
     ) -> list[torch.Tensor]:
-        """Per microbatch, float32 `[sum(lengths)]` on the CPU, aligned with input_ids: log-prob of each token given
-        those before it; 0 at each row's first token and, when the batch has `response_mask`, wherever it is 0.
+        """Return each microbatch's log-probs, float32 `[sum(lengths)]` on the CPU, aligned with input_ids.
 
-        Collective. Whole rows on the replica's writer (`Topology.writer`); other ranks get [].
+        Each is the log-prob of a token given those before it. It is 0 at each row's first token and, when the batch has
+        `response_mask`, wherever that is 0. The call is collective. The replica's writer (`Topology.writer`) gets whole
+        rows, other ranks get [].
         """
         ...
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """HF name -> dtype and shape of each weight, in the order of `weights`; the same on every rank. Not collective.
+        """Return dtype and shape of each weight by HF name, in the order of `weights`; the same on every rank.
 
-        Names are those of the HF model's parameters (experts stacked), tied ones once.
+        Names are those of the HF model's parameters (experts stacked); tied ones appear once. The call is not
+        collective.
         """
         ...
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """HF name and full tensor of each weight, gathered one (or one fused module) at a time, never the whole model.
+        """Yield HF name and full tensor of each weight, gathered one weight (or fused module) at a time.
 
-        Collective: every rank iterates to the end. Rank 0's tensors are whole, on the backend's device, detached and
-        valid until the next is asked for; on the other ranks they are empty.
+        The whole model is never gathered at once. The call is collective, so every rank must iterate to the end. Rank
+        0's tensors are whole, on the backend's device, detached and valid until the next one is asked for; on the other
+        ranks they are empty.
         """
         ...
 
     def save(self, path: str, *, wait: bool = True) -> None:
-        """Sharded checkpoint of model, optimizer, schedule and RNG. Collective.
+        """Write a sharded checkpoint of model, optimizer, schedule and RNG. Collective.
 
-        Without `wait` it is written behind training: the next save, `wait_saved` or close raises what went wrong.
+        Without `wait` it is written in the background; the next save, `wait_saved` or close raises what went wrong.
         """
         ...
 
     def wait_saved(self) -> None:
-        """Until nothing is being written. Raises what the last write raised, once."""
+        """Wait until nothing is being written. Raises what the last write raised, once."""
         ...
 
     def load(self, path: str) -> None:
-        """Inverse of save; any number of ranks. Collective."""
+        """Read a checkpoint that `save` wrote, on any number of ranks. Collective."""
         ...
 
     def export_model(self, path: str) -> None:
-        """Write a HF model folder (weights, config, tokenizer). Collective; rank 0 writes."""
+        """Write a HF model folder (weights, config, tokenizer) from rank 0. Collective."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the model and the files that are being written. Idempotent."""
+        ...

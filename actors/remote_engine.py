@@ -10,7 +10,7 @@ import numpy as np
 from ray.exceptions import RayError, RayTaskError
 
 from .engine_actor import EngineActor
-from .engines.calls import GenerateCall
+from .engines.generate_messages import GenerateCall
 from .engines.protocol import CommitReport, Completion, EngineDied, EngineStats, PauseMode, SamplingParams
 from .remote_methods import decode_result, encode_arguments, submit
 from .weights.transports.protocol import WeightUpdate
@@ -178,7 +178,7 @@ class RemoteEngine:
             except TimeoutError:
                 self._die(f"no sign of life for {self._health_timeout_s:g} s")
             except EngineDied:
-                return  # said already
+                return  # `_answer` has recorded the death
 
     def _die(self, reason: str) -> None:
         if not self._dead.done():

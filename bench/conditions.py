@@ -1,4 +1,4 @@
-"""Where and when a benchmark ran: what its figures hold for."""
+"""Records where and when a benchmark ran: machine, versions, commit, date and load."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 
 import psutil
 
-from .. import __version__
+from ..version import __version__
 
 PACKAGES = ("torch", "tensordict", "TransferQueue", "ray", "numpy", "pyzmq", "mooncake-transfer-engine-non-cuda")
 GIT_TIMEOUT_S = 10.0
 
 
 def conditions(**more: Any) -> dict[str, Any]:
-    """Plain data: cores, memory, versions, commit, date, load, garbage collector, and `more`."""
+    """Return cores, memory, versions, commit, date, load, garbage collector and `more` as plain data."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _cpu(),
@@ -36,7 +36,7 @@ def conditions(**more: Any) -> dict[str, Any]:
 
 
 def one_line(facts: dict[str, Any]) -> str:
-    """The conditions under a plot."""
+    """Return the conditions as one line, to be drawn under a plot."""
     return (
         f"{facts['cores']} cores ({facts['cpu']}), {facts['memory_gib']} GiB, "
         f"headrace {facts['versions']['headrace']} at {facts['commit']}, {facts['date']}, "
@@ -45,7 +45,7 @@ def one_line(facts: dict[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that are installed."""
+    """Return the versions of the packages that are installed."""
     found = {}
     for name in PACKAGES:
         try:
@@ -56,7 +56,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Short hash, "+changes" when the files differ from it; "unknown" outside of a clone."""
+    """Return the commit's short hash, with "+changes" when files differ from it; "unknown" outside of a clone."""
     root = Path(__file__).parent.parent
 
     def git(*arguments: str) -> str:

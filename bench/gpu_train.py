@@ -1,9 +1,7 @@
-"""The backends' train step on one or more GPUs: right against float32 on the CPU, then how fast. Needs no Ray.
+"""`headrace bench gpu-train`: checks a backend's train step on GPUs against float32 on the CPU, then times it.
 
-    mkdir -p .pyright && ln -sfn .. .pyright/headrace
-    PYTHONPATH=.pyright python -m headrace.bench.gpu_train [--backend megatron] [--gpus 2] [--out FOLDER]
-
-Prints one JSON object a line and writes them to FOLDER/gpu_train.jsonl; exits with 1 when something is not right.
+Needs no Ray. Prints one JSON object per line and writes the lines to FOLDER/gpu_train.jsonl; the exit code is 1 when a
+result is wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,9 +34,10 @@ from ..codecs.batch import Batch, Jagged
 from ..dataplane.config import DataPlaneConfig, StoreConfig
 from ..dataplane.factory import connect, open_data_plane
 from ..dataplane.topology import Topology
-from ..trainers.backends.config import BackendConfig, OptimizerConfig
+from ..trainers.backends.config import BackendConfig, TrainerConfig
 from ..trainers.backends.factory import build_backend
-from ..trainers.losses.factory import LossConfig
+from ..trainers.errors import UserError
+from ..trainers.losses.config import LossConfig
 
 SMALL: dict[str, Any] = {
     "vocab_size": 1000,
@@ -61,7 +60,7 @@ LARGE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 """Qwen3-0.6B's shape."""
-LOSS = LossConfig()
+LOSS = LossConfig(clip_high=0.2)
 EXACT, HALF = (2e-4, 2e-3), (5e-2, 5e-2)
 """(largest difference of a log-prob, relative difference of the gradient norm) allowed to float32 and to bfloat16."""
 
@@ -123,7 +122,8 @@ def by_hand(folder: str, rows: Rows) -> tuple[list[torch.Tensor], float, float]:
 
 
 def config(folder: str, topology: Topology, **changes: Any) -> BackendConfig:
-    return BackendConfig(folder, topology=topology, loss=LOSS, optimizer=OptimizerConfig(lr=1e-5), **changes)
+    trainer = TrainerConfig.model_validate({"lr": 1e-5, **asdict(topology), **changes})
+    return BackendConfig(folder, trainer, LOSS)
 
 
 def check(rank: int, topology: Topology, folder: str, rows: Rows, **changes: Any) -> dict[str, Any]:
@@ -158,14 +158,14 @@ def timed(rank: int, topology: Topology, folder: str, micros: int, tokens: int, 
     share of the step in which it waited for rows.
     """
     gc.collect()
-    backend_config = config(folder, topology, mixed_precision="bf16", **changes)
+    backend_config = config(folder, topology, mixed_precision=True, **changes)
     backend = build_backend(backend_config, rank, topology.world)
     rng = np.random.default_rng(topology.place(rank).dp)
     batches: list[MicroBatch] = []
     for index in range(micros):
         lengths = np.clip(rng.lognormal(6.5, 0.7, 4 * tokens // 500), 64, 4096).astype(int)
         size = np.cumsum(lengths)
-        if backend_config.packing == "none":  # padded to the longest, as the planner counts them
+        if backend_config.trainer.packing == "none":  # padded to the longest, as the planner counts them
             size = np.maximum.accumulate(lengths) * np.arange(1, len(lengths) + 1)
         lengths = lengths[: max(1, int(np.searchsorted(size, tokens)))]
         rows = random_rows(index, lengths.tolist(), LARGE["vocab_size"])
@@ -199,7 +199,7 @@ class Served:
 
     def wait_s(self) -> float:
         """Seconds waited for rows since the last call."""
-        return self.reader.figures().wait_s
+        return self.reader.take_metrics().wait_s
 
 
 @contextmanager
@@ -222,7 +222,7 @@ def served(batches: Sequence[MicroBatch]) -> Iterator[Served]:
 
 def meshes(backend: str, world: int) -> list[tuple[str, Topology, dict[str, Any]]]:
     """(name, mesh, further settings) of all that is measured."""
-    more: dict[str, Any] = {"kind": backend}
+    more: dict[str, Any] = {"backend": backend}
     found = [(f"dp{world}", Topology(world), more)]
     if world > 1 and backend == "fsdp":
         found.append((f"tp{world}", Topology(1, tp=world), more))
@@ -243,7 +243,7 @@ def run_rank(rank: int, world: int, folder: str, rows: Rows, backend: str, micro
         for packing in ("none", "packed") if backend == "fsdp" else ("packed",):
             name, settings = f"{backend} {mesh_name} {packing}", {**more, "packing": packing}
             for precision in ("off", "bf16"):
-                changes = {**settings, "mixed_precision": precision}
+                changes = {**settings, "mixed_precision": precision == "bf16"}
                 results.append((f"check {name} {precision}", check(rank, mesh, small, rows, **changes)))
                 if world > 1 and backend == "fsdp":
                     offloaded = check(rank, mesh, small, rows, **changes, offload=True)
@@ -278,16 +278,21 @@ def judged(result: dict[str, Any], columns: list[torch.Tensor], loss: float, nor
     return {"right": right, **figures, "loss": result["loss"], "loss_by_hand": loss}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--micros", type=int, default=4, help="microbatches of a timed step")
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens of a timed microbatch")
-    parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--backend", choices=("fsdp", "megatron"), default="fsdp")
+def main(arguments: Sequence[str]) -> int:
+    """Run all checks and timings with these command-line options. Raises UserError when GPUs are missing."""
+    parser = argparse.ArgumentParser(
+        "headrace bench gpu-train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs, one rank each; default: 1")
+    parser.add_argument("--micros", type=int, default=4, metavar="N", help="microbatches of a timed step; default: 4")
+    parser.add_argument(
+        "--tokens", type=int, default=16384, metavar="N", help="tokens of a timed microbatch; default: 16384"
+    )
+    parser.add_argument("--out", type=Path, default=Path("."), metavar="DIR", help="folder for the results; default: .")
+    parser.add_argument("--backend", choices=("fsdp", "megatron"), default="fsdp", help="default: fsdp")
     options = parser.parse_args(arguments)
     if torch.cuda.device_count() < options.gpus:
-        parser.error(f"--gpus: got {options.gpus}, expected at most the {torch.cuda.device_count()} that are here")
+        raise UserError(f"--gpus: got {options.gpus}, expected at most the {torch.cuda.device_count()} of this machine")
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         for name, shape in (("small", SMALL), ("large", LARGE)):
@@ -308,7 +313,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.out / "gpu_train.jsonl").write_text(text)
     sys.stdout.write(text)
     return 0 if right else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from .conditions import one_line
 from .modes import LAST, MODES, ModeResult, StepOptions, StepReport
-from .transfer.plots import COLOURS
+from .transfer.plots import COLOURS, Figure
 
 HEADER = (
     "mode",

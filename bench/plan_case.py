@@ -1,4 +1,7 @@
-"""One plan of the planner's benchmark: made, timed and judged. Light to import: each has a process of its own."""
+"""Makes, times and judges one plan of the planner's benchmark, in a process of its own.
+
+The module imports little, because every plan starts a new process.
+"""
 
 from __future__ import annotations
 
@@ -16,47 +19,48 @@ LENGTHS = ("lognormal", "uniform", "bimodal")
 GROUP_SIZE = 8
 MAX_TOKENS = 8192
 TOKENS_PER_MICROBATCH = 32_768
-# A dense 7B: 2 FLOPs a parameter and token; 4 * hidden * layers a token and attended token, half of them masked.
+# Costs of a dense 7B model: 2 FLOPs per parameter and token, and 4 * hidden * layers per token and attended token, half
+# of which are masked.
 LINEAR_COST = 2 * 7e9
 QUADRATIC_COST = 2 * 4096 * 32
 
 
 @dataclass(frozen=True, slots=True)
 class PlanCase:
-    """What to plan."""
+    """The input of one plan."""
 
     rows: int
     dp: int
     lengths: str
-    """One of LENGTHS."""
+    """Name of the distribution of lengths, one of LENGTHS."""
     squares: bool
-    """Balance sum(L²) alone, the hardest case, in place of a model's a·L + b·L²."""
+    """Whether to balance only sum(L²), the hardest case, instead of a model's a·L + b·L²."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """How one plan turned out; every `_max_over_mean` is over the ranks."""
+    """The cost and the quality of one plan; every `_max_over_mean` is a maximum over ranks divided by their mean."""
 
     case: PlanCase
     seconds: float
     peak_mib: float
-    """Memory that planning took beyond what the process held before, lengths included in that."""
+    """MiB of memory that planning took beyond what the process held before, which includes the lengths."""
     flops_max_over_mean: float
-    """Of the cost that was balanced."""
+    """Imbalance of the cost that the plan balances."""
     bound_max_over_mean: float
-    """No plan can be better, whatever the groups: see `least_max_over_mean`."""
+    """Lower bound of `flops_max_over_mean` for any plan and any groups, from `least_max_over_mean`."""
     squares_max_over_mean: float
-    """Of sum(L²)."""
+    """Imbalance of sum(L²)."""
     tokens_max_over_mean: float
     microbatches: int
     microbatches_equal: bool
-    """Every rank has that many, none over its token budget, each row once."""
+    """Whether every rank has `microbatches` microbatches, none exceeds the token budget, and each row occurs once."""
     blocks_read_over_needed: float
-    """Ranks that read a block, summed over the blocks, a block being a group of rows; 1.0: each is read once."""
+    """Mean number of ranks that read a block, which is a group of rows; 1.0 when each block is read once."""
 
 
 def plan_here(case: PlanCase) -> PlanResult:
-    """One plan in this process; its peak memory is right only if the process is fresh."""
+    """Make one plan in this process; its peak memory is right only if the process is new."""
     lengths = draw_lengths(case.lengths, case.rows)
     groups = np.arange(case.rows) // GROUP_SIZE
     a, b = (0.0, 1.0) if case.squares else (LINEAR_COST, QUADRATIC_COST)
@@ -70,19 +74,19 @@ def plan_here(case: PlanCase) -> PlanResult:
 
 
 def _most_resident_bytes() -> int:
-    """Of this process so far. (getrusage would count what the parent held when it forked.)"""
+    """Return this process's peak of resident memory; getrusage would include the parent's at the time of the fork."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 def draw_lengths(name: str, rows: int) -> np.ndarray:
-    """int64 `[rows]` tokens, 1 to MAX_TOKENS. Raises ValueError for an unknown distribution."""
+    """Draw the numbers of tokens, int64 `[rows]`, 1 to MAX_TOKENS. Raises ValueError for an unknown distribution."""
     rng = np.random.default_rng(7)
     if name == "lognormal":
         drawn = rng.lognormal(6.5, 0.9, rows)
     elif name == "uniform":
         drawn = rng.integers(MAX_TOKENS // 8, MAX_TOKENS + 1, rows)
-    elif name == "bimodal":  # short answers, and a tenth that runs to the limit
+    elif name == "bimodal":  # short answers, a tenth of which reach the limit
         drawn = np.where(rng.random(rows) < 0.1, MAX_TOKENS, rng.normal(512, 128, rows))
     else:
         raise ValueError(f"lengths: got {name!r}, expected one of {', '.join(LENGTHS)}")
@@ -98,7 +102,7 @@ def judge(
     seconds: float,
     peak_bytes: float,
 ) -> PlanResult:
-    """Balance and validity of a plan, from the plan itself."""
+    """Compute the balance and check the validity of a plan."""
     rank_of = np.empty(case.rows, dtype=np.int64)
     rank_of[plan.rows] = np.repeat(np.arange(case.dp), plan.sizes.sum(axis=1))
     ends = np.cumsum(plan.sizes.ravel())
@@ -126,7 +130,10 @@ def judge(
 
 
 def least_max_over_mean(cost: np.ndarray, dp: int) -> float:
-    """A lower bound of max/mean: of the k·dp + 1 costliest rows, some rank has k + 1, the cheapest of them at best."""
+    """Return a lower bound of max/mean over ranks for any plan.
+
+    Of the k·dp + 1 costliest rows some rank has at least k + 1, whose cost is at least that of the cheapest k + 1.
+    """
     falling = np.sort(cost)[::-1]
     summed = np.concatenate(([0.0], np.cumsum(falling)))
     k = np.arange((len(cost) - 1) // dp + 1)

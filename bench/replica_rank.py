@@ -1,10 +1,10 @@
-"""One rank of the replica benchmark's processes: drains a step's rows in each of the ways that are compared.
+"""Runs one rank of the replica benchmark, which reads a step's rows in each of the ways that are compared.
 
-leader        the replica reader: one read for all ranks, valid bytes broadcast, microbatch by microbatch
-independent   the replica reader: every rank reads for itself
-padded        as NeMo-RL does it (`TQWorkerMixin`, 2026-08): the leader reads its whole shard, pads every column to the
-              longest row, broadcasts a pickled list of names and shapes and then each tensor; with our narrow dtypes,
-              so that only the way differs
+leader        The replica reader's leader reads once for all ranks and broadcasts the valid bytes of each microbatch.
+independent   Every rank reads for itself with the replica reader.
+padded        The leader reads its whole shard, pads every column to the longest row, and broadcasts a pickled list of
+              names and shapes and then each tensor. NeMo-RL does this (`TQWorkerMixin`, 2026-08); the dtypes here are
+              Headrace's narrow ones, so that only the way differs.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ from ..dataplane.topology import Topology
 WAYS = ("leader", "independent", "padded")
 TIMEOUT_S = 60.0
 SCHEMA = ROLLOUT_SCHEMA.subset([name for name, field in ROLLOUT_SCHEMA.items() if field.kind is Kind.PER_TOKEN])
-"""All columns of a token."""
+"""Schema of all columns with a value per token."""
 FIELDS = tuple(SCHEMA)
 
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """What a rank is told."""
+    """The task of one rank."""
 
     rank: int
     world: int
-    """Ranks of the one replica, all tensor parallel."""
+    """Number of ranks of the single replica, all tensor-parallel."""
     rendezvous: str
-    """A file."""
+    """Path of the file through which the ranks find each other."""
     handle: DataPlaneHandle
     shard: TrainShard
     repeats: int
     device: str
-    """`cpu` or `cuda`."""
+    """Type of the device that receives the rows, `cpu` or `cuda`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WayResult:
-    """One way, as one rank saw it."""
+    """The results of one way on one rank."""
 
     spans: tuple[tuple[float, float], ...]
-    """CLOCK_MONOTONIC seconds, start and end of each run after the warm-up."""
+    """Start and end of each run after the warm-up, in CLOCK_MONOTONIC seconds."""
     store_bytes: int
-    """Read from the store by this rank, in one run."""
+    """Number of bytes that this rank read from the store in one run."""
     sent_bytes: int
-    """Broadcast by this rank, in one run."""
+    """Number of bytes that this rank broadcast in one run."""
     digest: str
-    """xxh3 of every row's columns, in plan order."""
+    """xxh3 digests of all columns, over the rows in plan order."""
 
 
 def run_rank(task: RankTask) -> dict[str, WayResult]:
-    """All ways in turn, run by run, so that the machine's mood strikes all alike."""
+    """Run all ways in turn in every repeat, so that changes of the machine's speed affect all alike."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if task.device == "cuda":
@@ -106,7 +106,8 @@ def run_rank(task: RankTask) -> dict[str, WayResult]:
 
 
 _Way = tuple[Callable[[bool], str], Callable[[], int]]
-"""(one run; given True it returns a digest of what arrived, else ""; bytes broadcast in the last run)."""
+"""Two functions: one runs the way once and returns a digest of the rows if it is called with True, else ""; the other
+returns the number of bytes broadcast in the last run."""
 
 
 def _ways(task: RankTask, client: DataPlaneClient, device: torch.device) -> tuple[dict[str, _Way], Callable[[], None]]:
@@ -131,7 +132,7 @@ def _ways(task: RankTask, client: DataPlaneClient, device: torch.device) -> tupl
 
 def _reader_way(reader: ReplicaReader, shard: TrainShard) -> _Way:
     def drain(look: bool) -> str:
-        reader.figures()
+        reader.take_metrics()
         reader.begin(shard)
         digest = RowsDigest()
         for micro in reader.stream(FIELDS):
@@ -140,11 +141,11 @@ def _reader_way(reader: ReplicaReader, shard: TrainShard) -> _Way:
         reader.end()
         return digest.text() if look else ""
 
-    return drain, lambda: reader.figures().broadcast_bytes
+    return drain, lambda: reader.take_metrics().broadcast_bytes
 
 
 class PaddedBroadcast:
-    """The way of peers: see the module's docstring."""
+    """Implements the way `padded` (see the module's docstring)."""
 
     def __init__(self, client: DataPlaneClient, task: RankTask, device: torch.device) -> None:
         assert task.shard.meta is not None
@@ -186,7 +187,7 @@ class PaddedBroadcast:
 
 
 class RowsDigest:
-    """xxh3 of columns, field by field, whatever the cuts."""
+    """Computes one xxh3 digest per field over all rows, however they are split into microbatches."""
 
     def __init__(self) -> None:
         self._hashes = {name: xxhash.xxh3_64() for name in FIELDS}

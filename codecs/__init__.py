@@ -1,1 +1,1 @@
-"""Floor 1: pure functions between a batch and its bytes."""
+"""Converts between batches and bytes, by pure functions. The lowest floor of the package."""

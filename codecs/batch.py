@@ -1,4 +1,4 @@
-"""A batch in memory: rows x fields, one contiguous column a field."""
+"""Defines a batch in memory: rows x fields, with one contiguous column for each field."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from .schema import Schema
 
 @dataclass(frozen=True, slots=True)
 class Jagged:
-    """A PER_TOKEN column."""
+    """Holds a PER_TOKEN column."""
 
     values: torch.Tensor
-    """`[sum(lengths), *trailing]`, contiguous, CPU, no grad: the rows one after another, nothing padded."""
+    """Values of the rows one after another, without padding, `[sum(lengths), *trailing]`: contiguous, CPU, no grad."""
     lengths: np.ndarray
-    """int64 `[N]`: tokens of each row."""
+    """Number of tokens of each row, int64 `[N]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """A RAGGED column."""
+    """Holds a RAGGED column."""
 
     values: torch.Tensor
-    """`[sum(prod(shape))]`, contiguous, CPU, no grad: the rows' elements one after another, row-major."""
+    """Elements of the rows one after another, row-major, `[sum(prod(shape))]`: contiguous, CPU, no grad."""
     shapes: np.ndarray
-    """int64 `[N, ndim]`."""
+    """Shape of each row, int64 `[N, ndim]`."""
 
 
 Column = Jagged | Ragged | torch.Tensor | list[Any]
-"""PER_TOKEN: Jagged; RAGGED: Ragged; PER_SAMPLE: Tensor `[N, *trailing]`, contiguous; OBJECT: list of N."""
+"""Column of a batch. PER_TOKEN is Jagged, RAGGED is Ragged, PER_SAMPLE is a contiguous Tensor `[N, *trailing]`,
+OBJECT is a list of N."""
 
 
 class Batch(Mapping[str, Column]):
-    """Immutable columns that agree with `schema` and in their number of rows.
+    """Holds immutable columns that agree with `schema` and in their number of rows.
 
     Build one with `headrace.codecs.jagged.pack`, which checks and converts what users hold.
     """
@@ -57,26 +58,26 @@ class Batch(Mapping[str, Column]):
         return iter(self._columns)
 
     def __len__(self) -> int:
-        """Number of fields (it is a mapping); rows are `num_rows`."""
+        """Return the number of fields (a batch is a mapping); the number of rows is `num_rows`."""
         return len(self._columns)
 
     def __repr__(self) -> str:
         return f"Batch({self.num_rows} rows, fields {list(self._columns)})"
 
     def jagged(self, name: str) -> Jagged:
-        """The PER_TOKEN column `name`. Raises TypeError for another kind."""
+        """Return the PER_TOKEN column `name`. Raises TypeError for another kind."""
         return self._typed(name, Jagged)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The PER_SAMPLE column `name`. Raises TypeError for another kind."""
+        """Return the PER_SAMPLE column `name`. Raises TypeError for another kind."""
         return self._typed(name, torch.Tensor)
 
     def ragged(self, name: str) -> Ragged:
-        """The RAGGED column `name`. Raises TypeError for another kind."""
+        """Return the RAGGED column `name`. Raises TypeError for another kind."""
         return self._typed(name, Ragged)
 
     def objects(self, name: str) -> list[Any]:
-        """The OBJECT column `name`. Raises TypeError for another kind."""
+        """Return the OBJECT column `name`. Raises TypeError for another kind."""
         return self._typed(name, list)
 
     def _typed(self, name: str, kind: type) -> Any:
@@ -87,19 +88,19 @@ class Batch(Mapping[str, Column]):
 
     @property
     def lengths(self) -> np.ndarray | None:
-        """int64 `[N]`: tokens of each row; None when the batch has no PER_TOKEN field."""
+        """Number of tokens of each row, int64 `[N]`; None when the batch has no PER_TOKEN field."""
         for column in self._columns.values():
             if isinstance(column, Jagged):
                 return column.lengths
         return None
 
     def subset(self, names: Iterable[str]) -> Batch:
-        """The named columns, in the order given; nothing is copied. Raises KeyError naming an unknown field."""
+        """Return the named columns, in the order given, without a copy. Raises KeyError naming an unknown field."""
         schema = self.schema.subset(names)
         return Batch(schema, self.num_rows, {name: self._columns[name] for name in schema})
 
     def merge(self, other: Batch) -> Batch:
-        """These columns and `other`'s, of the same rows; nothing is copied. No field may stand in both."""
+        """Return these columns and those of `other`, of the same rows, without a copy. No field may be in both."""
         if self.num_rows != other.num_rows:
             raise ValueError(f"merge: got batches of {self.num_rows} and {other.num_rows} rows, expected equal numbers")
         schema = Schema([*self.schema.values(), *other.schema.values()])

@@ -1,8 +1,8 @@
-"""Wire blocks: one put's rows x fields as a few contiguous parts plus a header that describes them.
+"""Encodes one put's rows x fields as a block: a few contiguous parts, and a header that describes them.
 
 A block's parts, in order:
   part 0                the header (`codecs/blocks.py`): the fields' schema, rows, checksums, int32 lengths `[N]`
-  then for each field   its values part; RAGGED and OBJECT fields have an index part behind it
+  then for each field   its values part; RAGGED and OBJECT fields have an index part after it
                         (RAGGED: int64 shapes `[N, ndim]`; OBJECT: int64 end offsets `[N]` into the msgpack bytes)
 Fields with an index part come last, so that a layout alone says which part is which.
 Laid end to end, every part starts at a multiple of ALIGN bytes (`BlockLayout.offsets`).
@@ -23,11 +23,11 @@ import xxhash
 from . import objects
 from .batch import Batch, Column, Jagged, Ragged
 from .gather import as_bytes, exclusive_cumsum, find_runs, gather_dense, gather_jagged, gather_objects, gather_ragged
-from .integers import distinct
+from .integers import ceil_div, distinct, round_up
+from .memory import ALIGN
 from .schema import Field, Kind, Schema
 
-# ---------------- A block's part 0: magic, own xxh3, and a manifest that describes the other parts without the
-# partition's schema.
+# ---------------- A block's part 0 describes the other parts without the partition's schema.
 #
 # bytes 0-7    magic and format version
 # bytes 8-15   xxh3 of everything behind them
@@ -43,20 +43,20 @@ _MANIFEST = msgspec.msgpack.Decoder(tuple[bytes, int, bool, bytes | None])
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What part 0 says."""
+    """Holds what part 0 says."""
 
     schema: Schema
-    """The block's fields in the order of their parts."""
+    """Fields of the block in the order of their parts."""
     num_rows: int
     lengths: np.ndarray | None
-    """int32 `[N]`; None when no field is PER_TOKEN."""
+    """Number of tokens of each row, int32 `[N]`; None when no field is PER_TOKEN."""
     checksums: np.ndarray | None
-    """uint64: per field one for each row block of its values, then one for its index part if it has one.
-    None when the block was written without."""
+    """Checksums, uint64: for each field one per row block of its values, then one for its index part if it has one.
+    None when the block was written without checksums."""
 
 
 def encode_header(schema: Schema, num_rows: int, lengths: np.ndarray | None, checksums: list[int] | None) -> np.ndarray:
-    """Part 0 as uint8 1-D. `lengths`: `[N]`, each below 2**31."""
+    """Encode part 0 as uint8 1-D. lengths: `[N]`, each below 2**31."""
     sums = None if checksums is None else np.array(checksums, dtype="<u8").tobytes()
     manifest = msgspec.msgpack.encode((_schema_bytes(schema), num_rows, lengths is not None, sums))
     tail = b"" if lengths is None else lengths.astype("<i4").tobytes()
@@ -65,7 +65,7 @@ def encode_header(schema: Schema, num_rows: int, lengths: np.ndarray | None, che
 
 
 def decode_header(part: np.ndarray) -> Header:
-    """Inverse of `encode_header`. Raises ValueError when `part` is no header or was changed since."""
+    """Decode what `encode_header` encoded. Raises ValueError when `part` is no header or has changed since."""
     data = np.ascontiguousarray(part).tobytes()
     if len(data) < _PREFIX.size or data[:8] != MAGIC:
         raise ValueError(f"block header: {len(data)} bytes do not begin with {MAGIC!r}")
@@ -90,40 +90,37 @@ def _schema(data: bytes) -> Schema:
     return Schema.from_list(msgspec.msgpack.decode(data))
 
 
-ALIGN = 64
-"""Parts start at multiples of this, so that views of any dtype are aligned."""
-
 CHECKSUM_ROWS = 64
-"""Rows under one xxh3 checksum: a reader of a few rows verifies only the row blocks it touches."""
+"""Number of rows under one xxh3 checksum, so that a reader of a few rows verifies only the row blocks it touches."""
 
 _INDEXED = (Kind.RAGGED, Kind.OBJECT)
-"""Kinds with an index part."""
+"""Kinds whose fields have an index part."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Where a block's parts are. Small: it travels in receipts."""
+    """Describes where a block's parts are. It is small, as it travels in receipts."""
 
     fields: tuple[str, ...]
-    """Field names in the order of their parts."""
+    """Names of the fields in the order of their parts."""
     num_rows: int
     num_tokens: int
     """Sum of the rows' lengths; 0 when no field is PER_TOKEN."""
     part_bytes: tuple[int, ...]
-    """Bytes of each part, header first."""
+    """Number of bytes of each part, header first."""
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Byte offset of each part when the parts are laid end to end, ALIGN-ed."""
+        """Byte offset of each part when the parts are laid end to end, aligned to ALIGN."""
         return self._ends()[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole block laid end to end, padding included."""
+        """Number of bytes of the whole block laid end to end, padding included."""
         return self._ends()[1]
 
     def parts_of(self, schema: Schema, fields: Sequence[str]) -> tuple[int, ...]:
-        """Part numbers that hold `fields` (values and index parts), without the header.
+        """Return the numbers of the parts that hold `fields` (values and index parts), without the header.
 
         `schema` declares at least `fields`. Raises ValueError for a field that the block does not hold, or holds as
         another kind than `schema` says.
@@ -131,7 +128,7 @@ class BlockLayout:
         return tuple(number for name in fields for number in self.field_parts(schema[name]))
 
     def field_parts(self, field: Field) -> tuple[int, ...]:
-        """(values part,) or (values part, index part) of one field. Raises ValueError as `parts_of`."""
+        """Return (values part,) or (values part, index part) of one field. Raises ValueError as `parts_of`."""
         if field.name not in self.fields:
             raise ValueError(f"field {field.name!r}: not in the block, which holds {', '.join(self.fields)}")
         position = self.fields.index(field.name)
@@ -147,30 +144,30 @@ class BlockLayout:
         offsets, end = [], 0
         for nbytes in self.part_bytes:
             offsets.append(end)
-            end += -(-nbytes // ALIGN) * ALIGN
+            end += round_up(nbytes, ALIGN)
         return tuple(offsets), end
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:
-    """A block ready to be written."""
+    """Holds a block that is ready to be written."""
 
     layout: BlockLayout
     parts: tuple[np.ndarray, ...]
-    """uint8 `[part_bytes[i]]` each; views of the batch's own memory where it is contiguous."""
+    """Bytes of each part, uint8 `[part_bytes[i]]`; views of the batch's own memory where it is contiguous."""
     row_starts: np.ndarray | None
-    """int64 `[N]`: first token of each row within the block; None without PER_TOKEN fields."""
+    """First token of each row within the block, int64 `[N]`; None without PER_TOKEN fields."""
 
 
 def encode_block(batch: Batch, start: int, stop: int, *, checksum: bool) -> EncodedBlock:
-    """Rows `start:stop` of `batch` as one block; see `encode_blocks`."""
+    """Encode rows `start:stop` of `batch` as one block; see `encode_blocks`."""
     return encode_blocks(batch, [(start, stop)], checksum=checksum)[0]
 
 
 def encode_blocks(batch: Batch, cuts: Sequence[tuple[int, int]], *, checksum: bool) -> list[EncodedBlock]:
-    """Rows `start:stop` of `batch` as one block for each cut. No copy of PER_TOKEN, PER_SAMPLE and RAGGED values.
+    """Encode rows `start:stop` of `batch` as one block for each cut, without copying values other than objects.
 
-    Raises TypeError or ValueError for objects that do not travel (`objects.encode`).
+    Raises TypeError or ValueError for objects that cannot be encoded (`objects.encode`).
     """
     schema = batch.schema.subset(sorted(batch, key=lambda name: batch.schema[name].kind in _INDEXED))
     columns = [_Encoder(field, batch[field.name]) for field in schema.values()]
@@ -199,7 +196,7 @@ def encode_blocks(batch: Batch, cuts: Sequence[tuple[int, int]], *, checksum: bo
 
 
 class _Encoder:
-    """One column of a batch, ready to be cut."""
+    """Prepares one column of a batch to be cut."""
 
     def __init__(self, field: Field, column: Column) -> None:
         self._field = field
@@ -218,7 +215,8 @@ class _Encoder:
             self._bounds = np.arange(len(column) + 1, dtype=np.int64) * field.item_bytes
 
     def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-        """Values part and index part of rows `start:stop`, and where each row ends in the values part, in bytes."""
+        """Return values part and index part of rows `start:stop`, and the byte at which each row ends in the values
+        part."""
         if isinstance(self._column, list):
             values, ends = objects.encode_column(self._field.name, self._column[start:stop])
             return values, ends.view(np.uint8), ends
@@ -229,7 +227,7 @@ class _Encoder:
 
 
 def _bounds(items: np.ndarray, item_bytes: int) -> np.ndarray:
-    """int64 `[N + 1]`: first byte of each row, and the end of the last, given its items."""
+    """Return int64 `[N + 1]`: the first byte of each row and the end of the last, given the rows' numbers of items."""
     bounds = np.zeros(len(items) + 1, dtype=np.int64)
     np.cumsum(items, out=bounds[1:])
     bounds *= item_bytes
@@ -237,7 +235,7 @@ def _bounds(items: np.ndarray, item_bytes: int) -> np.ndarray:
 
 
 def _row_blocks(values: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
-    """The values part's pieces of CHECKSUM_ROWS rows each."""
+    """Yield the pieces of CHECKSUM_ROWS rows each of the values part."""
     begin = 0
     for end in _piece_ends(ends):
         yield values[begin:end]
@@ -245,12 +243,12 @@ def _row_blocks(values: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _piece_ends(ends: np.ndarray) -> list[int]:
-    """Of the rows' ends those of the last row of every CHECKSUM_ROWS, and of the last of all."""
+    """Return the ends of every CHECKSUM_ROWS-th row and of the last row."""
     return [*ends[CHECKSUM_ROWS - 1 : -1 : CHECKSUM_ROWS].tolist(), *ends[-1:].tolist()]
 
 
 def _row_ends(field: Field, index: np.ndarray | None, num_rows: int) -> np.ndarray:
-    """int64 `[N]`: where each row of a field that is not PER_TOKEN ends in the values part, in bytes."""
+    """Return int64 `[N]`: the byte at which each row of a field that is not PER_TOKEN ends in the values part."""
     if field.kind is Kind.PER_SAMPLE:
         return np.arange(1, num_rows + 1, dtype=np.int64) * field.item_bytes
     assert index is not None
@@ -262,19 +260,19 @@ def _row_ends(field: Field, index: np.ndarray | None, num_rows: int) -> np.ndarr
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """For one set of fields written together: where each requested row stands."""
+    """Says where each requested row is, for one set of fields that were written together."""
 
     fields: tuple[str, ...]
     block: np.ndarray
-    """int32 `[N]`: position in the list of blocks given to `assemble`."""
+    """Position of each row's block in the list of blocks given to `assemble`, int32 `[N]`."""
     row: np.ndarray
-    """int32 `[N]`: row within that block."""
+    """Number of each row within its block, int32 `[N]`."""
     start: np.ndarray
-    """int64 `[N]`: first token of that row within that block (0 when none of `fields` is PER_TOKEN)."""
+    """First token of each row within its block, int64 `[N]`; 0 when none of `fields` is PER_TOKEN."""
 
 
 BlockViews = Sequence[dict[int, np.ndarray]]
-"""Per block: part number -> uint8 view of the whole part."""
+"""Parts of each block: part number -> uint8 view of the whole part."""
 
 
 def assemble(
@@ -317,7 +315,7 @@ def assemble(
 
 
 class ChecksumMismatch(ValueError):
-    """Bytes differ from what was written: names field, row block, expected and found xxh3."""
+    """Bytes differ from what was written. The message names field, row block, and expected and found xxh3."""
 
 
 def verify(
@@ -338,7 +336,7 @@ def verify(
         raise ChecksumMismatch(str(error)) from error
     if header.checksums is None:
         raise ValueError("block: written without checksums (integrity was off at its writer), so it cannot be verified")
-    per_field = -(-header.num_rows // CHECKSUM_ROWS)
+    per_field = ceil_div(header.num_rows, CHECKSUM_ROWS)
     row_blocks = [0]
     if per_field > 1:
         row_blocks = distinct(source.row[source.block == block] // CHECKSUM_ROWS).tolist()
@@ -358,9 +356,9 @@ def _verify_field(
     sums: list[int],
     parts: list[np.ndarray],
 ) -> None:
-    """`sums` begins with the field's own: one per row block of its values, then its index part's."""
+    """Verify one field. `sums` begins with the field's own: one per row block of its values, then its index part's."""
     values, index = parts[0], parts[1] if len(parts) > 1 else None
-    per_field = -(-header.num_rows // CHECKSUM_ROWS)
+    per_field = ceil_div(header.num_rows, CHECKSUM_ROWS)
     if index is not None:
         _expect_sum(field, 0, header.num_rows, sums[per_field], index, "index part of ")
     if per_field == 1:
@@ -392,6 +390,7 @@ def _expect_sum(field: Field, first: int, behind: int, expected: int, data: np.n
 
 
 def read_header(header: np.ndarray) -> tuple[Schema, int, np.ndarray | None]:
-    """(fields' schema, rows, int32 lengths `[N]` or None) from part 0. Raises ValueError on foreign bytes."""
+    """Return (fields' schema, number of rows, int32 lengths `[N]` or None) from part 0. Raises ValueError for other
+    bytes."""
     found = decode_header(header)
     return found.schema, found.num_rows, found.lengths

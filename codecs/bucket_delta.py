@@ -1,8 +1,9 @@
-"""Bucket deltas: the elements of a weight bucket that differ from an earlier version's, when they are fewer bytes.
+"""Encodes the elements of a weight bucket that differ from an earlier version's, when they are fewer bytes.
 
-A payload, little-endian: header, where the elements are, padding to 8 bytes, their new bits in order. `where` is a
-bitmap (one bit an element), or of each element how many unchanged ones precede it since the last, in integers of 1, 2
-or 4 bytes of which the largest, L, means "L unchanged ones and no element": whichever is shortest.
+A payload is little-endian: a header, the positions of the elements, padding to 8 bytes, and the elements' new bits in
+order. The positions are a bitmap (one bit per element), or for each element the number of unchanged ones since the
+last, in integers of 1, 2 or 4 bytes, of which the largest, L, means "L unchanged ones and no element". The shortest
+form is chosen.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import struct
 
 import numpy as np
 
+from .integers import ceil_div
+
 _HEADER = struct.Struct("<4sBBxxQQQ")
-"""Magic, element bytes, bytes of a position (0: bitmap), elements of the bucket, changed ones, bytes of `where`."""
+"""Header: magic, element bytes, bytes of a position (0 for a bitmap), elements of the bucket, changed ones, bytes of
+the positions."""
 _MAGIC = b"hrd1"
 _UNSIGNED = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 _WORD = 8
@@ -21,14 +25,14 @@ _POSITION_BYTES = (1, 2, 4)
 
 
 def encode_sparse(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.ndarray | None:
-    """What turns `base` into `new`, as uint8 `[n]`; None unless it is shorter than `new`.
+    """Encode what turns `base` into `new`, as uint8 `[n]`. Returns None unless it is shorter than `new`.
 
-    new, base: uint8 1-D of one length, a multiple of `element_bytes` (1, 2, 4 or 8). Elements are compared as bits:
-    -0.0 is not 0.0, and NaNs of the same bits are equal. Needs about 5 bytes an element beside the payload.
+    new, base: uint8 1-D of one length, a multiple of `element_bytes` (1, 2, 4 or 8). Elements are compared as bits, so
+    -0.0 differs from 0.0, and NaNs of the same bits are equal. Needs about 5 bytes an element besides the payload.
     """
     _expect_pair(new, base, element_bytes)
     values = new.view(_UNSIGNED[element_bytes])
-    bitmap_bytes = -(-len(values) // 8)
+    bitmap_bytes = ceil_div(len(values), 8)
     changed = _changed(new, base, element_bytes)
     count = len(changed) if changed.dtype != bool else int(np.count_nonzero(changed))
     if _HEADER.size + min(count, bitmap_bytes) + count * element_bytes >= len(new):
@@ -56,9 +60,9 @@ def apply_sparse(payload: np.ndarray, target: np.ndarray) -> None:
         raise ValueError(f"bucket delta: got {len(payload)} bytes, expected a header of {_HEADER.size}")
     magic, element_bytes, width, num_elements, count, where_bytes = _HEADER.unpack(payload[: _HEADER.size].tobytes())
     if magic != _MAGIC or element_bytes not in _UNSIGNED or width not in (_BITMAP, *_POSITION_BYTES):
-        raise ValueError("bucket delta: these bytes are none")
+        raise ValueError("not a bucket delta (bad header)")
     if len(target) != num_elements * element_bytes:
-        raise ValueError(f"bucket delta: is of a bucket of {num_elements * element_bytes} bytes, got {len(target)}")
+        raise ValueError(f"bucket delta: got a bucket of {len(target)} bytes, expected {num_elements * element_bytes}")
     start = _HEADER.size + where_bytes
     start += -start % 8
     if len(payload) != start + count * element_bytes:
@@ -78,7 +82,7 @@ def apply_sparse(payload: np.ndarray, target: np.ndarray) -> None:
 
 
 def _changed(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.ndarray:
-    """Which elements differ: int64 positions where they are few, else bool, one an element."""
+    """Find the elements that differ: int64 positions where they are few, else bool, one per element."""
     dtype = _UNSIGNED[element_bytes]
     whole = len(new) // _WORD * _WORD
     new_words, base_words = new[:whole].view(_UNSIGNED[_WORD]), base[:whole].view(_UNSIGNED[_WORD])
@@ -93,8 +97,8 @@ def _changed(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.ndarra
 
 
 def _write_where(changed: np.ndarray, count: int, num_elements: int) -> tuple[int, np.ndarray]:
-    """The shortest way to say which elements changed: (bytes of a position or _BITMAP, uint8 1-D)."""
-    bitmap_bytes = -(-num_elements // 8)
+    """Encode the positions in the shortest form. Returns (bytes of a position or _BITMAP, uint8 1-D)."""
+    bitmap_bytes = ceil_div(num_elements, 8)
     if count < bitmap_bytes:
         positions = np.flatnonzero(changed) if changed.dtype == bool else changed
         gaps = np.diff(positions, prepend=-1) - 1
@@ -121,7 +125,7 @@ def _write_gaps(gaps: np.ndarray, width: int) -> np.ndarray:
 
 
 def _read_gaps(where: np.ndarray, width: int) -> np.ndarray:
-    """int64 positions, rising."""
+    """Decode positions, int64, ascending."""
     if len(where) % width:
         raise ValueError(f"bucket delta: {len(where)} bytes are no positions of {width} bytes")
     steps = where.view(_UNSIGNED[width])
@@ -130,8 +134,8 @@ def _read_gaps(where: np.ndarray, width: int) -> np.ndarray:
 
 
 def _read_bitmap(where: np.ndarray, num_elements: int) -> np.ndarray:
-    """bool, one an element."""
-    if len(where) != -(-num_elements // 8):
+    """Decode a bitmap as bool, one per element."""
+    if len(where) != ceil_div(num_elements, 8):
         raise ValueError(f"bucket delta: {len(where)} bytes are no bitmap of {num_elements} elements")
     return np.unpackbits(where, count=num_elements, bitorder="little").view(bool)
 

@@ -1,8 +1,8 @@
-"""Weight buckets: named tensors as a few byte buffers of bounded size, with a plan that says what lies where.
+"""Packs named weight tensors into a few byte buffers of bounded size, with a plan that says where each tensor is.
 
-Tensors follow one another in the order given, each at a multiple of ALIGN bytes. One that does not fit what is left of
-a bucket goes on in the next, so every bucket but the last is full (but for ALIGN) and none is larger than asked for.
-Buckets end to end, each rounded up to ALIGN, therefore hold every tensor in one piece.
+Tensors follow one another in the order given, each at a multiple of ALIGN bytes. A tensor that does not fit into what
+is left of a bucket continues in the next, so every bucket but the last is full (except for alignment) and none is
+larger than asked for. Buckets end to end, each rounded up to ALIGN, therefore hold every tensor in one piece.
 """
 
 from __future__ import annotations
@@ -21,71 +21,73 @@ import xxhash
 
 from . import messages
 from .gpu_scatter import device_digest
-from .memory import fresh
+from .integers import round_up
+from .memory import ALIGN, fresh
 from .schema import DTYPES
 
-ALIGN = 64
-"""Pieces start at multiples of this, within a bucket and within their tensor."""
 CHUNK_BYTES = 512 << 10
-"""Bytes copied and hashed at a time: the hash finds them in the cache."""
+"""Number of bytes copied and hashed at a time, so that the hash finds them in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """A tensor, or the piece of one that lies in one bucket."""
+    """Places a tensor, or the piece of one that is in one bucket."""
 
     name: str
     dtype: str
-    """Wire name (`"bfloat16"`), of `schema.DTYPES`."""
+    """Name of the dtype on the wire (`"bfloat16"`), from `schema.DTYPES`."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     begin: int
     """First byte of the piece within the tensor; 0 for a whole one."""
     bucket: int
     offset: int
     """First byte of the piece within the bucket."""
     nbytes: int
-    """0 for a tensor without elements."""
+    """Number of bytes of the piece; 0 for a tensor without elements."""
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What lies where; sender and receiver use the same one. Plain data for `messages`, as which it is kept: most
-    updates have the plan of the one before, and 300 entries cost a millisecond to write, read and compare."""
+    """Says which tensor is where; sender and receiver use the same plan.
+
+    It is plain data for `messages`, and is kept as a message, because most updates have the plan of the one before, and
+    300 entries take a millisecond to write, read and compare.
+    """
 
     entries: tuple[BucketEntry, ...]
-    """By bucket, then offset: in the order of the tensors."""
+    """Entries by bucket, then offset, in the order of the tensors."""
     sizes: tuple[int, ...]
-    """Bytes of each bucket."""
+    """Number of bytes of each bucket."""
 
     @functools.cached_property
     def message(self) -> bytes:
-        """For `read_plan`."""
+        """Plan as a message, for `read_plan`."""
         return messages.encode(self)
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """The tensors' names, in order."""
+        """Names of the tensors, in order."""
         return tuple(dict.fromkeys(entry.name for entry in self.entries))
 
     @functools.cached_property
     def weights(self) -> tuple[tuple[str, tuple[BucketEntry, ...]], ...]:
-        """(name, its entries), in order."""
+        """Name and entries of each tensor, in order."""
         by_name = itertools.groupby(self.entries, lambda entry: entry.name)
         return tuple((name, tuple(entries)) for name, entries in by_name)
 
     @functools.cached_property
     def pieces(self) -> Mapping[int, int]:
-        """How many entries a bucket has."""
+        """Return the number of entries in a bucket."""
         return Counter(entry.bucket for entry in self.entries)
 
     @property
     def num_bytes(self) -> int:
-        """Of all buckets."""
+        """Number of bytes of all buckets."""
         return sum(self.sizes)
 
     def in_bucket(self, bucket: int) -> tuple[BucketEntry, ...]:
-        """The bucket's entries in order. Raises ValueError when there is no such bucket."""
+        """Return the bucket's entries in order. Raises ValueError when there is no such bucket."""
         if not 0 <= bucket < len(self.sizes):
             raise ValueError(f"bucket {bucket}: the plan has {len(self.sizes)} buckets")
         first = bisect.bisect_left(self.entries, bucket, key=_bucket_of)
@@ -94,15 +96,15 @@ class BucketPlan:
 
 @functools.lru_cache(maxsize=4)
 def read_plan(message: bytes) -> BucketPlan:
-    """The same object for the same bytes, as long as few other plans are read in between. Raises ValueError when they
-    are none."""
+    """Decode a plan. The same bytes give the same object, as long as few other plans are read. Raises ValueError for
+    others."""
     return messages.decode(message, BucketPlan)
 
 
 def plan_buckets(named: Mapping[str, tuple[torch.dtype, Sequence[int]]], bucket_bytes: int) -> BucketPlan:
     """Lay the tensors (name -> dtype, shape) out in buckets of at most `bucket_bytes` (a multiple of ALIGN).
 
-    The same mapping in the same order gives the same plan. Raises ValueError for a dtype that does not travel.
+    The same mapping in the same order gives the same plan. Raises ValueError for a dtype that cannot be sent.
     """
     if bucket_bytes < ALIGN or bucket_bytes % ALIGN:
         raise ValueError(f"bucket_bytes: got {bucket_bytes}, expected a positive multiple of {ALIGN}")
@@ -117,7 +119,7 @@ def plan_buckets(named: Mapping[str, tuple[torch.dtype, Sequence[int]]], bucket_
             piece = min(nbytes - begin, bucket_bytes - offset)
             entries.append(BucketEntry(name, dtype_name, tuple(shape), begin, bucket, offset, piece))
             begin += piece
-            offset += -(-piece // ALIGN) * ALIGN
+            offset += round_up(piece, ALIGN)
             if begin == nbytes:
                 break
     sizes = [0] * (entries[-1].bucket + 1 if entries else 0)
@@ -153,8 +155,11 @@ def write_piece(
 
 
 def queue_whole(entry: BucketEntry, tensor: torch.Tensor, out: torch.Tensor, place: torch.Tensor) -> None:
-    """`write_piece` into a bucket on a GPU, of a tensor that all lies in it, at `place`: a view of `out` with the
-    tensor's dtype and shape. One call of torch, as a model of 300 weights has 10 ms for all of them."""
+    """Queue `write_piece` for a tensor that is whole in one GPU bucket, at `place`, a view of `out` with its dtype and
+    shape.
+
+    This is one call of torch, as a model of 300 weights has 10 ms for all of them.
+    """
     end = entry.offset + entry.nbytes
     if end % ALIGN and end < len(out):
         out[end : end + min(-end % ALIGN, len(out) - end)] = 0
@@ -162,11 +167,11 @@ def queue_whole(entry: BucketEntry, tensor: torch.Tensor, out: torch.Tensor, pla
 
 
 def read_bucket(plan: BucketPlan, bucket: int, payload: torch.Tensor, into: dict[str, torch.Tensor]) -> None:
-    """Copy the pieces of a whole bucket, verified before, into the tensors of `into`, which is given those it lacks.
+    """Copy the pieces of a whole, verified bucket into the tensors of `into`; missing tensors are added to it.
 
     payload: uint8 1-D, at least `plan.sizes[bucket]` long, on any device; new tensors are made on that device. Tensors
-    of `into` are contiguous. A tensor is whole once all its buckets were read (`expect_all`).
-    Raises ValueError before anything is copied when payload or tensors are not as planned.
+    of `into` are contiguous. A tensor is whole once all its buckets were read (`expect_all`). Raises ValueError before
+    anything is copied when payload or tensors are not as planned.
     """
     entries = plan.in_bucket(bucket)
     if payload.dtype != torch.uint8 or payload.ndim != 1 or len(payload) < plan.sizes[bucket]:
@@ -188,7 +193,7 @@ def read_bucket(plan: BucketPlan, bucket: int, payload: torch.Tensor, into: dict
 
 
 def expect_all(plan: BucketPlan, read: Collection[int]) -> None:
-    """Raises ValueError naming the buckets of `plan` that are not among `read`, and a tensor they hold."""
+    """Raise ValueError naming the buckets of `plan` that are not among `read`, and a tensor that they hold."""
     missing = set(range(len(plan.sizes))) - set(read)
     if missing:
         names = list(dict.fromkeys(entry.name for entry in plan.entries if entry.bucket in missing))
@@ -199,7 +204,7 @@ def expect_all(plan: BucketPlan, read: Collection[int]) -> None:
 
 
 def check_planned(entry: BucketEntry, tensor: torch.Tensor) -> None:
-    """Raises ValueError naming both when `tensor` has not the dtype and shape that were planned."""
+    """Raise ValueError naming both when `tensor` does not have the planned dtype and shape."""
     if tensor.dtype != DTYPES.get(entry.dtype) or tuple(tensor.shape) != entry.shape:
         raise ValueError(
             f"weight {entry.name!r}: got {tensor.dtype} {list(tensor.shape)}, "
@@ -208,10 +213,10 @@ def check_planned(entry: BucketEntry, tensor: torch.Tensor) -> None:
 
 
 def checksum(payload: torch.Tensor) -> int:
-    """64 bits that tell whether `payload` (uint8 `[n]`, contiguous) arrived as it was sent; both ends hold it on the
-    same kind of device.
+    """Return 64 bits that tell whether `payload` (uint8 `[n]`, contiguous) arrived as it was sent.
 
-    On the CPU xxh3_64 of the bytes. On a GPU `gpu_digest.device_digest`, for which it waits.
+    Both ends must hold it on the same kind of device: on the CPU it is xxh3_64 of the bytes, on a GPU
+    `gpu_scatter.device_digest`, for which this waits.
     """
     if payload.dtype != torch.uint8 or payload.ndim != 1 or not payload.is_contiguous():
         raise ValueError(f"checksum: got {payload.dtype} {list(payload.shape)}, expected contiguous uint8 [n]")

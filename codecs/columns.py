@@ -1,7 +1,7 @@
-"""One field's rows as users hold them (tensors, arrays, lists), checked and turned into one contiguous column.
+"""Checks one field's rows as users hold them (tensors, arrays, lists), and converts them into one contiguous column.
 
-The schema decides what a value means; nothing is guessed from its shape. Tensors of another dtype are never cast.
-Every error is a ValueError that names field, row, what was given and what was expected.
+The schema decides what a value means; nothing is guessed from its shape. Tensors of another dtype are never cast. Every
+error is a ValueError that names field, row, what was given and what was expected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .schema import Field, Kind
 
 
 def to_column(field: Field, value: Any) -> Column:
-    """`value` as a column of `field`: contiguous, on the CPU, without grad; shares memory with `value` where it can.
+    """Return `value` as a column of `field`: contiguous, on the CPU, without grad, sharing memory where it can.
 
     Takes per kind, besides a finished column:
     PER_TOKEN   N rows `[L, *trailing]` (list of tensors, arrays or lists; nested tensor), dense `[N, L, *trailing]`
@@ -49,7 +49,7 @@ def to_column(field: Field, value: Any) -> Column:
 
 
 def num_rows(column: Column) -> int:
-    """Rows of a finished column."""
+    """Return the number of rows of a finished column."""
     if isinstance(column, Jagged):
         return len(column.lengths)
     return len(column.shapes) if isinstance(column, Ragged) else len(column)
@@ -118,7 +118,8 @@ def _objects(field: Field, value: Any) -> list[Any]:
 
 
 def _jagged_from_nested(field: Field, value: Any) -> Jagged | None:
-    """The values of a torch.jagged tensor without a copy; None where its rows do not lie one after another."""
+    """Return the values of a torch.jagged tensor without a copy; None where its rows do not follow one another in
+    memory."""
     if field.kind is not Kind.PER_TOKEN or not isinstance(value, NestedTensor):
         return None
     # Attributes, as methods of a tensor subclass cost 0.1 ms each. 1: the jagged dimension is the tokens'; lengths:
@@ -139,7 +140,7 @@ def _rows(field: Field, value: Any) -> Sequence[Any]:
 
 
 def _concat(field: Field, rows: Sequence[Any], shape: tuple[int | str, ...]) -> torch.Tensor:
-    """Rows of `shape` laid one after another along their first dimension."""
+    """Concatenate rows of `shape` along their first dimension."""
     assert field.dtype is not None
     kinds = set(map(type, rows))
     if not rows:
@@ -167,7 +168,8 @@ def _concat(field: Field, rows: Sequence[Any], shape: tuple[int | str, ...]) -> 
 
 
 def _all_fit(field: Field, rows: Sequence[torch.Tensor], shape: tuple[int | str, ...]) -> bool:
-    """Whether all rows are plain tensors of the right dtype and shape; a tight loop, as there may be thousands."""
+    """Return whether all rows are plain tensors of the right dtype and shape. A tight loop, as there may be
+    thousands."""
     plain = {(row.dtype, row.ndim, row.layout) for row in rows} == {(field.dtype, len(shape), torch.strided)}
     return plain and (not field.trailing or all([row.shape[1:] == field.trailing for row in rows]))
 
@@ -190,7 +192,7 @@ def _row(field: Field, row: Any, index: int, shape: tuple[int | str, ...]) -> to
 
 
 def _tensor(field: Field, value: Any, where: str) -> torch.Tensor:
-    """`value` contiguous, on the CPU, without grad; of the field's dtype or refused."""
+    """Return `value` contiguous, on the CPU, without grad. Raises ValueError unless it has the field's dtype."""
     if isinstance(value, np.ndarray):
         return _from_numpy(field, value, where)
     if not isinstance(value, torch.Tensor):
@@ -219,7 +221,7 @@ def _from_numpy(field: Field, array: np.ndarray, where: str) -> torch.Tensor:
 
 
 def _from_python(field: Field, value: Any, where: str) -> torch.Tensor:
-    """Python numbers, or lists of them, as the field's dtype."""
+    """Convert Python numbers, or lists of them, to the field's dtype."""
     assert field.dtype is not None
     first = value
     while isinstance(first, list | tuple) and first:
@@ -269,7 +271,7 @@ def _expect_range(field: Field, array: np.ndarray, where: str) -> None:
 
 
 def _extents(field: Field, value: Any, *, ndim: int) -> np.ndarray:
-    """Lengths `[N]` or shapes `[N, ndim]` as int64."""
+    """Return lengths `[N]` or shapes `[N, ndim]` as int64."""
     array = value.cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     if array.ndim != ndim or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(
@@ -282,7 +284,7 @@ def _extents(field: Field, value: Any, *, ndim: int) -> np.ndarray:
 
 
 def _expect_shape(field: Field, where: str, shape: Sequence[int], expected: tuple[int | str, ...]) -> None:
-    """`expected` may hold names for extents that are free."""
+    """Check a shape; `expected` may hold names for extents that are free."""
     fits = len(shape) == len(expected) and all(
         isinstance(want, str) or got == want for got, want in zip(shape, expected, strict=True)
     )

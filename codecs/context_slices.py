@@ -1,9 +1,11 @@
-"""What a context-parallel rank needs of each row: the tokens of its two zig-zag chunks, and one of look-ahead each.
+"""Computes which tokens of each row a context-parallel rank needs: two zig-zag chunks, with one token of look-ahead
+each.
 
-A row of L tokens is padded in thought to P, a multiple of `pad_multiple`, and cut into 2 * cp chunks of P / (2 * cp).
-Rank r computes chunks r and 2 * cp - 1 - r, so that under causal attention every rank has as much to do (Llama 3,
-arXiv:2407.21783, section 3.3.2; Megatron-core's layout). The log-prob of token p + 1 comes from the hidden state at p,
-so each chunk [a, b) is sent as tokens [a, b + 1), cut off where the row ends; nothing when it begins behind the row.
+A row of L tokens is treated as if padded to P, a multiple of `pad_multiple`, and is cut into 2 * cp chunks of P / (2 *
+cp). Rank r computes chunks r and 2 * cp - 1 - r, so that under causal attention every rank has equally much to do
+(Llama 3, arXiv:2407.21783, section 3.3.2; Megatron-core's layout). The log-prob of token p + 1 comes from the hidden
+state at p, so each chunk [a, b) is sent as tokens [a, b + 1), cut off where the row ends. Nothing is sent of a chunk
+that begins after the row's end.
 """
 
 from __future__ import annotations
@@ -12,29 +14,30 @@ import numpy as np
 
 from .batch import Batch, Column, Jagged
 from .gather import as_bytes, copy_runs, exclusive_cumsum
+from .integers import ceil_div
 from .memory import fresh
 
 
 def chunks(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, stops), int64 `[N, 2]`: the padded rows' positions that `rank` computes, without look-ahead.
+    """Return (starts, stops), int64 `[N, 2]`: the padded rows' positions that `rank` computes, without look-ahead.
 
-    lengths: int `[N]`, tokens of each row. A stop may lie behind its row's end, as a start may.
-    Raises ValueError when the padded rows do not part into 2 * cp equal chunks.
+    lengths: int `[N]`, tokens of each row. Starts and stops may lie after their row's end. Raises ValueError when the
+    padded rows cannot be cut into 2 * cp equal chunks.
     """
     if cp < 2 or not 0 <= rank < cp:
         raise ValueError(f"context slices: got rank {rank} of cp={cp}, expected cp >= 2 and a rank below it")
     if pad_multiple % (2 * cp):
         raise ValueError(f"pad_multiple: got {pad_multiple}, expected a multiple of 2 * cp = {2 * cp}")
     lengths = np.asarray(lengths, dtype=np.int64)
-    size = -(-lengths // pad_multiple) * (pad_multiple // (2 * cp))
+    size = ceil_div(lengths, pad_multiple) * (pad_multiple // (2 * cp))
     starts = np.stack([rank * size, (2 * cp - 1 - rank) * size], axis=1)
     return starts, starts + size[:, None]
 
 
 def pieces(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, stops), int64 `[N, 2]`: the tokens of each row that `rank` is sent, look-ahead included.
+    """Return (starts, stops), int64 `[N, 2]`: the tokens of each row that `rank` is sent, look-ahead included.
 
-    Arguments and errors as `chunks`. A piece that begins behind its row is empty.
+    Arguments and errors are those of `chunks`. A piece that begins after its row's end is empty.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     starts, stops = chunks(lengths, pad_multiple, cp, rank)
@@ -43,16 +46,18 @@ def pieces(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> tuple[
 
 
 def piece_lengths(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> np.ndarray:
-    """int64 `[N]`: tokens that `rank` is sent of each row, both pieces together. Arguments and errors as `chunks`."""
+    """Return int64 `[N]`: the number of tokens that `rank` is sent of each row. Arguments and errors are those of
+    `chunks`."""
     starts, stops = pieces(lengths, pad_multiple, cp, rank)
     return (stops - starts).sum(axis=1)
 
 
 def slice_batch(batch: Batch, lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> Batch:
-    """`batch` with, of each PER_TOKEN column, the pieces that `rank` is sent, one after the other, in fresh memory.
+    """Return `batch` with only the pieces of each PER_TOKEN column that `rank` is sent, one after the other, in new
+    memory.
 
-    batch: whole rows. lengths: int `[N]`, their tokens. Columns of other kinds are shared, not copied.
-    Raises ValueError as `chunks`, and for columns that are not of those lengths.
+    batch: whole rows. lengths: int `[N]`, their tokens. Columns of other kinds are shared, not copied. Raises
+    ValueError as `chunks`, and for columns that do not have those lengths.
     """
     if batch.lengths is None:
         return batch

@@ -1,7 +1,7 @@
-"""One field's wanted rows, copied out of the parts of the blocks that hold them into fresh memory.
+"""Copies one field's wanted rows from the parts of the blocks that hold them into new memory.
 
-Common arguments: block and row `[N]`: which block each wanted row is in, and where; `runs` are those of the two.
-values, index: block -> that field's uint8 part. All raise ValueError when a row reaches beyond its part.
+Common arguments: block and row `[N]` say in which block each wanted row is, and where; `runs` are the runs of the two.
+values, index: block -> that field's uint8 part. All functions raise ValueError when a row reaches beyond its part.
 """
 
 from __future__ import annotations
@@ -18,35 +18,33 @@ from .batch import Jagged, Ragged
 from .memory import fresh
 from .schema import Field
 
-# ---------------- Runs: rows that are neighbours both where they are read and where they are wanted, copied in one
-# piece.
-#
-# The byte-moving core under reading blocks and selecting rows.
+# ---------------- Runs are rows that are neighbours both where they are read and where they are wanted, so that they
+# are copied in one piece. Reading blocks and selecting rows both rest on these functions.
 
 GATHER_BYTES = 256
-"""Rows of one size up to this are moved by an indexed copy instead of one by one when they are scattered."""
+"""Number of bytes up to which scattered rows of one size are moved by an indexed copy instead of one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """N wanted rows as R maximal runs."""
+    """Groups N wanted rows into R maximal runs."""
 
     first: np.ndarray
-    """int64 `[R]`: position of each run's first row among the wanted rows."""
+    """Position of each run's first row among the wanted rows, int64 `[R]`."""
     source: np.ndarray
-    """`[R]`: which source the run is read from."""
+    """Source from which each run is read, `[R]`."""
     num_rows: int
-    """N."""
+    """Number N of wanted rows."""
 
     def totals(self, per_row: np.ndarray) -> np.ndarray:
-        """int64 `[R]`: sum of int64 `per_row` `[N]` over each run."""
+        """Return int64 `[R]`: the sum of int64 `per_row` `[N]` over each run."""
         if not len(self.first):
             return np.zeros(0, dtype=np.int64)
         return np.add.reduceat(per_row, self.first, dtype=np.int64)
 
 
 def find_runs(source: np.ndarray, row: np.ndarray) -> Runs:
-    """Runs of rows `row` `[N]` of sources `source` `[N]`, in the order wanted."""
+    """Find the runs of rows `row` `[N]` of sources `source` `[N]`, in the order wanted."""
     num_rows = len(row)
     if not num_rows:
         return Runs(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), 0)
@@ -89,7 +87,7 @@ def copy_rows(
     item_bytes: int,
     runs: Runs,
 ) -> None:
-    """Fill `out` with N rows of `item_bytes` each: `row` `[N]` of `source` `[N]`; `runs` are those of the two."""
+    """Fill `out` with N rows of `item_bytes` each: `row` `[N]` of `source` `[N]`, whose runs are `runs`."""
     if item_bytes == 0 or not len(row):
         return
     if item_bytes > GATHER_BYTES or len(runs.first) * 4 < len(row):
@@ -104,7 +102,7 @@ def copy_rows(
 
 
 def by_source(source: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(source number, positions of its rows among the wanted rows), each source once."""
+    """Yield (source number, positions of its rows among the wanted rows), each source once."""
     order = np.argsort(source, kind="stable")
     ordered = source[order]
     cuts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
@@ -114,14 +112,14 @@ def by_source(source: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def as_bytes(values: torch.Tensor) -> np.ndarray:
-    """uint8 1-D view of a contiguous CPU tensor's memory."""
+    """Return a contiguous CPU tensor's memory as a uint8 1-D view."""
     if not values.numel():
         return np.empty(0, dtype=np.uint8)  # torch cannot view an empty tensor that came from numpy: its stride is 0
     return values.reshape(-1).view(torch.uint8).numpy()
 
 
 def exclusive_cumsum(counts: np.ndarray) -> np.ndarray:
-    """int64 `[N]`: sum of all entries before each."""
+    """Return int64 `[N]`: the sum of all entries before each."""
     ends = np.cumsum(counts, dtype=np.int64)
     return ends - counts
 
@@ -130,7 +128,7 @@ Parts = Mapping[int, np.ndarray]
 
 
 def gather_jagged(field: Field, lengths: np.ndarray, start: np.ndarray, runs: Runs, values: Parts) -> Jagged:
-    """PER_TOKEN. lengths: int64 `[N]`; start: int64 `[N]`, first token of each row within its block."""
+    """Gather a PER_TOKEN column. lengths: int64 `[N]`; start: int64 `[N]`, first token of each row within its block."""
     tokens = runs.totals(lengths)
     assert field.dtype is not None
     out = fresh(field.dtype, (int(tokens.sum()), *field.trailing))
@@ -139,7 +137,7 @@ def gather_jagged(field: Field, lengths: np.ndarray, start: np.ndarray, runs: Ru
 
 
 def gather_dense(field: Field, block: np.ndarray, row: np.ndarray, runs: Runs, values: Parts) -> torch.Tensor:
-    """PER_SAMPLE."""
+    """Gather a PER_SAMPLE column."""
     assert field.dtype is not None
     out = fresh(field.dtype, (len(row), *field.trailing))
     copy_rows(as_bytes(out), values, block, row, field.item_bytes, runs)
@@ -147,7 +145,7 @@ def gather_dense(field: Field, block: np.ndarray, row: np.ndarray, runs: Runs, v
 
 
 def gather_ragged(field: Field, block: np.ndarray, row: np.ndarray, runs: Runs, values: Parts, index: Parts) -> Ragged:
-    """RAGGED. index: int64 shapes `[rows of the block, ndim]`."""
+    """Gather a RAGGED column. index: int64 shapes `[rows of the block, ndim]`."""
     shapes = np.empty((len(row), field.ndim), dtype=np.int64)
     start = np.empty(len(row), dtype=np.int64)
     for number, positions in by_source(block):
@@ -163,7 +161,7 @@ def gather_ragged(field: Field, block: np.ndarray, row: np.ndarray, runs: Runs, 
 
 
 def gather_objects(block: np.ndarray, row: np.ndarray, values: Parts, index: Parts) -> list[Any]:
-    """OBJECT. index: int64 end offsets `[rows of the block]`. A row wanted twice is decoded twice."""
+    """Gather an OBJECT column. index: int64 end offsets `[rows of the block]`. A row wanted twice is decoded twice."""
     ends = {number: index[number].view("<i8").tolist() for number in values}
     memory = {number: part.data for number, part in values.items()}
     out = []

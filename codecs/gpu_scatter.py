@@ -1,4 +1,4 @@
-"""Taking a bucket on a GPU: its pieces are copied to where they belong, and its digest is found on the way."""
+"""Copies the pieces of a bucket on a GPU to where they belong, and computes its digest on the way."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-# ---------------- A digest of bytes on a GPU that the GPU computes: queued like any other work, so that nobody waits
-# for it.
+from .integers import round_up
+
+# ---------------- The GPU computes the digest of bytes that it holds, queued like any other work, so that nobody waits.
 #
-# One pass over the bytes: 8-byte words are summed down the columns of rows of a prime length, and the sums are
+# It is one pass over the bytes. 8-byte words are summed down the columns of rows of a prime length, and the sums are
 # weighted by odd numbers, all modulo 2**64. Any one changed word changes it, and so does a piece that is missing,
 # stale or moved, unless it moved by a multiple of 4099 words, which no tensor's size is. Several changes that cancel
-# out go unseen: no accident does that, an adversary could.
+# out go unseen; no accident does that, but an adversary could.
 
 WORD = 8
 _COLUMNS = 4099
@@ -25,9 +26,9 @@ _MASK = (1 << 64) - 1
 
 
 def device_digest(payload: torch.Tensor) -> torch.Tensor:
-    """int64, 0-d, on the payload's device and queued on its current stream; payload: uint8 `[n]`, contiguous.
+    """Return the digest as int64, 0-d, on the payload's device, queued on its current stream.
 
-    The same bytes give the same digest on any device.
+    payload: uint8 `[n]`, contiguous. The same bytes give the same digest on any device.
     """
     length = len(payload)
     if (payload.data_ptr() if payload.is_cuda else payload.storage_offset()) % WORD:
@@ -49,19 +50,19 @@ def device_digest(payload: torch.Tensor) -> torch.Tensor:
 
 
 def length_part(nbytes: int) -> int:
-    """What a payload's length adds to the digest."""
+    """Return what a payload's length adds to the digest."""
     return as_signed(nbytes * _GOLDEN)
 
 
 def as_signed(digest: int) -> int:
-    """A digest of 64 bits as an int64 has it."""
+    """Return a digest of 64 bits as int64 holds it."""
     digest &= _MASK
     return digest - (1 << 64) if digest >> 63 else digest
 
 
 @functools.cache
 def column_weights(device: torch.device) -> torch.Tensor:
-    """int64 `[_COLUMNS]`, odd: what word i counts, i modulo their number."""
+    """Return int64 `[_COLUMNS]`, odd: the weight of word i, i modulo their number."""
     state = (np.arange(1, _COLUMNS + 1, dtype=np.uint64)) * np.uint64(_GOLDEN)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
@@ -71,21 +72,21 @@ def column_weights(device: torch.device) -> torch.Tensor:
 
 _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 _START = 64
-"""Pieces start at multiples of so many bytes in a payload."""
+"""Number of bytes to whose multiples pieces are aligned in a payload."""
 _TARGET = 16
-"""And where they are copied to, at multiples of so many."""
+"""Number of bytes to whose multiples the places are aligned to which pieces are copied."""
 
 _log = logging.getLogger(__name__)
 
 
 class Scatter:
-    """What is to be done with one bucket's payload, again and again."""
+    """Processes the payloads of one bucket, again and again."""
 
     def __init__(
         self, nbytes: int, pieces: Sequence[tuple[int, torch.Tensor]], device: torch.device, kernel: Any
     ) -> None:
-        """nbytes: of the payload. pieces: (first byte in the payload, where it is copied to: uint8 `[n]`, contiguous,
-        on `device`), in order. kernel: from `scatter_kernel`; None: torch, in two passes."""
+        """nbytes: size of the payload. pieces: (first byte in the payload, the place to copy to, uint8 `[n]`,
+        contiguous, on `device`), in order. kernel: from `scatter_kernel`; None uses torch, in two passes."""
         self._nbytes = nbytes
         self._pieces = [(begin, target) for begin, target in pieces if len(target)]
         fits = 0 < nbytes < WORD << 31 and nbytes % WORD == 0
@@ -97,8 +98,10 @@ class Scatter:
         self._table = None if self._kernel is None else self._rows(self._kernel.SEGMENT).to(device)
 
     def __call__(self, payload: torch.Tensor) -> torch.Tensor:
-        """`device_digest` of the payload (uint8 `[nbytes]`, contiguous), and its pieces are copied; both are queued on
-        the current stream. What aligns the start of what comes behind a piece is zero."""
+        """Copy the pieces and return the payload's `device_digest`, both queued on the current stream.
+
+        payload: uint8 `[nbytes]`, contiguous. The bytes that align the next piece's start are zero.
+        """
         if len(payload) != self._nbytes:
             raise ValueError(f"payload: got {len(payload)} bytes, expected {self._nbytes}")
         if self._kernel is not None and payload.data_ptr() % _TARGET == 0:
@@ -110,7 +113,7 @@ class Scatter:
         return device_digest(payload)
 
     def _rows(self, segment: int) -> torch.Tensor:
-        """The kernel's table: pieces, and what lies between them, in segments."""
+        """Build the kernel's table: the pieces, and the gaps between them, in segments."""
         rows: list[np.ndarray] = []
         end = 0
 
@@ -124,14 +127,14 @@ class Scatter:
             add(end, begin, 0)
             end = begin + len(target)
             add(begin, end, target.data_ptr())
-            end = -(-end // _START) * _START if end < self._nbytes else end
+            end = round_up(end, _START) if end < self._nbytes else end
         add(end, self._nbytes, 0)
         return torch.from_numpy(np.concatenate(rows))
 
 
 @functools.cache
 def scatter_kernel(device: torch.device) -> Any:
-    """The module of the kernel, once it was seen to do what torch does; None, and a warning, where it does not."""
+    """Import the kernel, if it does what torch does; otherwise log a warning and return None."""
     if device.type != "cuda":
         return None
     try:
@@ -147,7 +150,7 @@ def scatter_kernel(device: torch.device) -> Any:
 
 
 def check(kernel: Any, device: torch.device) -> bool:
-    """Whether the kernel does what torch does: with a piece of a few words, and one that several programs share."""
+    """Return whether the kernel does what torch does, on a piece of a few words and one that several programs share."""
     first, second = _START, 2 * kernel.SEGMENT * WORD + 5 * WORD
     nbytes = 3 * _START + second + 10 * WORD
     payload = torch.arange(nbytes, device=device).mul_(41).to(torch.uint8)

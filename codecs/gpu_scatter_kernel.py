@@ -1,6 +1,6 @@
-"""`gpu_scatter` as one Triton kernel: a payload is read once, where torch reads it twice.
+"""Implements `gpu_scatter` as one Triton kernel, which reads a payload once where torch reads it twice.
 
-Needs Triton, which CUDA builds of torch bring, and a C compiler.
+Needs Triton, which CUDA builds of torch include, and a C compiler.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 _BLOCK = 1024
 _STEPS = 8
 SEGMENT = _BLOCK * _STEPS
-"""Words, of 8 bytes, that one program takes at most."""
+"""Number of 8-byte words that one program takes at most."""
 
 
 @triton.jit
@@ -44,11 +44,12 @@ def _scatter(payload, table, weights, out, COLUMNS: tl.constexpr, BLOCK: tl.cons
 
 
 def scatter(words: torch.Tensor, table: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """int64 `[1]`: the sum of `words[i] * weights[i % len(weights)]` modulo 2**64 over all that `table` names, which is
-    copied; queued on the current stream.
+    """Sum `words[i] * weights[i % len(weights)]` modulo 2**64 over all that `table` names, and copy it. Returns int64
+    `[1]`.
 
-    words, weights: int64, contiguous. table: int64 `[rows, 3]`: first word, a multiple of 8, number of words, at most
-    SEGMENT, and the address that they are copied to, a multiple of 16; 0: they are not. All on one GPU.
+    It is queued on the current stream. words, weights: int64, contiguous. table: int64 `[rows, 3]`: the first word (a
+    multiple of 8), the number of words (at most SEGMENT), and the address to copy them to (a multiple of 16; 0 copies
+    nothing). All are on one GPU.
     """
     out = torch.zeros(1, dtype=torch.int64, device=words.device)
     launch: Any = _scatter[(len(table),)]

@@ -1,4 +1,4 @@
-"""Resolves `package.module:name` paths to what users wrote themselves."""
+"""Imports users' objects by their `package.module:name` paths, and names the extra of a package that is missing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ import importlib
 from typing import Any
 
 
-def import_object(path: str, what: str) -> Any:
-    """The object that `package.module:name` names.
+class MissingExtra(ValueError):
+    """An optional package is not installed; the one sentence names the extra of Headrace that installs it."""
 
-    what: what it is for, in the error (`sampler`). Raises ValueError in one sentence when the path is malformed, the
-    module cannot be imported (with its own error) or has no such name.
+    def __init__(self, package: str, needed_by: str, extra: str) -> None:
+        self.parts = (package, needed_by, extra)
+        super().__init__(f"{needed_by} needs {package}, which is not installed: pip install 'headrace[{extra}]'")
+
+    def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str, str]]:
+        return MissingExtra, self.parts
+
+
+def import_object(path: str, what: str) -> Any:
+    """Return the object that `package.module:name` names.
+
+    what: its purpose, for the error (`sampler`). Raises ValueError in one sentence when the path is malformed, or when
+    the module cannot be imported (with its own error) or has no such name.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):

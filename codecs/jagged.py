@@ -1,4 +1,4 @@
-"""Batches from and to what users hold: pack, unpack, pad, slice, select, concat."""
+"""Converts batches from and to what users hold: pack, unpack, pad, slice, select, concat."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from .batch import Batch, Column, Jagged, Ragged
 from .columns import num_rows as rows_of
 from .columns import to_column
 from .gather import as_bytes, exclusive_cumsum, find_runs, gather_dense, gather_jagged, gather_ragged
+from .integers import round_up
 from .memory import fresh
 from .schema import Field, Kind, Schema
 
 
 def pack(schema: Schema, data: Mapping[str, Any] | TensorDictBase, num_rows: int | None = None) -> Batch:
-    """The fields of `data` as a Batch: contiguous columns on the CPU without grad, in the schema's order.
+    """Return the fields of `data` as a Batch: contiguous columns on the CPU without grad, in the schema's order.
 
     data: a mapping (or Batch) from field name to a column in any form that `columns.to_column` takes, or a TensorDict
         with one batch dimension. Fields of the schema that it does not hold are left out of the result.
@@ -53,7 +54,7 @@ def pack(schema: Schema, data: Mapping[str, Any] | TensorDictBase, num_rows: int
 
 
 def _values(data: Mapping[str, Any] | TensorDictBase) -> tuple[Mapping[str, Any], int | None]:
-    """(field name -> value, rows if known) of what `pack` is given."""
+    """Return (field name -> value, number of rows if known) of what `pack` is given."""
     if isinstance(data, Batch):
         return data, data.num_rows
     if not isinstance(data, TensorDictBase):
@@ -64,13 +65,14 @@ def _values(data: Mapping[str, Any] | TensorDictBase) -> tuple[Mapping[str, Any]
         raise ValueError(f"TensorDict: got batch size {list(data.batch_size)}, expected one dimension, the rows")
     if isinstance(data, LazyStackedTensorDict):
         return _lazy_values(data), data.batch_size[0]
-    return {name: data.get(name) for name in data.keys()}, data.batch_size[0]  # noqa: SIM118 (not a Mapping)
+    return {name: data.get(name) for name in data.keys()}, data.batch_size[0]  # not a Mapping
 
 
 def _lazy_values(data: LazyStackedTensorDict) -> dict[str, list[Any]]:
-    """Rows of a lazy stack one by one: its own `get` fails on ragged rows and its `keys` hide those not in all rows."""
+    """Read the rows of a lazy stack one by one, because its own `get` fails on ragged rows and its `keys` hides some
+    fields."""
     rows = data.tensordicts
-    names = list(dict.fromkeys(name for row in rows for name in row.keys()))  # noqa: SIM118
+    names = list(dict.fromkeys(name for row in rows for name in row.keys()))
     values: dict[str, list[Any]] = {name: [] for name in names}
     for index, row in enumerate(rows):
         for name in names:
@@ -87,7 +89,7 @@ def _nearest(name: Any, schema: Schema) -> str:
 
 
 def _same_lengths(name: str, column: Jagged, first_name: str, first: Column | None) -> Jagged:
-    """`column`, sharing the lengths of the batch's first PER_TOKEN field."""
+    """Return `column`, sharing the lengths of the batch's first PER_TOKEN field."""
     if not isinstance(first, Jagged):
         return column
     if not np.array_equal(first.lengths, column.lengths):
@@ -100,7 +102,7 @@ def _same_lengths(name: str, column: Jagged, first_name: str, first: Column | No
 
 
 def unpack(batch: Batch) -> dict[str, list[Any]]:
-    """Field name -> its N rows: tensors `[L, *trailing]`, `[*trailing]` or of the row's own shape, or objects.
+    """Return field name -> its N rows: tensors `[L, *trailing]`, `[*trailing]` or of the row's own shape, or objects.
 
     Tensors are views of the batch.
     """
@@ -117,10 +119,10 @@ def _row_views(column: Column) -> list[Any]:
 
 
 def to_tensordict(batch: Batch) -> TensorDict:
-    """The batch as a TensorDict of batch size [N], which `pack` takes back.
+    """Return the batch as a TensorDict of batch size [N], which `pack` takes back.
 
-    PER_TOKEN: nested tensor of layout torch.jagged; PER_SAMPLE: tensor; RAGGED and OBJECT: NonTensorStack. Tensors
-    share the batch's memory.
+    PER_TOKEN becomes a nested tensor of layout torch.jagged, PER_SAMPLE a tensor, RAGGED and OBJECT a NonTensorStack.
+    Tensors share the batch's memory.
     """
     values: dict[str, Any] = {}
     for name, column in batch.items():
@@ -136,7 +138,7 @@ def to_tensordict(batch: Batch) -> TensorDict:
 
 
 def slice_rows(batch: Batch, start: int, stop: int) -> Batch:
-    """Rows `start:stop` as views of `batch`. Raises ValueError unless 0 <= start <= stop <= rows."""
+    """Return rows `start:stop` as views of `batch`. Raises ValueError unless 0 <= start <= stop <= rows."""
     if not 0 <= start <= stop <= batch.num_rows:
         raise ValueError(f"rows {start}:{stop}: expected 0 <= start <= stop <= {batch.num_rows}, the batch's rows")
     columns: dict[str, Column] = {}
@@ -156,7 +158,7 @@ def slice_rows(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def select_rows(batch: Batch, indices: Sequence[int] | np.ndarray) -> Batch:
-    """Rows `indices` `[M]`, copied, in that order; a row may repeat. Raises ValueError for one that is not there."""
+    """Copy rows `indices` `[M]`, in that order; a row may repeat. Raises ValueError for a row that does not exist."""
     row = np.asarray(indices, dtype=np.int64)
     if len(row) and not 0 <= row.min() <= row.max() < batch.num_rows:
         raise ValueError(f"rows {row.min()} to {row.max()}: expected 0 to {batch.num_rows - 1}, the batch's rows")
@@ -181,7 +183,7 @@ def select_rows(batch: Batch, indices: Sequence[int] | np.ndarray) -> Batch:
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
-    """The rows of all `batches`, copied, one after another. Raises ValueError unless they have one schema."""
+    """Copy the rows of all `batches`, one after another. Raises ValueError unless they have one schema."""
     if not batches:
         raise ValueError("concat: got no batches, expected at least one")
     schema = batches[0].schema
@@ -220,7 +222,7 @@ def to_padded(
     pad_to: int | None = None,
     multiple_of: int = 1,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """({name: `[N, Lmax, *trailing]`}, int64 lengths `[N]`): right-padded with each field's pad value.
+    """Return ({name: `[N, Lmax, *trailing]`}, int64 lengths `[N]`), right-padded with each field's pad value.
 
     names: PER_TOKEN fields; None takes all.
     pad_to: Lmax; None takes the longest row's length.
@@ -238,14 +240,14 @@ def to_padded(
     longest = int(lengths.max()) if len(lengths) else 0
     if pad_to is not None and longest > pad_to:
         raise ValueError(f"pad_to: got {pad_to}, but row {int(lengths.argmax())} has {longest} tokens")
-    width = -(-(longest if pad_to is None else pad_to) // multiple_of) * multiple_of
+    width = round_up(longest if pad_to is None else pad_to, multiple_of)
     valid = np.arange(width) < lengths[:, None]
     padded = {name: _scatter(batch.schema[name], batch.jagged(name).values, valid) for name in names}
     return padded, torch.from_numpy(lengths.copy())
 
 
 def from_padded(schema: Schema, padded: Mapping[str, torch.Tensor], lengths: torch.Tensor | Sequence[int]) -> Batch:
-    """Inverse of `to_padded`: the valid tokens of right-padded `[N, Lmax, *trailing]` tensors as a Batch.
+    """Return the valid tokens of right-padded `[N, Lmax, *trailing]` tensors as a Batch; the inverse of `to_padded`.
 
     lengths: `[N]`. Raises ValueError for a field that is not PER_TOKEN and for what does not fit the schema.
     """
@@ -264,7 +266,7 @@ def from_padded(schema: Schema, padded: Mapping[str, torch.Tensor], lengths: tor
 
 
 def _scatter(field: Field, values: torch.Tensor, valid: np.ndarray) -> torch.Tensor:
-    """`values` `[T, *trailing]` put where `valid` `[N, Lmax]` is true, the pad value elsewhere."""
+    """Place `values` `[T, *trailing]` where `valid` `[N, Lmax]` is true, and the pad value elsewhere."""
     assert field.dtype is not None
     out = fresh(field.dtype, (*valid.shape, *field.trailing)).fill_(field.pad_value)
     # As unsigned integers of the same size: numpy knows no bf16 and fp8, and its masked copy is the fastest there is.

@@ -1,7 +1,7 @@
-"""Host memory for columns that are read: used again once the last tensor on it is gone.
+"""Pools host memory for columns that are read; it is used again once the last tensor on it is gone.
 
-Memory fresh from the system costs a page fault for every 4 KiB, several times what the copy into it does; a reader that
-gets batch after batch of about one size pays for that once.
+New memory from the system costs a page fault for every 4 KiB, several times the time of the copy into it. A reader that
+gets batch after batch of about one size pays for that only once.
 """
 
 from __future__ import annotations
@@ -14,28 +14,32 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from .integers import round_up
+
 POOLED_FROM_BYTES = 64 << 10
-"""Smaller allocations the C library recycles itself."""
+"""Number of bytes below which allocations are not pooled, as the C library recycles those itself."""
 KEPT_BYTES = 256 << 20
-"""Most that is kept for later; what comes back beyond it goes to the system."""
+"""Number of bytes that are kept for later at most; memory returned beyond it goes to the system."""
 HUGE_PAGE = 2 << 20
-_ALIGN = 64
+ALIGN = 64
+"""Number of bytes to whose multiples the parts of blocks and buckets are aligned, so that views of any dtype are."""
 _STEPS = 4
-"""Size classes between two powers of two: at most a quarter of a buffer lies idle."""
+"""Number of size classes between two powers of two, so that at most a quarter of a buffer is idle."""
 
 
 class Pool:
-    """Buffers by size class. Thread-safe without a lock: the collector may give one back at any point of any thread."""
+    """Keeps buffers by size class. Thread-safe without a lock, as the collector may return one at any point of any
+    thread."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._free: dict[int, deque[np.ndarray]] = {}
         self._kept_bytes = kept_bytes
         self.idle_bytes = 0
-        """Of buffers that wait for use; threads may tear it by a buffer, which only moves the bound."""
+        """Number of bytes of idle buffers. A race between threads may miss a buffer, which only shifts the limit."""
 
     def take(self, nbytes: int) -> np.ndarray:
-        """uint8 `[nbytes]`, uninitialised, aligned to 64 bytes; the memory is free again when the array and all views
-        of it are gone."""
+        """Return uint8 `[nbytes]`, uninitialised, aligned to 64 bytes. The memory is reused when the array and all
+        its views are gone."""
         size = _size_class(nbytes)
         try:
             buffer = self._free[size].pop()
@@ -54,13 +58,13 @@ class Pool:
 
 
 def _size_class(nbytes: int) -> int:
-    step = max(1 << max(nbytes - 1, 1).bit_length() - 1, _ALIGN * _STEPS) // _STEPS
-    return -(-nbytes // step) * step
+    step = max(1 << max(nbytes - 1, 1).bit_length() - 1, ALIGN * _STEPS) // _STEPS
+    return round_up(nbytes, step)
 
 
 def _allocate(size: int) -> np.ndarray:
     # numpy asks the kernel for huge pages where an array is large (torch does not); they serve what is aligned to them.
-    align = HUGE_PAGE if size >= HUGE_PAGE else _ALIGN
+    align = HUGE_PAGE if size >= HUGE_PAGE else ALIGN
     memory = np.empty(size + align, dtype=np.uint8)
     begin = -memory.ctypes.data % align
     return memory[begin : begin + size]
@@ -70,7 +74,7 @@ _POOL = Pool()
 
 
 def fresh(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """An uninitialised contiguous CPU tensor for the caller to fill."""
+    """Return an uninitialised contiguous CPU tensor for the caller to fill."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < POOLED_FROM_BYTES:
         return torch.empty(tuple(shape), dtype=dtype)

@@ -1,7 +1,7 @@
-"""Metadata messages between processes: dataclasses, enums and numpy arrays as msgpack.
+"""Encodes metadata messages between processes (dataclasses, enums and numpy arrays) as msgpack.
 
-For directory calls, receipts and manifests: small, typed, decoded into the very types that were encoded. Tensors do not
-travel here; rows' bytes are blocks (`codecs/blocks.py`).
+They are directory calls, receipts and manifests: small, typed, and decoded into the very types that were encoded.
+Tensors are refused; rows' bytes travel as blocks (`codecs/blocks.py`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from .schema import Schema
 T = TypeVar("T")
 
 _ARRAY = 1
-"""msgpack extension code of a numpy array: 1 byte dtype length, 1 byte ndim, dtype, int64 shape unless 1-D, values."""
+"""Code of the msgpack extension for a numpy array: 1 byte dtype length, 1 byte ndim, dtype, int64 shape unless 1-D,
+values."""
 
 _KINDS = "biufUS"
-"""numpy dtype kinds that travel: bool, ints, floats, fixed-width strings."""
+"""Kinds of numpy dtype that can be encoded: bool, integers, floats, fixed-width strings."""
 
 
 def encode(obj: Any) -> bytes:
-    """`obj` as one message.
+    """Encode `obj` as one message.
 
     Takes (nested) dataclasses, enums, numpy arrays and scalars, `Schema`, str, bytes, None, bool, int, float, lists,
     tuples, sets and dicts. Raises TypeError naming any other type.
@@ -34,7 +35,8 @@ def encode(obj: Any) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, type: type[T]) -> T:  # noqa: A002
-    """The object of `type` (any annotation, `list[Receipt]` say) that `encode` wrote; its arrays own their memory.
+    """Decode an object of `type` (any annotation, such as `list[Receipt]`) that `encode` wrote; its arrays own their
+    memory.
 
     Raises ValueError when `data` is not such a message.
     """

@@ -1,7 +1,7 @@
-"""Objects as msgpack: strings, numbers, lists and dicts, back exactly as they went in, and nothing else.
+"""Encodes strings, numbers, lists and dicts as msgpack, so that exactly what went in comes back.
 
-No pickle: what a reader decodes can only be data. Types that msgpack would quietly turn into another one (tuples into
-lists, numpy scalars into numbers, enums into their values) are refused instead.
+Nothing is pickled, so that a reader can only decode data. Types that msgpack would quietly turn into another one
+(tuples into lists, numpy scalars into numbers, enums into their values) are refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 MAX_DEPTH = 200
-"""Lists and dicts inside each other; also what stops an object that contains itself."""
+"""Number of lists and dicts that may be nested, which also stops an object that contains itself."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder()
@@ -21,9 +21,9 @@ _SCALARS = frozenset((str, bytes, type(None), bool, float))
 
 
 def encode(obj: Any) -> bytes:
-    """`obj` as msgpack. Takes str, bytes, None, bool, int (64 bit), float, list, and dict with str or int keys.
+    """Encode `obj`. Takes str, bytes, None, bool, int (64 bit), float, list, and dict with str or int keys.
 
-    Raises TypeError naming any other type and the path to it; ValueError for an int beyond 64 bit, text that is not
+    Raises TypeError naming any other type and the path to it, and ValueError for an int beyond 64 bit, text that is not
     valid Unicode, and nesting deeper than MAX_DEPTH.
     """
     _check(obj, "", 0)
@@ -34,7 +34,7 @@ def encode(obj: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Inverse of `encode`. Raises ValueError when `data` is not one whole msgpack object."""
+    """Decode what `encode` encoded. Raises ValueError when `data` is not one whole msgpack object."""
     try:
         return _DECODER.decode(data)
     except msgspec.DecodeError as error:
@@ -42,7 +42,8 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 def encode_column(name: str, rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """The column's rows one after another: uint8 bytes and int64 `[N]` end offsets. Errors name field and row."""
+    """Encode the column's rows one after another: uint8 bytes and int64 `[N]` end offsets. Errors name field and
+    row."""
     parts = []
     for index, obj in enumerate(rows):
         try:

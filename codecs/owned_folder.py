@@ -1,46 +1,63 @@
-"""A folder that is its maker's for as long as that process lives: a locked file in it says so."""
+"""Creates folders that belong to one process, and tells whether the owner of a folder or of a lock is still alive.
+
+A folder's owner holds the lock (flock) of a file in it. The operating system drops the lock when the process ends,
+however it ends, so that a folder whose lock is free is stale and may be removed by anybody.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "headrace-"
+"""Every folder that a run makes in shared memory is named `headrace-{run_id}` or `headrace-{run_id}-{what}`."""
 _OWNER = "owner"
 _TRIES = 10
 _PAUSE_S = 0.02
 
 
-def create_owned_folder(folder: Path, run_id: str) -> int:
-    """Make `folder` with its lock held from the moment it has its name; one that is no living process's is replaced.
+def create_owned_folder(folder: Path, run_id: str, fill: Callable[[Path], None] = lambda folder: None) -> int:
+    """Create `folder`, locked and filled by `fill` before it gets its name. A stale folder of that name is replaced.
 
-    Returns the lock's descriptor: closing it gives the folder up. Raises ValueError when a living process has it.
+    Returns the lock's descriptor; closing it gives the folder up. Raises ValueError when a living process owns the
+    folder, and OSError when nothing can be written there.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
     draft.mkdir(mode=0o700)
     owner = os.open(draft / _OWNER, os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(owner, fcntl.LOCK_EX)
-    for attempt in range(_TRIES):
-        try:
-            os.rename(draft, folder)
-            return owner
-        except OSError:  # there is one already
-            if not _remove_stale(folder) and attempt:
-                time.sleep(_PAUSE_S)  # a reader that looks whether the owner lives has the lock for a moment
-    shutil.rmtree(draft)
-    os.close(owner)
-    raise ValueError(f"run_id {run_id!r}: a living run has the folder {folder}; choose another") from None
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        os.write(owner, f"{os.getpid()}\n".encode())
+        fill(draft)
+        for attempt in range(_TRIES):
+            try:
+                os.rename(draft, folder)
+                return owner
+            except OSError:  # there is one already
+                if not _remove_stale(folder) and attempt:
+                    time.sleep(_PAUSE_S)  # another process that checks the owner holds the lock for a moment
+        raise ValueError(f"run_id {run_id!r}: a living run has the folder {folder}; choose another")
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        os.close(owner)
+        raise
 
 
 def owner_lives(folder: Path) -> bool:
-    """Whether the process that made `folder` is still there and has not given it up."""
+    """Return whether the process that created `folder` is alive and has not given it up."""
     try:
-        descriptor = os.open(folder / _OWNER, os.O_RDWR)
-    except FileNotFoundError:
+        descriptor = os.open(folder / _OWNER, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except PermissionError:  # another user's folder is not ours to judge
+        return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
@@ -50,19 +67,57 @@ def owner_lives(folder: Path) -> bool:
         os.close(descriptor)
 
 
-def _remove_stale(folder: Path) -> bool:
-    """Remove `folder` unless its owner lives. Returns whether it is gone."""
-    try:
-        descriptor = os.open(folder / _OWNER, os.O_RDWR)
-    except FileNotFoundError:
-        shutil.rmtree(folder, ignore_errors=True)
-        return True
+def remove_stale_folders(root: Path = SHARED_MEMORY) -> list[str]:
+    """Remove the folders of dead runs in `root`, and return their names. Other users' folders are left alone."""
+    removed = []
+    for folder in root.glob(PREFIX + "*"):
+        with contextlib.suppress(FileNotFoundError, PermissionError, NotADirectoryError):
+            if _remove_unlocked(folder):
+                removed.append(folder.name)
+    return removed
+
+
+def try_lock(path: Path) -> int | None:
+    """Lock an existing file for this process, without waiting.
+
+    Returns the descriptor that holds the lock, or None when another process holds it. Raises FileNotFoundError.
+    """
+    descriptor = os.open(path, os.O_RDWR)  # NFS locks only files that are open for writing
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
-    else:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def process_start(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot, or None when it has ended (a zombie has).
+
+    The pair of pid and start time names a process for good, while a pid alone is used again.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = stat.rpartition(b")")[2].split()
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _remove_stale(folder: Path) -> bool:
+    """Remove `folder` unless its owner is alive. Returns whether it is gone."""
+    try:
+        return _remove_unlocked(folder)
+    except FileNotFoundError:
         shutil.rmtree(folder, ignore_errors=True)
         return True
-    finally:
-        os.close(descriptor)
+
+
+def _remove_unlocked(folder: Path) -> bool:
+    """Remove `folder` if nobody holds its lock. Raises FileNotFoundError when it has no owner file."""
+    descriptor = try_lock(folder / _OWNER)
+    if descriptor is None:
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(descriptor)
+    return True

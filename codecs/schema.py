@@ -1,4 +1,4 @@
-"""The one declaration of each field: kind, dtype, trailing shape, pad value."""
+"""Declares each field of the rows, once: its kind, dtype, trailing shape and pad value."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 class Kind(enum.StrEnum):
-    """How a field's rows are shaped."""
+    """Says how a field's rows are shaped."""
 
     PER_TOKEN = "per_token"
-    """`[L, *trailing]` a row, L being the row's length: the same for all PER_TOKEN fields of a row."""
+    """Row of shape `[L, *trailing]`, where L is the row's length, the same for all PER_TOKEN fields of a row."""
     PER_SAMPLE = "per_sample"
-    """`[*trailing]` a row."""
+    """Row of shape `[*trailing]`."""
     RAGGED = "ragged"
-    """Any shape of a fixed number of dimensions (`ndim`) a row: images and other odd shapes."""
+    """Row of any shape with a fixed number of dimensions (`ndim`), such as images."""
     OBJECT = "object"
-    """Strings, bytes, numbers, None, lists and dicts of these, as msgpack."""
+    """Row that is a string, bytes, a number, None, or a list or dict of these, encoded as msgpack."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One named column."""
+    """Declares one named column."""
 
     name: str
     kind: Kind
     dtype: torch.dtype | None = None
-    """None only for OBJECT."""
+    """Type of the elements; None only for OBJECT."""
     trailing: tuple[int, ...] = ()
-    """Shape behind the token (PER_TOKEN) or the row (PER_SAMPLE) dimension; () for RAGGED and OBJECT."""
+    """Shape after the token (PER_TOKEN) or the row (PER_SAMPLE) dimension; () for RAGGED and OBJECT."""
     pad_value: int | float | bool = 0
-    """What `to_padded` fills with. Never on the wire."""
+    """Value with which `to_padded` fills; it is never sent."""
     ndim: int = 1
-    """RAGGED only: dimensions of one row."""
+    """Number of dimensions of one row, for RAGGED only."""
 
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):
@@ -82,12 +82,12 @@ class Field:
 
     @property
     def dtype_name(self) -> str | None:
-        """The dtype's wire name (`"float32"`), None for OBJECT."""
+        """Name of the dtype on the wire (`"float32"`); None for OBJECT."""
         return None if self.dtype is None else str(self.dtype).removeprefix("torch.")
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one token (PER_TOKEN), one row (PER_SAMPLE) or one element (RAGGED); 0 for OBJECT."""
+        """Number of bytes of one token (PER_TOKEN), one row (PER_SAMPLE) or one element (RAGGED); 0 for OBJECT."""
         if self.dtype is None:
             return 0
         size = self.dtype.itemsize
@@ -119,7 +119,7 @@ class Field:
 
 
 def _holds(dtype: torch.dtype, value: int | float | bool) -> bool:
-    """Whether `value` as `dtype` is the same number (floats may be rounded, but not overflow)."""
+    """Return whether `value` as `dtype` is the same number (floats may be rounded, but must not overflow)."""
     if dtype == torch.bool:
         return value in (0, 1)
     if not dtype.is_floating_point:
@@ -129,7 +129,7 @@ def _holds(dtype: torch.dtype, value: int | float | bool) -> bool:
 
 
 class Schema(Mapping[str, Field]):
-    """Immutable, ordered fields of a partition, by name."""
+    """Holds the immutable, ordered fields of a partition, by name."""
 
     __slots__ = ("_fields",)
 
@@ -162,11 +162,11 @@ class Schema(Mapping[str, Field]):
         return f"Schema({list(self._fields.values())!r})"
 
     def subset(self, names: Iterable[str]) -> Schema:
-        """The named fields, in the order given. Raises KeyError for a name that is not declared."""
+        """Return the named fields, in the order given. Raises KeyError for a name that is not declared."""
         return Schema(self[name] for name in names)
 
     def to_list(self) -> list[dict[str, Any]]:
-        """Plain data for messages and manifests."""
+        """Return plain data for messages and manifests."""
         return [field.to_dict() for field in self._fields.values()]
 
     @staticmethod

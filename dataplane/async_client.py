@@ -1,4 +1,4 @@
-"""The asyncio client: the blocking client's twin, for rollout actors and servers."""
+"""Gives asyncio programs, such as rollout actors and servers, the data plane's operations as coroutines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .directory.requests import body_of
 from .directory.samplers import TaskConfig
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta
-from .operations import Ask, Fields, Operations, Steps, Work
+from .operations import Ask, Fields, Moved, Operations, Steps, Work
 from .rpc.links import Link
 from .status import DataPlaneStatus
 from .traffic import ClientStats
@@ -27,11 +27,12 @@ T = TypeVar("T")
 
 
 class AsyncDataPlaneClient:
-    """`DataPlaneClient` with awaitable methods: same arguments, results, errors, bounds. Made by `connect_async`.
+    """Offers the methods of `DataPlaneClient` as coroutines, with the same arguments, results, errors and time limits.
 
-    Bytes are packed, moved and unpacked in threads; the loop only waits. May be shared by the tasks of a loop.
-    A cancelled put leaves nothing behind: it waits until the store no longer touches its bytes, takes its reservation
-    back, then raises CancelledError. A cancelled claim may have been granted: its rows return when the lease ends.
+    Created by `connect_async`. Bytes are packed, moved and unpacked in threads, so that the event loop only waits.
+    Tasks of one loop may share a client. A cancelled put leaves nothing behind: it waits until the store no longer
+    touches its bytes, gives its reservation back, then raises CancelledError. A cancelled claim may have been granted;
+    its rows return when the lease ends.
     """
 
     def __init__(self, handle: DataPlaneHandle, link: Link, store: BlockStore, name: str = "") -> None:
@@ -40,7 +41,7 @@ class AsyncDataPlaneClient:
 
     @property
     def stats(self) -> ClientStats:
-        """What this client has moved so far."""
+        """Counts of what this client has done and moved so far."""
         return self._operations.stats
 
     async def register(
@@ -62,7 +63,7 @@ class AsyncDataPlaneClient:
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
         """See `DataPlaneClient.put`."""
-        return await self._run(
+        return await self._move(
             "put", self._operations.put(partition, keys, fields, versions, groups, tags, replace, timeout_s)
         )
 
@@ -70,7 +71,7 @@ class AsyncDataPlaneClient:
         self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
     ) -> Batch:
         """See `DataPlaneClient.get`."""
-        return await self._run("get", self._operations.get(meta, fields, timeout_s))
+        return await self._move("get", self._operations.get(meta, fields, timeout_s))
 
     async def lookup(
         self,
@@ -87,7 +88,7 @@ class AsyncDataPlaneClient:
         self, partition: str, keys: Sequence[str], fields: Sequence[str], *, timeout_s: float | None = None
     ) -> Batch:
         """See `DataPlaneClient.get_keys`."""
-        return await self._run("get_keys", self._operations.get_keys(partition, keys, fields, timeout_s))
+        return await self._move("get_keys", self._operations.get_keys(partition, keys, fields, timeout_s))
 
     async def claim(
         self,
@@ -134,7 +135,7 @@ class AsyncDataPlaneClient:
         return await self._run("status", self._operations.status(partition, timeout_s))
 
     async def close(self) -> None:
-        """Detach from directory and store. Idempotent; data plane and leases go on."""
+        """Detach from the directory and the store. Idempotent. The data plane and the leases go on."""
         await self._carry_out(self._operations.close())
         await self._link.detach_async()
 
@@ -153,8 +154,18 @@ class AsyncDataPlaneClient:
         finally:
             self.stats.count_call(op, time.monotonic() - started)
 
+    async def _move(self, op: str, steps: Steps[Moved[T]]) -> T:
+        """Run a call that moves bytes, and count them with it."""
+        started, nbytes = time.monotonic(), 0
+        try:
+            moved = await self._carry_out(steps)
+            nbytes = moved.nbytes
+            return moved.result
+        finally:
+            self.stats.count_call(op, time.monotonic() - started, nbytes)
+
     async def _carry_out(self, steps: Steps[T]) -> T:
-        """One step after another: directory calls on the loop, work in a thread."""
+        """Carry out the steps one after another, directory calls on the event loop and work in a thread."""
         answer: Any = None
         failure: BaseException | None = None
         try:
@@ -176,7 +187,8 @@ class AsyncDataPlaneClient:
 
 
 async def _in_thread(work: Work) -> Any:
-    """Run it in a thread; when cancelled, wait for its end first: a block must not be freed under its writer."""
+    """Run the work in a thread. When cancelled, wait for its end first, as a block must not be freed under its
+    writer."""
     future = asyncio.get_running_loop().run_in_executor(None, work.run)
     try:
         return await asyncio.shield(future)

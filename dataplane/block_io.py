@@ -1,4 +1,4 @@
-"""Rows to blocks and back: how a batch is cut and written, how a receipt's rows are read, checked and put together."""
+"""Cuts a batch into blocks and writes them, and reads a receipt's rows back from blocks, checked and in order."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from .errors import DataPlaneError, FieldsNotReady, IntegrityError, RowsCleared,
 from .meta import KVBatchMeta, narrow_sources
 
 BLOCK_ROWS = 256
-"""Half of that costs `simple` a third more time a put. Smaller ones save a reader bytes only where it wants all rows of
-some and none of others, as with a block a group."""
+"""Number of rows in a block unless configured. Half as many cost the store `simple` a third more time for a put.
+Smaller blocks save a reader bytes only where it wants all rows of some blocks and none of others, as when a block is
+a group."""
 LEAST_BYTES = 64 << 10
-"""Smaller blocks cost more in bookkeeping than in bytes."""
+"""Number of bytes below which blocks get more rows: smaller blocks cost more in bookkeeping than in bytes."""
 MOST_BYTES = 4 << 20
-"""Of one field in a block. Larger parts gain nothing, and several stores move them whole to a reader of one row."""
+"""Number of bytes that one field of a block has at most. Larger parts gain nothing, and several stores move them
+whole even to a reader of one row."""
 PROBE_S = 2.0
-"""Bound of the look for the blocks that a failed read was about."""
+"""Seconds that a look for the blocks of a failed read may take."""
 
 
 def cut(groups: Sequence[str] | np.ndarray, block_rows: int) -> list[tuple[int, int]]:
-    """(start, stop) of blocks of at most `block_rows` rows; neighbours of one group part only if they are more.
+    """Return (start, stop) of blocks of at most `block_rows` rows. Only a group of more rows than that is split.
 
-    groups: `[N]`, a name or number a row.
+    groups: `[N]`, a name or number for each row.
     """
     column = np.asarray(groups)
     ends = np.append(np.flatnonzero(column[1:] != column[:-1]) + 1, len(column))
@@ -45,7 +47,8 @@ def cut(groups: Sequence[str] | np.ndarray, block_rows: int) -> list[tuple[int, 
 
 
 def rows_a_block(batch: Batch, block_rows: int | None) -> int:
-    """The configured number of rows; None: BLOCK_ROWS, more to make LEAST_BYTES, fewer to stay within MOST_BYTES."""
+    """Return the number of rows in a block: as configured, or BLOCK_ROWS adapted to LEAST_BYTES and MOST_BYTES when
+    None."""
     if block_rows is not None:
         return block_rows
     num_rows = max(1, batch.num_rows)
@@ -54,19 +57,19 @@ def rows_a_block(batch: Batch, block_rows: int | None) -> int:
 
 
 def write_blocks(
-    store: BlockStore, blocks: Sequence[EncodedBlock], first_id: int, room: bytes, deadline: float
+    store: BlockStore, blocks: Sequence[EncodedBlock], first_id: int, space: bytes, deadline: float
 ) -> tuple[bytes, ...] | None:
-    """Write every block into a room. `deadline` is of time.monotonic().
+    """Write every block into reserved space. `deadline` is in terms of time.monotonic().
 
-    Returns the blocks' locations; None when the room has an address, in which they then lie end to end.
+    Returns the blocks' locations, or None when the space has a location, in which case the blocks lie there end to end.
     """
     timeout_s = max(0.0, deadline - time.monotonic())
-    if room:
+    if space:
         parts = [part for block in blocks for part in block.parts]
         ends = np.cumsum([block.layout.nbytes for block in blocks]).tolist()
         bases = [0, *ends[:-1]]
         offsets = [base + at for base, block in zip(bases, blocks, strict=True) for at in block.layout.offsets]
-        store.put(first_id, room, parts, offsets, timeout_s)
+        store.put(first_id, space, parts, offsets, timeout_s)
         return None
     if isinstance(store, PutsMany):
         return store.put_many(first_id, [block.parts for block in blocks], timeout_s)
@@ -78,7 +81,8 @@ def write_blocks(
 
 
 def check_readable(meta: KVBatchMeta, fields: Sequence[str]) -> None:
-    """Raises SchemaMismatch for undeclared or repeated fields, FieldsNotReady for those that the receipt lacks."""
+    """Raise SchemaMismatch for undeclared or repeated fields, FieldsNotReady for fields that the receipt cannot
+    read."""
     unknown = [name for name in fields if name not in meta.schema]
     if unknown or len(set(fields)) < len(fields):
         message = f"fields {list(fields)}: expected names of {list(meta.schema)}, each once"
@@ -90,9 +94,10 @@ def check_readable(meta: KVBatchMeta, fields: Sequence[str]) -> None:
 
 
 def read_rows(store: BlockStore, meta: KVBatchMeta, fields: Sequence[str], *, check: bool, timeout_s: float) -> Batch:
-    """The receipt's rows x `fields`, in its order, in memory of their own. check: verify checksums.
+    """Read `fields` of the receipt's rows, in its order, into memory of their own. check: verify checksums.
 
-    Raises RowsCleared naming the keys that are gone, StoreLost, IntegrityError naming the keys under the checksum.
+    Raises RowsCleared naming the keys whose rows are gone, StoreLost, and IntegrityError naming the keys whose bytes
+    have changed.
     """
     schema = meta.schema.subset(fields)
     sources = narrow_sources(meta.sources, fields)
@@ -123,7 +128,7 @@ def _read(
     check: bool,
     timeout_s: float,
 ) -> Batch:
-    """What the store's memory shows now: to be believed once `settle` has been passed."""
+    """Assemble what the store's memory shows now, which is valid only if `settle` succeeds afterwards."""
     got = store.get([want for _, want in wants], timeout_s)
     views: list[dict[int, np.ndarray]] = [{} for _ in meta.blocks]
     for (number, _), parts in zip(wants, got, strict=True):
@@ -134,14 +139,14 @@ def _read(
 
 
 def column_bytes(column: Column) -> int:
-    """Bytes of the values; objects count as nothing (their memory is Python's own)."""
+    """Return the number of bytes of the values. Objects count as 0, because their memory is Python's own."""
     if isinstance(column, Jagged | Ragged):
         return column.values.nbytes
     return 0 if isinstance(column, list) else column.nbytes
 
 
 def _wants(meta: KVBatchMeta, sources: Sequence[RowSource], header: bool) -> list[tuple[int, Want]]:
-    """(number of the block, what to read of it) for the blocks that the sources touch."""
+    """Return (number of the block, the parts to read) for each block that the sources touch."""
     parts: dict[int, set[int]] = {}
     for source in sources:
         for number in distinct(source.block).tolist():
@@ -163,7 +168,7 @@ def _verify(meta: KVBatchMeta, sources: Sequence[RowSource], views: Sequence[dic
 def _cleared_keys(
     store: BlockStore, meta: KVBatchMeta, sources: Sequence[RowSource], wants: Sequence[tuple[int, Want]]
 ) -> list[str]:
-    """Keys of the blocks that the store has no more; of all when it cannot be asked now."""
+    """Return the keys of the blocks that the store no longer has, or all keys when it cannot be asked now."""
     gone = set()
     for number, want in wants:
         try:
@@ -184,7 +189,7 @@ def _keys_in(meta: KVBatchMeta, sources: Sequence[RowSource], numbers: set[int])
 
 
 def _named(error: DataPlaneError, meta: KVBatchMeta, keys: Sequence[str], started: float) -> DataPlaneError:
-    """The store's error, with what only the reader knows."""
+    """Add to the store's error what only the reader knows."""
     context = error.fields() | {"op": "get", "partition": meta.partition, "keys": keys, "num_keys": len(keys)}
     context["elapsed_s"] = context["elapsed_s"] or time.monotonic() - started
     return type(error)(error.message, **context)

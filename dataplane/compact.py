@@ -1,4 +1,4 @@
-"""Few bytes for what receipts and requests carry a row: integer columns, keys, places in blocks."""
+"""Packs receipts' and requests' columns of integers, keys and places in blocks into few bytes a row."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..codecs.blocks import RowSource
 
 _WIDTHS = (np.uint8, np.uint16, np.uint32)
 _RUN_GAIN = 4
-"""Runs pay when a run holds at least this many values."""
+"""Number of values that a run must hold on average for runs to pay."""
 _ZIP_BYTES = 96
-"""Keys shorter than this together are not worth a compressor's set-up."""
+"""Number of bytes below which keys are not compressed, as a compressor's set-up costs more than it saves."""
 
 
 def pack_ints(values: np.ndarray) -> bytes:
-    """An integer array `[N]` as bytes: runs of equal values when there are few, else offsets from the minimum.
+    """Encode an integer array `[N]`: as runs of equal values when there are few runs, else as offsets from the minimum.
 
-    Inverse: `unpack_ints`. Raises ValueError for another shape or a non-integer dtype.
+    `unpack_ints` decodes it. Raises ValueError for another shape or a non-integer dtype.
     """
     values = np.asarray(values)
     if values.ndim != 1 or values.dtype.kind not in "iu":
@@ -35,14 +35,14 @@ def pack_ints(values: np.ndarray) -> bytes:
 
 
 def unpack_ints(data: bytes) -> np.ndarray:
-    """int64 `[N]` from `pack_ints`."""
+    """Decode what `pack_ints` encoded, as int64 `[N]`."""
     parts = msgspec.msgpack.decode(data)
     values = _widen(*parts[:3])
     return values if len(parts) == 3 else np.repeat(values, _widen(*parts[3:]))
 
 
 def _narrow(values: np.ndarray) -> list:
-    """[base, bytes a value, values - base]."""
+    """Return [base, bytes a value, values - base]."""
     if not len(values):
         return [0, 1, b""]
     low, high = int(values.min()), int(values.max())
@@ -59,9 +59,9 @@ def _widen(base: int, width: int, data: bytes) -> np.ndarray:
 
 
 def pack_keys(keys: Sequence[str], *, squeeze: bool = False) -> bytes:
-    """Row keys as bytes. squeeze: deflated when there are many (neighbours share their prefix: about 3 bytes a key).
+    """Encode row keys. squeeze: compress many keys (neighbours share their prefix, so about 3 bytes a key).
 
-    Inverse: `unpack_keys`. Keys hold no NUL and are not empty (`check_keys`).
+    `unpack_keys` decodes them. Keys hold no NUL and are not empty (`check_keys`).
     """
     if not keys:
         return b""
@@ -77,7 +77,7 @@ def unpack_keys(data: bytes) -> list[str]:
 
 
 def check_keys(keys: Sequence[str]) -> list[str]:
-    """`keys` as a list. Raises ValueError unless each is a non-empty str without NUL."""
+    """Return `keys` as a list. Raises ValueError unless each is a non-empty str without NUL."""
     if isinstance(keys, str):
         raise ValueError(f"keys: got the string {keys!r}, expected a sequence of strings")
     checked = list(keys)
@@ -88,7 +88,8 @@ def check_keys(keys: Sequence[str]) -> list[str]:
 
 
 def pack_source(source: RowSource, lengths: np.ndarray) -> list:
-    """Where rows stand, as runs of rows that follow one another in a block. `lengths`: int64 `[N]`, tokens a row."""
+    """Encode the places of rows, as runs of rows that follow one another in a block. lengths: int64 `[N]`, tokens of
+    each row."""
     block, row, start = source.block, source.row, source.start
     tokens = bool(start.any())
     follows = (block[1:] == block[:-1]) & (row[1:] == row[:-1] + 1)
@@ -101,7 +102,7 @@ def pack_source(source: RowSource, lengths: np.ndarray) -> list:
 
 
 def unpack_source(parts: list, lengths: np.ndarray) -> RowSource:
-    """Inverse of `pack_source`, given the same lengths."""
+    """Decode what `pack_source` encoded, given the same lengths."""
     fields = tuple(parts[0])
     block, row, counts, *start = map(unpack_ints, parts[1:])
     run = np.repeat(np.arange(len(counts)), counts)

@@ -26,16 +26,17 @@ SHOWN_KEYS = 5
 
 
 def shown(keys: Sequence[str], num_keys: int | None = None) -> str:
-    """The first few of `keys`, and how many more there are of `num_keys` (None: of these)."""
+    """Return the first few of `keys`, and how many more there are of `num_keys` (None: of these)."""
     head = ", ".join(repr(str(key)) for key in keys[:SHOWN_KEYS])
     more = (len(keys) if num_keys is None else num_keys) - SHOWN_KEYS
     return f"[{head}, ... {more} more]" if more > 0 else f"[{head}]"
 
 
 class DataPlaneError(Exception):
-    """Base of all. Names operation, partition, keys (first few), peer and elapsed seconds where they apply.
+    """Base class of all. It names the operation, partition, keys (the first few), peer and elapsed seconds where they
+    apply.
 
-    Pickles across processes: only plain attributes, rebuilt by keyword.
+    It can be pickled across processes: it has only plain attributes and is rebuilt by keyword.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class DataPlaneError(Exception):
         text = f"{message} ({' '.join(where)})" if where else message
         super().__init__(text)
 
-    def __reduce__(self):  # noqa: ANN204
+    def __reduce__(self):
         return _rebuild, (type(self), self.message, self.fields())
 
     def fields(self) -> dict:
-        """The context as plain data (messages between processes carry it)."""
+        """Return the context as plain data, which messages between processes carry."""
         return {
             "op": self.op,
             "partition": self.partition,
@@ -143,8 +144,8 @@ class PeerLost(DataPlaneError):
 
 
 class DirectoryLost(PeerLost):
-    """The directory's process."""
+    """The directory's process has died or does not answer."""
 
 
 class StoreLost(PeerLost):
-    """The process that holds the bytes."""
+    """The process that holds the bytes has died or does not answer."""

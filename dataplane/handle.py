@@ -1,4 +1,4 @@
-"""What a process needs to join a run's data plane."""
+"""Defines the handle by which a process joins a run's data plane."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from .rpc.frames import DirectoryAddress
 
 @dataclass(frozen=True, slots=True)
 class DataPlaneHandle:
-    """Plain and picklable; `factory.connect` makes a client of it in any process of the run."""
+    """Describes a run's data plane. Plain and picklable; `factory.connect` makes a client of it in any process of
+    the run."""
 
     run_id: str
     config: DataPlaneConfig
     store: StoreSpec
     actor_name: str
-    """The directory's Ray actor; "" when the directory is in the opener's process."""
+    """Name of the directory's Ray actor; "" when the directory is in the process that opened it."""
     address: DirectoryAddress | None
-    """Where that actor listens; None when the directory is in the opener's process."""
+    """Address at which that actor listens; None when the directory is in the process that opened it."""
     peer: str
-    """What errors call the directory: name, pid, host."""
+    """Name, pid and host of the directory, as errors show them."""

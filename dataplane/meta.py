@@ -1,4 +1,4 @@
-"""Receipts: what a holder needs to read rows without asking anybody, and nothing of the rows' contents."""
+"""Defines receipts, which let their holder read rows without asking anybody, and hold nothing of the rows' contents."""
 
 from __future__ import annotations
 
@@ -13,60 +13,65 @@ from ..codecs.integers import distinct
 from ..codecs.schema import Field, Kind, Schema
 from .compact import pack_ints, pack_keys, pack_source, unpack_ints, unpack_keys, unpack_source
 
-_FORMAT = "receipt1"
+POSITION = "position"
+"""Name of the integer tag that gives a row's place in the prompt stream; `in_order` and `windowed` follow it."""
+_FORMAT = "receipt2"
 _FIELD_KEYS = ("name", "kind", "dtype", "trailing", "pad_value", "ndim")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRef:
-    """One immutable block."""
+    """Refers to one immutable block."""
 
     block_id: int
-    """Minted by the directory, unique in the run, never reused."""
+    """Number given by the directory, unique in the run and never used again."""
     location: bytes
-    """The store's own address of the block; opaque to everybody else."""
+    """Address of the block, which only the store can read."""
     layout: BlockLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVBatchMeta:
-    """A frozen receipt of N rows.
+    """Lets its holder read N rows. Frozen; returned by put, claim and lookup.
 
-    Returned by put, claim and lookup; `get` with it reads bytes without a directory call. Pure methods return new ones.
-    Compared by identity. Between processes: pickle, or `to_bytes` / `from_bytes` (about 20 bytes a row).
+    `get` with it reads bytes without a call to the directory. Its methods are pure and return new receipts. Receipts
+    are compared by identity, and travel between processes by pickle or by `to_bytes` / `from_bytes` (about 20 bytes a
+    row).
     """
 
     partition: str
     keys: tuple[str, ...]
     """N row ids, `{prompt_uid}.{sample}`; a key may repeat."""
     fields: tuple[str, ...]
-    """Fields that this receipt can read."""
+    """Names of the fields that this receipt can read."""
     lengths: np.ndarray
-    """int64 `[N]`: tokens of each row (0 for rows without PER_TOKEN fields)."""
+    """Number of tokens of each row, int64 `[N]`; 0 for rows without PER_TOKEN fields."""
     versions: np.ndarray
-    """int64 `[N]`: policy version that produced the row; -1 when the producer named none."""
+    """Policy version that produced each row, int64 `[N]`; -1 when the producer named none."""
     groups: np.ndarray
-    """int64 `[N]`: directory-wide number of the row's group (rows of one prompt share it)."""
+    """Number of each row's group, int64 `[N]`, unique in the directory; rows of one prompt share it."""
     tags: Mapping[str, np.ndarray]
-    """Per-row scalars, name -> `[N]` numeric numpy array: filter and balance on these without reading a row.
-    A tag is here when every row of the receipt was given it."""
+    """Numbers for each row, name -> numpy array `[N]`, to filter and balance on without reading a row. A tag is here
+    when every row of the receipt was given it."""
     blocks: tuple[BlockRef, ...]
     """The blocks that `sources` point into."""
     sources: tuple[RowSource, ...]
-    """Per set of fields written together: where each of the N rows stands. Every field in `fields` is in one source."""
+    """Places of the N rows, for each set of fields that were written together. Every field in `fields` is in one
+    source."""
     lease_id: int = 0
-    """Lease under which a claim gave these rows; 0 when they were not claimed."""
+    """Number of the lease under which a claim gave these rows; 0 when they were not claimed."""
     schema: Schema = field(kw_only=True)
-    """The partition's fields: readers need no other declaration."""
+    """Schema of the partition, so that readers need no other declaration."""
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self.keys)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> KVBatchMeta:
-        """The rows at `indices` (int `[M]`, repeats allowed), in that order, with only the blocks they need.
+        """Return a receipt of the rows at `indices` (int `[M]`, repeats allowed), in that order, with only the blocks
+        they need.
 
-        Raises IndexError out of range, ValueError for anything but a list of integers (masks: `where`).
+        Raises IndexError out of range, and ValueError for anything but a list of integers (for masks there is `where`).
         """
         index = np.asarray(indices)
         if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
@@ -96,14 +101,15 @@ class KVBatchMeta:
         )
 
     def where(self, mask: np.ndarray) -> KVBatchMeta:
-        """The rows where `mask` (bool `[N]`, e.g. `meta.tags["valid"] > 0`) holds, in order."""
+        """Return the rows where `mask` (bool `[N]`, such as `meta.tags["valid"] > 0`) holds, in order."""
         mask = np.asarray(mask)
         if mask.dtype != np.bool_ or mask.shape != (len(self),):
             raise ValueError(f"where: got {mask.dtype} {list(mask.shape)}, expected a bool mask of {len(self)} rows")
         return self.select(np.flatnonzero(mask))
 
     def split(self, parts: int | Sequence[int]) -> list[KVBatchMeta]:
-        """Consecutive rows as `parts` receipts whose sizes differ by one at most, or of the sizes given (sum N)."""
+        """Split consecutive rows into `parts` receipts of sizes that differ by at most one, or of the given sizes
+        (sum N)."""
         if isinstance(parts, int):
             if parts < 1:
                 raise ValueError(f"split: got {parts} parts, expected at least 1")
@@ -116,9 +122,9 @@ class KVBatchMeta:
         return [self.select(np.arange(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
     def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
-        """Rows of `self`, then of `others`: all of one partition, with the same fields and tags, else ValueError.
+        """Join the rows of `self`, then of `others`. Raises ValueError unless partition, fields and tags are the same.
 
-        Rows of one lease keep it; of several they have none: release the receipts that `claim` returned.
+        Rows of one lease keep it. Rows of several leases have none: release the receipts that `claim` returned.
         """
         metas = (self, *others)
         for other in others:
@@ -144,7 +150,8 @@ class KVBatchMeta:
         )
 
     def merge_fields(self, other: KVBatchMeta) -> KVBatchMeta:
-        """This receipt, able to read the fields of `other` too: same keys in the same order, else ValueError.
+        """Return this receipt, extended to read the fields of `other`. Raises ValueError unless keys and their order
+        agree.
 
         Where both have a field or tag, `other` (the later write) counts.
         """
@@ -169,11 +176,12 @@ class KVBatchMeta:
         )
 
     def with_tags(self, **tags: np.ndarray) -> KVBatchMeta:
-        """This receipt with tags added or replaced: numeric `[N]` each, else ValueError. The directory is not told."""
+        """Return this receipt with tags added or replaced, numeric `[N]` each, else ValueError. The directory is not
+        told."""
         return replace(self, tags={**self.tags, **check_tags(tags, len(self))})
 
     def to_bytes(self) -> bytes:
-        """The receipt as few bytes: msgpack with packed integer columns, about 20 bytes a row."""
+        """Encode the receipt in few bytes: msgpack with packed integer columns, about 20 bytes a row."""
         layouts = [ref.layout for ref in self.blocks]
         field_sets = list(dict.fromkeys(layout.fields for layout in layouts))
         return msgspec.msgpack.encode(
@@ -183,7 +191,7 @@ class KVBatchMeta:
                 pack_keys(self.keys, squeeze=True),
                 self.fields,
                 [pack_ints(column) for column in (self.lengths, self.versions, self.groups)],
-                [[name, values.dtype.str, values.tobytes()] for name, values in self.tags.items()],
+                [[name, values.dtype.str, _pack_tag(values)] for name, values in self.tags.items()],
                 field_sets,
                 [
                     [ref.block_id, ref.location, field_sets.index(at.fields), at.num_rows, at.num_tokens, at.part_bytes]
@@ -197,7 +205,7 @@ class KVBatchMeta:
 
     @staticmethod
     def from_bytes(data: bytes) -> KVBatchMeta:
-        """Inverse of `to_bytes`. Raises ValueError on foreign bytes."""
+        """Decode what `to_bytes` encoded. Raises ValueError for other bytes."""
         try:
             mark, partition, keys, fields, columns, tags, sets, blocks, sources, lease, schema = msgspec.msgpack.decode(
                 data
@@ -205,7 +213,7 @@ class KVBatchMeta:
             if mark != _FORMAT:
                 raise ValueError(f"format {mark!r}, expected {_FORMAT}")
         except (msgspec.DecodeError, TypeError, ValueError) as error:
-            raise ValueError(f"receipt: {len(data)} bytes are not one: {error}") from error
+            raise ValueError(f"not a receipt ({len(data)} bytes): {error}") from error
         lengths, versions, groups = map(unpack_ints, columns)
         field_sets = [tuple(names) for names in sets]
         return KVBatchMeta(
@@ -215,7 +223,7 @@ class KVBatchMeta:
             lengths,
             versions,
             groups,
-            {name: np.frombuffer(values, dtype) for name, dtype, values in tags},
+            {name: _unpack_tag(values, np.dtype(dtype)) for name, dtype, values in tags},
             tuple(
                 BlockRef(block_id, location, BlockLayout(field_sets[names], rows, tokens, tuple(part_bytes)))
                 for block_id, location, names, rows, tokens, part_bytes in blocks
@@ -227,7 +235,7 @@ class KVBatchMeta:
 
 
 def check_tags(tags: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
-    """`tags` as numpy arrays. Raises ValueError unless each is bool, integer or float and `[num_rows]`."""
+    """Return `tags` as numpy arrays. Raises ValueError unless each is bool, integer or float and `[num_rows]`."""
     checked = {}
     for name, values in tags.items():
         array = np.asarray(values)
@@ -239,8 +247,18 @@ def check_tags(tags: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.nd
     return checked
 
 
+def _pack_tag(values: np.ndarray) -> bytes:
+    """Encode a tag: integers take few bytes, as in the other columns."""
+    return pack_ints(values) if values.dtype.kind in "iu" else values.tobytes()
+
+
+def _unpack_tag(data: bytes, dtype: np.dtype) -> np.ndarray:
+    """Decode what `_pack_tag` encoded."""
+    return unpack_ints(data).astype(dtype) if dtype.kind in "iu" else np.frombuffer(data, dtype)
+
+
 def narrow_sources(sources: Sequence[RowSource], fields: Sequence[str]) -> tuple[RowSource, ...]:
-    """The sources, each with just those of its fields that are wanted; none that has no such field."""
+    """Return the sources with only those of their fields that are wanted, without sources that have none."""
     wanted = set(fields)
     kept = []
     for source in sources:
@@ -251,7 +269,7 @@ def narrow_sources(sources: Sequence[RowSource], fields: Sequence[str]) -> tuple
 
 
 def _merge_blocks(metas: Sequence[KVBatchMeta]) -> tuple[tuple[BlockRef, ...], list[np.ndarray]]:
-    """(each block once, per receipt: int32, its block number -> the merged one)."""
+    """Return (each block once; for each receipt int32, its block number -> the merged one)."""
     blocks: dict[int, BlockRef] = {}
     number: dict[int, int] = {}
     for meta in metas:
@@ -267,7 +285,7 @@ def _remap(source: RowSource, block_map: np.ndarray) -> RowSource:
 
 
 def _concat_sources(metas: Sequence[KVBatchMeta], maps: Sequence[np.ndarray]) -> tuple[RowSource, ...]:
-    """Fields that every receipt has in one source stay together; others part."""
+    """Concatenate the sources. Fields that every receipt has in one source stay together; others are separated."""
     source_of = [{name: source for source in meta.sources for name in source.fields} for meta in metas]
     sets: dict[tuple[int, ...], list[str]] = {}
     for name in metas[0].fields:

@@ -1,4 +1,5 @@
-"""The client's operations without I/O: each is a generator of steps, which the sync and the async client carry out."""
+"""Implements the client's operations without I/O, as generators of steps that the sync and the async client carry
+out."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from tensordict import TensorDictBase
@@ -23,9 +24,9 @@ from .compact import check_keys, pack_keys, unpack_keys
 from .credit import Credit
 from .directory import requests
 from .directory.directory import Outcome
-from .directory.partition import ClaimRows, Grouping, PutRows, check_distinct
+from .directory.partition import ClaimRows, Committed, Grouping, PutRows, check_distinct
 from .directory.samplers import TaskConfig
-from .errors import DataPlaneError, DataPlaneTimeout, RowsCleared, SchemaMismatch
+from .errors import DataPlaneError, RowsCleared, SchemaMismatch
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta, check_tags
 from .status import DataPlaneStatus
@@ -36,12 +37,12 @@ _logger = logging.getLogger(__name__)
 ABORT_TIMEOUT_S = 2.0
 
 Fields = Batch | Mapping[str, Any] | TensorDictBase
-"""What put takes: anything that `codecs.jagged.pack` does."""
+"""Rows that put takes, which is anything that `codecs.jagged.pack` takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Step: call the directory; its answer is the reply."""
+    """Tells the client to call the directory, and is answered with the reply."""
 
     op: str
     payload: bytes
@@ -50,18 +51,29 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Step: run this, which may move bytes and block; its answer is the result. Not to be left before it has ended."""
+    """Tells the client to run a function, which may move bytes and block. It must not be abandoned before its end."""
 
     run: Callable[[], Any]
 
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Moved(Generic[T]):
+    """Carries the result of an operation that moves bytes, and how many."""
+
+    result: T
+    nbytes: int
+    """Number of bytes in the committed blocks, or in the columns that were read."""
+
+
 Steps = Generator[Ask | Work, Any, T]
-"""An operation: yields steps, is sent their answers (or thrown their errors), returns its result."""
+"""Operation that yields steps, is sent their answers (or thrown their errors), and returns its result."""
 
 
 class Operations:
-    """One client's operations, over its store. Thread-safe: what it holds is a cache, counters and credit."""
+    """Holds one client's operations over its store. Thread-safe: its only state is a cache, counters and credit."""
 
     def __init__(self, handle: DataPlaneHandle, store: BlockStore, name: str) -> None:
         self.handle = handle
@@ -73,7 +85,7 @@ class Operations:
         self._credit = Credit(handle.config.reserve_s / 2)
 
     def timeout(self, timeout_s: float | None) -> float:
-        """The call's bound in seconds. Raises ValueError when negative."""
+        """Return the call's time limit in seconds. Raises ValueError when it is negative."""
         if timeout_s is None:
             return self.handle.config.timeout_s
         if not timeout_s >= 0:
@@ -100,7 +112,7 @@ class Operations:
         tags: Mapping[str, np.ndarray] | None,
         replace: bool,
         timeout_s: float | None,
-    ) -> Steps[KVBatchMeta]:
+    ) -> Steps[Moved[KVBatchMeta]]:
         bound = self.timeout(timeout_s)
         deadline = time.monotonic() + bound
         schema = yield from self._schema(partition, bound)
@@ -132,62 +144,64 @@ class Operations:
 
         put, blocks = yield Work(prepare)
         if not names:
-            return _empty_receipt(partition, schema, put.fields)
-        rows = requests.Rows.of(put)
-        room, given_back = self._credit.take(put.nbytes, len(blocks))
-        if room is not None:
-            try:
-                return (yield from self._write(put, rows, blocks, room, schema, deadline))
-            except _CreditGone as error:  # the directory needed it for somebody else: this put now asks for room
-                _logger.debug("%s: a put is written anew: %s", self.label, error)
+            return Moved(_empty_receipt(partition, schema, put.fields), 0)
+        space, given_back = self._credit.take(put.nbytes, len(blocks))
+        if space is not None:
+            written = yield from self._write(put, blocks, space, deadline, credit=True)
+            if written is not None:
+                return Moved(written.receipt(put, schema), put.value_bytes)
+            _logger.debug("%s: the directory took the credit of a put back; it is written again", self.label)
         remaining = max(0.0, deadline - time.monotonic())
-        reply = yield Ask("reserve", requests.encode(requests.Reserve(rows, remaining, given_back)), remaining)
-        room = messages.decode(reply, requests.Room)
-        return (yield from self._write(put, rows, blocks, room, schema, deadline, asked=True))
+        reply = yield Ask("reserve", requests.encode(requests.Reserve(put, remaining, given_back)), remaining)
+        space = messages.decode(reply, requests.Space)
+        written = yield from self._write(put, blocks, space, deadline, credit=False)
+        assert written is not None, "only credit can be revoked"
+        return Moved(written.receipt(put, schema), put.value_bytes)
 
     def _write(
         self,
         put: PutRows,
-        rows: requests.Rows,
         blocks: list[EncodedBlock],
-        room: requests.Room,
-        schema: Schema,
+        space: requests.Space,
         deadline: float,
         *,
-        asked: bool = False,
-    ) -> Steps[KVBatchMeta]:
-        """Bytes into the room, then rows into the directory. Raises _CreditGone unless the room was asked for."""
+        credit: bool,
+    ) -> Steps[Committed | None]:
+        """Write the bytes into the space, then the rows into the directory. Returns None when credit was revoked."""
         try:
-            locations = yield Work(
-                lambda: write_blocks(self.store, blocks, room.first_block_id, room.location, deadline)
-            )
-            commit = requests.Commit(room.room_id, rows, locations, *self._credit.wish())
+            try:
+                locations = yield Work(
+                    lambda: write_blocks(self.store, blocks, space.first_block_id, space.location, deadline)
+                )
+            except RowsCleared:
+                if credit:  # revoked while it was being written
+                    return None
+                raise
+            commit = requests.Commit(space.space_id, credit, put, locations, *self._credit.next_request())
             reply = yield Ask("commit", requests.encode(commit), max(0.0, deadline - time.monotonic()))
-            written = messages.decode(reply, requests.Written)
-        except BaseException as error:
-            if not asked and type(error) in (RowsCleared, DataPlaneTimeout):
-                raise _CreditGone(str(error)) from None
-            yield from self._give_back((room.room_id,))
+            written = None if reply == requests.REVOKED else messages.decode(reply, requests.Written)
+        except BaseException:
+            yield from self._give_back((space.space_id,))
             raise
-        self._credit.add(written.next_room)
-        self.stats.count_bytes(put=sum(sum(layout.part_bytes) for layout in put.layouts))
-        return written.committed(put, locations).receipt(put, schema)
+        if written is None:
+            return None
+        self._credit.add(written.next_space)
+        return written.committed
 
     def close(self) -> Steps[None]:
-        """Give back what was granted ahead, then let go of the store."""
-        room_ids = self._credit.drop_all()
-        if room_ids:
-            yield from self._give_back(room_ids)
+        """Give back the space that was granted ahead, then close the store."""
+        space_ids = self._credit.drop_all()
+        if space_ids:
+            yield from self._give_back(space_ids)
         yield Work(self.store.close)
 
-    def get(self, meta: KVBatchMeta, fields: Sequence[str] | None, timeout_s: float | None) -> Steps[Batch]:
+    def get(self, meta: KVBatchMeta, fields: Sequence[str] | None, timeout_s: float | None) -> Steps[Moved[Batch]]:
         bound = self.timeout(timeout_s)
         names = meta.fields if fields is None else tuple(fields)
         check_readable(meta, names)
         check = self.handle.config.integrity == "verify"
         batch = yield Work(lambda: read_rows(self.store, meta, names, check=check, timeout_s=bound))
-        self.stats.count_bytes(got=sum(map(column_bytes, batch.values())))
-        return batch
+        return Moved(batch, sum(map(column_bytes, batch.values())))
 
     def lookup(
         self, partition: str, keys: Sequence[str], fields: Sequence[str] | None, timeout_s: float | None
@@ -199,7 +213,7 @@ class Operations:
 
     def get_keys(
         self, partition: str, keys: Sequence[str], fields: Sequence[str], timeout_s: float | None
-    ) -> Steps[Batch]:
+    ) -> Steps[Moved[Batch]]:
         meta = yield from self.lookup(partition, keys, fields, timeout_s)
         return (yield from self.get(meta, None, timeout_s))
 
@@ -250,16 +264,12 @@ class Operations:
             self._schemas[partition] = messages.decode(reply, Schema)
         return self._schemas[partition]
 
-    def _give_back(self, room_ids: tuple[int, ...]) -> Steps[None]:
-        """Best effort: what it cannot reach ends by itself, after `reserve_s`."""
+    def _give_back(self, space_ids: tuple[int, ...]) -> Steps[None]:
+        """Give space back as far as possible. Space that cannot be given back expires by itself after `reserve_s`."""
         try:
-            yield Ask("abort", requests.encode(requests.Abort(room_ids)), ABORT_TIMEOUT_S)
+            yield Ask("abort", requests.encode(requests.Abort(space_ids)), ABORT_TIMEOUT_S)
         except DataPlaneError as error:
-            _logger.info("could not give room back, it will expire: %s", error)
-
-
-class _CreditGone(Exception):
-    """The directory has taken back the room that a put was written to."""
+            _logger.info("reserved space could not be given back, it will expire: %s", error)
 
 
 def _packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str]) -> Batch:
@@ -273,7 +283,7 @@ def _packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str])
 
 
 def _versions(versions: int | np.ndarray | None, num_rows: int) -> np.ndarray | None:
-    """int64 `[N]`. Raises ValueError for another shape or non-integers."""
+    """Return int64 `[N]`. Raises ValueError for another shape or for numbers that are not integers."""
     if versions is None:
         return None
     array = np.asarray(versions)

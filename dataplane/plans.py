@@ -1,4 +1,4 @@
-"""Which rank reads which rows in which microbatch: pure numpy on lengths, made once by the driver, never recomputed."""
+"""Plans which rank reads which rows in which microbatch, from the rows' lengths alone, once, in the driver."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from ..codecs.integers import ceil_div, round_up
 from .topology import Topology
 
 Packing = Literal["none", "packed", "dynamic"]
@@ -16,19 +17,19 @@ Packing = Literal["none", "packed", "dynamic"]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one microbatch may hold, and what a row costs.
+    """Limits what one microbatch may hold, and says what a row costs.
 
     A row's tokens are rounded up to the topology's pad multiple before anything else.
     """
 
     tokens_per_microbatch: int
-    """Tokens that one forward computes at most on one replica; how they are counted, `packing` says."""
+    """Number of tokens that one forward pass computes at most on one replica; `packing` says how they are counted."""
     linear_cost: float = 1.0
-    """a of a·L + b·L²: the matrix products' share of a token's FLOPs."""
+    """Factor a of the cost a·L + b·L²: the matrix products' share of a token's FLOPs."""
     quadratic_cost: float = 0.0
-    """b: attention's share."""
+    """Factor b of the cost: attention's share."""
     group_tolerance: float = 1.05
-    """Groups are split over ranks only when whole groups leave max/mean of the cost above this."""
+    """Ratio max/mean of the ranks' cost above which groups are split over ranks."""
     packing: Packing = "none"
     """How the backend lays a microbatch out, which is what its tokens are counted by.
 
@@ -44,37 +45,37 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """Rows of a receipt, dealt to ranks and microbatches."""
+    """Assigns the rows of a receipt to ranks and microbatches."""
 
     rows: np.ndarray
-    """int64 `[N]`: positions in the receipt, by rank, then microbatch. Each of 0..N-1 once."""
+    """Positions in the receipt, int64 `[N]`, by rank, then microbatch. Each of 0..N-1 occurs once."""
     sizes: np.ndarray
-    """int64 `[dp, M]`: rows of each microbatch; M is the same on every rank (unequal counts deadlock at the first
-    collective), so a rank that is short of rows has empty ones."""
+    """Number of rows of each microbatch, int64 `[dp, M]`. M is the same on every rank (unequal counts deadlock at
+    the first collective), so a rank that is short of rows has empty microbatches."""
     digest: str
-    """Hash of the plan: workers that hold another one refuse to start."""
+    """Hash of the plan; workers that hold another one refuse to start."""
 
     @property
     def num_microbatches(self) -> int:
         return self.sizes.shape[1]
 
     def shard(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """(positions of the rank's rows int64 `[n]`, rows of each of its microbatches int64 `[M]`)."""
+        """Return (positions of the rank's rows int64 `[n]`, rows of each of its microbatches int64 `[M]`)."""
         ends = np.cumsum(self.sizes.sum(axis=1))
         start = 0 if rank == 0 else int(ends[rank - 1])
         return self.rows[start : int(ends[rank])], self.sizes[rank]
 
 
 def plan_shards(lengths: np.ndarray, topology: Topology, budget: Budget, groups: np.ndarray | None = None) -> ShardPlan:
-    """Deal rows to `topology.dp` ranks and into microbatches.
+    """Assign rows to `topology.dp` ranks and to microbatches.
 
-    lengths: int `[N]`, tokens of each row. groups: int `[N]`, rows of one prompt share a number; None: each row for
-    itself. Ranks are balanced by a·L + b·L² (greedy, longest first), whole groups on one rank unless that leaves
-    max/mean of the cost above `budget.group_tolerance`. Within a rank, microbatches never exceed the budget; how rows
-    are put into them, `Budget.packing` says. Deterministic. Raises ValueError when a row alone exceeds the budget.
+    lengths: int `[N]`, tokens of each row. groups: int `[N]`, where rows of one prompt share a number; None makes each
+    row a group. Ranks are balanced by a·L + b·L² (greedily, longest first), with whole groups on one rank unless that
+    leaves max/mean of the cost above `budget.group_tolerance`. Microbatches never exceed the budget; `Budget.packing`
+    says how rows are put into them. Deterministic. Raises ValueError when a row alone exceeds the budget.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    padded = -(-lengths // topology.pad_multiple) * topology.pad_multiple
+    padded = round_up(lengths, topology.pad_multiple)
     if len(padded) and int(padded.max()) > budget.tokens_per_microbatch:
         raise ValueError(
             f"tokens_per_microbatch: got {budget.tokens_per_microbatch}, but row {int(padded.argmax())} alone "
@@ -99,7 +100,7 @@ def plan_shards(lengths: np.ndarray, topology: Topology, budget: Budget, groups:
 
 
 def _deal_ranks(cost: np.ndarray, dp: int, groups: np.ndarray | None, tolerance: float) -> np.ndarray:
-    """int64 `[N]`: the rank of each row."""
+    """Return int64 `[N]`: the rank of each row."""
     if dp == 1:
         return np.zeros(len(cost), dtype=np.int64)
     if groups is None:
@@ -113,7 +114,7 @@ def _deal_ranks(cost: np.ndarray, dp: int, groups: np.ndarray | None, tolerance:
 
 
 def _longest_first(cost: np.ndarray, num_bins: int) -> np.ndarray:
-    """Greedy longest-processing-time-first: each item, heaviest first, to the lightest bin (Graham 1969)."""
+    """Assign each item, heaviest first, to the lightest bin (longest processing time first, Graham 1969)."""
     bin_of = np.empty(len(cost), dtype=np.int64)
     heap = [(0.0, index) for index in range(num_bins)]
     for item, weight in zip(order := np.argsort(-cost, kind="stable"), cost[order].tolist(), strict=True):
@@ -124,7 +125,8 @@ def _longest_first(cost: np.ndarray, num_bins: int) -> np.ndarray:
 
 
 def _split_groups(cost: np.ndarray, rank_of: np.ndarray, dp: int, tolerance: float) -> np.ndarray:
-    """Re-deal row by row the heaviest rank together with the lightest few, more of them until max/mean is in bounds."""
+    """Assign rows of the heaviest rank and the lightest few anew, one by one, with more ranks until max/mean is in
+    bounds."""
     rank_of, lightest = rank_of.copy(), 1
     while True:
         loads = np.bincount(rank_of, weights=cost, minlength=dp)
@@ -139,7 +141,7 @@ def _split_groups(cost: np.ndarray, rank_of: np.ndarray, dp: int, tolerance: flo
 
 
 def _equal_rectangles(tokens_of: list[np.ndarray], budget: int, *, by_length: bool) -> list[np.ndarray]:
-    """Per rank the microbatch of each row; equally many microbatches everywhere, none over the budget when padded."""
+    """Return the microbatch of each row for each rank, equally many on every rank, none over the budget when padded."""
     orders = [np.argsort(-tokens, kind="stable") if by_length else np.arange(len(tokens)) for tokens in tokens_of]
     cuts = [_fill(tokens[order], budget) for tokens, order in zip(tokens_of, orders, strict=True)]
     num_bins = max(len(starts) for starts in cuts)
@@ -153,7 +155,8 @@ def _equal_rectangles(tokens_of: list[np.ndarray], budget: int, *, by_length: bo
 
 
 def _fill(tokens: np.ndarray, budget: int) -> list[int]:
-    """First row of each microbatch when rows are taken in order until rows x longest would exceed the budget."""
+    """Return the first row of each microbatch when rows are taken in order until rows x longest would exceed the
+    budget."""
     starts, end = [0], 0
     while True:
         reach = len(tokens) if not len(tokens) or not tokens[end] else end + int(budget // tokens[end])
@@ -166,9 +169,9 @@ def _fill(tokens: np.ndarray, budget: int) -> list[int]:
 
 
 def _split_heaviest(tokens: np.ndarray, starts: list[int], num_bins: int) -> list[int]:
-    """`starts` with the largest microbatches halved until there are `num_bins`, as far as there are rows for them.
+    """Halve the largest microbatches of `starts` until there are `num_bins`, as far as there are rows.
 
-    Parts of what fits the budget fit it too.
+    Parts of a microbatch that fits the budget fit it too.
     """
     if len(starts) == num_bins:
         return starts
@@ -189,8 +192,8 @@ def _split_heaviest(tokens: np.ndarray, starts: list[int], num_bins: int) -> lis
 
 
 def _equal_sums(tokens_of: list[np.ndarray], budget: int) -> list[np.ndarray]:
-    """Per rank the microbatch of each row; equally many microbatches everywhere, no sum of tokens over the budget."""
-    num_bins = max([1, *(-(-int(tokens.sum()) // budget) for tokens in tokens_of)])
+    """Return the microbatch of each row for each rank, equally many on every rank, no sum of tokens over the budget."""
+    num_bins = max([1, *(ceil_div(int(tokens.sum()), budget) for tokens in tokens_of)])
     while True:
         dealt = [_fit(tokens, num_bins, budget) for tokens in tokens_of]
         if all(bin_of is not None for bin_of in dealt):
@@ -199,7 +202,7 @@ def _equal_sums(tokens_of: list[np.ndarray], budget: int) -> list[np.ndarray]:
 
 
 def _fit(tokens: np.ndarray, num_bins: int, budget: int) -> np.ndarray | None:
-    """Microbatch of each row, or None when this way of dealing does not fit the rows into `num_bins`."""
+    """Return the microbatch of each row, or None when this assignment does not fit the rows into `num_bins`."""
     if num_bins == 1:
         return np.zeros(len(tokens), dtype=np.int64)
     order = np.argsort(-tokens, kind="stable")

@@ -1,4 +1,4 @@
-"""What the directory knows about a run's data plane at one moment."""
+"""Defines what the directory reports about a run's data plane at one moment."""
 
 from __future__ import annotations
 
@@ -13,47 +13,48 @@ from ..codecs import messages
 
 @dataclass(frozen=True, slots=True)
 class DataPlaneStatus:
-    """Rows and leases of one partition, or of all; bytes of the run."""
+    """Counts the rows and leases of one partition or of all, and the bytes of the run."""
 
     partitions: dict[str, int]
-    """Rows by partition: all of them, or the one asked for."""
+    """Number of rows of each partition, of all partitions or of the one asked for."""
     rows: int
     ready: dict[str, int]
-    """Rows in which a field is written, by field (summed over `partitions`)."""
+    """Number of rows in which each field is written, summed over `partitions`."""
     leases: int
-    """Claims that have not been released in full."""
+    """Number of claims that have not been released in full."""
     leased_rows: int
     oldest_lease_s: float
-    """Age of the oldest lease; 0.0 without leases."""
+    """Age of the oldest lease in seconds; 0.0 without leases."""
     blocks: int
     bytes_used: int
-    """Bytes of committed blocks."""
+    """Number of bytes of committed blocks."""
     bytes_reserved: int
-    """Bytes promised to puts under way."""
+    """Number of bytes reserved by puts in progress."""
     bytes_capacity: int
     bytes_credit: int = 0
-    """Bytes set aside for writers' next puts; any put that needs the room gets it."""
+    """Number of bytes granted ahead for writers' next puts; any put that needs the space gets it."""
     waiting_claims: int = 0
     waiting_puts: int = 0
-    """Puts that wait for room."""
+    """Number of puts that wait for space."""
     stale_rows: int = 0
-    """Rows that are ready but too old for their task's latest claim (its `min_version`): they wait to be cleared."""
+    """Number of rows that are ready but too old for their task's latest claim (its `min_version`) and wait to be
+    cleared."""
     store_kind: str = ""
     store_bytes: int = 0
-    """Bytes the store holds, by its own count; without credit."""
+    """Number of bytes that the store holds by its own count, without credit."""
 
     def to_bytes(self) -> bytes:
-        """By position, without the fields' names: a driver asks for it every step, and its bytes are counted."""
+        """Encode the values by position, without the fields' names, as a driver asks for them every step."""
         return messages.encode([getattr(self, field.name) for field in dataclasses.fields(self)])
 
     @staticmethod
     def from_bytes(data: bytes) -> DataPlaneStatus:
-        """Raises ValueError when `data` is none."""
+        """Decode what `to_bytes` encoded. Raises ValueError for other bytes."""
         return DataPlaneStatus(*messages.decode(data, _positional()))
 
 
 @functools.cache
 def _positional() -> Any:
-    """The type of `to_bytes`' message: a tuple of the fields' types."""
+    """Return the type of `to_bytes`' message: a tuple of the fields' types."""
     types = typing.get_type_hints(DataPlaneStatus)
     return tuple[tuple(types[field.name] for field in dataclasses.fields(DataPlaneStatus))]

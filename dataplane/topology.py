@@ -1,4 +1,5 @@
-"""Where each train rank stands in the mesh (tensor, context, data, pipeline parallel), and who reads for whom."""
+"""Describes where each train rank stands in the mesh (tensor, context, data, pipeline parallel), and who reads for
+whom."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's coordinates."""
+    """Holds a rank's coordinates."""
 
     dp: int
     tp: int = 0
@@ -17,15 +18,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Sizes of the train mesh. Ranks count through tp first, then cp, dp, pp: Megatron-core's default order."""
+    """Holds the sizes of the train mesh. Ranks count through tp first, then cp, dp, pp, which is Megatron-core's
+    default."""
 
     dp: int
-    """Data-parallel replicas; each reads its own shard."""
+    """Number of data-parallel replicas, each of which reads its own shard."""
     tp: int = 1
     cp: int = 1
     pp: int = 1
     ep: int = 1
-    """Expert-parallel ranks, taken from within tp x cp x dp; they do not count in `world`."""
+    """Number of expert-parallel ranks, taken from within tp x cp x dp; they do not count in `world`."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "cp", "pp", "ep"):
@@ -38,21 +40,21 @@ class Topology:
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """Number of all ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property
     def replica_size(self) -> int:
-        """Ranks that hold one data-parallel shard together."""
+        """Number of ranks that hold one data-parallel shard together."""
         return self.tp * self.cp * self.pp
 
     @property
     def pad_multiple(self) -> int:
-        """Token counts of a microbatch row are rounded up to this (2 * cp for zig-zag context parallelism)."""
+        """Multiple to which the tokens of a microbatch row are rounded up (2 * cp for zig-zag context parallelism)."""
         return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
     def place(self, rank: int) -> Place:
-        """Coordinates of `rank`. Raises ValueError beyond the mesh."""
+        """Return the coordinates of `rank`. Raises ValueError beyond the mesh."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank: got {rank}, expected 0 to {self.world - 1}")
         rest, tp = divmod(rank, self.tp)
@@ -61,17 +63,17 @@ class Topology:
         return Place(dp, tp, cp, pp)
 
     def rank(self, place: Place) -> int:
-        """Inverse of `place`."""
+        """Return the rank at these coordinates."""
         return place.tp + self.tp * (place.cp + self.cp * (place.dp + self.dp * place.pp))
 
     def replica(self, dp: int) -> tuple[int, ...]:
-        """Ranks of replica `dp`, ascending; the first is its leader."""
+        """Return the ranks of replica `dp`, ascending; the first is its leader."""
         return tuple(rank for rank in range(self.world) if self.place(rank).dp == dp)
 
     def leader(self, dp: int) -> int:
-        """The rank that reads for replica `dp` and is the source of its broadcasts."""
+        """Return the rank that reads for replica `dp` and is the source of its broadcasts."""
         return self.rank(Place(dp))
 
     def writer(self, dp: int) -> int:
-        """The rank that writes columns back for replica `dp`: where its log-probs come out of the last stage."""
+        """Return the rank that writes columns back for replica `dp`, which is where the last stage's log-probs are."""
         return self.rank(Place(dp, pp=self.pp - 1))

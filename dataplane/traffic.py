@@ -1,4 +1,4 @@
-"""What clients have done and moved, by operation: counts that add up over calls, processes and steps."""
+"""Counts what clients have done and moved, by operation; counts add up over calls, processes and steps."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ from dataclasses import dataclass, field
 
 from ..codecs import messages
 
-# ---------------- Latency histograms: counts in fixed, log-spaced buckets, the same in every process, so that counts
-# add up.
+# ---------------- Latency histograms count in fixed, log-spaced buckets, so that counts of all processes add up.
 
 STEPS_PER_OCTAVE = 4
 OCTAVES = 30
 EDGES: tuple[float, ...] = tuple(
     1e-6 * 2 ** (step / STEPS_PER_OCTAVE) for step in range(OCTAVES * STEPS_PER_OCTAVE + 1)
 )
-"""Seconds, ascending: bucket i counts what is over EDGES[i - 1] and at most EDGES[i]. 1 us to 18 minutes, each 19 %
-over the one before: the most that a percentile can be off by."""
+"""Bounds of the buckets in seconds, ascending: bucket i counts calls over EDGES[i - 1] and at most EDGES[i]. They go
+from 1 us to 18 minutes, each 19 % above the one before, which is the most that a percentile can be off by."""
 NUM_BUCKETS = len(EDGES) + 1
-"""The last one counts what is over the last edge."""
+"""Number of buckets; the last one counts calls over the last edge."""
 
 
 def bucket_of(seconds: float) -> int:
-    """The bucket that counts a call of so many seconds."""
+    """Return the bucket that counts a call of so many seconds."""
     return bisect_left(EDGES, seconds)
 
 
 def percentile(counts: Sequence[int], share: float) -> float:
-    """Seconds that `share` (over 0, at most 1) of the counted calls took at most; NaN when none is counted.
+    """Return the seconds that `share` (over 0, at most 1) of the counted calls took at most; NaN when none is counted.
 
-    By nearest rank, and within that bucket as if its calls lay evenly on the log scale. Calls over the last edge count
-    as that edge.
+    The nearest rank decides, and within its bucket calls are taken to lie evenly on the log scale. Calls over the last
+    edge count as that edge.
     """
     assert 0 < share <= 1 and len(counts) == NUM_BUCKETS
     total = sum(counts)
@@ -53,7 +52,7 @@ def percentile(counts: Sequence[int], share: float) -> float:
 
 
 def at_most(counts: Sequence[int]) -> list[int]:
-    """Calls that took at most each edge, `[len(EDGES)]`: what is left of all calls took longer than the last."""
+    """Return `[len(EDGES)]`: the number of calls that took at most each edge. All others took longer than the last."""
     running, found = 0, []
     for count in counts[: len(EDGES)]:
         running += count
@@ -62,46 +61,47 @@ def at_most(counts: Sequence[int]) -> list[int]:
 
 
 MIN_CALLS = 10
-"""Through few points a line can always be laid."""
+"""Number of calls below which no cost line is drawn, as a line always fits few points."""
 MIN_SPREAD = 1e-3
-"""Standard deviation of the calls' bytes over their mean below which all calls count as equally large."""
+"""Standard deviation of the calls' bytes, relative to their mean, below which all calls count as equally large."""
 MIN_ERRORS = 3.0
-"""Standard errors that the seconds a byte must be above 0, and that the fixed cost may be below it."""
+"""Number of standard errors that the seconds per byte must be above 0, and that the fixed cost may be below it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostLine:
-    """What a call costs: `fixed_s + nbytes / bytes_per_s`."""
+    """Models the seconds of a call as `fixed_s + nbytes / bytes_per_s`."""
 
     fixed_s: float
-    """Seconds of a call that moves next to nothing; 0 when it is too small to be seen beside the bytes' share."""
+    """Seconds that a call takes which moves next to nothing; 0 when they are too few to be seen beside the bytes'
+    share."""
     bytes_per_s: float
 
 
 @dataclass(slots=True)
 class OpTraffic:
-    """One operation's calls. The sums `moved_*` are over the calls that moved bytes, and make the cost line."""
+    """Counts one operation's calls. The sums `moved_*` are over the calls that moved bytes, and give the cost line."""
 
     calls: int = 0
-    """Finished or failed."""
+    """Number of calls that have finished or failed."""
     seconds: float = 0.0
-    """Spent in them, waits included."""
+    """Seconds spent in them, waits included."""
     nbytes: int = 0
-    """Moved by them; 0 for operations on metadata."""
+    """Number of bytes that they moved; 0 for operations on metadata."""
     buckets: list[int] = field(default_factory=lambda: [0] * NUM_BUCKETS)
-    """Calls by seconds, see `histogram`."""
+    """Number of calls by their seconds, in the buckets of EDGES."""
     moved: int = 0
-    """Calls that moved bytes."""
+    """Number of calls that moved bytes."""
     moved_s: float = 0.0
     moved_xx: float = 0.0
-    """Sum of bytes squared."""
+    """Sum of the calls' bytes squared."""
     moved_xy: float = 0.0
-    """Sum of bytes x seconds."""
+    """Sum of the calls' bytes times seconds."""
     moved_yy: float = 0.0
-    """Sum of seconds squared."""
+    """Sum of the calls' seconds squared."""
 
     def count(self, seconds: float, nbytes: int) -> None:
-        """One more call."""
+        """Count one more call."""
         self.calls += 1
         self.seconds += seconds
         self.buckets[bucket_of(seconds)] += 1
@@ -114,7 +114,7 @@ class OpTraffic:
             self.moved_yy += seconds * seconds
 
     def merge(self, other: OpTraffic) -> None:
-        """Add another's calls to these."""
+        """Add another operation's calls to these."""
         self.calls += other.calls
         self.seconds += other.seconds
         self.nbytes += other.nbytes
@@ -126,14 +126,14 @@ class OpTraffic:
         self.moved_yy += other.moved_yy
 
     def percentile(self, share: float) -> float:
-        """Seconds that `share` of the calls took at most; NaN without calls."""
+        """Return the seconds that `share` of the calls took at most; NaN without calls."""
         return percentile(self.buckets, share)
 
     def cost_line(self) -> CostLine | None:
-        """Least squares of seconds over bytes, calls that moved none (or failed) left out.
+        """Fit seconds over bytes by least squares, without the calls that moved none or failed.
 
-        None when it is undetermined: fewer than MIN_CALLS calls, calls of one size, or seconds that are no line over
-        the bytes: a slope less than MIN_ERRORS standard errors above 0, a fixed cost more than as many below it.
+        Returns None when the line is undetermined: fewer than MIN_CALLS calls, calls of one size, a slope less than
+        MIN_ERRORS standard errors above 0, or a fixed cost more than as many below it.
         """
         n, x, y = self.moved, float(self.nbytes), self.moved_s
         if n < MIN_CALLS:
@@ -152,13 +152,13 @@ class OpTraffic:
 
 
 class Traffic:
-    """OpTraffic by operation. Not thread-safe."""
+    """Holds an OpTraffic for each operation. Not thread-safe."""
 
     def __init__(self) -> None:
         self.ops: dict[str, OpTraffic] = {}
 
     def of(self, op: str) -> OpTraffic:
-        """The operation's, which then stands in `ops`."""
+        """Return the operation's counts, created when there are none."""
         found = self.ops.get(op)
         if found is None:
             found = self.ops[op] = OpTraffic()
@@ -170,7 +170,7 @@ class Traffic:
 
     @staticmethod
     def sum_of(reports: Iterable[bytes]) -> Traffic:
-        """What several reports (`to_bytes`) come to. Raises ValueError when one is none."""
+        """Add up several reports (`to_bytes`). Raises ValueError when one is malformed."""
         total = Traffic()
         for report in reports:
             total.merge(Traffic.from_bytes(report))
@@ -178,7 +178,7 @@ class Traffic:
 
     @property
     def calls(self) -> int:
-        """Of all operations."""
+        """Number of calls of all operations."""
         return sum(each.calls for each in self.ops.values())
 
     @property
@@ -190,12 +190,13 @@ class Traffic:
         return sum(each.nbytes for op, each in self.ops.items() if op != "put")
 
     def to_bytes(self) -> bytes:
-        """For a report to the driver: about 15 bytes for a single call, up to 50 for many calls of one operation."""
+        """Encode for a report to the driver: about 15 bytes for a single call, up to 50 for many calls of one
+        operation."""
         return messages.encode([_packed(op, each) for op, each in self.ops.items()]) if self.ops else b""
 
     @staticmethod
     def from_bytes(data: bytes) -> Traffic:
-        """Raises ValueError when `data` is none."""
+        """Decode what `to_bytes` encoded. Raises ValueError for other bytes."""
         traffic = Traffic()
         for packed in messages.decode(data, list[_Packed]) if data else ():
             traffic.ops[packed[0]] = _unpacked(packed)
@@ -203,8 +204,8 @@ class Traffic:
 
 
 _Packed = tuple[str, int, bytes, list[int]]
-"""Operation, bytes, sums as float32, and counts: calls, calls that moved bytes, and (bucket, count) of the buckets that
-are not empty. Of a single call there is nothing to count, and its seconds are the only sum."""
+"""Encoded counts of an operation: its name, bytes, sums as float32, and counts (calls, calls that moved bytes, and
+(bucket, count) of the buckets that are not empty). A single call has no counts, and its seconds are the only sum."""
 
 
 def _packed(op: str, of: OpTraffic) -> _Packed:
@@ -216,7 +217,7 @@ def _packed(op: str, of: OpTraffic) -> _Packed:
 
 
 def _unpacked(packed: _Packed) -> OpTraffic:
-    """Raises ValueError when the parts do not belong together."""
+    """Decode one operation's counts. Raises ValueError when the parts do not fit together."""
     op, nbytes, sums, counts = packed
     moved = counts[1] if len(counts) > 1 else 0
     numbers, filled = counts[2::2], counts[3::2]
@@ -239,50 +240,45 @@ def _unpacked(packed: _Packed) -> OpTraffic:
     return traffic
 
 
-# ---------------- What one client has done and moved so far. About a microsecond a call; see docs/observability.md.
+# ---------------- What one client has done and moved so far. About a microsecond a call; see docs/reference/metrics.md.
 
 
 class ClientStats:
-    """Counters that only grow. Thread-safe; read them whenever you like."""
+    """Counts what one client does. The counters only grow, and may be read at any time. Thread-safe."""
 
     def __init__(self) -> None:
         self.directory_calls = 0
         self.directory_bytes = 0
-        """Requests and replies."""
+        """Number of bytes of requests and replies."""
         self._lock = threading.Lock()
         self._recent = Traffic()
-        """Since the last `take`."""
+        """Calls since the last `take`."""
         self._taken = Traffic()
-        self._moved: dict[int, int] = {}
-        """Bytes of calls that are not counted yet, by thread."""
 
-    def count_bytes(self, *, put: int = 0, got: int = 0) -> None:
-        """Bytes of the call that this thread counts next: of committed blocks, or of the columns handed out.
+    def count_call(self, op: str, seconds: float, nbytes: int = 0) -> None:
+        """Count a call that has finished or failed.
 
-        Both clients count a call in the thread that ended its operation, with nothing in between.
+        seconds: its duration, waits included. nbytes: the bytes of the blocks it committed or the columns it returned.
         """
-        self._moved[threading.get_ident()] = put + got
-
-    def count_call(self, op: str, seconds: float) -> None:
-        """A call has finished or failed, after so many seconds, waits included."""
         with self._lock:
-            self._recent.of(op).count(seconds, self._moved.pop(threading.get_ident(), 0))
+            self._recent.of(op).count(seconds, nbytes)
 
     def count_directory(self, nbytes: int) -> None:
-        """One request and its reply."""
+        """Count one request to the directory, with its reply."""
         with self._lock:
             self.directory_calls += 1
             self.directory_bytes += nbytes
 
     def take(self) -> Traffic:
-        """The calls since the last `take`; they stay in the totals. For whoever reports this client's figures."""
+        """Return the calls since the last `take`, which stay in the totals. Called by whoever reports this client's
+        figures."""
         with self._lock:
             taken, self._recent = self._recent, Traffic()
             self._taken.merge(taken)
         return taken
 
     def total(self) -> Traffic:
-        """All calls, in a copy that agrees with itself."""
+        """Return all calls, as a consistent copy."""
         total = Traffic()
         with self._lock:
             total.merge(self._taken)
@@ -291,21 +287,21 @@ class ClientStats:
 
     @property
     def calls(self) -> Counter[str]:
-        """Finished or failed calls, by operation."""
+        """Number of finished or failed calls, by operation."""
         return Counter({op: each.calls for op, each in self.total().ops.items()})
 
     @property
     def bytes_put(self) -> int:
-        """Bytes of committed blocks: values, indexes and headers."""
+        """Number of bytes of committed blocks: values, indexes and headers."""
         return self.total().bytes_put
 
     @property
     def bytes_got(self) -> int:
-        """Bytes of the columns handed out."""
+        """Number of bytes of the columns that were handed out."""
         return self.total().bytes_got
 
     def snapshot(self) -> dict[str, float]:
-        """Flat: the counters by name, `calls` in all, and `calls/<op>`, `seconds/<op>`."""
+        """Return the counters by name, with `calls` in all, and `calls/<op>` and `seconds/<op>`."""
         total = self.total()
         return {
             "calls": total.calls,

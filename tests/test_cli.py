@@ -159,6 +159,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "key.sub=value" in capsys.readouterr().out
 
 
+@pytest.mark.processes
 def test_mistakes_and_help_import_nothing_heavy(config: str) -> None:
     code = (
         "import sys\n"
@@ -172,6 +173,7 @@ def test_mistakes_and_help_import_nothing_heavy(config: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.processes
 def test_sigterm_unwinds_the_run(config: str, tmp_path: Path) -> None:
     code = (
         "import sys, time, types\n"

@@ -1,8 +1,8 @@
-"""The trainers' exceptions for what only the user can put right.
+"""Defines the exceptions for mistakes that only the user can correct.
 
 ValueError
-└── UserError      one clear sentence each: what was given, what was expected; the command line prints it and exits 2
-    └── ConfigError  the configuration file or an override of it
+└── UserError      any such mistake, in one sentence that the command line prints before it exits with status 2
+    └── ConfigError  a mistake in the configuration file or in an override of it
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 
 class UserError(ValueError):
-    """A mistake that the user can correct; shown without a traceback."""
+    """A mistake that the user can correct, shown without a traceback."""
 
 
 class ConfigError(UserError):
-    """One or more wrong keys or values of the configuration, one sentence each in `problems`."""
+    """One or more wrong keys or values in the configuration, described by one sentence each in `problems`."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)

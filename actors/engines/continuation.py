@@ -1,6 +1,6 @@
-"""Completions to their end: what a weight commit cut off (`abort`) goes on where it was, under the new weights.
+"""Finishes completions that a weight commit cut off: they go on where they were, under the new weights.
 
-A partial rollout (Kimi k1.5, arXiv:2501.12599 section 2.6.2): its tokens keep the version that made them.
+These are the partial rollouts of Kimi k1.5 (arXiv:2501.12599 section 2.6.2). Each token keeps the version that made it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from .protocol import SESSION_SEPARATOR, Completion, GenerationEngine, SamplingParams
+from .protocol import SESSION_SEPARATOR, Completion, Generator, SamplingParams
 from .stop_texts import StopTexts
 
 
 async def generate_whole(
-    engine: GenerationEngine, tokenizer: Any, request_id: str, prompt_ids: Sequence[int], params: SamplingParams
+    engine: Generator, tokenizer: Any, request_id: str, prompt_ids: Sequence[int], params: SamplingParams
 ) -> list[Completion]:
-    """`engine.generate`, but no completion ends with `abort`: those that do are asked for again from there on.
+    """Generate until no completion ends with `abort`: the rest of each aborted one is asked for again.
 
-    tokenizer: finds stop texts that a cut went through. Raises what the engine raises, RuntimeError when it is closed.
+    tokenizer: finds stop texts that begin before a cut and end after it. Raises what the engine raises, RuntimeError
+    when it is closed.
     """
     completions = await engine.generate(request_id, prompt_ids, params)
     if all(completion.finish_reason != "abort" for completion in completions):
@@ -39,7 +40,7 @@ async def generate_whole(
 
 
 async def _to_the_end(
-    engine: GenerationEngine,
+    engine: Generator,
     tokenizer: Any,
     name: str,
     prompt_ids: Sequence[int],
@@ -67,7 +68,7 @@ def _joined(first: Completion, more: Completion) -> Completion:
 
 
 def _cut_at_stop(completion: Completion, tokenizer: Any, params: SamplingParams) -> Completion:
-    """Behind the first stop text: the engine did not see one that began before the cut."""
+    """Cut the completion after its first stop text, since the engine cannot see one that began before the cut."""
     end = StopTexts(tokenizer, params.stop).first_end(completion.token_ids.tolist())
     if end is None or end >= len(completion.token_ids):
         return completion

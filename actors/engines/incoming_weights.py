@@ -1,4 +1,4 @@
-"""Versions of the weights on their way into an engine of this process: received and checked, not served yet."""
+"""Receives and checks the next version of the weights for an engine in this process, before the engine serves it."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ Ready = TypeVar("Ready")
 
 
 class IncomingWeights(Generic[Ready]):
-    """Holds at most one version, and what the engine made of it when it was checked. Methods run in the event loop."""
+    """Holds at most one received version and the result of the engine's check. Methods run in the event loop."""
 
     def __init__(self, receiver: ReceiverConfig | None, check: Callable[[Mapping[str, torch.Tensor]], Ready]) -> None:
-        """check: in a thread, from HF name -> tensor to what the commit needs; raises ValueError when they do not fit.
+        """Versions are always staged in full, so that a commit cannot fail half way.
 
-        receiver: None when weights never change. Always stages in full, so that a commit cannot fail half way.
+        check: is called in a thread with the tensors by HF name and returns what the commit needs; it raises ValueError
+        when they do not fit the model. receiver: None when weights never change.
         """
         self._inbox = None if receiver is None else WeightInbox(replace(receiver, staging="full"), 0)
         self._check = check
         self._turn = asyncio.Lock()
         self._arriving: int | None = None
         self._dropped = False
-        """Whether what arrives is not wanted any more."""
+        """Whether the version that is arriving was dropped."""
         self._committing: int | None = None
         self._ready: tuple[int, Ready] | None = None
 
     async def prepare(self, update: WeightUpdate, served: Callable[[], int]) -> None:
-        """Receive, verify and check `update`; `served` is the version it is to follow. See GenerationEngine."""
+        """Receive, verify and check `update`, as `WeightHost.prepare_weights`. served: returns the present version."""
         if self._inbox is None:
             raise RuntimeError("weights: this engine was built without a weight receiver")
         if self._arriving is not None:
-            self.drop(self._arriving)  # what was announced last is wanted
+            self.drop(self._arriving)  # the latest announcement replaces the one before
         async with self._turn:
             if update.version <= served():
                 raise ValueError(f"weights: got version {update.version}, expected one above the current {served()}")
@@ -50,7 +51,7 @@ class IncomingWeights(Generic[Ready]):
                 ready = await asyncio.shield(work)
                 if self._dropped:
                     raise WeightTransferError(f"weights: version {update.version} was dropped while it was checked")
-            except BaseException:  # cancelled calls, too: the thread ends with the reception, and only then the turn
+            except BaseException:  # also when cancelled: the lock is kept until the thread has ended
                 self._inbox.drop(update.version)
                 await asyncio.wait({work})
                 work.exception()
@@ -67,7 +68,7 @@ class IncomingWeights(Generic[Ready]):
         return self._check(staged.named)
 
     def expect(self, version: int) -> Ready:
-        """What `check` made of `version`. Raises ValueError when that is not the prepared one."""
+        """Return the result of `check` for `version`. Raises ValueError when that is not the prepared version."""
         if self._ready is None or self._ready[0] != version:
             prepared = "none" if self._ready is None else self._ready[0]
             raise ValueError(f"weights: got version {version} to commit, expected the prepared one, {prepared}")
@@ -75,8 +76,9 @@ class IncomingWeights(Generic[Ready]):
 
     @asynccontextmanager
     async def committing(self, version: int) -> AsyncIterator[Ready]:
-        """What `check` made of `version`, safe from `drop` and `prepare` meanwhile; served when the block ends well.
+        """Give the result of `check` for `version` to a block that puts it into service.
 
+        `drop` and `prepare` cannot touch the version within the block; when the block ends well, it counts as served.
         Raises ValueError when `version` is not the prepared one.
         """
         async with self._turn:
@@ -88,10 +90,10 @@ class IncomingWeights(Generic[Ready]):
                 self._committing = None
             assert self._inbox is not None
             self._ready = None
-            self._inbox.committed(version)  # what was staged is let go of, or kept as base of a later one
+            self._inbox.committed(version)  # releases the staged bytes, or keeps them as base of a later delta
 
     def drop(self, version: int) -> None:
-        """Forget `version`, or end its reception. Idempotent; too late once it is being committed."""
+        """Forget `version`, or end its reception. Idempotent; without effect while it is being committed."""
         if version == self._committing:
             return
         if self._ready is not None and self._ready[0] == version:
@@ -102,7 +104,7 @@ class IncomingWeights(Generic[Ready]):
             self._inbox.drop(version)
 
     def close(self) -> None:
-        """End what arrives and let go of all of it. Idempotent."""
+        """End a reception and release all that is staged. Idempotent."""
         self._ready = None
         if self._inbox is not None:
             self._inbox.close()

@@ -1,4 +1,4 @@
-"""A model's parameters as the target of a weight update: everything is checked before anything is touched."""
+"""`ParameterSet` copies a weight update into a model's parameters, and checks all of it before it changes anything."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ _CONVERTIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class ParameterSet:
-    """Parameters (and persistent buffers) of `model` by checkpoint name; tied ones have several names."""
+    """Parameters and persistent buffers of a model by checkpoint name; tied parameters have several names."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._tensors: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
         self._specs = {name: (tensor.dtype, tensor.shape) for name, tensor in self._tensors.items()}
         parameters = {id(tensor) for tensor in model.parameters()}
         self._names_of: dict[int, list[str]] = {}
-        """Per required tensor (a parameter, not a buffer), the names it answers to."""
+        """Names of each required tensor (a parameter, not a buffer), by the tensor's `id`."""
         for name, tensor in self._tensors.items():
             if id(tensor) in parameters:
                 self._names_of.setdefault(id(tensor), []).append(name)
 
     def refresh(self, model: torch.nn.Module) -> None:
-        """`model` was moved to another device: its buffers are other tensors now."""
+        """Look the tensors up again after `model` moved to another device, where its buffers are other tensors."""
         self._tensors.update(model.state_dict(keep_vars=True))
 
     def match(self, named: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """(name, source) pairs that replace every parameter, each once. Touches nothing.
+        """Return the (name, source) pairs that replace every parameter, each once. Changes nothing.
 
         Raises ValueError naming unknown, missing, misshapen and wrongly typed parameters, and tied ones that differ.
         """
@@ -57,18 +57,18 @@ class ParameterSet:
             raise ValueError(f"weights: {name!r} has dtype {source.dtype}, expected {dtype}")
 
     def copy(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        """Copy each source of `match` into its target, in place."""
+        """Copy each source that `match` returned into its parameter, in place."""
         with torch.no_grad():
             for name, source in pairs:
                 self._tensors[name].copy_(source)
 
     def drop(self) -> None:
-        """Give the parameters' memory back; buffers stay. Only `allocate` and then `copy` bring the model back."""
+        """Give the parameters' memory back; buffers stay. `allocate` and then `copy` make the model usable again."""
         for tensor in self._parameters():
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def allocate(self) -> None:
-        """Memory for the parameters that `drop` took it from; zeros are in it."""
+        """Take memory again, filled with zeros, for the parameters that `drop` took it from."""
         for tensor in self._parameters():
             _, shape = self._specs[self._names_of[id(tensor)][0]]
             if tensor.shape != shape:

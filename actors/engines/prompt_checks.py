@@ -1,4 +1,4 @@
-"""What every engine with a model expects of a prompt."""
+"""Checks a prompt against the model: every engine with a model refuses the same prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from .protocol import SamplingParams
 def checked_prompt(
     request_id: str, prompt_ids: Sequence[int], params: SamplingParams, *, context: int | None, vocab_size: int
 ) -> np.ndarray:
-    """int64 `[L]`. Raises ValueError when it is empty, too long for `context` (None: unbounded) or has unknown ids."""
+    """Return the prompt as int64 `[L]`.
+
+    Raises ValueError when it is empty, too long for `context` (None is unbounded) or has unknown ids.
+    """
     prompt = np.asarray(prompt_ids, dtype=np.int64)
     if prompt.ndim != 1 or not len(prompt):
         raise ValueError(f"request {request_id!r}: the prompt has no tokens, expected at least one")

@@ -1,4 +1,7 @@
-"""What a generation engine is: sampling, pausing in flight, and weights that change version by version."""
+"""Protocols of a generation engine: `Generator` samples, `WeightHost` takes new weights, `Sleeper` pauses and sleeps.
+
+A caller asks for the narrowest of them that it needs; `GenerationEngine` is all three.
+"""
 
 from __future__ import annotations
 
@@ -11,36 +14,41 @@ import numpy as np
 from ..weights.transports.protocol import WeightUpdate
 
 PauseMode = Literal["keep", "wait", "abort"]
-"""What happens to requests in flight: `keep` freezes them where they are, and they go on after `resume`; `wait` lets
-them end first; `abort` ends them now, with what they have (finish_reason `abort`)."""
+"""What a pause does to requests in flight: `keep` freezes them, and they go on after `resume`; `wait` lets them end
+first; `abort` ends them at once with the tokens made so far (finish_reason `abort`)."""
 
 SESSION_SEPARATOR = "/"
-"""A request id is `{session}` or `{session}/{turn}`: its turns go to one engine, whose prefix cache has them."""
+"""Separates session and turn in a request id, `{session}` or `{session}/{turn}`. All turns of a session go to one
+engine, whose prefix cache holds the earlier ones."""
 
 
 def expect_pause_mode(mode: str) -> None:
-    """Raises ValueError unless `mode` is a PauseMode."""
+    """Raise ValueError unless `mode` is a PauseMode."""
     if mode not in get_args(PauseMode):
         raise ValueError(f"pause mode: got {mode!r}, expected one of {', '.join(get_args(PauseMode))}")
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. Log-probs reported are of the distribution sampled from (temperature, top-p, top-k applied)."""
+    """Sampling parameters of one request. Reported log-probs are those of the distribution that is sampled from, with
+    temperature, top-p and top-k applied."""
 
     n: int = 1
+    """Number of completions."""
     max_new_tokens: int = 16
+    """Most tokens that a completion may have."""
     temperature: float = 1.0
-    """0.0: greedy."""
+    """Sampling temperature; 0.0 decodes greedily."""
     top_p: float = 1.0
+    """Probability mass that nucleus sampling keeps; 1.0 keeps all."""
     top_k: int = 0
-    """0: off."""
+    """Number of most likely tokens that sampling keeps; 0 keeps all."""
     seed: int | None = None
-    """None: the engine's own."""
+    """Seed of the request's random numbers; None uses the engine's own seed."""
     stop_token_ids: tuple[int, ...] = ()
-    """Beside the model's own end tokens."""
+    """Token ids that end a completion, in addition to the model's own end tokens."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, wherever they fall in its tokens; the tokens that complete one stay."""
+    """Texts that end a completion, wherever they fall in its tokens. The tokens that complete such a text are kept."""
 
     def __post_init__(self) -> None:
         for name, fits, expected in (
@@ -60,123 +68,153 @@ class Completion:
     """One sampled continuation."""
 
     token_ids: np.ndarray
-    """int32 `[T]`: the response only; ends with the stop token when finish_reason is `stop`."""
+    """Token ids of the response alone, int32 `[T]`. The stop token is the last one when finish_reason is `stop`."""
     logprobs: np.ndarray
-    """float32 `[T]`."""
+    """Log-prob of each token, float32 `[T]`."""
     finish_reason: str
-    """`stop`, `length` or `abort` (partial output)."""
+    """Why the completion ended: `stop`, `length` or `abort` (partial output)."""
     versions: np.ndarray
-    """int32 `[T]`: policy version that produced each token; never falls."""
+    """Policy version that produced each token, int32 `[T]`; never falls from one token to the next."""
+
+    @staticmethod
+    def empty() -> Completion:
+        """Make the completion of a request that was aborted before its first token."""
+        return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", np.zeros(0, np.int32))
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """What an engine has done since it started; counters grow in place."""
+    """Counters of what an engine has done since it started; they grow in place."""
 
     batches: int = 0
+    """Number of batches decoded (`hf`) or requests answered (other engines)."""
     rows: int = 0
-    """Completions returned."""
+    """Number of completions returned."""
     tokens: int = 0
-    """Response tokens."""
+    """Number of response tokens returned."""
     busy_s: float = 0.0
-    """Seconds in which something was generated."""
+    """Seconds during which the engine was generating."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """What serving a new version took."""
+    """Cost of switching an engine to a new version of the weights."""
 
     version: int
+    """Version that the engine serves now."""
     pause_s: float
-    """Until no token of the old version could be made any more."""
+    """Seconds until the engine could make no more tokens with the old version."""
     load_s: float
-    """From staged bytes to the engine's parameters; with `staging: none` the transfer, too."""
+    """Seconds that loading the staged bytes into the parameters took; with `staging: none` also their transfer."""
     kept: int
-    """Requests that went on under the new weights."""
+    """Number of requests in flight that went on under the new weights."""
     aborted: int
-    """Requests that were ended for it."""
+    """Number of requests that the commit ended."""
 
 
 class EngineBroken(RuntimeError):
-    """The engine has no whole version of the weights any more (a commit without staging failed in the middle): it
+    """The engine no longer holds a whole version of the weights, because a commit without staging failed half way. It
     refuses to generate until a later version is committed whole."""
 
 
 class EngineDied(RuntimeError):
-    """The process that hosts an engine is gone, or does not answer any more; names it and says what is known."""
+    """The process that hosts an engine is gone or no longer answers. The message names it and says what is known."""
 
 
-class GenerationEngine(Protocol):
-    """Turns prompt token ids into completions under the current policy version. Async: requests run concurrently."""
+class Generator(Protocol):
+    """Turns prompt token ids into sampled completions: all that an environment or a rollout worker needs of an engine.
+
+    Methods are asynchronous and requests run concurrently.
+    """
+
+    @property
+    def version(self) -> int:
+        """Policy version that the next token is sampled with."""
+        ...
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """`params.n` completions, in order. Concurrent calls are batched by the engine.
+        """Return `params.n` completions, in order. The engine batches concurrent calls.
 
-        request_id: unique among those in flight. Raises ValueError naming the lengths when prompt + max_new_tokens
-        exceed the context, or for an id in flight; EngineBroken; RuntimeError when asleep or closed.
+        request_id: must be unique among the requests in flight. Raises ValueError naming the lengths when prompt +
+        max_new_tokens exceed the context, or for an id in flight; EngineBroken; RuntimeError when asleep or closed.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its generate call returns what it has, finish_reason `abort`. Unknown ids are ignored."""
+        """End a request: its `generate` call returns the tokens made so far, with finish_reason `abort`. Unknown ids
+        are ignored."""
         ...
 
-    async def pause(self, mode: PauseMode = "wait") -> None:
-        """No token is made between return and `resume`; requests that come meanwhile wait. See PauseMode."""
-        ...
 
-    async def resume(self) -> None:
-        """Go on. Idempotent."""
-        ...
+class WeightHost(Protocol):
+    """Serves one version of the weights and takes the next: all that a weight update needs of an engine."""
 
-    async def reset_prefix_cache(self) -> None:
-        """Forget cached keys and values of earlier prompts. Requests that run are not harmed."""
+    @property
+    def version(self) -> int:
+        """Version of the weights that are served."""
         ...
 
     @property
     def num_workers(self) -> int:
-        """Processes of the engine that receive weights: tp for vllm, 1 for engines in this process."""
+        """Number of the engine's processes that receive weights: tp for vllm, 1 for engines in this process."""
         ...
 
     async def prepare_weights(self, update: WeightUpdate) -> None:
-        """Receive and verify `update` while the old version is served on; nothing else changes.
+        """Receive and verify `update`; the engine goes on serving the old version, and nothing else changes.
 
-        Raises WeightTransferError (what was staged is dropped, the old version is served on), ValueError naming
-        missing, unknown or misshapen parameters or a version that is not above the current one. An engine without room
-        for a second copy (`staging: none`) only joins the transfer and receives in `commit_weights`.
+        Raises WeightTransferError (what was staged is dropped), or ValueError naming missing, unknown or misshapen
+        parameters or a version that is not above the current one. An engine without room for a second copy
+        (`staging: none`) only joins the transfer here and receives in `commit_weights`.
         """
         ...
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """Serve the prepared `version`: pause, replace all parameters, forget cached prefixes, resume. From then on
-        every token, of kept requests too, carries `version`.
+        """Serve the prepared `version`: pause, replace all parameters, forget cached prefixes, resume. Every token made
+        from then on carries `version`, also those of requests that were kept.
 
-        Raises ValueError when `version` is not the prepared one; WeightTransferError only without staging, and the
+        Raises ValueError when `version` is not the prepared one. Without staging it may raise WeightTransferError; the
         engine is then broken (EngineBroken) until a later commit.
         """
         ...
 
     async def drop_weights(self, version: int) -> None:
-        """Forget a prepared version, or end its reception. Idempotent; the current one is served on."""
+        """Forget a prepared version, or end its reception. Idempotent; the engine goes on serving the current one."""
+        ...
+
+
+class Sleeper(Protocol):
+    """Stands still on request, and gives its memory back while it sleeps."""
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        """Make no token between this call's return and `resume`; requests that come meanwhile wait. See PauseMode."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on generating. Idempotent."""
+        ...
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached keys and values of earlier prompts. Requests in flight are not harmed."""
         ...
 
     async def sleep(self, level: int = 1) -> None:
-        """Give memory back: level 1 keeps weights in host memory, 2 drops them (commit a version after `wake`).
-        Idempotent; a no-op in effect where the platform cannot."""
+        """Give memory back: level 1 keeps the weights in host memory, level 2 drops them (commit a version after
+        `wake`). Idempotent. Platforms that cannot give memory back only stop taking requests."""
         ...
 
     async def wake(self) -> None:
-        """Inverse of sleep. Idempotent."""
+        """Undo `sleep`. Idempotent."""
         ...
 
-    @property
-    def version(self) -> int:
-        """Of the weights that are served."""
-        ...
+
+class GenerationEngine(Generator, WeightHost, Sleeper, Protocol):
+    """A whole engine, as the actor that hosts it sees it."""
 
     @property
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """Counters of what the engine has done since it started."""
+        ...
 
     async def close(self) -> None:
-        """End; requests in flight raise or return what they have. Idempotent."""
+        """End the engine. Requests in flight raise an error or return the tokens made so far. Idempotent."""
         ...

@@ -1,12 +1,12 @@
-"""The router: one generation engine over several named ones, of which any may die, join or leave while it runs.
+"""The router acts as one generation engine over several named ones, any of which may die, join or leave meanwhile.
 
     request -> its session's engine, else the least loaded -> answer
-                    |  died or broken: the engine is left out
-                    +--> the whole request, with the same id and seed, to another engine
+                    |  the engine died or broke, and is left out
+                    +--> the whole request, with the same id and seed, goes to another engine
 
 stage       waits for                            unblocked by
-choose      an engine that takes requests        `add`; after timeout_s NoEngineLeft says who died of what
-attempt     the engine's answer                  the answer, or the engine's own bound on its silence (EngineDied)
+choose      an engine that takes requests        `add`; after timeout_s NoEngineAvailable says who died of what
+attempt     the engine's answer                  the answer, or EngineDied once the engine was silent for too long
 remove      the engine's requests in flight      their answers; after grace_s they move to other engines
 """
 
@@ -18,8 +18,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
-
-import numpy as np
 
 from ..weights.transports.protocol import WeightTransferError, WeightUpdate
 from .protocol import (
@@ -38,28 +36,30 @@ from .protocol import (
 _log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1 << 16
-"""Sessions whose engine is remembered; one forgotten costs its next turn a prefill, nothing else."""
+"""Number of sessions whose engine is remembered. Forgetting one only costs its next turn a prefill."""
 
 
-class NoEngineLeft(RuntimeError):
-    """No engine took requests for as long as a request may wait for one; says what became of each."""
+class NoEngineAvailable(RuntimeError):
+    """A request found no engine that takes requests within its time, or a commit found no engine that completed it. The
+    message says what became of each engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """An engine that gets no more requests."""
+    """An engine that the router sends no more requests to."""
 
     name: str
     reason: str
+    """Why it was left out."""
 
 
 class Router:
-    """Methods run in one event loop. Every request is answered exactly once, by one engine, whole."""
+    """Sends each request to one engine, which answers it exactly once and as a whole. Methods run in one event loop."""
 
     def __init__(self, *, timeout_s: float, on_left_out: Callable[[LeftOut], None] | None = None) -> None:
-        """timeout_s: how long a request waits for an engine when there is none.
+        """timeout_s: seconds that a request waits for an engine when there is none.
 
-        on_left_out: called in the event loop with every engine that is left out; must not raise.
+        on_left_out: is called in the event loop with every engine that is left out; it must not raise.
         """
         self._timeout_s = timeout_s
         self._on_left_out = on_left_out
@@ -76,20 +76,20 @@ class Router:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Engines that take requests."""
+        """Names of the engines that take requests."""
         return tuple(member.name for member in self._members.values() if member.accepting)
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Name -> reason of engines left out and not added again."""
+        """Reason of each engine, by name, that was left out and not added again."""
         return self._left_out
 
     def engine_stats(self) -> dict[str, EngineStats]:
-        """Each engine's own."""
+        """Counters of each engine, by name."""
         return {name: member.engine.stats for name, member in self._members.items()}
 
     async def add(self, name: str, engine: GenerationEngine) -> None:
-        """Send requests to `engine`, too; those that wait for one at once. Raises ValueError when `name` is in use."""
+        """Send requests to one more engine, first those that wait for one. Raises ValueError when `name` is in use."""
         if name in self._members:
             raise ValueError(f"engine {name!r} is already there; names must be unique")
         member = self._members[name] = _Member(name, engine, accepting=False)  # in time for `pause` and `resume`
@@ -102,9 +102,10 @@ class Router:
         self._wake()
 
     async def remove(self, name: str, grace_s: float = 0.0) -> GenerationEngine:
-        """Send nothing more to an engine; returns it, not closed, when none of its requests is in flight.
+        """Send nothing more to an engine, and return it, still open, when none of its requests is in flight.
 
-        Those that are not answered within `grace_s` are ended there and sent whole to other engines. Raises KeyError.
+        Requests that it has not answered within `grace_s` are ended there and sent whole to other engines. Raises
+        KeyError when there is no such engine.
         """
         member = self._members[name]
         member.accepting = False
@@ -120,7 +121,7 @@ class Router:
 
     def _leave_out(self, member: _Member, error: Exception) -> None:
         if self._members.get(member.name) is not member:
-            return  # another request has found out before
+            return  # another request has left it out already
         reason = f"{type(error).__name__}: {error}"
         self._retire(member)
         self._left_out[member.name] = reason
@@ -135,15 +136,18 @@ class Router:
         member.accepting = False
 
     def _wake(self) -> None:
-        """Have requests that wait for an engine look again."""
+        """Wake the requests that wait for an engine, so that they look again."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     # ---------------------------------------------------------------- requests
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """See the protocol. Raises NoEngineLeft after `timeout_s` without an engine, and what an engine that is well
-        raises; never EngineDied or EngineBroken."""
+        """Answer a request through one of the engines.
+
+        Raises NoEngineAvailable after `timeout_s` without an engine, and whatever a healthy engine raises; never
+        EngineDied or EngineBroken.
+        """
         if self._closed:
             raise RuntimeError(f"request {request_id!r}: the router is closed")
         if request_id in self._requests:
@@ -159,14 +163,14 @@ class Router:
                 except _Moved:
                     continue
                 except (EngineDied, EngineBroken) as error:
-                    # An attempt fails once per engine, as that one is gone then: no more attempts than engines.
+                    # Each failed attempt removes its engine, so there are at most as many attempts as engines.
                     self._leave_out(member, error)
-            return [_nothing() for _ in range(params.n)]
+            return [Completion.empty() for _ in range(params.n)]
         finally:
             del self._requests[request_id]
 
     async def _choose(self, request: _Routed) -> _Member | None:
-        """The engine for a request; None when it was aborted while there was none."""
+        """Wait for an engine and return it; None when the request was aborted while there was none."""
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         while not request.aborted:
             if self._closed:
@@ -175,12 +179,12 @@ class Router:
             if member is not None:
                 return member
             try:
-                # Not `wait_for`: in Python 3.11 it swallows a cancellation that comes together with the change.
+                # Not `wait_for`, which in Python 3.11 swallows a cancellation that comes together with the change.
                 async with asyncio.timeout_at(deadline):
                     await self._changed.wait()
             except TimeoutError:
                 reasons = "; ".join(f"{name}: {reason}" for name, reason in self._left_out.items())
-                raise NoEngineLeft(
+                raise NoEngineAvailable(
                     f"request {request.request_id!r}: no engine for {self._timeout_s:g} s "
                     f"({reasons or 'none was ever added'})"
                 ) from None
@@ -219,7 +223,10 @@ class Router:
     # ---------------------------------------------------------------- all engines at once
 
     async def _each(self, method: str, *args: Any, broken_by: tuple[type[Exception], ...] = ()) -> dict[str, Any]:
-        """Call `method` of every engine. Those that die or break over it are left out; what others raise is raised."""
+        """Call `method` of every engine and return the results by name.
+
+        Engines that die or break during the call are left out; errors of the others are raised.
+        """
         members = list(self._members.values())
         outcomes = await asyncio.gather(
             *(getattr(member.engine, method)(*args) for member in members), return_exceptions=True
@@ -254,7 +261,7 @@ class Router:
         return sum(member.engine.num_workers for member in self._members.values())
 
     async def prepare_weights(self, update: WeightUpdate) -> None:
-        """In every engine, or in none: when one refuses, all drop the version."""
+        """Prepare `update` in every engine, or in none: when one refuses, all drop the version."""
         try:
             await self._each("prepare_weights", update)
         except (WeightTransferError, ValueError):
@@ -262,11 +269,14 @@ class Router:
             raise
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """In every engine at the same time; one that fails half way is left out. Seconds are the longest, requests the
-        sum. Raises NoEngineLeft when none serves `version`."""
+        """Commit `version` in every engine at the same time. An engine that fails half way is left out.
+
+        The report has the longest engine's seconds and the sum of all requests. Raises NoEngineAvailable when no engine
+        serves `version`.
+        """
         reports = await self._each("commit_weights", version, in_flight, broken_by=(WeightTransferError,))
         if not reports:
-            raise NoEngineLeft(f"weights: no engine is left that serves version {version}: {dict(self._left_out)}")
+            raise NoEngineAvailable(f"weights: no engine is left that serves version {version}: {dict(self._left_out)}")
         return CommitReport(
             version,
             pause_s=max(report.pause_s for report in reports.values()),
@@ -286,12 +296,12 @@ class Router:
 
     @property
     def version(self) -> int:
-        """The oldest that any engine serves; 0 without engines. Each token carries its own."""
+        """Oldest version that any engine serves; 0 without engines. Each token carries its own version."""
         return min((member.engine.version for member in self._members.values()), default=0)
 
     @property
     def stats(self) -> EngineStats:
-        """Of all engines, of those that are gone, too."""
+        """Sum of the counters of all engines, including those that are gone."""
         total = EngineStats()
         for stats in (self._past, *self.engine_stats().values()):
             _accumulate(total, stats)
@@ -306,15 +316,15 @@ class Router:
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """An engine and what it has to do."""
+    """An engine of the router and its load."""
 
     name: str
     engine: GenerationEngine
     accepting: bool = True
     outstanding: int = 0
-    """Samples in flight."""
+    """Number of samples in flight."""
     assigned: int = 0
-    """Samples ever sent; evens out ties."""
+    """Number of samples ever sent, which breaks ties between equally loaded engines."""
     requests: set[_Routed] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -332,7 +342,7 @@ class _Routed:
         self.num_samples = num_samples
         self.aborted = False
         self.member: _Member | None = None
-        """Whose turn it is; None while it waits for an engine."""
+        """Engine that works on the request; None while it waits for one."""
         self._task: asyncio.Task[list[Completion]] | None = None
 
     def begin(self, member: _Member, task: asyncio.Task[list[Completion]]) -> None:
@@ -351,13 +361,13 @@ class _Routed:
         self.member = self._task = None
 
     def move(self) -> None:
-        """End it where it is, so that it is sent to another engine."""
+        """Cancel the attempt at the present engine, so that the request is sent to another one."""
         if self._task is not None:
             self._task.cancel()
 
 
 class _Moved(Exception):
-    """The attempt was ended by `remove`."""
+    """Raised when `remove` ended the attempt."""
 
 
 async def _attempt(
@@ -381,8 +391,3 @@ async def _attempt(
 def _accumulate(total: EngineStats, stats: EngineStats) -> None:
     for counter in fields(EngineStats):
         setattr(total, counter.name, getattr(total, counter.name) + getattr(stats, counter.name))
-
-
-def _nothing() -> Completion:
-    """Of a request that was aborted while it had no engine."""
-    return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", np.zeros(0, np.int32))

@@ -1,4 +1,4 @@
-"""One token per row from logits: the processed distribution, and random numbers that belong to a row, not a batch."""
+"""Samples one token per row from logits, with random numbers that belong to the row and not to its batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def row_keys(seed: int, request_id: str, num_samples: int) -> np.ndarray:
-    """uint64 `[num_samples]`: where each sample's stream of random numbers starts."""
+    """Return the start of each sample's stream of random numbers, uint64 `[num_samples]`."""
     return np.array(
         [xxhash.xxh3_64_intdigest(f"{seed}/{request_id}/{sample}".encode()) for sample in range(num_samples)],
         dtype=np.uint64,
@@ -20,24 +20,25 @@ def row_keys(seed: int, request_id: str, num_samples: int) -> np.ndarray:
 
 
 def uniforms(keys: np.ndarray, step: int) -> np.ndarray:
-    """float64 `[B]` in [0, 1): the `step`-th number of each row's stream (SplitMix64, Steele et al. 2014).
+    """Return the `step`-th number of each row's stream, float64 `[B]` in [0, 1) (SplitMix64, Steele et al. 2014).
 
-    A number depends on its row's key and the step only, so a row samples alike in whatever batch it runs,
-    and the process's global generators are neither read nor moved.
+    A number depends only on its row's key and the step, so a row samples the same tokens in whatever batch it runs. The
+    process's global generators are neither read nor advanced.
     """
     state = keys + _GOLDEN * np.full(1, step + 1, dtype=np.uint64)
     state = (state ^ (state >> np.uint64(30))) * _MIX_1
     state = (state ^ (state >> np.uint64(27))) * _MIX_2
     state ^= state >> np.uint64(31)
-    # 32 bits, so that `u * total` in float64 stays strictly below `total` (see `draw`).
+    # Only 32 bits, so that `u * total` in float64 stays strictly below `total` (see `draw`).
     return (state >> np.uint64(32)).astype(np.float64) * 2.0**-32
 
 
 def log_distribution(logits: torch.Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0) -> torch.Tensor:
-    """float32 `[B, V]`: log-probs of the distribution that tokens are drawn from.
+    """Return the log-probs of the distribution that tokens are drawn from, float32 `[B, V]`.
 
-    logits `[B, V]`, any float dtype. Temperature first, then top-k (0: off), then top-p (1.0: off), renormalised;
-    tokens cut off get -inf. Temperature 0 means greedy: the log-probs are those of temperature 1, nothing cut off.
+    logits: `[B, V]` of any float dtype. Temperature is applied first, then top-k (0 is off), then top-p (1.0 is off),
+    and the rest is renormalised; tokens that are cut off get -inf. Temperature 0 means greedy decoding, where the
+    log-probs are those of temperature 1 and nothing is cut off.
     """
     scores = logits.float()
     if temperature == 0.0:
@@ -58,9 +59,10 @@ def log_distribution(logits: torch.Tensor, temperature: float, top_p: float = 1.
 
 
 def draw(log_probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """int64 `[B]`: by inversion, the first token whose cumulated probability exceeds `uniform` (float64 `[B]`).
+    """Draw a token per row by inversion, int64 `[B]`: the first whose cumulated probability exceeds `uniform`.
 
-    Never a token of probability 0. Rows with NaN get an arbitrary legal token; its log-prob is NaN.
+    uniform: float64 `[B]`. A token of probability 0 is never drawn. Rows with NaN get an arbitrary legal token, whose
+    log-prob is NaN.
     """
     cumulated = log_probs.double().exp_().cumsum_(dim=-1)
     threshold = uniform[:, None] * cumulated[:, -1:]

@@ -1,4 +1,4 @@
-"""The `scripted` engine: deterministic completions with a chosen latency, for tests and dry runs. No model."""
+"""The `scripted` engine returns deterministic completions after a chosen latency, for tests and dry runs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .protocol import CommitReport, Completion, EngineBroken, EngineStats, Pause
 from .stop_texts import StopTexts
 
 Script = Callable[[str, Sequence[int], int], Sequence[int]]
-"""(request_id, prompt_ids, sample index) -> response token ids, stop token included."""
+"""Function from (request_id, prompt_ids, sample index) to the response's token ids, stop token included."""
 
 _ASLEEP = "asleep: wake it first"
 
 
 def random_tokens(vocab_size: int, seed: int = 0) -> Script:
-    """A script of seeded noise: 1 token or more, lengths roughly log-normal around 8, cut by max_new_tokens."""
+    """Make a script of seeded random tokens; lengths are at least 1 and roughly log-normal around 8."""
 
     def script(request_id: str, prompt_ids: Sequence[int], sample: int) -> Sequence[int]:
         rng = random.Random(f"{seed}/{request_id}/{sample}")
@@ -34,13 +34,19 @@ def random_tokens(vocab_size: int, seed: int = 0) -> Script:
 
 
 def request_latency(request_id: str, seed: int, latency_s: float, sigma: float) -> float:
-    """Seconds that the engine of this `seed` takes over a request: log-normal, median `latency_s`; 0.0: at once."""
+    """Return the seconds that an engine of this `seed` takes for a request, log-normal with median `latency_s`.
+
+    A median of 0.0 answers every request at once.
+    """
     return latency_s and latency_s * random.Random(f"{seed}/{request_id}").lognormvariate(0.0, sigma)
 
 
 class ScriptedEngine:
-    """Every request runs at once and takes its own time; tokens flow evenly over it, so an abort returns a share and a
-    commit under `keep` leaves the tokens that had time to flow with the old version."""
+    """Runs every request at once, each for its own latency, over which its tokens come at an even pace.
+
+    An abort therefore returns a share of the tokens, and a commit under `keep` leaves those that had time to come with
+    the old version.
+    """
 
     def __init__(
         self,
@@ -54,10 +60,11 @@ class ScriptedEngine:
         receiver: ReceiverConfig | None = None,
         version: int = 0,
     ) -> None:
-        """latency_s: median seconds of a request, log-normal with `latency_sigma` (0.0: constant), seeded per request.
+        """Make an engine that serves `version`.
 
-        logprob: reported for every token. tokenizer: needed by requests with stop texts only.
-        receiver: None when weights never change.
+        latency_s: median seconds of a request, log-normal with `latency_sigma` (0.0 is constant), seeded per request.
+        logprob: log-prob reported for every token. tokenizer: needed only by requests with stop texts. receiver: None
+        when weights never change.
         """
         self._script = script
         self._latency_s = latency_s
@@ -77,7 +84,7 @@ class ScriptedEngine:
         self._unusable = ""
         self._broken = ""
         self.loaded: Mapping[str, torch.Tensor] = {}
-        """Copies of the weights of the version that is served; empty before the first commit."""
+        """Copies of the weights that are served, by name; empty before the first commit."""
         self.stats = EngineStats()
 
     @property
@@ -89,7 +96,7 @@ class ScriptedEngine:
         return 1
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """`params.n` completions of the script, cut at max_new_tokens and behind the request's own stops.
+        """Return `params.n` completions of the script, cut at max_new_tokens and after the request's own stops.
 
         Raises ValueError for an id that is in flight or a prompt without tokens, RuntimeError when asleep or closed.
         """
@@ -125,7 +132,7 @@ class ScriptedEngine:
     # ---------------------------------------------------------------- the flow of tokens
 
     async def _admit(self, request: _Request) -> None:
-        """Return when the request's tokens have flowed, or it was aborted."""
+        """Wait until all the request's tokens have come, or it was aborted."""
         while not self._resumed.is_set() and not request.aborted:
             request.changed.clear()
             await request.changed.wait()
@@ -150,9 +157,9 @@ class ScriptedEngine:
             if left_s <= 0.0:
                 return
             request.changed.clear()
-            frozen = self._clock.frozen  # then only a change ends the wait
+            frozen = self._clock.frozen  # while frozen, only a change ends the wait
             try:
-                # Not `wait_for`: in Python 3.11 it swallows a cancellation that comes together with the change.
+                # Not `wait_for`, which in Python 3.11 swallows a cancellation that comes together with the change.
                 async with asyncio.timeout(None if frozen else left_s):
                     await request.changed.wait()
             except TimeoutError:
@@ -177,7 +184,7 @@ class ScriptedEngine:
         )
 
     def _stopped(self, tokens: Sequence[int], params: SamplingParams) -> tuple[Sequence[int], bool]:
-        """The tokens up to the first stop of the request, and whether there is one within max_new_tokens."""
+        """Return the tokens up to the request's first stop, and whether there is one within max_new_tokens."""
         tokens = list(tokens)
         ends = [index + 1 for index, token in enumerate(tokens) if token in params.stop_token_ids][:1]
         if params.stop:
@@ -203,13 +210,13 @@ class ScriptedEngine:
         if mode == "keep":
             self._clock.freeze()
             self._tell_all()
-        elif mode == "abort" or not self._clock.frozen:  # what is frozen stays so until `resume`
+        elif mode == "abort" or not self._clock.frozen:  # frozen requests stay frozen until `resume`
             await self._idle.wait()
 
     async def resume(self) -> None:
         self._clock.thaw()
         self._resumed.set()
-        self._idle.set()  # whoever waits in `pause` waits for nothing any more
+        self._idle.set()  # ends a `pause` that still waits
         if self._num_flowing:
             self._idle.clear()
         self._tell_all()
@@ -219,14 +226,14 @@ class ScriptedEngine:
             request.changed.set()
 
     async def reset_prefix_cache(self) -> None:
-        """Nothing to forget: no keys and values are kept."""
+        """Do nothing, as no keys and values are kept."""
 
     async def prepare_weights(self, update: WeightUpdate) -> None:
-        """See the protocol. Any names and shapes are taken, as there is no model."""
+        """Receive and verify `update`. Any names and shapes are accepted, as there is no model."""
         await self._incoming.prepare(update, lambda: self._version - bool(self._broken))
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """See the protocol. An engine that is paused stays paused, and what is frozen is kept or ended."""
+        """Serve the prepared `version`. A paused engine stays paused; its frozen requests are kept or ended."""
         self._incoming.expect(version)
         if self._unusable:
             raise RuntimeError(f"weights: the engine is {self._unusable}")
@@ -251,7 +258,7 @@ class ScriptedEngine:
         self._incoming.drop(version)
 
     async def sleep(self, level: int = 1) -> None:
-        """Takes no more requests; what runs goes on, as there is no memory to give back."""
+        """Take no more requests. Running ones go on, as there is no memory to give back."""
         if level not in (1, 2):
             raise ValueError(f"sleep level: got {level}, expected 1 or 2")
         self._unusable = self._unusable or _ASLEEP
@@ -263,7 +270,7 @@ class ScriptedEngine:
             self._unusable = ""
 
     async def close(self) -> None:
-        """Abort what runs. Idempotent."""
+        """Abort all requests and take no more. Idempotent."""
         self._unusable = "closed"
         for request in self._requests.values():
             request.abort()
@@ -271,7 +278,7 @@ class ScriptedEngine:
 
 
 class _FlowClock:
-    """Seconds in which tokens could flow: stands still while frozen."""
+    """Counts the seconds in which tokens could be made; it stands still while frozen."""
 
     def __init__(self) -> None:
         self._past_s = 0.0
@@ -300,11 +307,11 @@ class _Request:
     def __init__(self, latency_s: float) -> None:
         self.latency_s = latency_s
         self.started_s = 0.0
-        """On the flow clock."""
+        """Time on the flow clock at which the request began."""
         self.flowed_s = 0.0
-        """Of the latency, when the request ended."""
+        """Seconds of the latency that had passed when the request ended."""
         self.versions: list[tuple[float, int]] = []
-        """(seconds of the latency that had flowed, version of the tokens from then on); empty until it begins."""
+        """Pairs of seconds into the latency and version of the tokens from then on; empty until the request begins."""
         self.aborted = False
         self.changed = asyncio.Event()
 
@@ -317,7 +324,7 @@ class _Request:
         self.changed.set()
 
     def num_flowed(self, wanted: int, flowed_s: float) -> int:
-        """How many of `wanted` tokens flow in `flowed_s` seconds of the latency."""
+        """Return how many of `wanted` tokens are made in `flowed_s` seconds of the latency."""
         if not self.versions:
             return 0
         if flowed_s >= self.latency_s:
@@ -326,5 +333,5 @@ class _Request:
 
 
 def _copied(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    # What is staged may lie in memory that the sender writes to again.
+    # Staged tensors may lie in memory that the sender writes to again.
     return {name: tensor.detach().clone() for name, tensor in named.items()}

@@ -1,4 +1,4 @@
-"""Text to token ids and back, the same way wherever prompts are read, checked or rolled out."""
+"""Converts text to token ids and back, the same way wherever prompts are read, checked or rolled out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 
 def load_tokenizer(path: str) -> Any:
-    """The Hugging Face tokenizer of a local folder or hub id. Raises ValueError in one sentence when there is none."""
-    from transformers import AutoTokenizer  # seconds to import; a scripted or dry run may never come here
+    """Load the Hugging Face tokenizer of a local folder or hub id. Raises ValueError in one sentence."""
+    from transformers import AutoTokenizer  # takes seconds to import, and scripted or dry runs may not need it
 
     folder = Path(path).expanduser()
     if not folder.is_dir() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
@@ -24,12 +24,13 @@ def load_tokenizer(path: str) -> Any:
 
 
 def encode_prompts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    """int64 `[L]` per text. The tokenizer's special tokens are added, unless the text brings its own (a template)."""
+    """Return the token ids of each text, int64 `[L]`. The tokenizer's special tokens are added, unless the text begins
+    with its own, as a chat template's does."""
     if not texts:
         return []
     begin = tokenizer.bos_token
     if begin:
-        # A template that starts with the begin token must not get a second one.
+        # A text that starts with the begin token must not get a second one.
         plain = [not text.startswith(begin) for text in texts]
     else:
         plain = [True] * len(texts)
@@ -44,7 +45,7 @@ def encode_prompts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def decode_responses(tokenizer: Any, responses: Sequence[np.ndarray]) -> list[str]:
-    """The text of each response's token ids, special tokens left out."""
+    """Return the text of each response's token ids, without special tokens."""
     if not responses:
         return []
     return tokenizer.batch_decode(

@@ -1,1 +1,1 @@
-"""Environments, one file each."""
+"""Environments: one module for each, all behind the protocol `Environment`."""

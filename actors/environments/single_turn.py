@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..engines.continuation import generate_whole
-from ..engines.protocol import Completion, GenerationEngine, SamplingParams
+from ..engines.protocol import Completion, Generator, SamplingParams
 from ..engines.tokenizer import decode_responses, encode_prompts
 from ..protocols import Prompt, Sample
 
@@ -16,9 +16,7 @@ from ..protocols import Prompt, Sample
 class SingleTurn:
     """Every sample is the prompt followed by one completion."""
 
-    async def run(
-        self, prompt: Prompt, engine: GenerationEngine, tokenizer: Any, params: SamplingParams
-    ) -> list[Sample]:
+    async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
         """`params.n` samples in order; raises what the engine raises."""
         (prompt_ids,) = encode_prompts(tokenizer, [prompt.text])
         completions = await generate_whole(engine, tokenizer, prompt.uid, prompt_ids.tolist(), params)

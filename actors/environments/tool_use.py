@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..engines.continuation import generate_whole
-from ..engines.protocol import SESSION_SEPARATOR, Completion, GenerationEngine, SamplingParams
+from ..engines.protocol import SESSION_SEPARATOR, Completion, Generator, SamplingParams
 from ..engines.tokenizer import encode_prompts
 from ..protocols import Prompt, Sample
 from .single_turn import response_texts
@@ -37,9 +37,7 @@ class ToolUse:
         self._tools = tools
         self._max_turns = max_turns
 
-    async def run(
-        self, prompt: Prompt, engine: GenerationEngine, tokenizer: Any, params: SamplingParams
-    ) -> list[Sample]:
+    async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
         """`params.n` samples in order; raises what the engine raises.
 
         `params.max_new_tokens` bounds an episode's tokens behind the prompt, results of tools included. A sample's
@@ -57,9 +55,7 @@ class ToolUse:
                 episode.cancel()
             await asyncio.gather(*episodes, return_exceptions=True)
 
-    async def _play(
-        self, episode: _Episode, engine: GenerationEngine, tokenizer: Any, params: SamplingParams
-    ) -> Sample:
+    async def _play(self, episode: _Episode, engine: Generator, tokenizer: Any, params: SamplingParams) -> Sample:
         for turn in range(self._max_turns):
             left = params.max_new_tokens - episode.num_response
             of_turn = replace(params, n=1, max_new_tokens=left, stop=(*params.stop, CALL_END))

@@ -1,1 +1,1 @@
-"""Rewards, one file each, and the rubric that weighs them."""
+"""Rewards: the built-in reward functions, and the rubric that adds rewards up to one score."""

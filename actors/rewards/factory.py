@@ -1,52 +1,38 @@
-"""Reward kinds: which there are, and how a rubric is built from their configuration."""
+"""`build_rubric` makes the rubric that the section `reward` of the configuration describes."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 from ...codecs.imports import import_object
 from ..protocols import Reward
 from .builtin import Format, Overlong, exact_match, per_position
+from .config import RewardFunctionConfig
 from .rubric import TOKENS, Rubric, takes_tokens
 
-_FUNCTIONS: dict[str, Reward] = {"exact_match": exact_match, "per_position": per_position}
-_CLASSES: dict[str, Any] = {"format": Format, "overlong": Overlong}
-REWARD_KINDS = (*_FUNCTIONS, *_CLASSES)
+BUILT_REWARDS: dict[str, Any] = {
+    "exact_match": exact_match,
+    "per_position": per_position,
+    "format": Format,
+    "overlong": Overlong,
+}
 
 
-@dataclass(frozen=True, slots=True)
-class RewardConfig:
-    """One line of the rubric."""
+def build_rubric(functions: Sequence[RewardFunctionConfig], tagged: Collection[str] = ()) -> Rubric:
+    """The rubric. `tagged`: labels of the functions whose own value rows are tagged with.
 
-    kind: str
-    """One of REWARD_KINDS, or an import path `package.module:name` of a function or class of the user's own."""
-    weight: float = 1.0
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments: of the constructor for a class, of every call for a function."""
-    name: str = ""
-    """Its name in metrics; "": the kind (of an import path, what stands behind the colon)."""
-    tagged: bool = False
-    """Whether rows are tagged with its own value, for advantages that need more than the total."""
-
-    @property
-    def label(self) -> str:
-        return self.name or self.kind.split(":")[-1]
-
-
-def build_rubric(configs: Sequence[RewardConfig]) -> Rubric:
-    """Raises ValueError for an unknown kind, a path that cannot be imported or options that do not fit."""
+    Raises ValueError for a path that cannot be imported or options that do not fit.
+    """
     return Rubric(
-        [(config.label, build_reward(config), config.weight) for config in configs],
-        [config.label for config in configs if config.tagged],
+        [(function.label, build_reward(function), function.weight) for function in functions],
+        [function.label for function in functions if function.label in tagged],
     )
 
 
-def build_reward(config: RewardConfig) -> Reward:
+def build_reward(config: RewardFunctionConfig) -> Reward:
     """One reward; raises like `build_rubric`."""
     target = _target(config.kind)
     options = dict(config.options)
@@ -61,22 +47,13 @@ def build_reward(config: RewardConfig) -> Reward:
 
 
 def _target(kind: str) -> Any:
-    """The function or class behind `kind`."""
-    if ":" in kind:
-        target = import_object(kind, "reward")
-        if not callable(target):
-            raise ValueError(f"reward: {kind!r} is a {type(target).__name__}, expected a function or class")
-        return target
-    if kind in _FUNCTIONS:
-        return _FUNCTIONS[kind]
-    if kind in _CLASSES:
-        return _CLASSES[kind]
-    near = difflib.get_close_matches(kind, REWARD_KINDS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
-        f"reward: got {kind!r}, expected one of {', '.join(REWARD_KINDS)} "
-        f"or an import path 'package.module:function'{hint}"
-    )
+    """The function or class that `kind` names."""
+    if ":" not in kind:
+        return BUILT_REWARDS[kind]
+    target = import_object(kind, "reward")
+    if not callable(target):
+        raise ValueError(f"reward: {kind!r} is a {type(target).__name__}, expected a function or class")
+    return target
 
 
 def _check_options(kind: str, target: Any, options: dict[str, Any], is_class: bool) -> None:

@@ -1,1 +1,1 @@
-"""Rollout: the actor that turns prompts into rewarded rows, its journal, and the prompt stream."""
+"""Rollout: the actor that turns prompts into rewarded rows, with its prompt stream and its journal."""

@@ -15,15 +15,18 @@ import torch
 from ...dataplane.factory import connect_async
 from ...dataplane.handle import DataPlaneHandle
 from ..engine_actor import EngineHost
+from ..engines.config import RolloutConfig
 from ..engines.factory import EngineConfig, build_engine
 from ..engines.protocol import EngineDied, GenerationEngine
 from ..engines.router import Router
 from ..engines.tokenizer import load_tokenizer
-from ..environments.factory import EnvironmentConfig, build_environment
+from ..environments.factory import build_environment
 from ..remote_engine import RemoteEngine
-from ..rewards.factory import RewardConfig, build_rubric
+from ..rewards.config import RewardFunctionConfig
+from ..rewards.factory import build_rubric
+from .config import DataConfig
 from .journal import GroupJournal, JournalConfig
-from .prompts import DataConfig, PromptStream, check_prompt_lengths, open_source
+from .prompts import PromptStream, check_prompt_lengths, open_source
 from .worker import RolloutWorker
 
 VALIDATION_UID = "val-"
@@ -39,19 +42,21 @@ class RolloutSetup:
     threads: int
     """Number of compute threads of the process."""
     seed: int
-    """Seed that orders finite prompt sources."""
+    """Seed of a generated task's prompts, and of the order in which a finite source is gone through."""
     engine: EngineConfig | None
     """The engine that is embedded; None when the engines are actors, which `set_engines` and `add_engine` bring."""
-    environment: EnvironmentConfig
+    rollout: RolloutConfig
+    """The environment's keys are read here; the engine has its own copy."""
     tokenizer: str
     """Folder or hub id of the tokenizer."""
-    rewards: tuple[RewardConfig, ...]
+    rewards: tuple[RewardFunctionConfig, ...]
+    tagged_rewards: frozenset[str]
+    """Labels of the rewards whose own value rows are tagged with, for advantages that need more than the total."""
     data: DataConfig
-    validation: DataConfig | None
-    max_prompt_tokens: int
-    """Largest number of tokens of a prompt; longer ones are an error."""
+    validates: bool
+    """Whether validation prompts are opened, too."""
     check_prompts: bool
-    """Whether this actor looks for longer ones, in both sources."""
+    """Whether this actor looks for prompts above `data.max_prompt_tokens`, which are an error, in both sources."""
     data_plane: DataPlaneHandle
     engine_timeout_s: float = 120.0
     """Seconds that a request waits for an engine actor when none is left."""
@@ -128,19 +133,22 @@ class RolloutActor(EngineHost):
     # ---------------------------------------------------------------- the end
 
     async def close(self) -> None:
-        """Close the worker and an embedded engine, but no engine actors. Idempotent."""
+        """Close engine and worker. Engine actors go on running. Idempotent."""
+        if self._hosted is not None:
+            await self._hosted.close()
         if self._worker is not None:
             await self._worker.close()
 
 
 def _build_worker(setup: RolloutSetup) -> tuple[GenerationEngine, RolloutWorker]:
     """The engine (embedded, or a router over engine actors) and the worker that uses it."""
-    rubric = build_rubric(setup.rewards)
+    rubric = build_rubric(setup.rewards, setup.tagged_rewards)
     tokenizer = load_tokenizer(setup.tokenizer)
-    sources = [open_source(data, tokenizer) for data in (setup.data, setup.validation) if data is not None]
+    parts = (False, True) if setup.validates else (False,)
+    sources = [open_source(setup.data, tokenizer, seed=setup.seed, validation=part) for part in parts]
     if setup.check_prompts:
         for source in sources:
-            check_prompt_lengths(source, tokenizer, setup.max_prompt_tokens)
+            check_prompt_lengths(source, tokenizer, setup.data.max_prompt_tokens)
     prompts = PromptStream(sources[0], seed=setup.seed)
     held_out = PromptStream(sources[1], shuffle=False, uid_prefix=VALIDATION_UID) if len(sources) > 1 else None
     if setup.engine is None:
@@ -149,7 +157,7 @@ def _build_worker(setup: RolloutSetup) -> tuple[GenerationEngine, RolloutWorker]
         engine = build_engine(setup.engine)
     worker = RolloutWorker(
         engine=engine,
-        environment=build_environment(setup.environment),
+        environment=build_environment(setup.rollout),
         tokenizer=tokenizer,
         rubric=rubric,
         prompts=prompts,

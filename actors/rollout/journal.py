@@ -24,6 +24,7 @@ from typing import Literal
 
 import xxhash
 
+from ...codecs.owned_folder import try_lock
 from .journal_records import JournaledGroup, encode_record, read_group, read_heads
 
 _SUFFIX = ".journal"
@@ -239,15 +240,16 @@ def _remove_unless_written(path: Path, end: int) -> None:
     """Remove a segment, unless a process writes to it, or has since `end` was its last record's. One that is gone
     already is no error."""
     try:
-        descriptor = os.open(path, os.O_RDWR)  # NFS locks only what is open for writing
+        descriptor = try_lock(path)
     except FileNotFoundError:
         return
+    if descriptor is None:
+        return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         new, _ = read_heads(path, end)
         if not new:
             path.unlink()
-    except (BlockingIOError, FileNotFoundError):
+    except FileNotFoundError:
         return
     finally:
         os.close(descriptor)

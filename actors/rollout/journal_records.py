@@ -24,6 +24,7 @@ from ...codecs import messages
 from ...codecs.batch import Batch
 from ...codecs.blocks import BlockLayout, RowSource, assemble, encode_block, read_header
 from ...codecs.gather import exclusive_cumsum
+from ...dataplane.meta import POSITION
 from .report import GroupFigures
 from .rows import RolloutRows
 
@@ -122,7 +123,9 @@ def read_group(path: Path, offset: int) -> JournaledGroup:
     end = _DIGEST.size + _DIGEST.unpack_from(body)[0]
     contents = messages.decode(memoryview(body)[_DIGEST.size : end], _Contents)
     batch = _decode_rows(np.frombuffer(body, dtype=np.uint8, offset=end), contents.layout)
-    rows = RolloutRows(contents.keys, contents.versions, contents.tags, batch)
+    # Records of earlier versions have no tag for the position, which every record's head has.
+    tags = {**contents.tags, POSITION: np.full(len(contents.keys), head.position)}
+    rows = RolloutRows(contents.keys, contents.versions, tags, batch)
     return JournaledGroup(head.position, rows, contents.figures)
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...codecs.imports import MissingExtra
 from ..engines.tokenizer import encode_prompts
 from ..protocols import Prompt, PromptRow, PromptSource
+from .config import DataConfig
 from .tasks import TaskSource
 
 _CHECK_CHUNK = 1000
@@ -22,46 +23,26 @@ _CHECK_ENDLESS = 1000
 _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-@dataclass(frozen=True, slots=True)
-class DataConfig:
-    """One source of prompts."""
+def open_source(config: DataConfig, tokenizer: Any = None, *, seed: int = 0, validation: bool = False) -> PromptSource:
+    """The source of training or validation prompts, checked: it exists, is not empty, has the columns, and its first
+    row fits the template.
 
-    source: str
-    """`task:reverse`, `task:arithmetic`, a .jsonl file, a Hugging Face dataset folder, or a hub id."""
-    split: str = "train"
-    """Split of a Hugging Face dataset."""
-    prompt_field: str = "prompt"
-    """Column with text, or with chat messages (then the tokenizer's chat template makes the text)."""
-    answer_field: str = "answer"
-    """Column with the answer; "": there is none."""
-    template: str = "{prompt}"
-    """Python format string over the row's columns, `{prompt}` being the prompt column whatever its name."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Of a generated task."""
-    held_out: bool = False
-    """Of a generated task: its held-out part. Files and datasets have their own for validation."""
-    seed: int = 0
-    """Of a generated task's prompts, and of the order in which a finite source is gone through."""
-
-
-def open_source(config: DataConfig, tokenizer: Any = None) -> PromptSource:
-    """The source, checked: it exists, is not empty, has the columns, and its first row fits the template.
-
-    tokenizer: Hugging Face tokenizer, needed when prompts are chat messages. Raises ValueError in one sentence.
+    tokenizer: Hugging Face tokenizer, needed when prompts are chat messages. seed: of a generated task's prompts. A
+    generated task has its validation prompts in its held-out part. Raises ValueError in one sentence.
     """
-    if config.source.startswith("task:"):
-        task = config.source.removeprefix("task:")
-        return TaskSource(task, held_out=config.held_out, seed=config.seed, options=config.options)
-
-    return TableSource(config, load_rows(config.source, config.split), tokenizer)
+    source = (config.validation if validation else None) or config.train
+    if source.startswith("task:"):
+        task = source.removeprefix("task:")
+        return TaskSource(task, held_out=validation, seed=seed, options=config.options)
+    return TableSource(config, source, load_rows(source, config.split), tokenizer)
 
 
 class TableSource:
     """Rows of a file or dataset as prompts."""
 
-    def __init__(self, config: DataConfig, rows: Any, tokenizer: Any = None) -> None:
-        """rows: a sequence of dicts (a list, or a `datasets.Dataset`)."""
-        self.name = config.source
+    def __init__(self, config: DataConfig, name: str, rows: Any, tokenizer: Any = None) -> None:
+        """name: of the source, for errors. rows: a sequence of dicts (a list, or a `datasets.Dataset`)."""
+        self.name = name
         self.size: int | None = len(rows)
         self._config = config
         self._rows = rows
@@ -155,6 +136,11 @@ class PromptStream:
         return np.random.default_rng([self._seed, epoch]).permutation(self._source.size)
 
 
+def row_key(prompt_uid: str, sample: int) -> str:
+    """Return the key of one sample's row."""
+    return f"{prompt_uid}.{sample}"
+
+
 def base36(number: int) -> str:
     """`number` (0 or more) in digits 0-9a-z."""
     digits = ""
@@ -231,8 +217,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def _load_dataset(source: str, path: Path, split: str) -> Any:
-    import datasets  # seconds to import, and most runs need none
-
+    try:
+        import datasets  # seconds to import, and most runs need none
+    except ModuleNotFoundError:
+        raise MissingExtra("datasets", f"data: the dataset {source!r}", "datasets") from None
     try:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             loaded = datasets.load_from_disk(str(path))

@@ -23,7 +23,7 @@ class RolloutRows:
     versions: np.ndarray
     """int64 `[N]`: of each row's oldest token."""
     tags: Mapping[str, np.ndarray]
-    """float32 `[N]` each."""
+    """Tags of the rows, `[N]` each: POSITION is int64, all others are float32."""
     batch: Batch
     """ROLLOUT_FIELDS."""
 

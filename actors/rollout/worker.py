@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 
 from ...dataplane.async_client import AsyncDataPlaneClient
-from ..engines.protocol import GenerationEngine, SamplingParams
+from ...dataplane.meta import POSITION
+from ..engines.protocol import Generator, SamplingParams
 from ..engines.router import LeftOut
 from ..protocols import Environment, Sample, Score, Span
 from ..rewards.rubric import Rubric
 from .journal import GroupJournal
 from .journal_records import JournaledGroup
-from .prompts import PromptStream
+from .prompts import PromptStream, row_key
 from .report import RolloutReport, RolloutTally, ValidationReport, group_figures
 from .rows import RolloutRows, join, rollout_rows
 
@@ -39,7 +40,7 @@ class RolloutWorker:
     def __init__(
         self,
         *,
-        engine: GenerationEngine,
+        engine: Generator,
         environment: Environment,
         tokenizer: Any,
         rubric: Rubric,
@@ -175,8 +176,7 @@ class RolloutWorker:
             await asyncio.to_thread(self._journal.trim, first, outstanding)
 
     async def close(self) -> None:
-        """Close engine, journal and client. Idempotent."""
-        await self._engine.close()
+        """Close journal and client; the engine belongs to whoever made it. Idempotent."""
         self._scoring.shutdown(wait=False, cancel_futures=True)
         if self._journal is not None:
             self._journal.close()
@@ -198,7 +198,8 @@ class RolloutWorker:
         with _span(tally, "reward"):
             scores = await self._score(samples)
         batch, tags = rollout_rows(samples, scores, self._rubric.tagged)
-        keys = [f"{sample.prompt.uid}.{sample.index}" for sample in samples]
+        tags[POSITION] = np.repeat(np.fromiter(groups, np.int64), [len(group) for group in groups.values()])
+        keys = [row_key(sample.prompt.uid, sample.index) for sample in samples]
         rows = RolloutRows(keys, self._versions(samples), tags, batch)
         await self._keep(rows, scores, groups, tally)
         await self._put(rows, partition, tally)

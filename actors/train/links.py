@@ -1,7 +1,8 @@
-"""One rank's ties to the other ranks of its replica: parts, their process groups, and collectives with a bound.
+"""Connects one rank to the other ranks of its replica: process groups, and broadcasts that end by a deadline.
 
-The groups are the reader's own: its prefetch thread must never share one with the thread that computes. gloo takes no
-bound for a single operation, so each is waited for in slices against a deadline; the groups' timeout lies behind it.
+The replica reader has process groups of its own, because its prefetch thread must never share a group with the thread
+that computes. gloo accepts no timeout for a single operation, so `ReplicaLinks` waits for each operation in short
+slices until a deadline. The timeout of the groups themselves is longer than any deadline.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from .stage_fields import EMBEDDED, stage_fields
 from .wire import ReplicaLost
 
 GRACE_S = 5.0
-"""Time beyond the leader's bound that siblings give it: its own error must arrive first."""
+"""Seconds that siblings wait beyond the leader's deadline, so that the leader's own error reaches them first."""
 SLICE_S = 0.1
-"""How long an operation is waited for before the deadline, and whether the pass was given up, are looked at again."""
+"""Seconds between two checks of the deadline and of whether the pass was given up, while an operation is awaited."""
 _NAME_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Ranks of a replica with identical needs, and the group in which the leader broadcasts to them."""
+    """The ranks of a replica that need identical data, and the group in which the leader broadcasts to them."""
 
     place: Place
-    """Of the first of them: all need what it needs."""
+    """Place of the first member in the mesh; every member needs the same data as that place."""
     members: tuple[int, ...]
-    """The ranks themselves, ascending."""
+    """Ranks of the members, ascending."""
     ranks: tuple[int, ...]
-    """With the leader, who is the first; the leader alone needs no group."""
+    """Ranks of the broadcast group, ascending: the members and the leader. A leader on its own needs no group."""
 
 
 def parts_of(topology: Topology, dp: int) -> tuple[Part, ...]:
-    """The parts of replica `dp`, the leader's own first."""
+    """Return the parts of replica `dp`, starting with the part that the leader belongs to."""
     members: dict[tuple[tuple[str, ...], int], list[int]] = {}
     for rank in topology.replica(dp):
         place = topology.place(rank)
@@ -53,13 +54,18 @@ def parts_of(topology: Topology, dp: int) -> tuple[Part, ...]:
 
 
 class ReplicaLinks:
-    """See the module's docstring. Built by all ranks of the mesh at once; collective calls: of a part's ranks."""
+    """One rank's process groups within its replica, and the broadcasts over them.
+
+    All ranks of the mesh must construct it at the same time. The ranks of a part must make its collective calls in the
+    same order.
+    """
 
     def __init__(self, topology: Topology, rank: int, *, name: str, timeout_s: float, device: torch.device) -> None:
-        """Needs a default process group of the mesh's ranks. Collective over all of them.
+        """Create the groups. The call is collective over all ranks of the mesh and needs their default process group.
 
-        name: of this process, for the others' errors. timeout_s: bound of each operation; siblings wait GRACE_S longer.
-        device: where rows are wanted; on a GPU buffers go over NCCL unless there are pipeline stages (see `on_device`).
+        name: what other ranks call this process in their errors. timeout_s: seconds that each operation may take;
+        siblings wait GRACE_S longer. device: where rows are needed; buffers for a GPU are broadcast by NCCL unless the
+        mesh has pipeline stages (see `on_device`).
         """
         if not dist.is_initialized() or dist.get_world_size() != topology.world:
             raise RuntimeError(f"replica links: expected a default process group of {topology.world} ranks")
@@ -69,8 +75,9 @@ class ReplicaLinks:
         self.parts = parts_of(topology, dp)
         self.own = next(part for part in self.parts if rank in part.members)
         self.on_device = device.type == "cuda" and topology.pp == 1
-        """Buffers are broadcast on the GPU, by the thread that computes: there every rank of the replica issues its
-        work in the same order, which NCCL asks for. Pipeline stages run at different microbatches; theirs go by gloo.
+        """Whether buffers are broadcast on the GPU by the thread that computes. NCCL requires that every rank issues
+        its work in the same order, which that thread guarantees. Pipeline stages work on different microbatches at one
+        time, so their buffers are broadcast by gloo instead.
         """
         self._timeout_s = timeout_s
         self._groups: dict[Part, dist.ProcessGroup] = {}
@@ -83,7 +90,7 @@ class ReplicaLinks:
                     self._join(part, bound)
 
     def _join(self, part: Part, bound: timedelta) -> None:
-        """Make a part's groups; every rank of the mesh takes part, also those outside."""
+        """Create a part's groups. Every rank of the mesh takes part in the call, also those outside the part."""
         group = dist.new_group(list(part.ranks), timeout=bound, backend="gloo")
         device_group = dist.new_group(list(part.ranks), timeout=bound, backend="nccl") if self.on_device else None
         if self.rank not in part.ranks:
@@ -97,19 +104,20 @@ class ReplicaLinks:
         mine = torch.tensor(list(own.ljust(_NAME_BYTES, b"\0")), dtype=torch.uint8)
         every = [torch.empty_like(mine) for _ in part.ranks]
         dist.all_gather(every, mine, group=group)
-        for rank, told in zip(part.ranks, every, strict=True):
-            self._names[rank] = bytes(told.tolist()).rstrip(b"\0").decode(errors="replace")
+        for rank, name_bytes in zip(part.ranks, every, strict=True):
+            self._names[rank] = bytes(name_bytes.tolist()).rstrip(b"\0").decode(errors="replace")
 
     @property
     def leads(self) -> bool:
+        """Whether this rank is the leader of its replica."""
         return self.rank == self.leader
 
     def name(self, rank: int) -> str:
-        """`rank {n}: {name} (pid, host)` of a rank that this one shares a group with."""
+        """Return `rank {n}: {name} (pid, host)` for a rank that this rank shares a group with."""
         return f"rank {rank}: {self._names[rank]}"
 
     def remote(self) -> list[Part]:
-        """Leader only: the parts with ranks besides the leader."""
+        """Return the parts that have ranks besides the leader. Only the leader calls this."""
         return [part for part in self.parts if len(part.ranks) > 1]
 
     # ------------------------------------------------------------ collectives on the host
@@ -121,29 +129,29 @@ class ReplicaLinks:
         stop: threading.Event,
         bound_s: float | None = None,
     ) -> None:
-        """Leader: broadcast to each part its tensors (uint8, CPU), in order; returns when all are on their way.
+        """Broadcast each part's tensors (uint8, on the CPU) in order, and return once all of them are sent.
 
-        bound_s: None takes the links' own. Raises ReplicaLost when a rank died or did not take them in time,
-        PrefetchStopped.
+        Only the leader calls this. bound_s: seconds until ReplicaLost is raised; None uses the timeout of the links.
+        Raises ReplicaLost when a rank died or did not receive a tensor in time, and PrefetchStopped once `stop` is set.
         """
         bound_s = self._timeout_s if bound_s is None else bound_s
         started = time.monotonic()
         works = []
         for part, tensors in frames:
             late = " or ".join(self.name(rank) for rank in part.ranks if rank != self.rank)
-            missed = f"{what}: not taken by {late}"
+            missed = f"{what}: not received by {late}"
             works += [(missed, self._begin(part, tensor, missed, started)) for tensor in tensors]
         for missed, work in works:
             self._wait(work, missed, started, bound_s, stop)
 
     def receive(self, nbytes: int, what: str, stop: threading.Event, *, pinned: bool = False) -> torch.Tensor:
-        """Sibling: the next broadcast of the leader, uint8 `[nbytes]` on the CPU.
+        """Receive the leader's next broadcast, uint8 `[nbytes]` on the CPU. Only siblings call this.
 
-        Raises ReplicaLost when the leader died or was late, PrefetchStopped.
+        Raises ReplicaLost when the leader died or was late, and PrefetchStopped once `stop` is set.
         """
         tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         started = time.monotonic()
-        from_leader = f"{what}: nothing from the leader, {self.name(self.leader)}"
+        from_leader = f"{what}: nothing received from the leader, {self.name(self.leader)},"
         work = self._begin(self.own, tensor, from_leader, started)
         self._wait(work, from_leader, started, self._timeout_s + GRACE_S, stop)
         return tensor
@@ -180,18 +188,18 @@ class ReplicaLinks:
     # ------------------------------------------------------------ collectives on the device
 
     def share(self, part: Part, buffer: torch.Tensor) -> None:
-        """Broadcast `buffer` on the GPU, in the order of the current stream; errors surface as NCCL reports them."""
+        """Broadcast `buffer` on the GPU, in the order of the current stream. Errors surface as NCCL reports them."""
         dist.broadcast(buffer, self.leader, group=self._device_groups[part])
 
     def close(self) -> None:
-        """Leave the groups. Idempotent."""
+        """Destroy the process groups. Idempotent."""
         for groups in (self._device_groups, self._groups):
             while groups:
                 dist.destroy_process_group(groups.popitem()[1])
 
 
 def _failed(work: dist.Work) -> bool:
-    """Whether an operation that has ended, failed; it may have ended well just after the wait for it ran out."""
+    """Return whether a completed operation failed. It may also have succeeded just after a wait for it timed out."""
     try:
         work.wait()
         return False

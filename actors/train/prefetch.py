@@ -1,4 +1,4 @@
-"""A thread that makes a pass's items ahead of their use, in order, a bounded number of them at a time."""
+"""Produces the items of a pass in a background thread, in order, with a bounded number of them ready at a time."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 CHECK_S = 1.0
-"""How often a waiting consumer looks whether the thread is still there."""
+"""Seconds between two checks, by a waiting consumer, that the thread is still alive."""
 
 
 class PrefetchStopped(Exception):
-    """Raised inside `make` when the pass was given up: the thread then ends."""
+    """`make` raises this when the pass was given up, which ends the thread."""
 
 
 class Prefetch(Generic[T]):
-    """Items 0 to count - 1 of `make`, made by one thread of its own.
+    """Calls `make` for items 0 to count - 1 in one background thread.
 
-    `make` is called with an item's number and an event that is set when the pass is given up: everything in it that
-    waits must be bounded, and must end soon once the event is set. An item is begun only while fewer than `depth` are
-    waiting to be taken, so `depth` items at most are ready or in the making.
+    `make` is called with an item's number and an event that is set when the pass is given up. Everything in it that
+    blocks must be bounded, and must end soon after the event is set. The thread starts an item only while fewer than
+    `depth` items wait to be taken, so at most `depth` items are ready or being made.
     """
 
     def __init__(self, make: Callable[[int, threading.Event], T], count: int, *, depth: int, name: str) -> None:
@@ -44,7 +44,7 @@ class Prefetch(Generic[T]):
         return self._taken == self._count
 
     def take(self) -> T:
-        """The next item; blocks until it is made. Raises what `make` raised for it."""
+        """Return the next item, blocking until it is ready. Raises what `make` raised for it."""
         with self._changed:
             while not self._ready:
                 if self._failure is not None:
@@ -56,7 +56,7 @@ class Prefetch(Generic[T]):
             return self._ready.popleft()
 
     def close(self, timeout_s: float) -> bool:
-        """Give up what has not been made. Idempotent. Returns whether the thread has ended within `timeout_s`."""
+        """Give up the remaining items, and return whether the thread ended within `timeout_s`. Idempotent."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()

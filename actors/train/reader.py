@@ -1,11 +1,11 @@
-"""A train rank's rows, microbatch by microbatch in plan order: the next one is fetched while this one computes.
+"""Streams a train rank's microbatches in plan order, fetching the next while the current one computes.
 
     store --read once--> leader --prologue, header, buffer--> siblings      policy `leader`
     store --read by each rank-------------------------------> all ranks     policy `independent`
 
-The leader's failure travels in place of a header, so that every rank of the replica raises the same error at once. A
-rank that died or is late is named within the bound. Then the ranks' broadcasts no longer fit one another: the reader is
-broken for good and says so at every further call.
+When the leader's read fails, it sends the error in place of a header, so that every rank of the replica raises the same
+error at once. A rank that died or is late is named before the deadline. After such a failure the ranks' broadcasts no
+longer match, so the reader is broken for good, and every further call says so.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from .wire import ReplicaError
 FetchPolicy = Literal["auto", "leader", "independent"]
 
 THREAD_END_S = 2 * GRACE_S
-"""Bound of the prefetch thread's end once a pass is given up; a read of the store that is under way ends by itself."""
+"""Seconds that the prefetch thread has to end after a pass is given up. A read of the store that is in flight ends by
+its own timeout."""
 
 
 def shares_reads(topology: Topology, policy: FetchPolicy) -> bool:
-    """Whether leaders read for their replicas."""
+    """Return whether leaders read for their replicas."""
     if policy not in ("auto", "leader", "independent"):
         raise ValueError(f"trainer.fetch: got {policy!r}, expected 'auto', 'leader' or 'independent'")
     return policy != "independent" and topology.replica_size > 1
 
 
 def holds_receipt(topology: Topology, policy: FetchPolicy, rank: int) -> bool:
-    """Whether `rank` is shipped its replica's receipt: it reads from the store or writes columns back."""
+    """Return whether `rank` needs its replica's receipt, which it does if it reads rows or writes columns back."""
     dp = topology.place(rank).dp
     return not shares_reads(topology, policy) or rank in (topology.leader(dp), topology.writer(dp))
 
@@ -51,26 +52,29 @@ def holds_receipt(topology: Topology, policy: FetchPolicy, rank: int) -> bool:
 def build_links(
     topology: Topology, rank: int, policy: FetchPolicy, *, name: str, timeout_s: float, device: torch.device
 ) -> ReplicaLinks | None:
-    """The groups that the policy needs; None when every rank reads for itself. Collective, see `ReplicaLinks`."""
+    """Create the groups that the policy needs, or return None when every rank reads for itself.
+
+    The call is collective over the mesh, see `ReplicaLinks`.
+    """
     if not shares_reads(topology, policy):
         return None
     return ReplicaLinks(topology, rank, name=name, timeout_s=timeout_s, device=device)
 
 
 @dataclass(frozen=True, slots=True)
-class ReaderFigures:
-    """What a reader did since it was last asked."""
+class ReaderMetrics:
+    """Measurements of a reader since the previous report."""
 
     wait_s: float
     """Seconds that the computing thread waited for rows."""
     broadcast_bytes: int
-    """Sent to siblings: prologues, headers and buffers, once for each part of the replica."""
+    """Number of bytes sent to siblings: prologues, headers and buffers, counted once for each part of the replica."""
     spans: tuple[Span, ...]
-    """`read`, `broadcast`, `receive` of the prefetch thread, `wait` of the computing one."""
+    """Spans `read`, `broadcast` and `receive` of the prefetch thread, and `wait` of the computing thread."""
 
 
 class ReplicaReader:
-    """See the module's docstring. For one thread; `begin`, then any number of passes, one at a time."""
+    """Reads one rank's rows of a step: first `begin`, then any number of passes, one at a time, from one thread."""
 
     def __init__(
         self,
@@ -82,7 +86,11 @@ class ReplicaReader:
         *,
         device: torch.device,
     ) -> None:
-        """schema: of the partition, at least. links: from `build_links`. device: where columns are delivered."""
+        """Create a reader that no step has begun on.
+
+        schema: has at least the fields that will be read. links: result of `build_links`. device: where columns are
+        delivered.
+        """
         self._client = client
         self._topology = topology
         self._links = links
@@ -94,15 +102,15 @@ class ReplicaReader:
         self._wait_s = 0.0
 
     def begin(self, shard: TrainShard) -> KVBatchMeta | None:
-        """Take a step's shard and let go of the last one's columns; returns its receipt where it has one.
+        """Begin the step of `shard`, drop the previous step's columns, and return the shard's receipt if it has one.
 
-        Raises ValueError for a shard that does not agree with itself, or comes without the receipt that this rank
-        reads by.
+        Raises ValueError for a shard that contradicts its own receipt, or that lacks the receipt that this rank needs
+        for reading.
         """
         self._require_whole("begin")
         meta = None if shard.meta is None else KVBatchMeta.from_bytes(shard.meta)
         if meta is not None and int(shard.sizes.sum()) != len(meta):
-            raise ValueError(f"plan {shard.digest}: has {int(shard.sizes.sum())} rows, its receipt {len(meta)}")
+            raise ValueError(f"plan {shard.digest}: has {int(shard.sizes.sum())} rows, but its receipt has {len(meta)}")
         reads = self._links is None or self._links.leads
         if reads and meta is None:
             raise ValueError(f"plan {shard.digest}: got no receipt, expected one, as rank {self._view.rank} reads")
@@ -120,11 +128,11 @@ class ReplicaReader:
         return Sibling(self._view, self._links, shard)
 
     def stream(self, fields: Sequence[str]) -> Generator[MicroBatch, None, None]:
-        """The step's microbatches with the named columns, of which this rank gets what it needs.
+        """Yield the step's microbatches, each with those of the named columns that this rank needs.
 
-        Collective over the replica: all its ranks ask for the same fields in the same order of passes. Close it when
-        leaving it before the last microbatch; that breaks a shared reader.
-        Raises what the store raised, on every rank; ReplicaLost, PlanMismatch; ReplicaError once broken.
+        The pass is collective over the replica: all its ranks ask for the same fields in the same order of passes. A
+        caller that leaves before the last microbatch must close the generator, which breaks a shared reader.
+        Raises what the store raised, on every rank; ReplicaLost and PlanMismatch; and ReplicaError once it is broken.
         """
         self._require_whole("stream")
         role, shard = self._role, self._shard
@@ -164,7 +172,7 @@ class ReplicaReader:
                 self._fail(role, f"rank {view.rank} gave a pass up after {taken} of {count} microbatches", ended)
 
     def _fail(self, role: Role, reason: str, ended: bool) -> None:
-        """A pass ended early: tell who waits, unless the thread is still at it."""
+        """Handle a pass that ended early: tell the ranks that wait, unless the prefetch thread still runs."""
         if ended and not self._broken:
             role.give_up(reason)
         self._broken = self._broken or reason
@@ -172,25 +180,24 @@ class ReplicaReader:
             self._broken = ""  # nobody is out of step with a rank that reads for itself
 
     def keep(self, index: int, field: str, column: Jagged) -> None:
-        """This rank, its replica's writer, has written a column of microbatch `index`. Where it is also the one that
-        reads, it need not be read."""
+        """Keep a column of microbatch `index` that this rank has written, so that a reading rank need not read it."""
         if self._rows is not None:
             self._rows.keep(index, field, column)
 
     def end(self) -> None:
-        """Let go of the step's columns."""
+        """Drop the step's columns."""
         self._shard = self._rows = self._role = None
 
-    def figures(self) -> ReaderFigures:
-        """Since the last call; between passes only."""
+    def take_metrics(self) -> ReaderMetrics:
+        """Return the measurements since the previous call. Call it only between passes."""
         view = self._view
-        figures = ReaderFigures(self._wait_s, view.broadcast_bytes, tuple(view.spans))
+        metrics = ReaderMetrics(self._wait_s, view.broadcast_bytes, tuple(view.spans))
         self._wait_s, view.broadcast_bytes = 0.0, 0
         view.spans.clear()
-        return figures
+        return metrics
 
     def close(self) -> None:
-        """Let go of columns and groups. Idempotent; collective unless broken."""
+        """Drop columns and destroy groups. Idempotent. The call is collective unless the reader is broken."""
         self.end()
         if self._links is not None:
             self._links.close()

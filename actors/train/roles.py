@@ -1,7 +1,8 @@
-"""How a rank comes by its microbatches: it reads for itself, or as leader for its replica, or is sent them.
+"""Implements the three roles by which a rank gets its microbatches: independent reader, replica leader, and sibling.
 
-Each role's `prepare` runs in the prefetch thread and does all that waits; what it returns is called by the thread that
-computes, and gives the microbatch.
+An independent rank reads for itself, a leader reads for its whole replica, and a sibling receives from its leader.
+`prepare` runs in the prefetch thread and does everything that may block. The function that it returns is called by the
+thread that computes, and returns the microbatch.
 """
 
 from __future__ import annotations
@@ -48,28 +49,35 @@ from .wire import (
 _logger = logging.getLogger(__name__)
 
 FAREWELL_S = 2.0
-"""Bound of telling siblings that their leader has given a pass up."""
+"""Seconds that a leader spends at most on telling its siblings that it has given up a pass."""
 
 SHOWN_S = 1e-4
-"""Shorter spans are left out: columns that are here already take microseconds, and reports go through the driver."""
+"""Seconds below which a span is left out of reports. Columns that are cached take microseconds, and every report goes
+through the driver."""
 
 Deliver = Callable[[], MicroBatch]
 
 
 class Role(Protocol):
-    """One step's microbatches for one rank."""
+    """Delivers the microbatches of one step to one rank."""
 
     def prepare(self, index: int, fields: Sequence[str], stop: threading.Event) -> Deliver:
-        """Microbatch `index` with those of `fields` that this rank's stage uses; all of it that waits."""
+        """Do everything that may block for microbatch `index`, and return the function that delivers it.
+
+        The microbatch holds those of `fields` that this rank's pipeline stage uses.
+        """
         ...
 
     def give_up(self, reason: str) -> None:
-        """The pass ended early here; no `prepare` is under way. Bounded; raises nothing that is the network's."""
+        """Tell the other ranks that the pass ended early on this one.
+
+        The caller makes sure that no `prepare` is running. The call takes a bounded time and raises no network error.
+        """
         ...
 
 
 class RankView:
-    """What a rank needs of whole rows, and where it wants it. Also times what the roles do."""
+    """Cuts whole rows to what one rank needs, moves them to its device, and times the work of its role."""
 
     def __init__(self, topology: Topology, rank: int, schema: Schema, device: torch.device) -> None:
         self.topology = topology
@@ -78,13 +86,13 @@ class RankView:
         self.schema = schema
         self.device = device
         self.spans: list[Span] = []
-        """Grows from two threads; taken when neither is at work."""
+        """Spans since the last report. Two threads append to it; it is read only while neither of them works."""
         self.broadcast_bytes = 0
-        """Sent as leader: prologues, headers and buffers, once for each part."""
+        """Number of bytes sent as leader: prologues, headers and buffers, counted once for each part."""
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Note a piece of work for the trace, `{what} {microbatch}`, unless it was too short to be seen there."""
+        """Record a piece of work named `{what} {microbatch}` for the trace, unless it was shorter than SHOWN_S."""
         start, clock = time.time(), time.perf_counter()
         try:
             yield
@@ -94,27 +102,27 @@ class RankView:
                 self.spans.append(Span(name, start, taken_s))
 
     def slice(self, batch: Batch, lengths: np.ndarray, place: Place) -> Batch:
-        """Of whole rows, what the context-parallel rank at `place` computes."""
+        """Return the slice of whole rows that the context-parallel rank at `place` computes."""
         topology = self.topology
         return batch if topology.cp == 1 else slice_batch(batch, lengths, topology.pad_multiple, topology.cp, place.cp)
 
     def sent_lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """int64 `[N]`: tokens of each row that this rank is sent."""
+        """Return the number of tokens of each row that this rank receives, int64 `[N]`."""
         topology = self.topology
         return (
             lengths if topology.cp == 1 else piece_lengths(lengths, topology.pad_multiple, topology.cp, self.place.cp)
         )
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """uint8 `[nbytes]`, pinned when it goes on to a GPU."""
+        """Return an uninitialised uint8 tensor `[nbytes]` on the host, pinned when its contents go to a GPU."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
     def landed(self, header: Header, lengths: np.ndarray, buffer: torch.Tensor) -> Batch:
-        """This rank's columns out of a buffer, on the device. lengths: int64 `[N]`, of the whole rows."""
+        """Return this rank's columns from a received buffer, on the device. lengths: int64 `[N]`, of the whole rows."""
         return read_buffer(header, self.schema, self.sent_lengths(lengths), buffer.to(self.device, non_blocking=True))
 
     def place_on_device(self, batch: Batch, lengths: np.ndarray) -> Batch:
-        """`batch` as this rank gets it when nobody sends it: one copy to the GPU, none on the CPU."""
+        """Return `batch`, which this rank read itself, on the device: one copy to a GPU, no copy on the CPU."""
         if self.device.type == "cpu":
             return batch
         header = describe(batch, None)
@@ -128,7 +136,7 @@ def _micro(batch: Batch, facts: RowFacts) -> MicroBatch:
 
 
 class Independent:
-    """Reads its own fields for itself, and slices them."""
+    """The role of a rank that reads its own fields from the store and slices them."""
 
     def __init__(self, view: RankView, rows: StepRows) -> None:
         self._view = view
@@ -146,23 +154,25 @@ class Independent:
         return lambda: _micro(self._own.batch(index, wanted, len(facts.lengths)), facts)
 
     def give_up(self, reason: str) -> None:
-        """Nobody waits for this rank."""
+        """Do nothing, because no other rank waits for this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A load made ready for a part."""
+    """A load of microbatches that is encoded and ready to be sent to one part."""
 
     part: Part
+    """The part that receives it."""
     header: Header
+    """Description of the buffer."""
     on_host: list[torch.Tensor]
-    """uint8, what goes over gloo: prologue, and the header with the buffer behind it, or without."""
+    """uint8 tensors that gloo sends: the prologue, then the header, followed by the buffer unless NCCL sends that."""
     on_device: torch.Tensor | None
-    """uint8, pinned: the buffer where it goes over NCCL."""
+    """The buffer, uint8 in pinned memory, where NCCL sends it; None where gloo does."""
 
 
 class Leader:
-    """Reads each column once for the whole replica, and sends every part what it needs and has not got."""
+    """The role of a replica's leader: it reads each column once and sends every part the columns that it lacks."""
 
     def __init__(self, view: RankView, rows: StepRows, links: ReplicaLinks, shard: TrainShard) -> None:
         self._view = view
@@ -173,7 +183,7 @@ class Leader:
         self._own = ColumnCache()
         self._sent: dict[tuple[Part, int], set[str]] = {}
         self._next: int | None = None
-        """The load that the siblings wait for, by its first microbatch; None while one is on its way."""
+        """Index of the first microbatch of the load that the siblings wait for; None while a load is being sent."""
 
     def prepare(self, index: int, fields: Sequence[str], stop: threading.Event) -> Deliver:
         load = load_of(index, len(self._sizes))
@@ -182,7 +192,7 @@ class Leader:
         return lambda: self._deliver(index, load, fields, whole, parcels)
 
     def _send(self, load: range, fields: Sequence[str], stop: threading.Event) -> list[Parcel]:
-        """Read a load, and broadcast it as far as that is the host's business."""
+        """Read a load and broadcast the parts of it that travel over gloo."""
         view, links = self._view, self._links
         self._next = load.start
         try:
@@ -201,7 +211,7 @@ class Leader:
         return parcels
 
     def _parcel(self, part: Part, load: range, batch: Batch, facts: RowFacts) -> Parcel:
-        """What `part` is sent of a load: what it needs of `batch`, without what it got in earlier passes."""
+        """Encode the columns of `batch` that `part` needs and did not receive in an earlier pass."""
         view, sent = self._view, self._sent.get((part, load.start))
         names = [name for name in stage_fields(view.topology, part.place, batch) if not sent or name not in sent]
         self._sent[part, load.start] = {*(sent or ()), *names}
@@ -242,7 +252,7 @@ class Leader:
         return _micro(self._own.batch(index, wanted, len(facts.lengths)), facts)
 
     def _send_failure(self, index: int, error: BaseException) -> None:
-        """Have the siblings raise what failed here. A rank that cannot be told will find out by itself."""
+        """Send `error` to the siblings, which raise it. A rank that cannot be reached finds out by its own timeout."""
         body = encode_error(error)
         prologue = Prologue(self._digest, True, index, len(body), 0).to_bytes()
         frames = [(part, [_as_tensor(prologue), _as_tensor(body)]) for part in self._links.remote()]
@@ -258,7 +268,7 @@ class Leader:
 
 
 class Sibling:
-    """Is sent everything by its leader."""
+    """The role of a rank that receives everything from its replica's leader."""
 
     def __init__(self, view: RankView, links: ReplicaLinks, shard: TrainShard) -> None:
         self._view = view
@@ -281,12 +291,12 @@ class Sibling:
         return deliver
 
     def _receive(self, load: range, wanted: Sequence[str], stop: threading.Event) -> Callable[[], None]:
-        """Take a load from the leader; what is returned puts it where it is wanted."""
+        """Receive a load from the leader, and return the function that moves it to the device and caches it."""
         view, links = self._view, self._links
         what, started = f"broadcast of microbatch {_text(load)}", time.monotonic()
         with view.span(f"receive {_text(load)}"):
-            told = links.receive(PROLOGUE_BYTES, what, stop)
-            prologue = Prologue.from_bytes(told.numpy().tobytes())
+            head_bytes = links.receive(PROLOGUE_BYTES, what, stop)
+            prologue = Prologue.from_bytes(head_bytes.numpy().tobytes())
             self._check(prologue, load.start)
             alone = links.on_device or prologue.failed
             begin = prologue.header_bytes if alone else aligned(prologue.header_bytes)
@@ -309,7 +319,7 @@ class Sibling:
         return lambda: self._land(load, header, prologue.buffer_bytes, buffer)
 
     def _check(self, prologue: Prologue, index: int) -> None:
-        """Refuse before anything else is received."""
+        """Raise PlanMismatch for a load of another plan or position, before anything else is received."""
         me, leader = self._links.name(self._links.rank), self._links.name(self._links.leader)
         if prologue.digest != self._digest:
             raise PlanMismatch(f"{me}: holds plan {self._digest}, but plan {prologue.digest} is sent by {leader}")
@@ -329,11 +339,11 @@ class Sibling:
                 self._own.add(number, part)
 
     def give_up(self, reason: str) -> None:
-        """The leader finds out when its next broadcast is not taken."""
+        """Do nothing: the leader finds out when its next broadcast is not received."""
 
 
 def _nothing() -> None:
-    """The load has landed already."""
+    """Do nothing, because the load has already been received."""
 
 
 def _text(load: range) -> str:

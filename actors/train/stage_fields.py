@@ -1,4 +1,4 @@
-"""Which columns a rank's pipeline stage uses: the one rule for what is sent to it, whatever the backend."""
+"""Decides which columns a pipeline stage uses, and so which columns its ranks receive, for every backend."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from ...dataplane.topology import Place, Topology
 
 EMBEDDED = "input_ids"
-"""All that the first stage takes; the last one takes everything, token ids as the targets."""
+"""The one column that the first stage uses. The last stage uses every column, with the token ids as targets."""
 
 
 def stage_fields(topology: Topology, place: Place, fields: Iterable[str]) -> tuple[str, ...]:
-    """Those of `fields` that the rank at `place` is sent, in their order; none for a stage in the middle."""
+    """Return those of `fields` that the rank at `place` receives, in order; a stage in the middle receives none."""
     if place.pp == topology.pp - 1:
         return tuple(fields)
     if place.pp == 0:

@@ -1,4 +1,4 @@
-"""A step's rows as one rank reads them from the store: each column of each microbatch once, whatever the passes ask."""
+"""Reads a step's rows from the store for one rank, and caches them so that each column is read only once a step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from ...dataplane.meta import KVBatchMeta
 from .wire import RowFacts
 
 GROWTH = 4
+"""Factor by which each load is larger than the one before it."""
 MOST_AT_ONCE = 64
-"""Microbatches in one load."""
+"""Largest number of microbatches in one load."""
 
 
 def load_of(index: int, count: int) -> range:
-    """Of `count` microbatches, those that are read and sent together with microbatch `index`: 1, 4, 16, 64, 64, ...
+    """Return the microbatches that are read and sent together with microbatch `index`; loads grow 1, 4, 16, 64, 64, ...
 
-    The first comes soon, the others while it computes. A plan spreads the rows of a block over many microbatches: a
-    block that is asked for once costs a store less than one that each of them asks for, and a broadcast costs the same
-    few wake-ups whatever its size.
+    count: number of microbatches of the step. The first load is small so that computing starts early; the others are
+    read while it computes. Larger loads are cheaper: a plan spreads the rows of a block over many microbatches, so
+    reading them together asks the store for each block once, and a broadcast costs the same whatever its size.
     """
     assert 0 <= index < count, (index, count)
     start, size = 0, 1
@@ -34,7 +35,7 @@ def load_of(index: int, count: int) -> range:
 
 
 def cut(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
-    """Consecutive rows of `batch`, as views."""
+    """Yield consecutive pieces of `sizes` rows of `batch`, as views."""
     begin = 0
     for size in sizes:
         yield slice_rows(batch, begin, begin + size)
@@ -43,49 +44,51 @@ def cut(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
 
 @dataclass(frozen=True, slots=True)
 class TrainShard:
-    """One rank's share of a step's plan; shipped once, then every pass of the step works on it."""
+    """One rank's share of a step's plan. The driver sends it once, and every pass of the step uses it."""
 
     step: int
+    """Number of the step."""
     meta: bytes | None
-    """`KVBatchMeta.to_bytes()` of the replica's rows in the order of its microbatches; tags `advantage` float32 and,
-    with `loss.aggregation=prompt`, `group_tokens` float32. None for a rank that neither reads nor writes rows."""
+    """Receipt (`KVBatchMeta.to_bytes()`) of the replica's rows in the order of its microbatches. It has the tags
+    `advantage` (float32) and, with `loss.aggregation=prompt`, `group_tokens` (float32). None for a rank that neither
+    reads nor writes rows."""
     sizes: np.ndarray
-    """int64 `[M]`: rows of each microbatch."""
+    """Number of rows of each microbatch, int64 `[M]`."""
     digest: str
-    """The whole plan's hash, the same on every rank."""
+    """Hash of the whole plan, the same on every rank."""
     traced: bool
     """Whether reports of the step carry spans."""
 
     def ranges(self) -> list[np.ndarray]:
-        """Rows of the receipt, by microbatch."""
+        """Return, for each microbatch, the indices of its rows in the receipt."""
         ends = np.cumsum(self.sizes)
         return [np.arange(end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
 
 
 class ColumnCache:
-    """Columns of a step's microbatches, as they come in."""
+    """Holds the columns of a step's microbatches that have arrived so far."""
 
     def __init__(self) -> None:
         self._columns: dict[int, Batch] = {}
 
     def missing(self, index: int, fields: Sequence[str]) -> list[str]:
-        """Those of `fields` that are not here yet."""
+        """Return those of `fields` that have not arrived for microbatch `index`."""
         have = self._columns.get(index)
         return [name for name in fields if have is None or name not in have]
 
     def add(self, index: int, new: Batch) -> None:
-        """No column may come twice."""
+        """Add columns of microbatch `index`. A column may be added only once."""
         have = self._columns.get(index)
         self._columns[index] = new if have is None else have.merge(new)
 
     def batch(self, index: int, fields: Sequence[str], num_rows: int) -> Batch:
-        """`fields` of microbatch `index`, all of them here; nothing is copied."""
+        """Return `fields` of microbatch `index`, all of which must have arrived, without copying."""
         have = self._columns.get(index)
         return Batch(Schema(()), num_rows, {}) if have is None else have.subset(fields)
 
 
 class StepRows:
-    """Reads whole rows and keeps what it has read. For one thread at a time."""
+    """Reads whole rows and caches what it has read. Only one thread may use it at a time."""
 
     def __init__(self, client: DataPlaneClient, shard: TrainShard, meta: KVBatchMeta) -> None:
         self._client = client
@@ -94,18 +97,18 @@ class StepRows:
         self._cache = ColumnCache()
 
     def facts(self, numbers: range) -> RowFacts:
-        """What these microbatches say of their rows."""
+        """Return the row values of the given microbatches."""
         rows, tags = np.concatenate([self._ranges[number] for number in numbers]), self._meta.tags
         tokens = tags["group_tokens"][rows].astype(np.int64) if "group_tokens" in tags else None
         advantages = tags["advantage"][rows].astype(np.float32)
         return RowFacts(self._meta.lengths[rows], advantages, self._meta.groups[rows], tokens)
 
     def missing(self, index: int, fields: Sequence[str]) -> list[str]:
-        """Those of `fields` that this step has neither read nor written yet."""
+        """Return those of `fields` that this process has neither read nor written in this step."""
         return self._cache.missing(index, fields)
 
     def columns(self, index: int, fields: Sequence[str]) -> Batch:
-        """Columns of one microbatch; reads those of its whole load. Raises what `get` and `lookup` raise."""
+        """Return columns of one microbatch, reading its whole load if needed. Raises what `get` and `lookup` raise."""
         missing = self.missing(index, fields)
         if missing:
             self._look_up([name for name in missing if name not in self._meta.fields])
@@ -118,11 +121,11 @@ class StepRows:
         return self._cache.batch(index, fields, len(self._ranges[index]))
 
     def keep(self, index: int, field: str, column: Jagged) -> None:
-        """A column that this process has written: it need not be read."""
+        """Cache a column that this process has written, so that it is not read back."""
         self._cache.add(index, Batch(self._meta.schema.subset([field]), len(self._ranges[index]), {field: column}))
 
     def _look_up(self, fields: list[str]) -> None:
-        """Extend the receipt by columns that another rank has written since it was made."""
+        """Extend the receipt with columns that another rank has written since the receipt was made."""
         if fields:
             found = self._client.lookup(self._meta.partition, self._meta.keys, fields)
             self._meta = self._meta.merge_fields(found)

@@ -1,8 +1,8 @@
-"""What a leader sends its siblings of a load of microbatches: a prologue of fixed size, a header, one flat buffer.
+"""Encodes what a replica leader sends its siblings: a prologue of fixed size, a header, and one flat buffer.
 
-On the CPU header and buffer are one message; to GPUs the buffer goes on its own. The buffer holds the columns' valid
-bytes one after the other, each at a multiple of ALIGN; nothing is padded. What is small and wanted on the host is in
-the header. A failed read travels as the header in place of a microbatch's.
+On the CPU, header and buffer are one message; for GPUs the buffer is a message of its own. The buffer holds the valid
+bytes of the columns one after the other, each starting at a multiple of ALIGN; rows are not padded. Small values that
+are needed on the host are in the header. When a read failed, the error is sent in place of the header.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...dataplane.directory import requests
 from ...dataplane.errors import DataPlaneError
 
 ALIGN = 16
-"""Columns start at multiples of this, so that views of any dtype are aligned."""
+"""Number of bytes to a multiple of which each column's start is aligned, so that it can be viewed as any dtype."""
 _PROLOGUE = struct.Struct("<4s16sB3xIIQ")
 PROLOGUE_BYTES = _PROLOGUE.size
 _MAGIC = b"hrrp"
@@ -32,31 +32,37 @@ _OK, _ERROR = 0, 1
 
 
 class ReplicaError(RuntimeError):
-    """A replica's ranks could not share their rows; names rank, operation and microbatch."""
+    """The ranks of a replica could not share their rows. The text names rank, operation and microbatch."""
 
 
 class ReplicaLost(ReplicaError):
-    """A rank of the replica died or was late; names it (pid, host), the operation, microbatch and elapsed time."""
+    """A rank of the replica died or was late.
+
+    The text names the rank (pid, host), the operation, the microbatch and the elapsed time.
+    """
 
 
 class PlanMismatch(ReplicaError):
-    """A rank holds another plan, or stands at another microbatch, than its leader; names both."""
+    """A rank has another plan than its leader, or is at another microbatch. The text names both."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prologue:
-    """What comes first, so that a rank of another plan refuses before it takes part in anything whose size it may not
-    know."""
+    """The first message of a load, of fixed size.
+
+    A rank that has another plan refuses here, before it takes part in a broadcast whose size it cannot know.
+    """
 
     digest: str
-    """The plan's; at most 16 ASCII characters."""
+    """Hash of the plan; at most 16 ASCII characters."""
     failed: bool
-    """The header is an error (`encode_error`)."""
+    """Whether an error (`encode_error`) is sent in place of the header."""
     index: int
-    """Of the load's first microbatch."""
+    """Index of the load's first microbatch."""
     header_bytes: int
+    """Size of the header in bytes."""
     buffer_bytes: int
-    """0: there is none."""
+    """Size of the buffer in bytes; 0 when there is no buffer."""
 
     def to_bytes(self) -> bytes:
         status = _ERROR if self.failed else _OK
@@ -66,7 +72,7 @@ class Prologue:
 
     @staticmethod
     def from_bytes(data: bytes) -> Prologue:
-        """Raises ReplicaError for foreign bytes."""
+        """Decode a prologue. Raises ReplicaError when the bytes are not a prologue."""
         magic, digest, status, index, header_bytes, buffer_bytes = _PROLOGUE.unpack(data)
         if magic != _MAGIC or status not in (_OK, _ERROR):
             raise ReplicaError(f"replica prologue: {len(data)} bytes begin with {magic!r}, expected {_MAGIC!r}")
@@ -75,19 +81,19 @@ class Prologue:
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """What a microbatch says of its rows besides their columns."""
+    """The values of a microbatch that belong to whole rows and are needed on the host."""
 
     lengths: np.ndarray
-    """int64 `[N]`: tokens of each whole row."""
+    """Number of tokens of each whole row, int64 `[N]`."""
     advantages: np.ndarray
-    """float32 `[N]`."""
+    """Advantage of each row, float32 `[N]`."""
     group_ids: np.ndarray
-    """int64 `[N]`."""
+    """Group of each row, int64 `[N]`."""
     group_tokens: np.ndarray | None
-    """int64 `[N]`, or None."""
+    """Number of tokens in each row's group, int64 `[N]`; None when the loss does not use it."""
 
     def cut(self, sizes: Sequence[int]) -> list[RowFacts]:
-        """Of consecutive rows."""
+        """Split into consecutive pieces of `sizes` rows."""
         ends = np.cumsum(sizes)
         parts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
         tokens = self.group_tokens
@@ -104,16 +110,16 @@ class RowFacts:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the buffer holds, and of which rows."""
+    """Describes the columns in the buffer and the rows that they belong to."""
 
     facts: RowFacts | None
-    """None in the passes after a step's first: the receiver has them."""
+    """Row values; None in every pass after a step's first, because the receiver already has them."""
     fields: tuple[str, ...]
-    """Columns in the order of the buffer; those that the receiver has from an earlier pass are not among them."""
+    """Names of the columns in the order of the buffer, without those that the receiver has from an earlier pass."""
     part_bytes: tuple[int, ...]
-    """Of each column."""
+    """Size of each column in bytes."""
     shapes: dict[str, np.ndarray]
-    """int64 `[N, ndim]` of each RAGGED column."""
+    """Shape of each row of each RAGGED column, int64 `[N, ndim]` by column name."""
 
 
 _Facts = tuple[bytes, np.ndarray, bytes, bytes | None]
@@ -121,7 +127,7 @@ _HeaderMessage = tuple[_Facts | None, tuple[str, ...], tuple[int, ...], dict[str
 
 
 def encode_header(header: Header) -> bytes:
-    """`header` as a message: 7 to 9 bytes a row."""
+    """Encode `header` as a message of 7 to 9 bytes a row."""
     facts, packed = header.facts, None
     if facts is not None:
         tokens = None if facts.group_tokens is None else pack_ints(facts.group_tokens)
@@ -130,7 +136,7 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(data: bytes) -> Header:
-    """Inverse of `encode_header`. Raises ValueError for foreign bytes."""
+    """Decode a message of `encode_header`. Raises ValueError when the bytes are not such a message."""
     packed, fields, part_bytes, shapes = messages.decode(data, _HeaderMessage)
     if packed is None:
         return Header(None, fields, part_bytes, shapes)
@@ -141,9 +147,9 @@ def decode_header(data: bytes) -> Header:
 
 
 def describe(batch: Batch, facts: RowFacts | None) -> Header:
-    """The header of a buffer with `batch`. facts: as in `Header`.
+    """Return the header of a buffer that holds `batch`. facts: as in `Header`.
 
-    Raises ValueError for an OBJECT column, which has no place in a buffer.
+    Raises ValueError for an OBJECT column, because only tensors are broadcast.
     """
     part_bytes, shapes = [], {}
     for name, column in batch.items():
@@ -157,12 +163,12 @@ def describe(batch: Batch, facts: RowFacts | None) -> Header:
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to where the next thing may start."""
+    """Round `nbytes` up to a multiple of ALIGN."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
 def buffer_bytes(header: Header) -> int:
-    """Bytes of the buffer that `header` describes."""
+    """Return the size in bytes of the buffer that `header` describes."""
     return sum(map(aligned, header.part_bytes))
 
 
@@ -178,9 +184,9 @@ def fill_buffer(batch: Batch, header: Header, buffer: torch.Tensor) -> None:
 
 
 def read_buffer(header: Header, schema: Schema, lengths: np.ndarray, buffer: torch.Tensor) -> Batch:
-    """The columns in `buffer`, uint8 on any device, as views of it. lengths: int64 `[N]`, tokens sent of each row.
+    """Return the columns in `buffer` (uint8, on any device) as views of it.
 
-    Raises ReplicaError when the buffer does not hold what the header says.
+    lengths: number of tokens sent of each row, int64 `[N]`. Raises ReplicaError when buffer and header do not agree.
     """
     columns: dict[str, Column] = {}
     begin = 0
@@ -220,15 +226,14 @@ def _items(kind: Kind, lengths: np.ndarray, num_rows: int, shapes: np.ndarray | 
 
 
 def encode_error(error: BaseException) -> bytes:
-    """What a leader's failure travels as: the data plane's errors and ValueErrors as themselves, others by their
-    text."""
+    """Encode a leader's failure. Data-plane errors and ValueErrors keep their class; others are sent as text."""
     if isinstance(error, DataPlaneError | ValueError):
         return b"d" + requests.reply_error(error)
     return b"r" + f"{type(error).__name__}: {error}".encode()
 
 
 def raise_error(data: bytes, leader: str, op: str, elapsed_s: float) -> NoReturn:
-    """Raise what `encode_error` told: the same class with the same text, with a note of whose failure it is."""
+    """Raise the error that `encode_error` encoded: same class, same text, and a note that names the leader."""
     try:
         if data[:1] == b"d":
             requests.body_of(data[1:], op, elapsed_s)

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 import torch
 
 from ...codecs.batch import Jagged
-from ...dataplane.factory import DataPlaneHandle, connect
+from ...dataplane.factory import connect
+from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.meta import KVBatchMeta
 from ...dataplane.topology import Topology
 from ..protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, ActorInfo, Span, SpanTable, TrainBackend
 from ..remote_methods import in_thread_of
-from ..weights.publisher import PublisherConfig, WeightPublisher
+from ..weights.config import SyncConfig
+from ..weights.publisher import WeightPublisher
 from ..weights.stream import SendReport
 from ..weights.transports.protocol import ReceiverGroup, WeightSender, WeightUpdate
 from .reader import FetchPolicy, ReplicaReader, build_links
@@ -61,7 +63,9 @@ class WorkerSetup:
     """Builds the backend of (rank, number of ranks)."""
     sender: Callable[[], WeightSender]
     """Builds the sending end of weight updates; called on rank 0 only."""
-    weights: PublisherConfig
+    sync: SyncConfig
+    bucket_bytes: int
+    """Size of the largest bucket of weights, a multiple of 64."""
 
     @property
     def world(self) -> int:
@@ -118,7 +122,7 @@ class TrainWorker:
         """Publisher of weight updates; None on all ranks but 0."""
         if setup.rank == 0:
             self._specs = self._backend.weight_specs()
-            self._publisher = WeightPublisher(setup.sender(), setup.weights)
+            self._publisher = WeightPublisher(setup.sender(), setup.sync, setup.bucket_bytes)
             self._parts.callback(self._publisher.close)
             self._publisher.reserve(self._specs)
         self._work: _Work | None = None
@@ -295,10 +299,10 @@ class TrainWorker:
 
     def _report(self, metrics: dict[str, float]) -> WorkerReport:
         """Report what was measured since the last report."""
-        figures = self._reader.figures()
-        traced = (*self._spans, *figures.spans) if self._work is not None and self._work.shard.traced else ()
+        measured = self._reader.take_metrics()
+        traced = (*self._spans, *measured.spans) if self._work is not None and self._work.shard.traced else ()
         spans = SpanTable.of(traced)
         self._spans.clear()
         kept = metrics if self._setup.rank == 0 else {}
         traffic = self._client.stats.take().to_bytes()
-        return WorkerReport(kept, figures.wait_s, traffic, figures.broadcast_bytes, spans)
+        return WorkerReport(kept, measured.wait_s, traffic, measured.broadcast_bytes, spans)

@@ -1,1 +1,1 @@
-"""Weights: how a version of the weights is published, carried to the engines and received there."""
+"""Weight sync: a trainer publishes a version of the weights, a transport carries it, and engines receive it."""

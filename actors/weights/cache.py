@@ -1,8 +1,7 @@
-"""Host copies of the last two versions' buckets, on the trainer: what engines that come later are sent, and deltas
-are taken against.
+"""Keeps the last two weight versions in the trainer's host memory, to serve late-joining engines and to compute deltas.
 
-Two slots of memory, used in turn for the whole run. A version is written into the one that does not hold the newest,
-and becomes readable when it is whole; until then, and when writing fails, the newest is the one before.
+Two slots of memory are used in turn for the whole run. A version is written into the slot that does not hold the
+newest, and becomes readable when it is whole. Until then, and when writing fails, the version before it is the newest.
 """
 
 from __future__ import annotations
@@ -18,58 +17,60 @@ import numpy as np
 import psutil
 import torch
 
-from ...codecs.buckets import ALIGN, BucketPlan
+from ...codecs.buckets import BucketPlan
+from ...codecs.integers import round_up
+from ...codecs.memory import ALIGN
 
 NUM_VERSIONS = 2
 MEMORY_SHARE = 0.8
-"""Of the memory that is available when the slots are reserved, what they may take."""
+"""Share of the memory available at the time of reservation that the slots may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedVersion:
-    """A version's buckets in one slot."""
+    """Buckets of a version in one slot."""
 
     version: int
     plan: BucketPlan
     starts: tuple[int, ...]
     """First byte of each bucket in the memory."""
     memory: torch.Tensor
-    """uint8 1-D."""
+    """Bytes of the slot, uint8 1-D."""
 
     def bucket(self, bucket: int) -> torch.Tensor:
-        """uint8 `[plan.sizes[bucket]]`, a view."""
+        """Return a view of one bucket, uint8 `[plan.sizes[bucket]]`."""
         start = self.starts[bucket]
         return self.memory[start : start + self.plan.sizes[bucket]]
 
 
 class BucketCache:
-    """Thread-safe: one thread at a time writes or reads, for as long as its `with` lasts; the others wait, bounded."""
+    """Holds two versions of buckets. One thread at a time writes or reads, as long as its `with` lasts; others wait."""
 
     def __init__(self, timeout_s: float) -> None:
-        """timeout_s: bound of every wait for another thread's `with`."""
+        """timeout_s: seconds after which waiting for another thread's `with` ends in an error."""
         self._timeout_s = timeout_s
         self._lock = threading.RLock()  # a delta reads the base while the same thread writes the next version
         self._task = ""
-        """What the lock is held for, for errors."""
+        """Work that the lock is held for, named in errors."""
         self._memories: list[torch.Tensor] = []
         self._whole: list[CachedVersion] = []
         """Readable versions, the newest last."""
 
     @property
     def newest(self) -> CachedVersion | None:
-        """The last version that was written whole: `version` and `plan` of it; read its bytes in `reading`."""
+        """Last version that was written whole; None before the first. Its bytes may only be read within `reading`."""
         whole = self._whole
         return whole[-1] if whole else None
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """What can be read, the newest last."""
+        """Versions that can be read, the newest last."""
         return tuple(cached.version for cached in self._whole)
 
     def reserve(self, plan: BucketPlan) -> None:
-        """Make room for two versions of `plan`; nothing happens when there is. Versions in smaller slots are forgotten.
+        """Make room for two versions of `plan`, unless there is enough. Versions in smaller slots are forgotten.
 
-        Raises ValueError naming the bytes wanted and available when they would take more than 80 % of these.
+        Raises ValueError naming the bytes wanted and available when they would take more than 80 % of the latter.
         """
         nbytes = sum(map(_aligned, plan.sizes))
         with self._held("reserve memory"):
@@ -86,12 +87,15 @@ class BucketCache:
 
     @contextmanager
     def writing(self, version: int, plan: BucketPlan) -> Iterator[CachedVersion]:
-        """Buckets to fill. On leaving, `version` is the newest and what was older than the last is gone; when leaving
-        with an exception, what was written is. Reserves first: raises what `reserve` does."""
+        """Give a slot to a block that fills its buckets; it is reserved first, and raises what `reserve` raises.
+
+        When the block ends, `version` is the newest, and the oldest version is gone. When it ends with an exception,
+        what was written is gone instead.
+        """
         with self._held(f"write version {version}"):
             self.reserve(plan)
             newest = self._whole[-1:]
-            self._whole = newest  # the other slot is about to change
+            self._whole = newest  # the other slot is about to be overwritten
             memory = next(free for free in self._memories if not newest or free is not newest[0].memory)
             starts = itertools.accumulate((_aligned(size) for size in plan.sizes), initial=0)
             draft = CachedVersion(version, plan, tuple(starts)[:-1], memory)
@@ -100,7 +104,7 @@ class BucketCache:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[CachedVersion]:
-        """The version's buckets, which do not change before leaving. Raises ValueError when it is not there."""
+        """Give a version to a block, within which its buckets do not change. Raises ValueError when it is not there."""
         with self._held(f"read version {version}"):
             for cached in reversed(self._whole):
                 if cached.version == version:
@@ -110,7 +114,7 @@ class BucketCache:
             raise ValueError(f"weights: version {version} is not in the bucket cache, which holds: {there}")
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Free the memory. Idempotent."""
         with self._held("close"):
             self._memories, self._whole = [], []
 
@@ -131,4 +135,4 @@ class BucketCache:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
+    return round_up(nbytes, ALIGN)

@@ -1,8 +1,8 @@
-"""Where a version of the weights waits in an engine's process, whole and verified, until it is served.
+"""`WeightInbox` receives a version of the weights in an engine's process and keeps it until it is served.
 
-prepare(update) -> staged -> committed(version)     beside the version that is served
+prepare(update) -> staged -> committed(version)     with room for a second version beside the one that is served
                      |-----> drop(version)
-prepare(update) -> arriving(update) -> committed    without room for two: received while it is committed
+prepare(update) -> arriving(update) -> committed    without such room, so that it is received during the commit
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 from ...codecs.bucket_delta import apply_sparse
 from ...codecs.buckets import BucketPlan, expect_all, read_bucket
 from ...codecs.gpu_scatter import scatter_kernel
+from .config import Staging
 from .transports.factory import build_receiver
-from .transports.protocol import BucketFrame, ReceiverConfig, Staging, WeightTransferError, WeightUpdate
-from .transports.receiving import Receiver, Stream, bucket_offsets
+from .transports.protocol import BucketFrame, ReceiverConfig, WeightTransferError, WeightUpdate
+from .transports.receiver import Receiver, Stream, bucket_offsets
 from .views import BucketLandings, BucketViews, Landing
 
 __all__ = ["ReceiverConfig", "StagedWeights", "WeightInbox"]
@@ -29,35 +30,41 @@ _MARGIN = 1.1
 
 @dataclass(slots=True)
 class StagedWeights:
-    """A whole, verified version. Its tensors are valid until it is dropped, or the next one is committed (without
-    `keep_base`, until it is committed itself). Nobody may write to them."""
+    """A whole, verified version that is not served yet.
+
+    Its tensors must not be written to. They are valid until the version is dropped, or the next one is committed
+    (without `keep_base`, until it is committed itself).
+    """
 
     version: int
     named: dict[str, torch.Tensor]
-    """HF name -> whole tensor, on the CPU unless the transport brings payloads to the GPU."""
+    """Whole tensors by HF name, on the CPU unless the transport brings payloads to the GPU."""
     plan: BucketPlan
     memory: torch.Tensor
-    """uint8: bucket b at `bucket_offsets(plan)[b]`."""
+    """Bytes of all buckets, uint8, bucket b at `bucket_offsets(plan)[b]`."""
     stream: Stream | None
-    """Whose memory it is; None: the inbox's own."""
+    """Stream that owns the memory; None when the inbox owns it."""
 
 
 class WeightInbox:
-    """Receives versions for one process of an engine. One thread at a time calls it, but for `drop` and `close`."""
+    """Receives versions for one process of an engine.
+
+    One thread at a time calls it; any thread may call `drop` and `close`.
+    """
 
     def __init__(self, config: ReceiverConfig, worker: int) -> None:
-        """worker: this process's number in its engine, from 0."""
+        """worker: number of this process in its engine, from 0."""
         self._config = config
         self._worker = worker
         self._lock = threading.Lock()
-        """Of the fields below, while `drop` may look at them."""
+        """Lock of the fields below, which `drop` may use at the same time."""
         self._receivers: dict[str, Receiver] = {}
         self._arriving: tuple[int, Receiver | None, Stream | None] | None = None
-        """Version that is being received, or only joined; by whom."""
+        """Version that is being received or was only joined, with its receiver and stream; None when there is none."""
         self._staged: StagedWeights | None = None
         self._base: StagedWeights | None = None
         self._spare: torch.Tensor | None = None
-        """Memory of a version that is not needed any more."""
+        """Memory of a version that is no longer needed, for the next one; None when there is none."""
         self._views = BucketViews()
         self._landings = BucketLandings()
         self._chosen: Staging | None = None
@@ -66,27 +73,27 @@ class WeightInbox:
 
     @property
     def staging(self) -> Staging:
-        """`full` or `none`; `auto` until the first update has come."""
-        return self._chosen or self._config.staging
+        """Staging in use, `full` or `none`; `auto` until the first update has come."""
+        return self._chosen or self._config.sync.staging
 
     @property
     def staged(self) -> StagedWeights | None:
-        """The prepared version; None when there is none, or it is only joined."""
+        """Prepared version; None when there is none, or it is only joined."""
         return self._staged
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the weights of the version that is prepared, staged or joined; () when none is."""
+        """Names of the weights of the version that is staged or joined; () when there is none."""
         staged, arriving = self._staged, self._arriving
         if staged is not None:
             return staged.plan.names
         return () if arriving is None or arriving[2] is None else arriving[2].plan.names
 
     def prepare(self, update: WeightUpdate) -> None:
-        """Receive and verify `update` in the calling thread; without staging only join it. What was prepared before
-        is dropped.
+        """Receive and verify `update` in the calling thread; without staging only join it.
 
-        Raises WeightTransferError; nothing is staged then, and the version served is still a base.
+        A version that was prepared before is dropped. Raises WeightTransferError; nothing is staged then, and the
+        served version is still usable as base.
         """
         self._forget_prepared()
         receiver = self._receiver(update.kind)
@@ -105,12 +112,12 @@ class WeightInbox:
                     self._arriving = (update.version, receiver, stream)
                 if self._choose(update, stream) == "none":
                     if update.base is not None:
-                        error = stream.bound.error(
+                        error = stream.deadline.error(
                             f"refers to version {update.base}, nothing is staged here: send it whole"
                         )
                         stream.give_up(error)
                         raise error
-                    scatter_kernel(stream.device)  # compiled now, once, and not when the engine stands still
+                    scatter_kernel(stream.device)  # compiled once here, and not while the engine stands still
                     joined = kept = True
                     return
                 staged = self._receive(update, stream)
@@ -127,8 +134,10 @@ class WeightInbox:
                     self._arriving = None
 
     def read_ahead(self) -> None:
-        """Without staging: let what comes first arrive before `arriving` is asked for it; what goes wrong, that
-        raises. By the thread that prepared; returns when no more can come before that."""
+        """Start receiving a version that was only joined, as far as there is room, before `arriving` is called.
+
+        The thread that called `prepare` calls it. Errors are raised by `arriving`.
+        """
         arriving = self._arriving
         if arriving is not None and arriving[2] is not None:
             arriving[2].read_ahead()
@@ -136,12 +145,13 @@ class WeightInbox:
     def arriving(
         self, update: WeightUpdate, places: Mapping[str, torch.Tensor] = MappingProxyType({})
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Without staging: whole tensors of the joined `update` as soon as all their pieces are there; valid until the
-        next list. Verified, and the update whole, only when the iterator ends.
+        """Yield lists of whole tensors of an `update` that was only joined, as soon as all their pieces have come.
 
-        places: by name, where weights belong, if they may be written there at once: on a GPU, contiguous and in the
-        dtype and shape that they are sent in. Such a tensor comes as its place. The mapping must not change; the same
-        one is best given again. Raises WeightTransferError, ValueError when `update` was not joined.
+        Tensors are valid until the next list. They are verified, and the update is whole, only when the iterator ends.
+
+        places: memory by name to which weights may be written directly, on a GPU, contiguous and in the dtype and shape
+        of the weight as sent. Such a tensor is yielded as its place. The mapping must not change, and giving the same
+        one again saves work. Raises WeightTransferError, ValueError when `update` was not joined.
         """
         arriving = self._arriving
         if arriving is None or arriving[0] != update.version or arriving[2] is None:
@@ -162,20 +172,22 @@ class WeightInbox:
                 self._arriving = None
 
     def committed(self, version: int) -> None:
-        """`version`, staged before, is served: it is the base of a next delta from now on (with `keep_base`), and what
-        was the base is let go of. Without staging there is nothing to do."""
+        """Note that the staged `version` is served; without staging nothing happens.
+
+        With `keep_base` it becomes the base of the next delta, and the base before it is released.
+        """
         with self._lock:
             staged = self._staged
             if staged is None or staged.version != version:
                 return
             self._staged = None
-            old, self._base = self._base, staged if self._config.keep_base else None
-            released = [old, None if self._config.keep_base else staged]
+            old, self._base = self._base, staged if self._config.sync.delta else None
+            released = [old, None if self._config.sync.delta else staged]
         for version_let_go in released:
             self._release(version_let_go)
 
     def drop(self, version: int) -> None:
-        """Forget prepared `version`, or end its reception. Idempotent; legal from any thread."""
+        """Forget the prepared `version`, or end its reception. Idempotent; legal from any thread."""
         with self._lock:
             arriving, staged = self._arriving, self._staged
             if arriving is not None and arriving[0] == version:
@@ -190,7 +202,7 @@ class WeightInbox:
         self._release(staged)
 
     def close(self) -> None:
-        """Let go of everything, ending what arrives. Idempotent; legal from any thread."""
+        """Release everything and end a reception. Idempotent; legal from any thread."""
         with self._lock:
             self._closed = True
             arriving = self._arriving
@@ -213,22 +225,22 @@ class WeightInbox:
         return self._receivers[kind]
 
     def _choose(self, update: WeightUpdate, stream: Stream) -> Staging:
-        """What `auto` means here: once, by the first update."""
+        """Decide at the first update what `auto` means, and return the staging to use."""
         if self._chosen is None:
-            self._chosen = self._config.staging
+            self._chosen = self._config.sync.staging
             if self._chosen == "auto":
                 self._chosen = "full" if _has_room(stream.device, update.num_bytes) else "none"
         return self._chosen
 
     def _expect_wanted(self, update: WeightUpdate, stream: Stream) -> None:
         if self._dropped == update.version or self._closed:
-            raise stream.bound.error("was dropped meanwhile")
+            raise stream.deadline.error("was dropped meanwhile")
 
     def _receive(self, update: WeightUpdate, stream: Stream) -> StagedWeights:
         base = self._expect_base(update, stream)
         plan, offsets = stream.plan, bucket_offsets(stream.plan)
         if base is None and stream.memory is not None:
-            memory, owner = stream.memory, stream  # the bytes stay where they are
+            memory, owner = stream.memory, stream  # the bytes are used where they are
         else:
             memory, owner = self._memory(offsets[-1], stream.device), None
             stream.receive_into(memory)
@@ -244,7 +256,7 @@ class WeightInbox:
                 target.copy_(payload)
             read.add(frame.bucket)
         _expect_whole(stream, read)
-        views = self._views if owner is None else BucketViews()  # a stream's memory is not to be kept
+        views = self._views if owner is None else BucketViews()  # views of a stream's memory must not be kept
         return StagedWeights(update.version, dict(views.all(plan, memory)), plan, memory, owner)
 
     def _whole_tensors(
@@ -255,7 +267,7 @@ class WeightInbox:
         pieces: dict[str, torch.Tensor],
         places: Mapping[str, torch.Tensor],
     ) -> list[tuple[str, torch.Tensor]]:
-        """Tensors that are whole with this bucket: views of it, or put together in `pieces` over several buckets."""
+        """Return the tensors that this bucket completes: views of it, or tensors assembled in `pieces` over several."""
         bucket = frame.bucket
         inside = self._views.inside(plan, bucket, payload)
         parts = self._views.parts(plan, bucket)
@@ -283,14 +295,14 @@ class WeightInbox:
         return base
 
     def _refused(self, stream: Stream, what: str) -> WeightTransferError:
-        error = stream.bound.error(f"the update {what}: send it whole")
+        error = stream.deadline.error(f"the update {what}: send it whole")
         stream.give_up(error)
         return error
 
     def _memory(self, nbytes: int, device: torch.device) -> torch.Tensor:
         spare, self._spare = self._spare, None
         if spare is None or len(spare) != nbytes or spare.device != device:
-            spare = None  # given back before more is taken
+            spare = None  # freed before more is taken
             self._views.clear()
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         return spare
@@ -330,18 +342,18 @@ def _apply(stream: Stream, frame: BucketFrame, payload: torch.Tensor, target: to
             apply_sparse(payload.cpu().numpy(), changed.numpy())
             target.copy_(changed)
     except ValueError as error:
-        raise stream.bound.error(f"bucket {frame.bucket} of {len(stream.plan.sizes)}: {error}") from error
+        raise stream.deadline.error(f"bucket {frame.bucket} of {len(stream.plan.sizes)}: {error}") from error
 
 
 def _expect_whole(stream: Stream, read: set[int]) -> None:
     try:
         expect_all(stream.plan, read)
     except ValueError as error:
-        raise stream.bound.error(str(error)) from None
+        raise stream.deadline.error(str(error)) from None
 
 
 def _has_room(device: torch.device, nbytes: int) -> bool:
-    """Whether two versions fit into what is free where payloads come to: one staged, one kept as base."""
+    """Tell whether two versions, one staged and one kept as base, fit into the free memory of the payloads' device."""
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)

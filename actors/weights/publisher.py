@@ -1,8 +1,8 @@
-"""The publishing end of weight updates on train rank 0: announces versions, streams them out, keeps what comes again.
+"""`WeightPublisher` on train rank 0 announces versions of the weights, sends them, and keeps copies to send again.
 
-main thread     open -> publish(weights())             gather, fill, send; into the cache, if there is one
-any thread      open(cached=True) -> publish_cached    from the cache, while training goes on; no gather
-any thread      abort
+main thread     open -> publish(weights())             gathers, fills and sends; also fills the cache, if there is one
+any thread      open(cached=True) -> publish_cached    sends from the cache without a gather, while training goes on
+any thread      abort                                  ends the open update
 """
 
 from __future__ import annotations
@@ -11,60 +11,50 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from ...codecs.buckets import BucketPlan, plan_buckets
 from .cache import BucketCache, CachedVersion
-from .stream import BucketStream, OpenUpdate, SendReport
+from .config import SyncConfig
+from .stream import BucketStream, Publication, SendReport
 from .transports.protocol import ReceiverGroup, WeightSender, WeightTransferError, WeightUpdate
 from .views import BucketViews
 
 WeightSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""As `TrainBackend.weight_specs`."""
-
-
-@dataclass(frozen=True, slots=True)
-class PublisherConfig:
-    """How weights are published."""
-
-    bucket_bytes: int
-    """A multiple of 64. Two buckets are in flight."""
-    timeout_s: float
-    """Bound of waiting for another thread's update to end."""
-    delta: bool = False
-    """Send only what differs from the receivers' version, where that is shorter. Two versions in host memory."""
-    cache: bool = False
-    """Engines may be sent a version later, while training goes on. Two versions in host memory, unless the transport
-    is lasting: that keeps them itself."""
+"""Dtype and shape of each weight by name, as `TrainBackend.weight_specs` returns them."""
 
 
 class WeightPublisher:
-    """Publishes versions through one sender. Threads take turns, waiting `timeout_s` at most; `abort` never waits.
+    """Publishes versions through one sender. Threads take turns, waiting `sync.timeout_s` at most; `abort` never waits.
 
     Opening an update ends the one before.
     """
 
-    def __init__(self, sender: WeightSender, config: PublisherConfig) -> None:
-        """Owns `sender`: `close` closes it."""
+    def __init__(self, sender: WeightSender, config: SyncConfig, bucket_bytes: int) -> None:
+        """Take over `sender`, which `close` closes.
+
+        bucket_bytes: size of a bucket in bytes, a multiple of 64. Two buckets are in flight at a time.
+        """
         self._sender = sender
         self._config = config
+        self._bucket_bytes = bucket_bytes
         self._cache: BucketCache | None = None
         if config.delta or (config.cache and not sender.lasting):
             self._cache = BucketCache(config.timeout_s)
         self._lock = threading.Lock()
         self._task = ""
-        """What the lock is held for, for errors."""
-        self._opened: OpenUpdate | None = None
+        """Work that the lock is held for, named in errors."""
+        self._opened: Publication | None = None
         self._planned: tuple[list[tuple[str, tuple[torch.dtype, tuple[int, ...]]]], BucketPlan] | None = None
-        """The last plan, which most updates use again, and what it is of."""
+        """Specs and plan of the last update, which most updates use again."""
         self._views = BucketViews()
         self._finished: WeightUpdate | None = None
-        """The newest version that the sender has finished."""
+        """Newest update that the sender has finished; None before the first."""
 
     def reserve(self, specs: WeightSpecs) -> None:
-        """Take the host memory that this model needs now. Raises ValueError when that is too much."""
+        """Take all the host memory that this model needs. Raises ValueError when that is too much."""
         if self._cache is not None:
             self._cache.reserve(self._plan(specs))
 
@@ -77,37 +67,39 @@ class WeightPublisher:
         base: int | None = None,
         cached: bool = False,
     ) -> WeightUpdate:
-        """Announce `version`. Returns at once, but for another thread's turn.
+        """Announce `version`. Returns at once, unless another thread is publishing.
 
-        base: what all `receivers` serve. With `delta`, and when it is the newest version in the cache, the update is
-        told as what differs from it, else whole. cached: `version` was published before and is to be sent again, whole;
-        a lasting sender that has it whole is not asked to, it is only announced to other receivers.
-        Raises what `WeightSender.begin` raises, and ValueError for a version that is to be cached and is not.
+        base: version that all `receivers` serve. With `delta`, and when it is the newest version in the cache, only the
+        difference from it is sent. cached: whether `version`, published before, is to be sent again whole. A lasting
+        sender that still has it whole sends nothing; the version is only announced to other receivers.
+
+        Raises what `WeightSender.begin` raises, and ValueError for a cached version that the cache does not hold.
         """
         with self._turn(f"open version {version}"):
             self._opened = None
             if cached and self._has_whole(version):
                 assert self._finished is not None
-                opened = OpenUpdate(replace(self._finished, receivers=tuple(receivers)), self._plan(specs), True, True)
+                opened = Publication(replace(self._finished, receivers=tuple(receivers)), self._plan(specs), True, True)
             else:
                 plan = self._cached_plan(version) if cached else self._plan(specs)
                 if self._cache is not None:
                     self._cache.reserve(plan)
                 if self._finished is not None and self._finished.version == version:
-                    self._finished = None  # begun again, it is not whole before it is finished again
+                    self._finished = None  # a version that is begun again is not whole before it is finished again
                 used = None if cached else self._base(base, plan)
-                opened = OpenUpdate(self._sender.begin(version, plan, receivers, used), plan, cached)
+                opened = Publication(self._sender.begin(version, plan, receivers, used), plan, cached)
             self._opened = opened
             return opened.update
 
     def publish(self, update: WeightUpdate, weights: Iterator[tuple[str, torch.Tensor]]) -> SendReport:
         """Send `weights` (whole tensors in the order, dtypes and shapes of the specs) as the open `update`.
 
-        Whatever happens, `weights` is exhausted, as siblings take part in gathering them. When the sender fails, the
-        version still becomes whole in the cache, if there is one, before the error is raised: it can then be sent to
-        the remaining receivers without another gather.
+        Whatever happens, `weights` is exhausted, because the other ranks take part in gathering them. When the sender
+        fails, the version still becomes whole in the cache, if there is one, before the error is raised, so that it can
+        be sent to the remaining receivers without another gather.
+
         Raises WeightTransferError or OSError from the sender, ValueError for weights that are not as planned and for an
-        update that is not open; receivers are told.
+        update that is not open. Receivers learn of the failure.
         """
         gather = _Timed(weights)
         try:
@@ -123,7 +115,7 @@ class WeightPublisher:
                 pass
 
     def publish_cached(self, update: WeightUpdate) -> SendReport:
-        """Send the open `update` from the cache; nothing, when a lasting sender has the version whole.
+        """Send the open `update` from the cache, or nothing when a lasting sender still has the version whole.
 
         Raises WeightTransferError or OSError from the sender, ValueError for an update that is not open with `cached`.
         """
@@ -138,15 +130,18 @@ class WeightPublisher:
             return stream.report(0.0)
 
     def abort(self, reason: str) -> None:
-        """End the open update, if there is one: whoever publishes it raises WeightTransferError with `reason`, and so
-        do its receivers. Idempotent; legal from any thread, at any time."""
+        """End the open update, if there is one.
+
+        Its publisher and its receivers raise WeightTransferError with `reason`. Idempotent; legal from any thread, at
+        any time.
+        """
         opened = self._opened
         if opened is not None and not opened.there:
             opened.aborted = reason
             self._sender.abort(reason)
 
     def close(self) -> None:
-        """Give memory back and remove what was published. Idempotent."""
+        """Free memory and remove all that was published. Idempotent."""
         self.abort("the trainer closes")
         try:
             with self._turn("close"):
@@ -161,11 +156,11 @@ class WeightPublisher:
     def _plan(self, specs: WeightSpecs) -> BucketPlan:
         if self._planned is None or self._planned[0] != list(specs.items()):
             self._views.clear()
-            self._planned = list(specs.items()), plan_buckets(specs, self._config.bucket_bytes)
+            self._planned = list(specs.items()), plan_buckets(specs, self._bucket_bytes)
         return self._planned[1]
 
     def _has_whole(self, version: int) -> bool:
-        """Whether `version` can be read from the sender now by who has nothing."""
+        """Tell whether a receiver that has no earlier version can read `version` from the sender now."""
         finished = self._finished
         return self._sender.lasting and finished is not None and finished.version == version and finished.base is None
 
@@ -179,15 +174,15 @@ class WeightPublisher:
         newest = self._cache.newest if self._config.delta and self._cache is not None else None
         return base if newest is not None and newest.version == base and newest.plan == plan else None
 
-    def _writing(self, opened: OpenUpdate) -> AbstractContextManager[CachedVersion | None]:
+    def _writing(self, opened: Publication) -> AbstractContextManager[CachedVersion | None]:
         return nullcontext() if self._cache is None else self._cache.writing(opened.update.version, opened.plan)
 
     def _reading(self, version: int | None) -> AbstractContextManager[CachedVersion | None]:
         return nullcontext() if self._cache is None or version is None else self._cache.reading(version)
 
     @contextmanager
-    def _publishing(self, update: WeightUpdate, *, cached: bool) -> Iterator[OpenUpdate]:
-        """The turn of the open update, which is over then: aborted on any exception, else the newest finished."""
+    def _publishing(self, update: WeightUpdate, *, cached: bool) -> Iterator[Publication]:
+        """Take the turn for the open update; an exception aborts it, otherwise it becomes the newest finished one."""
         with self._turn(f"publish version {update.version}"):
             opened = self._opened
             if opened is None or opened.update != update or opened.cached != cached:
@@ -198,7 +193,7 @@ class WeightPublisher:
                 self._finished = update
             except BaseException as error:
                 self._sender.abort(f"{type(error).__name__}: {error}")
-                self._views.clear()  # the sender may leave its buffers to whoever still reads them
+                self._views.clear()  # the sender may leave its buffers to receivers that still read them
                 raise
             finally:
                 self._opened = None
@@ -219,7 +214,7 @@ class WeightPublisher:
 
 
 class _Timed:
-    """A stream of weights, and how long it let wait."""
+    """Passes weights on, and measures how long it waits for them."""
 
     def __init__(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._weights = weights

@@ -1,9 +1,9 @@
-"""One version on its way out: whole tensors in, buckets into the sender's buffers and the host's cache.
+"""`BucketStream` fills the sender's buffers, and the host's cache, bucket by bucket with the tensors of one version.
 
     no base    tensor -> sender.buffer(b), hashed on the way -> cache -> send(b)
     a base     tensor -> cache -> whole, sparse or nothing, as it differs from the base -> sender.buffer(b) -> send(b)
 
-Beside the tensor in hand it holds one bucket: the sender's buffer, or with a base the payload made for it.
+Besides the current tensor it holds one bucket: the sender's buffer, or with a base the payload made for it.
 """
 
 from __future__ import annotations
@@ -31,55 +31,56 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """What publishing a version took."""
+    """Cost of publishing a version."""
 
     num_bytes: int
-    """Of all weights."""
+    """Number of bytes of all weights."""
     bytes_sent: int
-    """Of the payloads; 0 when the sender had the version already."""
+    """Number of payload bytes sent; 0 when the sender had the version already."""
     gather_s: float
-    """Seconds waiting for the next tensor."""
+    """Seconds spent waiting for the next tensor."""
     fill_s: float
-    """Copying, hashing, comparing."""
+    """Seconds spent copying, hashing and comparing."""
     send_s: float
-    """Seconds waiting for the sender: for a buffer, and at the end for the receivers."""
+    """Seconds spent waiting for the sender's buffers, and at the end for the receivers."""
     num_whole: int
-    """Buckets that travelled whole."""
+    """Number of buckets that were sent whole."""
     num_same: int
-    """Buckets that did not travel, being the base version's."""
+    """Number of buckets that were not sent, because they equal the base version's."""
     num_sparse: int
-    """Buckets of which the changed elements travelled."""
+    """Number of buckets of which only the changed elements were sent."""
 
 
 @dataclass(slots=True)
-class OpenUpdate:
-    """An update that is announced and not yet over."""
+class Publication:
+    """An update that the publisher has announced and that has not ended."""
 
     update: WeightUpdate
     plan: BucketPlan
     cached: bool
-    """Whether it is sent from the cache."""
+    """Whether the version is sent from the cache."""
     there: bool = False
-    """Whether the sender has the version whole already, and keeps it: nothing is to be sent."""
+    """Whether the sender still has the version whole, so that nothing needs to be sent."""
     aborted: str | None = None
-    """Why; None as long as it is not. Set by any thread."""
+    """Reason of the abort, set by any thread; None when the update was not aborted."""
 
 
 class BucketStream:
-    """Feeds the sender one open update: `feed` each tensor, or `copy` each bucket; then `finish`, `report`."""
+    """Sends one open update: call `feed` for each tensor, or `copy` for each bucket, then `finish` and `report`."""
 
     def __init__(
         self,
         sender: WeightSender,
-        opened: OpenUpdate,
+        opened: Publication,
         draft: CachedVersion | None = None,
         base: CachedVersion | None = None,
         views: BucketViews | None = None,
     ) -> None:
-        """draft: the version's own place in the cache, if there is one. base: the receivers' version (needs a draft).
-        views: of the sender's buffers, kept from update to update.
+        """draft: the version's own slot in the cache; None without a cache. base: the receivers' version, which needs a
+        draft; None to send all buckets whole. views: views of the sender's buffers, kept from update to update.
 
-        With a draft the sender's failure does not end the stream: it goes on into the draft, and `report` raises it.
+        With a draft, a failure of the sender does not end the stream: the draft is still filled, and `report` raises
+        the error.
         """
         assert base is None or draft is not None
         self._sender = sender
@@ -93,9 +94,9 @@ class BucketStream:
         self._pieces_left = dict(plan.pieces)
         self._views = views or BucketViews()
         self._places: Views = {}
-        """Where weights lie in `_out`, on a GPU."""
+        """Views of the weights within `_out`, by name; empty on a CPU."""
         self._out: torch.Tensor | None = None
-        """The bucket that is being filled; the sender's buffer, or a view of the draft."""
+        """Bucket that is being filled, the sender's buffer or a view of the draft; None between two buckets."""
         self._digest: xxhash.xxh3_64 | None = None
         self._started = time.perf_counter()
         self._send_s = 0.0
@@ -103,9 +104,9 @@ class BucketStream:
         self._num_sent: Counter[Encoding] = Counter()
 
     def feed(self, name: str, tensor: torch.Tensor) -> None:
-        """Take the next tensor; it may change once this returns (on a GPU: once its stream comes to that).
+        """Copy the next tensor, which may change once this returns (on a GPU, once its stream has done this work).
 
-        Raises ValueError when it is not the one that is planned next, and what the sender raises, unless there is a
+        Raises ValueError when it is not the tensor that is planned next, and what the sender raises, unless there is a
         draft.
         """
         upto = self._num_fed
@@ -142,7 +143,7 @@ class BucketStream:
         self._attempt("at the end", self._sender.finish)
 
     def report(self, gather_s: float) -> SendReport:
-        """The figures; gather_s: seconds in which tensors were waited for. Raises what the sender failed with."""
+        """Make the report. gather_s: seconds spent waiting for tensors. Raises the sender's error, if it failed."""
         if self._failure is not None:
             raise self._failure
         return SendReport(
@@ -163,14 +164,14 @@ class BucketStream:
         return f"weights: version {self._opened.update.version}"
 
     def _count(self, entry: BucketEntry, out: torch.Tensor) -> None:
-        """The entry is in its bucket `out`."""
+        """Note that the entry is in its bucket `out`, and end the bucket when it is full."""
         self._pieces_left[entry.bucket] -= 1
         if not self._pieces_left[entry.bucket]:
             self._end(entry.bucket, out)
             self._out = None
 
     def _begin(self, bucket: int) -> torch.Tensor:
-        """Where to fill the bucket."""
+        """Return the memory in which the bucket is to be filled."""
         out = self._buffer(bucket, self._opened.plan.sizes[bucket]) if self._base is None else None
         self._digest = xxhash.xxh3_64() if out is not None and out.device.type == "cpu" else None
         if out is None:
@@ -180,11 +181,11 @@ class BucketStream:
         return out
 
     def _end(self, bucket: int, out: torch.Tensor) -> None:
-        """The bucket is full."""
+        """Send a bucket that is full."""
         if self._base is None:
             if self._failure is None:
                 if self._draft is not None:
-                    self._draft.bucket(bucket).copy_(out)  # before `send`: then the buffer is the sender's again
+                    self._draft.bucket(bucket).copy_(out)  # before `send`, which gives the buffer back to the sender
                 self._hand_over(bucket, "whole", out, self._digest)
         elif self._failure is None:
             self._send(bucket, *_shortest(self._opened.plan.in_bucket(bucket), out, self._base.bucket(bucket)))
@@ -198,13 +199,13 @@ class BucketStream:
         self._hand_over(bucket, encoding, out, digest)
 
     def _buffer(self, bucket: int, nbytes: int) -> torch.Tensor | None:
-        """The sender's; None once it has failed."""
+        """Return the sender's buffer; None once the sender has failed."""
         if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)  # nothing travels but the frame
+            return torch.empty(0, dtype=torch.uint8)  # only the frame is sent
         return self._attempt(f"bucket {bucket}", lambda: self._sender.buffer(bucket, nbytes))
 
     def _hand_over(self, bucket: int, encoding: Encoding, out: torch.Tensor, digest: xxhash.xxh3_64 | None) -> None:
-        """digest: of a payload on the CPU; the GPU finds its own, and nobody waits for that."""
+        """Give a filled buffer to the sender. digest: hash of a payload on the CPU; a GPU computes its own digest."""
         if out.is_cuda:
             frame = BucketFrame(bucket, encoding, len(out), 0)
             self._attempt(f"bucket {bucket}", lambda: self._sender.send(frame, partial(device_digest, out)))
@@ -216,7 +217,7 @@ class BucketStream:
         self._num_sent[frame.encoding] += 1
 
     def _attempt(self, what: str, call: Callable[[], T]) -> T | None:
-        """The sender's answer; None once it has failed."""
+        """Return the result of the sender's `call`; None once the sender has failed."""
         if self._failure is not None:
             return None
         start = time.perf_counter()
@@ -224,18 +225,18 @@ class BucketStream:
             if self._opened.aborted is not None:
                 raise WeightTransferError(f"{self._label}, {what}: aborted: {self._opened.aborted}")
             return call()
-        except Exception as error:  # of whatever kind: `report` raises it when the cache has the version
+        except Exception as error:  # `report` raises it when the cache has the whole version
             if self._draft is None:
                 raise
             self._failure = error
-            self._sender.abort(f"{what}: {type(error).__name__}: {error}")  # receivers need not wait for that
+            self._sender.abort(f"{what}: {type(error).__name__}: {error}")  # so that receivers stop waiting at once
             return None
         finally:
             self._send_s += time.perf_counter() - start
 
 
 def _shortest(entries: Sequence[BucketEntry], new: torch.Tensor, base: torch.Tensor) -> tuple[Encoding, torch.Tensor]:
-    """How the bucket `new` is told to who has `base`."""
+    """Return the shortest encoding and payload of bucket `new` for a receiver that has `base`."""
     if torch.equal(new, base):
         return "same", new[:0]
     element_bytes = min((DTYPES[entry.dtype].itemsize for entry in entries if entry.nbytes), default=1)

@@ -1,6 +1,6 @@
-"""Weights as views of the buffers that they travel in, kept from update to update as buffers and plans are.
+"""Keeps views of weights within their buckets' buffers from update to update.
 
-Making 300 views anew costs milliseconds, and an update between GPUs takes ten.
+Making 300 views anew costs milliseconds, and a whole update between GPUs takes only ten.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import torch
 from ...codecs.buckets import BucketEntry, BucketPlan
 from ...codecs.gpu_scatter import Scatter, scatter_kernel
 from ...codecs.schema import DTYPES
-from .transports.receiving import bucket_offsets
+from .transports.receiver import bucket_offsets
 
 Views = dict[str, torch.Tensor]
-"""HF name -> a weight in its dtype and shape."""
+"""Weights in their dtype and shape, by HF name."""
 
 
 class BucketViews:
-    """Those of one plan at a time, in a few buffers."""
+    """Makes and keeps views of the weights of one plan at a time, in a few buffers."""
 
     def __init__(self) -> None:
         self._plan: BucketPlan | None = None
         self._last: dict[str, int] = {}
-        """The bucket that a weight ends in."""
+        """Bucket that each weight ends in, by name."""
         self._parts: dict[int, tuple[BucketEntry, ...]] = {}
         self._made: dict[tuple[int, int, int], Views] = {}
 
     def inside(self, plan: BucketPlan, bucket: int, buffer: torch.Tensor) -> Views:
-        """The weights of which all lies in this bucket, in `buffer`, uint8: its payload."""
+        """Return views of the weights that lie wholly in this bucket. buffer: payload of the bucket, uint8."""
         self._turn_to(plan)
         made = self._kept(bucket, buffer)
         if not made:
@@ -42,14 +42,14 @@ class BucketViews:
         return made
 
     def parts(self, plan: BucketPlan, bucket: int) -> tuple[BucketEntry, ...]:
-        """What the bucket has of weights that lie in several."""
+        """Return the bucket's entries of weights that are spread over several buckets."""
         self._turn_to(plan)
         if bucket not in self._parts:
             self._parts[bucket] = tuple(filter(self._is_part, plan.in_bucket(bucket)))
         return self._parts[bucket]
 
     def all(self, plan: BucketPlan, memory: torch.Tensor) -> Views:
-        """All weights in `memory`, uint8, in which bucket b lies at `bucket_offsets(plan)[b]`."""
+        """Return views of all weights in `memory`, uint8, in which bucket b lies at `bucket_offsets(plan)[b]`."""
         self._turn_to(plan)
         made = self._kept(-1, memory)
         if not made:
@@ -63,12 +63,12 @@ class BucketViews:
         return made
 
     def last_bucket(self, plan: BucketPlan, name: str) -> int:
-        """The bucket that the weight ends in."""
+        """Return the bucket that the weight ends in."""
         self._turn_to(plan)
         return self._last[name]
 
     def clear(self) -> None:
-        """Let go of the buffers."""
+        """Drop all views, which releases the buffers."""
         self._made = {}
 
     def _is_part(self, entry: BucketEntry) -> bool:
@@ -83,26 +83,26 @@ class BucketViews:
             self._plan = plan
 
     def _kept(self, bucket: int, buffer: torch.Tensor) -> Views:
-        """Those made before of this bucket in this buffer, to be filled when there are none."""
-        if not buffer.is_cuda:  # cheap to make; and a mapping of the host's memory must not be held for them
+        """Return the views made before of this bucket in this buffer, or an empty mapping to fill."""
+        if not buffer.is_cuda:  # they are cheap to make, and must not keep a mapping of host memory alive
             return {}
         key = (bucket, buffer.data_ptr(), len(buffer))
         if key not in self._made and self._plan is not None and len(self._made) > 4 * len(self._plan.sizes):
-            self._made = {}  # of a sender that is gone, whose buffers they would keep
+            self._made = {}  # old views would keep the buffers of a sender that is gone
         return self._made.setdefault(key, {})
 
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """How a bucket on a GPU is taken."""
+    """Copies the weights of one bucket on a GPU to where they belong."""
 
     scatter: Scatter
     placed: frozenset[str]
-    """The weights that it brings, all or a piece, to where they belong."""
+    """Names of the weights of which it copies all or a piece."""
 
 
 class BucketLandings:
-    """Those of one plan and one model's places at a time."""
+    """Makes and keeps the landings of one plan and one model's places at a time."""
 
     def __init__(self) -> None:
         self._plan: BucketPlan | None = None
@@ -110,8 +110,11 @@ class BucketLandings:
         self._made: dict[int, Landing] = {}
 
     def of(self, plan: BucketPlan, bucket: int, places: Mapping[str, torch.Tensor], device: torch.device) -> Landing:
-        """places: by HF name, where weights belong; kept are those of the mapping that was given last, which must not
-        change. A place is left out when it is not contiguous, on `device`, and in the weight's dtype and shape."""
+        """Return the landing of a bucket.
+
+        places: memory of the weights by HF name. Landings are kept for the mapping that was given last, which must not
+        change. A place is left out unless it is contiguous, on `device`, and in the weight's dtype and shape.
+        """
         if self._plan is not plan or self._places is not places:
             self._plan, self._places, self._made = plan, places, {}
         if bucket not in self._made:
@@ -128,7 +131,7 @@ class BucketLandings:
         return self._made[bucket]
 
     def clear(self) -> None:
-        """Let go of the places."""
+        """Drop all landings, which releases the places."""
         self._plan, self._places, self._made = None, {}, {}
 
 

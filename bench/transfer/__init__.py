@@ -1,1 +1,1 @@
-"""`headrace bench transfer`: every store against every baseline, on the same rows."""
+"""The benchmark `headrace bench transfer` compares every store with every baseline on the same rows."""

@@ -1,4 +1,4 @@
-"""`headrace bench transfer`: every store against every baseline, in one run, on the same bytes."""
+"""Runs `headrace bench transfer`, which measures every store and every baseline on the same bytes in one run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...codecs.owned_folder import SHARED_MEMORY
 from ...dataplane.config import StoreKind
 from ...dataplane.errors import DataPlaneError
 from ...trainers.errors import UserError
@@ -28,7 +29,7 @@ from .workloads import LoadSpec
 _logger = logging.getLogger(__name__)
 
 WORKLOADS = tuple(name for name in DESCRIBED if name != "step")
-"""Those that are measured op by op; `step` is a pattern."""
+"""Names of the workloads that are measured op by op; the workload `step` has its own pattern."""
 STORES = ("local", "shm", "ray", "simple", "mooncake")
 PATTERNS: dict[str, frozenset[Op]] = {
     "put": frozenset(("put",)),
@@ -41,22 +42,22 @@ PATTERNS: dict[str, frozenset[Op]] = {
     "step": frozenset(("step",)),
 }
 TOGETHER = ("wide-32", "narrow-1")
-"""Measured in the same rounds, as their ratio is asked for."""
+"""Workloads that are measured in the same rounds, because the summary has their ratio."""
 CHECKSUM_WORKLOADS = ("rl-1024", "rl-256")
-"""The first of these that runs also runs with checksums on."""
+"""Workloads of which the first that is chosen is also measured with checksums on."""
 QUICK_WORKLOADS = {"rl-256": 1.0, "rl-1024": 1.0, "tiny": 1.0, "dense": 0.25}
 QUICK_STORES = tuple(kind for kind in STORES if kind != "local")
-"""`local` is the reference that others are tested against; over processes it is slow."""
+"""Stores that `--quick` measures, without `local`, the reference implementation, which is slow over processes."""
 QUICK_SECOND = "rl-1024"
 CAPACITY_MIB = 1024
 OBJECT_STORE_MIB = 3072
 RAY_CPUS = 4
-"""Logical: only TransferQueue's actors ask for any."""
+"""Number of logical CPUs of the benchmark's Ray, of which only TransferQueue's actors request any."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    """What to run."""
+    """The options of one run of the benchmark."""
 
     out: Path
     stores: tuple[str, ...] = STORES
@@ -65,9 +66,9 @@ class TransferOptions:
     baselines: tuple[str, ...] = baselines.NAMES
     quick: bool = False
     in_process: bool = False
-    """Threads of this process and no Ray: for tests."""
+    """Whether threads of this process replace Ray and its processes, as in tests."""
     share: float = 1.0
-    """Part of every workload's rows, for tests."""
+    """Share of every workload's rows that is measured, smaller in tests."""
 
     def __post_init__(self) -> None:
         _check("--stores", self.stores, STORES)
@@ -84,14 +85,14 @@ class TransferOptions:
         return (8,) if self.quick else (2, 4, 8)
 
     def specs(self) -> list[list[LoadSpec]]:
-        """Workloads that are measured in the same rounds, as they are compared with one another, stand together."""
+        """Return the chosen workloads in lists; those in one list are measured in the same rounds to be compared."""
         shares = {name: QUICK_WORKLOADS.get(name, 1.0) * self.share if self.quick else self.share for name in WORKLOADS}
         chosen = [LoadSpec(name, shares[name]) for name in self.workloads]
         pair = [spec for spec in chosen if spec.name in TOGETHER]
         return [[spec] for spec in chosen if spec.name not in TOGETHER] + ([pair] if pair else [])
 
     def second_specs(self) -> list[list[LoadSpec]]:
-        """The workloads of `transferqueue_mooncake`; `--quick` has time for one."""
+        """Return the workloads for `transferqueue_mooncake`; `--quick` has time for only one."""
         specs = self.specs()
         return [group for group in specs if group[0].name == QUICK_SECOND] or specs[:1] if self.quick else specs
 
@@ -102,20 +103,20 @@ class TransferOptions:
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """What a run found."""
+    """The results of one run of the benchmark."""
 
     results: list[Result]
     steps: list[StepResult]
     summary: dict[str, float]
     absent: dict[str, str]
-    """Store or baseline -> why it did not take part, and how to get it."""
+    """Reason why each absent store or baseline was not measured and how to install it, by name."""
     conditions: dict[str, Any]
 
 
 def run_transfer(options: TransferOptions, tell: Callable[[str], None]) -> TransferReport:
-    """Measure, and write results.jsonl and summary.json into `options.out`. `tell` is given a line per phase.
+    """Measure, and write results.jsonl and summary.json into `options.out`. `tell` is called with a line per phase.
 
-    Raises UserError when none of the chosen stores can start. A case that fails is reported as failed.
+    A case that fails is reported as failed. Raises UserError when none of the chosen stores can start.
     """
     options.out.mkdir(parents=True, exist_ok=True)
     absent = {kind: why for kind in options.stores if (why := why_absent(kind, options.in_process))}
@@ -142,13 +143,13 @@ def run_transfer(options: TransferOptions, tell: Callable[[str], None]) -> Trans
 
 
 def why_absent(kind: str, in_process: bool) -> str:
-    """Why a store cannot take part, and what puts that right; "" when it can."""
+    """Return why a store cannot be measured and how to change that; "" when it can."""
     if in_process:
-        return "" if kind in ("local", "shm") else "needs Ray, which this run does without"
+        return "" if kind in ("local", "shm") else "needs Ray, which this run does not use"
     probe = next(probe for probe in doctor.PROBES if probe.area == "store" and probe.name == kind)
     error = doctor.try_imports({kind: probe.imports})[kind] if probe.extra else ""
     if kind == "shm":
-        error = doctor.write_error(doctor.SHM)
+        error = doctor.write_error(SHARED_MEMORY)
     finding = doctor.verdict(probe, error, typing.get_args(StoreKind))
     if finding.state is doctor.State.OK:
         return ""
@@ -184,12 +185,12 @@ def _first_run(
                 sums: list[Contender] = []
                 if any(spec.name == checked for spec in specs):
                     sums = _checksummed(open_one, kinds, absent, in_process)
-                # Two workloads of 256 MiB with everybody's buffers in the same processes is more than 24 GiB hold.
+                # Two workloads of 256 MiB with the buffers of all contenders in the same processes exceed 24 GiB.
                 everyone = [contender for contender in (*stores, *others, *sums) if contender is not None]
                 turns = [[one] for one in everyone] if len(specs) > 1 else [everyone]
                 for part, seated in enumerate(turns):
                     if number + part and not options.quick:
-                        pool.restart()  # what was left in the processes' heaps adds up to all memory
+                        pool.restart()  # memory that the processes' heaps keep would add up to all memory
                     results += measure([(pool, contender) for contender in seated], specs, pattern, tell)
                 for contender in sums:
                     contender.close()
@@ -207,17 +208,18 @@ def _first_run(
 
 
 def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable[[str], None]) -> list[Result]:
-    """`mooncake` against TransferQueue's MooncakeStore; the store's figures here bear the suffix PAIRED.
+    """Measure `mooncake` against TransferQueue's MooncakeStore; the store's results here have the suffix PAIRED.
 
-    A run of its own, as two TransferQueues cannot live in one Ray; and processes of its own for each of the two, as
-    the store forces settings of mooncake upon its process.
+    This needs its own Ray, because one Ray cannot host two TransferQueues, and separate processes for each contender,
+    because MooncakeStore changes mooncake's settings in its process.
     """
     name, pattern = baselines.SECOND_RUN, options.pattern()
-    if options.quick:  # and with few processes, whose start takes longer than all the rest
+    if options.quick:  # few processes, because starting them takes longer than everything else
         pattern = replace(pattern, ops=pattern.ops - {"gets"}, readers=())
     results = []
     for specs in options.second_specs():
-        # All anew for each: the baseline's clients lend their memory to its master, which does not get over their end.
+        # Everything is started anew for each list, because the baseline's master fails when its clients end, whose
+        # memory it uses.
         with ExitStack() as stack:
             open_one = _Opener(stack, absent, tell)
             pool, other = _start_pool(stack, options, pattern), _start_pool(stack, options, pattern)
@@ -233,7 +235,7 @@ def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable
 
 
 class _Opener:
-    """Opens contenders, closes them in the end; one that cannot start is told and noted as absent."""
+    """Opens contenders and closes them at the end; a contender that cannot start is recorded as absent."""
 
     def __init__(self, stack: ExitStack, absent: dict[str, str], tell: Callable[[str], None]) -> None:
         self._stack = stack
@@ -267,7 +269,7 @@ def _store(kind: str, in_process: bool, *, checksum: bool = False, block_rows: i
 
 
 def _start_pool(stack: ExitStack, options: TransferOptions, pattern: Pattern) -> ProcessPool:
-    """The processes, ended with `stack`."""
+    """Start the processes, which end with `stack`."""
     num_consumers = max(DP + 1, *pattern.readers) if pattern.readers else DP + 1
     pool = ThreadPool(num_consumers) if options.in_process else RayPool(num_consumers)
     stack.callback(pool.close)
@@ -276,7 +278,7 @@ def _start_pool(stack: ExitStack, options: TransferOptions, pattern: Pattern) ->
 
 @contextmanager
 def _ray(in_process: bool) -> Iterator[None]:
-    """A Ray of the benchmark's own, unless it is not needed."""
+    """Start a Ray for the benchmark, unless it is not needed."""
     if in_process:
         yield
         return

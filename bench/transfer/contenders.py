@@ -1,8 +1,8 @@
-"""What takes part in the benchmark: a way to bring rows from one process to others, in its two halves.
+"""Defines the interfaces of contenders, which are ways to bring rows from one process to others.
 
-`Contender` is the driver's half: it starts and ends what the way needs. `Endpoint` is in every worker process: only its
-`put`, `get`, `write`, `claim` and `clear` are timed. Between them travels a token: what a reader must hold (a receipt,
-keys, an object reference, a number of bytes).
+A `Contender` is in the driver and starts and ends what the contender needs. An `Endpoint` is in every worker process,
+where only its `put`, `get`, `write`, `claim` and `clear` are timed. A put returns a token that a reader needs: a
+receipt, keys, an object reference or a number of bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .digests import Digests
 from .workloads import Load, LoadSpec
 
 Op = Literal["put", "get", "gets", "field", "write_back", "clear", "claim", "step"]
-"""`gets`: shuffled over several readers; `field`: one of many; `claim`: by a consumer that waits for the put."""
+"""Names of the operations. `gets` reads shuffled rows with several readers, `field` reads one field of many, and
+`claim` is the call of a consumer that waits for the put."""
 
 ROW_OPS: frozenset[Op] = frozenset(("put", "get", "gets", "field", "write_back", "clear", "step"))
 STORE_OPS: frozenset[Op] = frozenset(("claim", *ROW_OPS))
@@ -30,20 +31,20 @@ CHECKSUMMED = "+checksum"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one of several readers wants of a put."""
+    """The part of a put that one of several readers reads."""
 
     index: int
     count: int
     rows: np.ndarray
-    """int64: its rows, for contenders that know rows; the others take part `index` of `count` of the bytes."""
+    """Rows that the reader reads (int64). Contenders that know only bytes read part `index` of `count` instead."""
 
     def byte_range(self, nbytes: int) -> tuple[int, int]:
-        """(start, stop) of its part of `nbytes` bytes."""
+        """Return (start, stop) of the reader's part of `nbytes` bytes."""
         return nbytes * self.index // self.count, nbytes * (self.index + 1) // self.count
 
 
 def shares(num_rows: int, count: int) -> list[Share]:
-    """The rows, shuffled, dealt to `count` readers; in order for a single one."""
+    """Shuffle the rows and divide them among `count` readers; a single reader gets them in order."""
     if count == 1:
         return [Share(0, 1, np.arange(num_rows))]
     dealt = np.array_split(np.random.default_rng(count).permutation(num_rows), count)
@@ -51,31 +52,31 @@ def shares(num_rows: int, count: int) -> list[Share]:
 
 
 class Endpoint(Protocol):
-    """One process's half, for one workload."""
+    """The part of a contender that runs in one worker process, for one workload."""
 
     def put(self, load: Load, values: TensorDict, keys: Sequence[str]) -> Any:
-        """Write the first put's fields as new rows; returns the token for all of it."""
+        """Write the first put's fields as new rows; returns the token for all of them."""
         ...
 
     def get(self, token: Any, share: Share, fields: Sequence[str] | None) -> Any:
-        """Read what a token of the share stands for (`fields` None: all that it has)."""
+        """Read the given fields of the share that a token refers to; `fields` None reads all."""
         ...
 
     def fingerprint(self, got: Any) -> Digests:
-        """Digests of what a `get` gave."""
+        """Return digests of the result of a `get`."""
         ...
 
     def close(self) -> None:
-        """Let go of everything this process holds. Idempotent."""
+        """Release everything that this process holds. Idempotent."""
         ...
 
 
 @runtime_checkable
 class ByteEndpoint(Endpoint, Protocol):
-    """An endpoint that knows bytes only."""
+    """An endpoint that knows only bytes."""
 
     def expected(self, load: Load, share: Share) -> Digests:
-        """The fingerprint that a right read of the share has; asked of the producer's endpoint."""
+        """Return the fingerprint of a correct read of the share; only the producer's endpoint is asked."""
         ...
 
 
@@ -84,15 +85,15 @@ class RowEndpoint(Endpoint, Protocol):
     """An endpoint that knows rows and fields."""
 
     def write(self, keys: Sequence[str], values: TensorDict, rewards: np.ndarray | None) -> Any:
-        """Write fields of rows, new or known; returns the token of what was written. rewards: `[N]`, a tag of each."""
+        """Write fields of rows, new or known, with `rewards` `[N]` as a tag; returns the token of what was written."""
         ...
 
     def clear(self, token: Any) -> None:
-        """Forget the token's rows."""
+        """Remove the token's rows."""
         ...
 
     def counters(self) -> dict[str, int]:
-        """Growing counts: `directory_calls`, `bytes_got`, `wire_bytes_put`."""
+        """Return the totals so far of `directory_calls`, `bytes_got` and `wire_bytes_put`."""
         ...
 
 
@@ -101,12 +102,12 @@ class ClaimEndpoint(RowEndpoint, Protocol):
     """An endpoint that leases rows to tasks."""
 
     def claim(self, num_rows: int, timeout_s: float) -> None:
-        """Wait for rows with all first fields, lease them; they are given up with the rows themselves."""
+        """Wait for rows with all fields of the first put and lease them; clearing the rows ends the lease."""
         ...
 
 
 class Contender(Protocol):
-    """The driver's half."""
+    """The part of a contender that runs in the driver."""
 
     @property
     def name(self) -> str: ...
@@ -115,15 +116,15 @@ class Contender(Protocol):
     def ops(self) -> frozenset[Op]: ...
 
     def factory(self, spec: LoadSpec) -> Callable[[], Endpoint]:
-        """Picklable; makes an endpoint in a worker. Called once before a workload begins."""
+        """Return a picklable function that makes an endpoint in a worker. Called once before a workload begins."""
         ...
 
     def part(self, token: Any, share: Share) -> Any:
-        """The token for one share."""
+        """Return the token of one share."""
         ...
 
     def close(self) -> None:
-        """End what was started. Idempotent."""
+        """End everything that was started. Idempotent."""
         ...
 
 
@@ -132,13 +133,13 @@ class RowContender(Contender, Protocol):
     """A contender whose tokens follow rows through a step."""
 
     def keys(self, token: Any) -> Sequence[str]:
-        """The token's rows."""
+        """Return the keys of the token's rows."""
         ...
 
     def merge(self, token: Any, written: Any) -> Any:
-        """The token, able to read what was written to its rows since."""
+        """Return a token that can also read the fields that `written` stands for."""
         ...
 
     def blocks(self, token: Any, fields: Sequence[str]) -> frozenset[int]:
-        """Blocks that a read of `fields` touches; empty where there are none."""
+        """Return the ids of the blocks that a read of `fields` touches; empty for a contender without blocks."""
         ...

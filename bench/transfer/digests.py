@@ -1,4 +1,4 @@
-"""Digests of rows and of byte ranges: how a read is compared with what was written, in another process."""
+"""Computes digests of rows and byte ranges, to compare a read with what another process wrote."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from ...codecs.batch import Jagged, Ragged
 from ...codecs.gather import as_bytes
 
 Digests = dict[str, np.ndarray]
-"""Field -> uint64 `[N]`, one digest a row."""
+"""Digests of the rows of each field, by field: uint64 `[N]`."""
 
 BYTES = "bytes"
-"""What byte contenders call their one field."""
+"""Name of the single field of contenders that know only bytes."""
 
 
 class Mismatch(ValueError):
-    """A read gave other bytes, another dtype or other rows than were written."""
+    """A read returned other bytes, another dtype or other rows than were written."""
 
 
 def row_digests(columns: Mapping[str, Any]) -> Digests:
-    """xxh3 of every row's bytes and dtype. Takes columns of a Batch or of a TensorDict."""
+    """Compute xxh3 of every row's bytes and dtype, for columns of a Batch or of a TensorDict."""
     return {name: np.array([_digest(row) for row in _rows(column)], np.uint64) for name, column in columns.items()}
 
 
 def bytes_digest(data: Any) -> Digests:
-    """xxh3 of one buffer, as the only row of field BYTES."""
+    """Compute xxh3 of one buffer, as the only row of field BYTES."""
     return {BYTES: np.array([xxhash.xxh3_64_intdigest(data)], np.uint64)}
 
 
 def check(got: Digests, expected: Digests, what: str) -> None:
-    """Raises Mismatch naming the field and the first row that differs, or that fields or rows are missing."""
+    """Raise Mismatch naming the field and the first row that differs, or the fields or rows that are missing."""
     if set(got) != set(expected):
         raise Mismatch(f"{what}: read fields {sorted(got)}, expected {sorted(expected)}")
     for name, wanted in expected.items():
@@ -80,4 +80,4 @@ _DTYPE_SEEDS = {
         )
     )
 }
-"""A row read as another dtype than it was written in is a mismatch, whatever its bytes."""
+"""Seeds of the digests by dtype, so that a row that is read with another dtype than it was written is a mismatch."""

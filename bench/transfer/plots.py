@@ -1,13 +1,18 @@
-"""Plots of the transfer benchmark, as PNG: bars against the limit, throughput against size, latency percentiles."""
+"""Draws the transfer benchmark's plots as PNG: throughput with memcpy as the limit, throughput by size, and latency."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from ...codecs.imports import MissingExtra
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
+except ModuleNotFoundError:
+    raise MissingExtra("matplotlib", "a benchmark's report", "report") from None
 
 from .contenders import CHECKSUMMED
 from .results import PAIRED, Result
@@ -17,7 +22,7 @@ SHOWN_OPS = ("put", "get", "get8")
 
 
 def draw(results: Sequence[Result], stores: Sequence[str], under: str, folder: Path) -> list[Path]:
-    """All plots that the results have figures for; returns the files. under: the conditions, one line."""
+    """Draw all plots that the results have values for; returns the files. `under` is a line with the conditions."""
     timed = [result for result in results if result.seconds and not result.contender.endswith((CHECKSUMMED, PAIRED))]
     moved = [result for result in timed if result.nbytes and result.op in SHOWN_OPS]
     if not moved:
@@ -39,9 +44,9 @@ def draw(results: Sequence[Result], stores: Sequence[str], under: str, folder: P
 
 
 def _bars(results: Sequence[Result], ops: Sequence[str], stores: Sequence[str], colour: dict[str, str]) -> Figure:
-    """MiB/s by workload and contender; a line marks memcpy, the limit, where it ran."""
+    """Draw MiB/s by workload and contender; a line marks memcpy, the limit, if it was measured."""
     figure, places = _grid(
-        1, len(ops), "MiB/s, of the median run (log scale); the black line is one memcpy of the same bytes"
+        1, len(ops), "MiB/s of the median run (log scale); the black line is one memcpy of the same bytes"
     )
     workloads = list(dict.fromkeys(result.workload for result in results))
     ordered = [name for name in colour if name in stores] + [name for name in colour if name not in stores]
@@ -66,8 +71,8 @@ def _bars(results: Sequence[Result], ops: Sequence[str], stores: Sequence[str], 
 
 
 def _sizes(results: Sequence[Result], ops: Sequence[str], colour: dict[str, str]) -> Figure:
-    """MiB/s against bytes a run."""
-    figure, places = _grid(1, len(ops), "MiB/s against the MiB of one run, a point per workload")
+    """Draw MiB/s against the size of one run."""
+    figure, places = _grid(1, len(ops), "MiB/s against the MiB of one run, one point per workload")
     for axes, op in zip(places, ops, strict=True):
         for name in colour:
             points = sorted((r.nbytes / 2**20, r.mib_per_s) for r in results if r.op == op and r.contender == name)
@@ -76,13 +81,13 @@ def _sizes(results: Sequence[Result], ops: Sequence[str], colour: dict[str, str]
         axes.set_title(op, loc="left", fontsize=9)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        axes.set_xlabel("MiB a run", fontsize=8)
+        axes.set_xlabel("MiB per run", fontsize=8)
     _legend(figure, places[0])
     return figure
 
 
 def _percentiles(results: Sequence[Result], ops: Sequence[str], colour: dict[str, str]) -> Figure:
-    """Share of runs that took at most so long, of the smallest and the largest workload."""
+    """Draw the share of runs within each duration, for the smallest and the largest workload."""
     by_size = sorted({(result.nbytes, result.workload) for result in results})
     chosen = list(dict.fromkeys((by_size[0][1], by_size[-1][1])))
     figure, places = _grid(len(chosen), len(ops), "share of runs that took at most so many milliseconds")
@@ -98,7 +103,7 @@ def _percentiles(results: Sequence[Result], ops: Sequence[str], colour: dict[str
             )
         axes.set_title(f"{workload}: {op}", loc="left", fontsize=9)
         axes.set_xscale("log")
-        axes.xaxis.set_minor_formatter(NullFormatter())  # over less than a decade they would run into each other
+        axes.xaxis.set_minor_formatter(NullFormatter())  # labels of less than a decade would overlap
         axes.set_ylim(0, 1.02)
     _legend(figure, places[0])
     return figure

@@ -1,4 +1,4 @@
-"""The benchmark's processes: a producer, consumers and one that serves, as Ray actors or (for tests) as threads."""
+"""Runs the benchmark's processes, which are a producer, consumers and a server, as Ray actors or threads (in tests)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .baselines.transferqueue import PROCESS_ENV
 from .process import BenchProcess
 
 CALL_TIMEOUT_S = 120.0
-"""Bound of every call: what a contender's own call does within it is measured, what it does not is a failure."""
+"""Seconds that every call may take; a contender whose call takes longer has failed."""
 START_TIMEOUT_S = 180.0
 SERVE_TIMEOUT_S = 30.0
 
@@ -24,31 +24,32 @@ SERVING = "serving"
 
 
 def consumer(number: int) -> str:
-    """The name of consumer `number`."""
+    """Return the name of consumer `number`."""
     return f"consumer{number}"
 
 
 class ProcessLost(RuntimeError):
-    """A process died or did not answer within its bound: the pool must `restart`."""
+    """A process died or did not answer in time, so the pool must `restart`."""
 
 
 class ProcessPool(Protocol):
-    """Named processes. Calls to one process come one after another, in the order they were started."""
+    """A pool of named processes. A process runs its calls one after another, in the order in which they were
+    started."""
 
     names: tuple[str, ...]
     lead_s: float
-    """How far ahead processes are told to start together: longer than it takes to tell them."""
+    """Seconds between the request to start together and the common start, longer than sending the requests takes."""
 
     def start(self, process: str, method: str, *args: Any) -> Any:
-        """Begin `method` of a process; give what this returns to `gather`."""
+        """Start `method` of a process; returns a call to pass to `gather`."""
         ...
 
     def gather(self, calls: Sequence[Any], timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
-        """The results in order. Raises what a process raised, or ProcessLost."""
+        """Return the results of the calls in order. Raises a process's own exception, or ProcessLost."""
         ...
 
     def restart(self) -> None:
-        """End all processes, whatever they do, and begin with new ones."""
+        """End all processes, whatever they do, and start new ones."""
         ...
 
     def close(self) -> None:
@@ -57,17 +58,17 @@ class ProcessPool(Protocol):
 
 
 def call(pool: ProcessPool, process: str, method: str, *args: Any) -> Any:
-    """Start and gather one call."""
+    """Run one call and return its result."""
     return pool.gather([pool.start(process, method, *args)])[0]
 
 
 def process_names(num_consumers: int) -> tuple[str, ...]:
-    """All processes of a pool."""
+    """Return the names of all processes of a pool."""
     return (PRODUCER, SERVING, *[consumer(number) for number in range(num_consumers)])
 
 
 class RayPool:
-    """Each process in a Ray actor's process. Ray must be initialised."""
+    """Runs each process as a Ray actor. Ray must be initialised."""
 
     lead_s = 0.05
 
@@ -90,7 +91,7 @@ class RayPool:
             raise ProcessLost(f"a benchmark process died: {error}") from None
 
     def restart(self) -> None:
-        """The serving process goes on: its servers hang on nobody."""
+        """End and replace all processes but the serving one, whose servers depend on no other process."""
         names = [name for name in self.names if name != SERVING]
         self._end(names)
         self._begin(names)
@@ -112,7 +113,7 @@ class RayPool:
 
 
 class ThreadPool:
-    """Each process in a thread of this process, for in-process data planes."""
+    """Runs each process as a thread of this process, for in-process data planes."""
 
     lead_s = 0.005
 
@@ -143,7 +144,7 @@ class ThreadPool:
 
 
 class PoolHost:
-    """Puts servers into the pool's serving process."""
+    """Starts and stops servers in the pool's serving process."""
 
     def __init__(self, pool: ProcessPool) -> None:
         self._pool = pool

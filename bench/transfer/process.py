@@ -1,4 +1,4 @@
-"""What runs in each of the benchmark's processes: one endpoint per contender, and a clock around each call."""
+"""Runs in each of the benchmark's processes, where it has one endpoint per contender and times each call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .workloads import Load, LoadSpec, build_load, column_bytes
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When something ran: CLOCK_MONOTONIC seconds, comparable between the processes of a host."""
+    """The start and end of a call in CLOCK_MONOTONIC seconds, which the processes of a host can compare."""
 
     start: float
     end: float
@@ -31,27 +31,27 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class LoadSize:
-    """A workload's size."""
+    """The size of a workload."""
 
     num_rows: int
     first: tuple[str, ...]
-    """Fields of the first put."""
+    """Names of the fields of the first put."""
     field_bytes: dict[str, int]
-    """Bytes of each column's values, of all fields."""
+    """Number of bytes of each field's values, for all fields."""
     lengths: np.ndarray | None
-    """int64 `[N]` tokens; None where rows have none."""
+    """Number of tokens of each row: int64 `[N]`; None when rows have no tokens."""
     groups: np.ndarray
-    """int64 `[N]`: number of each row's prompt."""
+    """Number of each row's prompt: int64 `[N]`."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the first put."""
+        """Number of bytes of the first put."""
         return sum(self.field_bytes[name] for name in self.first)
 
 
 @dataclass(frozen=True, slots=True)
-class Station:
-    """One contender on one workload, in this process."""
+class OpenEndpoint:
+    """One contender's open endpoint for one workload, in this process."""
 
     spec: LoadSpec
     endpoint: Endpoint
@@ -60,41 +60,41 @@ class Station:
 
 
 class BenchProcess:
-    """One process. Calls come one at a time. A station goes by a label of the caller's choice."""
+    """One process of the benchmark, whose calls come one at a time and name an endpoint by a label of the caller."""
 
     def __init__(self) -> None:
-        torch.set_num_threads(1)  # the processes share few cores; also what Ray gives an actor
+        torch.set_num_threads(1)  # the processes share few cores, and Ray gives an actor one thread too
         self._loads: dict[LoadSpec, Load] = {}
         self._digests: dict[LoadSpec, Digests] = {}
         self._values: dict[tuple[LoadSpec, tuple[str, ...], bytes], TensorDict] = {}
-        self._stations: dict[str, Station] = {}
+        self._open: dict[str, OpenEndpoint] = {}
         self._servers: dict[str, Server] = {}
 
     # -------------------------------------------------------------- set-up
 
     def size(self, spec: LoadSpec) -> LoadSize:
-        """Builds the workload's rows; other processes do so when they need them."""
+        """Build the workload's rows and return their size; other processes build them when they need them."""
         load = self._load(spec)
         groups = np.arange(load.num_rows) // load.group_size
         fields = {name: column_bytes(load.batch[name]) for name in load.batch}
         return LoadSize(load.num_rows, load.first, fields, load.batch.lengths, groups)
 
     def join(self, label: str, spec: LoadSpec, factory: Callable[[], Endpoint]) -> None:
-        """Open a station."""
-        self._stations[label] = Station(spec, factory(), {})
+        """Open an endpoint under `label`."""
+        self._open[label] = OpenEndpoint(spec, factory(), {})
 
     def leave(self) -> None:
-        """Close every station, forget all rows. Idempotent."""
-        stations, self._stations = self._stations, {}
-        for station in stations.values():
-            station.endpoint.close()
+        """Close every endpoint and drop all rows. Idempotent."""
+        opened, self._open = self._open, {}
+        for one in opened.values():
+            one.endpoint.close()
         self._loads, self._digests, self._values = {}, {}, {}
 
     def idle(self) -> None:
-        """Nothing: answered once all earlier calls have been."""
+        """Do nothing; this call returns once all earlier calls have ended."""
 
     def serve(self, name: str, start: Callable[[], Server]) -> tuple[str, int]:
-        """Start a server here; returns its address."""
+        """Start a server in this process; returns its address."""
         self._servers[name] = start()
         return self._servers[name].address
 
@@ -107,10 +107,10 @@ class BenchProcess:
     # -------------------------------------------------------------- timed
 
     def put(self, label: str, run: str) -> tuple[Any, Span]:
-        """(token, span) of the first put under keys of `run`."""
-        station = self._stations[label]
-        load, endpoint = self._load(station.spec), station.endpoint
-        values, keys = self._tensordict(station.spec, load.first, None), load.keys(run)
+        """Put the first put's fields under keys of `run`; returns (token, span)."""
+        opened = self._open[label]
+        load, endpoint = self._load(opened.spec), opened.endpoint
+        values, keys = self._tensordict(opened.spec, load.first, None), load.keys(run)
         start = time.monotonic()
         token = endpoint.put(load, values, keys)
         return token, Span(start, time.monotonic())
@@ -124,8 +124,8 @@ class BenchProcess:
         start_at: float = 0.0,
         expected: Digests | None = None,
     ) -> Span:
-        """Read a share; from `start_at` on, if that is still to come. Raises Mismatch when it is not as `expected`."""
-        endpoint = self._stations[label].endpoint
+        """Read a share, not before `start_at`; returns the span. Raises Mismatch when the result is not `expected`."""
+        endpoint = self._open[label].endpoint
         time.sleep(max(0.0, start_at - time.monotonic()))
         start = max(start_at, time.monotonic())
         got = endpoint.get(token, share, fields)
@@ -137,24 +137,24 @@ class BenchProcess:
     def write(
         self, label: str, keys: Sequence[str], fields: tuple[str, ...], rows: np.ndarray | None, reward: bool = False
     ) -> tuple[Any, Span]:
-        """(token, span) of writing fields of rows. reward: tag the rows too."""
-        endpoint = self._stations[label].endpoint
+        """Write fields of rows, with `reward` also a tag; returns (token, span)."""
+        endpoint = self._open[label].endpoint
         assert isinstance(endpoint, RowEndpoint)
-        values = self._tensordict(self._stations[label].spec, fields, rows)
+        values = self._tensordict(self._open[label].spec, fields, rows)
         rewards = np.linspace(0, 1, len(keys), dtype=np.float32) if reward else None
         start = time.monotonic()
         token = endpoint.write(keys, values, rewards)
         return token, Span(start, time.monotonic())
 
     def claim(self, label: str, num_rows: int, timeout_s: float) -> Span:
-        endpoint = self._stations[label].endpoint
+        endpoint = self._open[label].endpoint
         assert isinstance(endpoint, ClaimEndpoint)
         start = time.monotonic()
         endpoint.claim(num_rows, timeout_s)
         return Span(start, time.monotonic())
 
     def clear(self, label: str, token: Any) -> Span:
-        endpoint = self._stations[label].endpoint
+        endpoint = self._open[label].endpoint
         assert isinstance(endpoint, RowEndpoint)
         start = time.monotonic()
         endpoint.clear(token)
@@ -169,13 +169,13 @@ class BenchProcess:
         write: tuple[tuple[str, ...], Sequence[str]] | None,
         expected: Digests | None = None,
     ) -> tuple[Any, Span]:
-        """One stage of a step here: read the columns that are not kept since `forget`, write (fields, keys) back.
+        """Run one stage of a step: read the columns that are not kept since `forget`, and write (fields, keys) back.
 
-        Returns the token of what was written (None without) and the span of all that.
+        Returns the token of what was written, None without `write`, and the span of the whole stage.
         """
-        station = self._stations[label]
-        endpoint, kept = station.endpoint, station.kept
-        values = None if write is None else self._tensordict(station.spec, write[0], share.rows)
+        opened = self._open[label]
+        endpoint, kept = opened.endpoint, opened.kept
+        values = None if write is None else self._tensordict(opened.spec, write[0], share.rows)
         start = time.monotonic()
         missing = tuple(field for field in read if field not in kept)
         got = endpoint.get(token, share, missing) if missing else None
@@ -189,25 +189,25 @@ class BenchProcess:
         return written, Span(start, time.monotonic())
 
     def forget(self, label: str) -> None:
-        """Let go of the columns that stages have kept."""
-        self._stations[label].kept.clear()
+        """Drop the columns that stages have kept."""
+        self._open[label].kept.clear()
 
-    # -------------------------------------------------------------- looked at
+    # -------------------------------------------------------------- verification and counts
 
     def expected(self, label: str, share: Share, fields: Sequence[str] | None) -> Digests:
-        """What a right read of a share gives (`fields` None: the first put's)."""
-        station = self._stations[label]
-        load = self._load(station.spec)
-        if isinstance(station.endpoint, ByteEndpoint):
-            return station.endpoint.expected(load, share)
-        if station.spec not in self._digests:
-            self._digests[station.spec] = row_digests(load.batch)
+        """Return the digests of a correct read of a share; `fields` None means the first put's."""
+        opened = self._open[label]
+        load = self._load(opened.spec)
+        if isinstance(opened.endpoint, ByteEndpoint):
+            return opened.endpoint.expected(load, share)
+        if opened.spec not in self._digests:
+            self._digests[opened.spec] = row_digests(load.batch)
         names = load.first if fields is None else fields
-        return {field: self._digests[station.spec][field][share.rows] for field in names}
+        return {field: self._digests[opened.spec][field][share.rows] for field in names}
 
     def counters(self, label: str) -> dict[str, int]:
-        """Growing counts of this process's endpoint."""
-        endpoint = self._stations[label].endpoint
+        """Return the totals so far of this process's endpoint."""
+        endpoint = self._open[label].endpoint
         return endpoint.counters() if isinstance(endpoint, RowEndpoint) else {}
 
     def _load(self, spec: LoadSpec) -> Load:
@@ -216,7 +216,7 @@ class BenchProcess:
         return self._loads[spec]
 
     def _tensordict(self, spec: LoadSpec, fields: tuple[str, ...], rows: np.ndarray | None) -> TensorDict:
-        """Made once for each choice, outside of every clock."""
+        """Return the rows as a TensorDict, which is made only once for each choice and outside of all timing."""
         key = spec, fields, b"" if rows is None else rows.tobytes()
         if key not in self._values:
             self._values[key] = self._load(spec).tensordict(fields, rows)

@@ -1,4 +1,4 @@
-"""The transfer benchmark written up: a table for the terminal, Markdown for a page."""
+"""Presents the transfer benchmark's results as tables for the terminal and as a Markdown page."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from .results import Result
 from .workloads import WORKLOADS
 
 STEP_NOTE = (
-    "Bytes put: values of the columns written; on the wire: with block headers and lengths. "
-    "Times are the stages', first start to last end; with calls: and the benchmark's own calls between its processes."
+    "Bytes put are the values of the columns written; those on the wire include block headers and lengths. "
+    "Times are sums over the stages, from the first start to the last end; times with calls include the benchmark's "
+    "own calls between its processes."
 )
 MAIN_OPS = ("put", "get", "get2", "get4", "get8", "field", "write_back", "clear", "claim")
 
 
 def tables(report: TransferReport) -> list[Table]:
-    """A table of times in milliseconds per workload, one of the step."""
+    """Return one table of times in milliseconds per workload, and one of the step."""
     drawn = []
     for workload in dict.fromkeys(result.workload for result in report.results):
         found = [result for result in report.results if result.workload == workload]
@@ -39,21 +40,21 @@ def tables(report: TransferReport) -> list[Table]:
 
 
 def failures(report: TransferReport) -> list[str]:
-    """A line for each case that failed, with its reason."""
+    """Return a line with the reason for each case that failed."""
     failed = [(result.workload, result.contender, result.failure) for result in report.results if result.failure]
     failed += [("step", step.contender, step.failure) for step in report.steps if step.failure]
     return [f"{workload}, {contender}: {failure}" for workload, contender, failure in failed]
 
 
 def write_report(report: TransferReport, options: TransferOptions, command: str) -> Path:
-    """report.md and its plots, in `options.out`; returns the page."""
+    """Write report.md and its plots into `options.out`; returns the page's path."""
     plots = draw(report.results, options.stores, one_line(report.conditions), options.out)
     lines = ["# headrace bench transfer", "", f"`{command}`", "", *_conditions(report), ""]
     lines += [f"![{plot.stem}]({plot.name})" for plot in plots]
     for workload in dict.fromkeys(result.workload for result in report.results):
         found = [result for result in report.results if result.workload == workload]
         size = max(result.nbytes for result in found) / 2**20
-        about = f"{WORKLOADS[workload].text}; {size:.2f} MiB a run" if size else WORKLOADS[workload].text
+        about = f"{WORKLOADS[workload].text}; {size:.2f} MiB per run" if size else WORKLOADS[workload].text
         lines += ["", f"## {workload}", "", f"{about}. Milliseconds, median (p99).", "", *_markdown(*_grid(found))]
     if report.steps:
         lines += ["", "## step", "", f"{WORKLOADS['step'].text}. {STEP_NOTE}"]
@@ -61,7 +62,7 @@ def write_report(report: TransferReport, options: TransferOptions, command: str)
     reasons = failures(report)
     if reasons:
         lines += ["", "## Failed", "", *[f"- {reason}" for reason in reasons]]
-    lines += ["", "## Ratios", "", "Over 1: faster than the baseline.", ""]
+    lines += ["", "## Ratios", "", "A ratio above 1 means that the store is faster than the baseline.", ""]
     lines += _markdown(("what", "ratio"), [(name, f"{value:.4g}") for name, value in report.summary.items()])
     path = options.out / "report.md"
     path.write_text("\n".join(lines) + "\n")
@@ -77,7 +78,7 @@ def _conditions(report: TransferReport) -> list[str]:
 
 
 def _grid(results: Sequence[Result]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """(header, a row per contender) of one workload."""
+    """Return the header and a row per contender of one workload's table."""
     cell = {(result.contender, result.op): result for result in results}
     ops = [op for op in MAIN_OPS if any(name == op for _, name in cell)]
     rows = []

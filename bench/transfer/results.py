@@ -1,4 +1,4 @@
-"""Figures of the transfer benchmark: what was measured, and the flat summary that others read."""
+"""Holds the transfer benchmark's results and writes them as records and as a flat summary."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import numpy as np
 from .contenders import CHECKSUMMED
 
 PAIRED = "+paired"
-"""Suffix of a store's name in the rounds that it had with one baseline alone, which cannot run beside the others."""
+"""Suffix of a store's name in rounds with a single baseline that cannot run beside the others."""
 
 SUMMARY_OPS = ("put", "get", "get8", "clear")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One operation of one contender on one workload."""
+    """The measured times of one operation of one contender on one workload."""
 
     workload: str
     op: str
     contender: str
     nbytes: int
-    """Bytes of values that one run moves; 0 where it moves none (clear, claim)."""
+    """Number of bytes of values that one run moves; 0 for operations that move none (clear, claim)."""
     seconds: tuple[float, ...]
-    """Of every run after the warm-up; () when it failed."""
+    """Seconds of every run after the warm-up; () when the case failed."""
     failure: str = ""
-    """Why there are no figures. Without it, every kind of read was verified once against the written bytes."""
+    """Reason of a failure. When it is "", every kind of read was verified once against the written bytes."""
 
     @property
     def median_s(self) -> float:
@@ -39,16 +39,16 @@ class Result:
 
     @property
     def p99_s(self) -> float:
-        """99th percentile; of fewer than 100 runs the slowest."""
+        """99th percentile of the seconds; with fewer than 100 runs the slowest."""
         return float(np.quantile(self.seconds, 0.99, method="higher"))
 
     @property
     def mib_per_s(self) -> float:
-        """Bytes over the median; nan where no bytes move."""
+        """MiB of one run over the median seconds; nan when the operation moves no bytes."""
         return self.nbytes / 2**20 / self.median_s if self.nbytes else math.nan
 
     def record(self) -> dict[str, Any]:
-        """Plain data for results.jsonl; times in milliseconds."""
+        """Return plain data for results.jsonl, with times in milliseconds."""
         line: dict[str, Any] = {"workload": self.workload, "op": self.op, "contender": self.contender}
         if self.failure:
             return line | {"failed": self.failure}
@@ -66,23 +66,23 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A GRPO step's traffic through one contender."""
+    """The measured times and counts of a GRPO step's traffic through one contender."""
 
     contender: str
     seconds: tuple[float, ...]
-    """Wall time of every run after the warm-up: sum over the stages, from the first process's start to the last's end;
-    () when it failed."""
+    """Seconds of every run after the warm-up; () when the case failed. A run is the sum over its stages, each from the
+    first process's start to the last one's end."""
     called_seconds: tuple[float, ...] = ()
-    """The same with the benchmark's own calls from process to process, which are the same for all contenders."""
+    """Seconds of every run including the benchmark's own calls between processes, which all contenders share."""
     bytes_put_per_token: float = math.nan
-    """Values of the columns written."""
+    """Number of bytes per token of the values of all columns written."""
     wire_bytes_put_per_token: float = math.nan
-    """The same with block headers and lengths; nan where the contender does not count them."""
+    """Number of bytes per token written, with block headers and lengths; nan when the contender does not count them."""
     bytes_got_per_token: float = math.nan
     directory_calls: float = math.nan
-    """Of all processes in one step; nan for contenders without a directory."""
+    """Number of directory calls of all processes in one step; nan for contenders without a directory."""
     blocks_read_ratio: float = math.nan
-    """Blocks read over blocks that had to be; nan without blocks."""
+    """Number of blocks read over the number that had to be read; nan for contenders without blocks."""
     failure: str = ""
 
     @property
@@ -94,17 +94,17 @@ class StepResult:
         return float(np.median(self.called_seconds))
 
     def record(self) -> dict[str, Any]:
-        """Plain data for results.jsonl."""
+        """Return plain data for results.jsonl, with times in milliseconds."""
         line: dict[str, Any] = {"workload": "step", "op": "step", "contender": self.contender}
         if self.failure:
             return line | {"failed": self.failure}
-        figures = {name: value for name, value in self.counts().items() if math.isfinite(value)}
+        counts = {name: value for name, value in self.counts().items() if math.isfinite(value)}
         times = [round(seconds * 1e3, 4) for seconds in self.seconds]
         medians = {"median_ms": self.median_s * 1e3, "called_median_ms": self.called_s * 1e3}
-        return line | {"runs": len(times), **medians, **figures, "times_ms": times}
+        return line | {"runs": len(times), **medians, **counts, "times_ms": times}
 
     def counts(self) -> dict[str, float]:
-        """The figures that are no times."""
+        """Return all results that are not times."""
         names = ("bytes_put_per_token", "wire_bytes_put_per_token", "bytes_got_per_token", "directory_calls")
         return {name: getattr(self, name) for name in (*names, "blocks_read_ratio")}
 
@@ -116,10 +116,10 @@ def summarise(
     baselines: Mapping[str, str],
     paired_baselines: Sequence[str] = (),
 ) -> dict[str, float]:
-    """The flat summary: ratios over 1 mean that the store is faster than the baseline. Only of what has figures.
+    """Return the flat summary of all cases that have results; a ratio above 1 means that the store is faster.
 
-    baselines: their names in the summary -> their contenders'. paired_baselines: those that are compared with the
-    PAIRED figures of a store, not with the others.
+    `baselines` maps the baselines' names in the summary to their contenders' names. `paired_baselines` are compared
+    with a store's PAIRED results only, and the other baselines with its other results.
     """
     median = {(r.workload, r.op, r.contender): r.median_s for r in results if r.seconds}
     summary: dict[str, float] = {}
@@ -150,8 +150,8 @@ def _step_summary(steps: Sequence[StepResult], stores: Sequence[str]) -> dict[st
     for store in stores:
         if store not in done:
             continue
-        figures = {name: value for name, value in done[store].counts().items() if math.isfinite(value)}
-        summary |= {f"step.{store}.{name}": value for name, value in figures.items()}
+        counts = {name: value for name, value in done[store].counts().items() if math.isfinite(value)}
+        summary |= {f"step.{store}.{name}": value for name, value in counts.items()}
         summary[f"step.{store}.milliseconds"] = done[store].median_s * 1e3
         summary[f"step.{store}.called_milliseconds"] = done[store].called_s * 1e3
         if queue is not None:
@@ -161,7 +161,7 @@ def _step_summary(steps: Sequence[StepResult], stores: Sequence[str]) -> dict[st
 
 
 def _checksum_cost(median: Mapping[tuple[str, str, str], float], store: str) -> float | None:
-    """Time of put and get with checksums over that without, on the workload where both ran; None where none did."""
+    """Return the time of put and get with checksums over the time without, on a workload that has both; else None."""
     for workload in dict.fromkeys(workload for workload, _, name in median if name == store + CHECKSUMMED):
         with_sums = [median.get((workload, op, store + CHECKSUMMED)) for op in ("put", "get")]
         without = [median.get((workload, op, store)) for op in ("put", "get")]
@@ -171,11 +171,11 @@ def _checksum_cost(median: Mapping[tuple[str, str, str], float], store: str) -> 
 
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]], conditions: Mapping[str, Any]) -> None:
-    """JSON lines, the conditions in each, so that a line alone still says where it is from."""
+    """Write records as JSON lines, each with the conditions, so that a single line still says where it is from."""
     lines = [json.dumps({**record, "conditions": conditions}, allow_nan=False) for record in records]
     path.write_text("".join(line + "\n" for line in lines))
 
 
 def write_summary(path: Path, summary: Mapping[str, Any], conditions: Mapping[str, Any]) -> None:
-    """One flat JSON object, and `conditions`."""
+    """Write the summary as one flat JSON object with the additional key `conditions`."""
     path.write_text(json.dumps({**summary, "conditions": dict(conditions)}, indent=1, allow_nan=False) + "\n")

@@ -1,4 +1,4 @@
-"""The measuring itself: contenders in turn on the same rows, so that noise meets all of them alike."""
+"""Measures contenders in turn on the same rows, so that noise affects all of them alike."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ _logger = logging.getLogger(__name__)
 
 ROUND_BUDGET_S = 0.4
 MAX_ITERATIONS = 12
-"""A contender's turn in a round: as many iterations as fit the budget, one at least, this many at most."""
+"""Largest number of iterations of a contender's turn in a round, which has at least one and as many as fit the
+budget."""
 CLAIM_TIMEOUT_S = 20.0
 SETTLE_TIMEOUT_S = 60.0
-"""Bound of what a failed case may still have under way."""
+"""Seconds within which the calls of a failed case must end."""
 
 _runs = itertools.count()
 
 Seat = tuple[ProcessPool, Contender]
-"""A contender, and the processes it is measured in."""
+"""A contender and the pool of processes in which it is measured."""
 
 
 @dataclass(slots=True)
 class Case:
-    """One contender on one workload."""
+    """The measurement of one contender on one workload."""
 
     pool: ProcessPool
-    """Whose processes it uses: usually everybody's."""
+    """Pool whose processes the case uses, usually the same for all contenders."""
     contender: Contender
     spec: LoadSpec
     size: LoadSize
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """By op; `gets` are `get2`, `get4`, ..."""
+    """Measured seconds by op; the op `gets` is recorded as `get2`, `get4`, ... by the number of readers."""
     failure: str = ""
     iterations: int = 1
 
@@ -53,7 +54,7 @@ class Case:
         self.seconds.setdefault(op, []).append(seconds)
 
     def results(self) -> list[Result]:
-        """A result per op; a failed case is one result, with the reason."""
+        """Return a result per op; a failed case has a single result with the reason."""
         name, contender = self.spec.name, self.contender.name
         if self.failure:
             return [Result(name, "all", contender, 0, (), self.failure)]
@@ -69,19 +70,19 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What is measured of each case."""
+    """The operations and repeats that are measured in each case."""
 
     ops: frozenset[Op]
     readers: tuple[int, ...]
-    """Numbers of concurrent readers for `gets`."""
+    """Numbers of concurrent readers that `gets` is measured with."""
     repeats: int
-    """Rounds after the warm-up."""
+    """Number of rounds after the warm-up."""
 
 
 def measure(
     seats: Sequence[Seat], specs: Sequence[LoadSpec], pattern: Pattern, tell: Callable[[str], None]
 ) -> list[Result]:
-    """Every contender on every workload: warm-up with verification, then rounds in which each has its turn."""
+    """Measure every contender on every workload, after a warm-up with verification, in rounds of one turn each."""
     cases = open_cases(seats, specs)
     for case in cases:
         tell(f"{case.label}: warm-up and verification")
@@ -97,7 +98,7 @@ def measure(
 
 
 def open_cases(seats: Sequence[Seat], specs: Sequence[LoadSpec]) -> list[Case]:
-    """Every contender on every workload, with a station in every process of its pool."""
+    """Make a case of every contender on every workload, with an open endpoint in every process of its pool."""
     cases = []
     for spec in specs:
         size = call(seats[0][0], PRODUCER, "size", spec)
@@ -108,13 +109,14 @@ def open_cases(seats: Sequence[Seat], specs: Sequence[LoadSpec]) -> list[Case]:
 
 
 def close_cases(cases: Sequence[Case]) -> None:
-    """Leave all stations."""
+    """Close all endpoints."""
     for pool in {id(case.pool): case.pool for case in cases}.values():
         pool.gather([pool.start(process, "leave") for process in pool.names])
 
 
 def attempt(case: Case, cases: Iterable[Case], run: Callable[[], None]) -> None:
-    """`run`, unless the case has failed before; an error is kept as the case's failure and the others go on."""
+    """Call `run`, unless the case has failed before; an error becomes the case's failure and does not stop the
+    others."""
     if case.failure:
         return
     try:
@@ -123,7 +125,7 @@ def attempt(case: Case, cases: Iterable[Case], run: Callable[[], None]) -> None:
         case.failure = f"{type(error).__name__}: {error}".splitlines()[0]
         _logger.warning("%s failed: %s", case.label, case.failure)
         if isinstance(error, ProcessLost) or not _settled(case.pool):
-            # BenchProcess may be stuck in the failed contender's call for ever: the others get new ones.
+            # A process may be stuck in the failed contender's call forever, so the others get new processes.
             case.pool.restart()
             for other in cases:
                 if other.pool is case.pool:
@@ -131,7 +133,7 @@ def attempt(case: Case, cases: Iterable[Case], run: Callable[[], None]) -> None:
 
 
 def _settled(pool: ProcessPool) -> bool:
-    """Whether every process is through with what it was told, lest the next case wait for it."""
+    """Return whether every process has finished its calls, so that the next case does not wait for them."""
     try:
         pool.gather([pool.start(process, "idle") for process in pool.names], SETTLE_TIMEOUT_S)
     except ProcessLost:
@@ -147,7 +149,7 @@ def _join(case: Case) -> None:
 
 
 def _warm_up(case: Case, pattern: Pattern) -> None:
-    """Once with every read verified, once for the clock; sets how many iterations a turn has."""
+    """Run once with every read verified and once to time it, which sets the number of iterations of a turn."""
     _iterate(case, pattern.ops, pattern.readers, True)
     case.seconds = {}
     started = time.monotonic()
@@ -157,14 +159,14 @@ def _warm_up(case: Case, pattern: Pattern) -> None:
 
 
 def _iterate(case: Case, ops: frozenset[Op], readers: tuple[int, ...], verify: bool) -> None:
-    """One put, and what follows it up to the clear."""
+    """Run one put and all operations that follow it, up to the clear."""
     pool = case.pool
     ops = ops & case.contender.ops
     label, whole = case.label, shares(case.size.num_rows, 1)[0]
     claiming = None
     if "claim" in ops:
         claiming = pool.start(consumer(1), "claim", label, case.size.num_rows, CLAIM_TIMEOUT_S)
-        time.sleep(pool.lead_s)  # so that it waits by the time of the put
+        time.sleep(pool.lead_s)  # so that the claim is waiting when the put starts
     token, span = call(pool, PRODUCER, "put", label, f"r{next(_runs)}")
     if "put" in ops:
         case.note("put", span.seconds)
@@ -190,7 +192,10 @@ def _iterate(case: Case, ops: frozenset[Op], readers: tuple[int, ...], verify: b
 
 
 def _read(case: Case, token: object, dealt: Sequence[Share], fields: tuple[str, ...] | None, verify: bool) -> float:
-    """Seconds from the first reader's start to the last one's end; a single reader starts when it is told."""
+    """Read with all readers at once; returns the seconds from the first start to the last end.
+
+    Several readers start at a common time, a single one at once.
+    """
     pool = case.pool
     expected = [call(pool, PRODUCER, "expected", case.label, share, fields) if verify else None for share in dealt]
     parts = [case.contender.part(token, share) for share in dealt]

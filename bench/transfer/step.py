@@ -1,11 +1,11 @@
-"""A GRPO step's traffic: first put, log-prob pass, reference pass, advantages, train read, clear, over two train ranks.
+"""Measures the data-plane traffic of a GRPO step with two train ranks.
 
-Who does what, in this order:
-  producer      puts ids, mask and the generation's log-probs of all rows, the reward as a tag
+The processes do the following, in this order:
+  producer      puts ids, mask and the generation's log-probs of all rows, with the reward as a tag
   rank 0, 1     read ids and mask of their shard, put the previous policy's log-probs
-  rank 0, 1     put the reference's log-probs (ids and mask they have read already)
+  rank 0, 1     put the reference's log-probs (they have already read ids and mask)
   one process   reads the mask of all rows, puts the advantages
-  rank 0, 1     read what they have not read yet: three kinds of log-probs, advantages
+  rank 0, 1     read the other columns: three kinds of log-probs, and advantages
   producer      clears
 """
 
@@ -31,7 +31,7 @@ from .workloads import STEP_FIRST, LoadSpec
 
 DP = 2
 BLOCK_ROWS = 16
-"""A block a prompt: each block is then read by one rank only."""
+"""Number of rows of a block, which are those of one prompt, so that only one rank reads each block."""
 TOKENS_PER_MICROBATCH = 32_768
 
 FORWARD = ("input_ids", "mask")
@@ -39,7 +39,7 @@ TRAIN = (*FORWARD, "generation_logprobs", "previous_logprobs", "reference_logpro
 
 
 def measure_steps(seats: Sequence[Seat], share: float, repeats: int, tell: Callable[[str], None]) -> list[StepResult]:
-    """The step through every contender in turn: once with every read verified, once warm, then `repeats` times.
+    """Run the step through every contender in turn, once with every read verified, once to count, then `repeats` times.
 
     The pools need DP + 1 consumers.
     """
@@ -68,7 +68,7 @@ def measure_steps(seats: Sequence[Seat], share: float, repeats: int, tell: Calla
 
 
 def train_shares(size: LoadSize) -> list[Share]:
-    """The ranks' rows, as the planner deals them."""
+    """Return the ranks' rows as the planner assigns them."""
     assert size.lengths is not None
     budget = Budget(max(TOKENS_PER_MICROBATCH, int(size.lengths.max())), packing="packed")
     plan = plan_shards(size.lengths, Topology(dp=DP), budget, size.groups)
@@ -76,7 +76,7 @@ def train_shares(size: LoadSize) -> list[Share]:
 
 
 class _Step:
-    """One contender's step."""
+    """Runs the step of one contender."""
 
     def __init__(self, case: Case) -> None:
         assert isinstance(case.contender, RowContender)
@@ -94,7 +94,7 @@ class _Step:
         self._blocks_needed = 0
 
     def run(self, *, verify: bool = False) -> None:
-        """One step; notes its seconds with the case."""
+        """Run one step and record its seconds in the case."""
         self._stages_s = 0.0
         names = tuple(self._size.field_bytes)
         expected = [self._expected(share, names) if verify else None for share in (*self._shares, self._whole)]
@@ -119,11 +119,11 @@ class _Step:
         self._pool.gather([self._pool.start(process, "forget", self._label) for process in self._processes])
 
     def verify(self) -> None:
-        """One step with every read verified."""
+        """Run one step with every read verified."""
         self.run(verify=True)
 
     def count(self) -> StepResult:
-        """Bytes, calls and blocks of one more step, no times."""
+        """Run one more step and return its bytes, calls and blocks, without times."""
         before = self._counters()
         self._counting = True
         self.run()
@@ -149,7 +149,10 @@ class _Step:
         write: str | None,
         expected: Sequence[Digests | None],
     ) -> list[Any]:
-        """A stage on all ranks at once; the tokens, able to read what was written. missing: not read before."""
+        """Run a stage on all ranks at once; returns tokens that can also read what was written.
+
+        `missing` are the fields of `read` that no earlier stage has read.
+        """
         self._count_blocks(tokens, missing)
         calls = [
             self._pool.start(
@@ -166,7 +169,7 @@ class _Step:
         return [self._contender.merge(token, new) for token, new in zip(tokens, written, strict=True)]
 
     def _stage(self, calls: Sequence[Any]) -> list[Any]:
-        """Tokens of the calls, which run side by side; their time counts from the first start to the last end."""
+        """Return the tokens of calls that run in parallel, and add the time from the first start to the last end."""
         done: list[tuple[Any, Span]] = self._pool.gather(calls)
         self._stages_s += max(span.end for _, span in done) - min(span.start for _, span in done)
         return [token for token, _ in done]
@@ -196,7 +199,7 @@ _steps = iter(range(1 << 62))
 
 
 def _keys(size: LoadSize) -> list[str]:
-    """Row ids that no other step has."""
+    """Return row keys that no other step has."""
     run, order = next(_steps), np.zeros(size.num_rows, np.int64)
     starts = np.flatnonzero(np.diff(size.groups, prepend=-1))
     order[starts] = starts

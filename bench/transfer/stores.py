@@ -1,4 +1,4 @@
-"""Headrace's own stores as contenders."""
+"""Adapts Headrace's own stores to the interfaces of contenders."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .workloads import Load, LoadSpec, build_load
 TASK = "bench"
 TIMEOUT_S = 60.0
 SCHEMA_SHARE = 1e-9
-"""Of a workload's rows: all that its schema is built from where nobody needs the rows."""
+"""Share of a workload's rows that is built when only its schema is needed."""
 
 
 class StoreContender:
-    """One data plane on one store."""
+    """A contender that is one data plane on one store."""
 
     ops: frozenset[Op] = STORE_OPS
 
@@ -39,7 +39,7 @@ class StoreContender:
         checksum: bool = False,
         in_process: bool = False,
     ) -> None:
-        """Starts it. Raises as `open_data_plane`, and ValueError for a kind that this version does not have."""
+        """Start the data plane. Raises what `open_data_plane` raises, and ValueError for an unknown kind."""
         self.name = kind + (CHECKSUMMED if checksum else "")
         store = StoreConfig.model_validate({"kind": kind, "capacity_mib": capacity_mib})
         config = DataPlaneConfig(
@@ -71,7 +71,7 @@ class StoreContender:
 
 
 class StoreEndpoint:
-    """A client of the data plane."""
+    """An endpoint that is a client of the data plane."""
 
     def __init__(
         self, handle: DataPlaneHandle, partition: str, schema: Schema, group_size: int, first: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The rows that the benchmark moves: named, deterministic, in the form of a user's TensorDict."""
+"""Builds the named, deterministic workloads whose rows the benchmark moves, in the form of a user's TensorDict."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ...codecs.schema import Field, Kind, Schema
 
 SEED = 20240
 WRITE_BACK = "written_back"
-"""The column that consumers write back: float32 a token, or a row where rows have no tokens."""
+"""Name of the column that consumers write back, with a float32 per token, or per row when rows have no tokens."""
 STEP_FIRST = ("input_ids", "mask", "generation_logprobs")
-"""Fields of the GRPO step's first put; the others are written back."""
+"""Names of the fields of the GRPO step's first put; the others are written back."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """Names a workload; every process builds the same rows from it."""
+    """The name and size of a workload, from which every process builds the same rows."""
 
     name: str
     share: float = 1.0
-    """Part of the workload's rows, above 0 to 1: `--quick` and tests take fewer."""
+    """Share of the workload's rows, above 0 and at most 1; `--quick` and tests take fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class Load:
 
     spec: LoadSpec
     batch: Batch
-    """All fields."""
+    """Rows with all fields, including those that are written back."""
     first: tuple[str, ...]
-    """Fields of the first put."""
+    """Names of the fields of the first put."""
     group_size: int
-    """Rows of one prompt."""
+    """Number of rows of one prompt."""
 
     @property
     def schema(self) -> Schema:
@@ -51,17 +51,19 @@ class Load:
         return self.batch.num_rows
 
     def keys(self, run: str) -> list[str]:
-        """`[N]` row ids that no other `run` has."""
+        """Return `[N]` row keys that no other `run` has."""
         return [f"{run}p{row // self.group_size}.{row % self.group_size}" for row in range(self.num_rows)]
 
     def nbytes(self, fields: Iterable[str] | None = None) -> int:
-        """Bytes of the columns' values (None: of the first put's); objects as they are counted by `object_bytes`."""
+        """Return the number of bytes of the fields' values, counting objects with `object_bytes`; None means the first
+        put's fields."""
         return sum(column_bytes(self.batch[name]) for name in (self.first if fields is None else fields))
 
     def tensordict(self, fields: Iterable[str] | None = None, rows: np.ndarray | None = None) -> TensorDict:
-        """The rows as users of TensorDict-based stores hold them; tensors share the batch's memory (`rows` None: all).
+        """Return rows in the form in which users of TensorDict-based stores hold them; `rows` None means all rows.
 
-        PER_TOKEN and two-dimensional RAGGED columns are nested tensors of layout torch.jagged, OBJECT a NonTensorStack.
+        PER_TOKEN and two-dimensional RAGGED columns become nested tensors of layout torch.jagged, OBJECT columns a
+        NonTensorStack. Tensors share the batch's memory.
         """
         batch = self.batch.subset(self.first if fields is None else fields)
         batch = batch if rows is None else select_rows(batch, rows)
@@ -70,18 +72,18 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a workload's name stands for."""
+    """The description of a workload, and the function that builds its rows."""
 
     text: str
     build: Callable[[np.random.Generator, float], tuple[Mapping[str, Any], list[Field], int]]
 
 
 def build_load(spec: LoadSpec) -> Load:
-    """The workload. Raises ValueError for an unknown name or a share outside (0, 1]."""
+    """Build the workload in memory. Raises ValueError for an unknown name or a share outside (0, 1]."""
     if spec.name not in WORKLOADS:
         raise ValueError(f"workload: got {spec.name!r}, expected one of {', '.join(WORKLOADS)}")
     if not 0 < spec.share <= 1:
-        raise ValueError(f"share: got {spec.share}, expected above 0 to 1")
+        raise ValueError(f"share: got {spec.share}, expected a number above 0 and at most 1")
     values, fields, group_size = WORKLOADS[spec.name].build(np.random.default_rng(SEED), spec.share)
     batch = pack(Schema(fields), values)
     if spec.name == "step":
@@ -99,14 +101,14 @@ def build_load(spec: LoadSpec) -> Load:
 
 
 def column_bytes(column: Any) -> int:
-    """Bytes of one column's values; objects count their text and bytes."""
+    """Return the number of bytes of one column's values, counting objects with `object_bytes`."""
     if isinstance(column, Jagged | Ragged):
         return column.values.nbytes
     return column.nbytes if isinstance(column, torch.Tensor) else sum(map(object_bytes, column))
 
 
 def object_bytes(value: Any) -> int:
-    """Bytes of an object's strings and bytes; 8 for each number."""
+    """Return the number of bytes of an object's strings and bytes, plus 8 for each number."""
     if isinstance(value, Mapping):
         return sum(object_bytes(key) + object_bytes(item) for key, item in value.items())
     if isinstance(value, list | tuple):
@@ -135,12 +137,12 @@ def _nested(values: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
 
 
 def _rows(count: int, share: float, multiple: int) -> int:
-    """`share` of `count`, whole groups, one at least."""
+    """Return `share` of `count`, rounded to whole groups, at least one."""
     return max(multiple, round(count * share / multiple) * multiple)
 
 
 def _log_normal(rng: np.random.Generator, rows: int) -> np.ndarray:
-    """int64 `[rows]`: response lengths as RL has them, mean near 1000, at most 8192."""
+    """Draw response lengths that are typical of RL, int64 `[rows]`, with a mean near 1000 and at most 8192."""
     return np.clip(rng.lognormal(6.5, 0.9, rows), 1, 8192).astype(np.int64)
 
 
@@ -191,7 +193,7 @@ def _narrow(rng: np.random.Generator, share: float) -> Any:
 
 
 def _even_lengths(rng: np.random.Generator, share: float) -> np.ndarray:
-    """int64 `[256]`: 4k to 12k tokens, 2 Mi in all: 256 MiB in 32 float32 a token."""
+    """Draw lengths of 4k to 12k tokens, int64 `[256]`, 2 Mi in all, which is 256 MiB with 32 float32 per token."""
     rows = _rows(256, share, 8)
     lengths = rng.integers(4096, 12_289, rows)
     lengths[-1] += max(rows * 8192 - int(lengths.sum()), 1 - lengths[-1])
@@ -242,7 +244,7 @@ def _vision(rng: np.random.Generator, share: float) -> Any:
 
 
 def _step(rng: np.random.Generator, share: float) -> Any:
-    """One GRPO step, 21 bytes a token. The reward is a tag: nothing else is needed of it."""
+    """Build the columns of one GRPO step, 21 bytes per token. The reward is not a column, as a tag is enough for it."""
     lengths = rng.integers(1024, 4097, _rows(256, share, 16))
     tokens = int(lengths.sum())
     floats = ("generation_logprobs", "previous_logprobs", "reference_logprobs", "advantages")
@@ -257,13 +259,13 @@ def _step(rng: np.random.Generator, share: float) -> Any:
 
 WORKLOADS = {
     "rl-256": Description("256 rows, log-normal, mean 1k tokens: ids, log-probs, mask, reward", _rl(256)),
-    "rl-1024": Description("1024 rows of the same", _rl(1024)),
+    "rl-1024": Description("1024 rows like those of rl-256", _rl(1024)),
     "long-64": Description("64 rows of 32k tokens", _long),
     "moe-256": Description("rl-256 with routed experts [T, 48, 8] uint8", _moe),
     "wide-32": Description("256 MiB over 32 float32 columns", _wide),
-    "narrow-1": Description("the same bytes in one column", _narrow),
+    "narrow-1": Description("256 MiB in one column of 32 float32 per token", _narrow),
     "dense": Description("64 rows of 4 MiB float32", _dense),
     "tiny": Description("4096 rows of 3 scalars", _tiny),
     "vision": Description("64 rows with ragged pixels and messages", _vision),
-    "step": Description("a GRPO step's columns: 256 rows of 1k to 4k tokens, 21 bytes a token", _step),
+    "step": Description("a GRPO step's columns: 256 rows of 1k to 4k tokens, 21 bytes per token", _step),
 }

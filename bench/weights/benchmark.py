@@ -23,8 +23,10 @@ import psutil
 import torch
 from rich.table import Table
 
+from ...actors.weights.config import SyncConfig
 from ...actors.weights.transports.factory import TRANSPORT_KINDS
 from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig
+from ...codecs.integers import ceil_div
 from ...dataplane.config import DataPlaneConfig, StoreConfig
 from ...dataplane.factory import open_data_plane
 from ...dataplane.handle import DataPlaneHandle
@@ -297,14 +299,13 @@ def _peers(case: WeightCase, nbytes: int, options: WeightOptions, folder: Path) 
                 object_store_mib=MIN_OBJECT_STORE_MIB,
             )
             stack.callback(cluster.close)
-            capacity = -(-3 * nbytes >> 20) + 64
+            capacity = ceil_div(3 * nbytes, 1 << 20) + 64
             store = StoreConfig.model_validate({"kind": "shm", "capacity_mib": capacity})
             plane = stack.enter_context(open_data_plane(DataPlaneConfig(store=store), run_id=run_id)).handle
         weights = folder / "weights"
         sender = SenderConfig(
             run_id=run_id,
-            bucket_bytes=case.bucket_mib << 20,
-            timeout_s=TIMEOUT_S,
+            sync=SyncConfig(timeout_s=TIMEOUT_S),
             host="127.0.0.1",
             folder=str(weights),
             data_plane=plane,
@@ -315,8 +316,11 @@ def _peers(case: WeightCase, nbytes: int, options: WeightOptions, folder: Path) 
         world = case.engines + 1
         peers = []
         for rank in range(world):
-            receiver = ReceiverConfig(f"engine {rank}", "full", options.device, plane, keep_base=False)
-            task = PeerTask(rank, world, case.size, options.dtype, options.device, case.kind, sender, receiver)
+            receiver = ReceiverConfig(f"engine {rank}", SyncConfig(staging="full"), options.device, plane)
+            bucket_bytes = case.bucket_mib << 20
+            task = PeerTask(
+                rank, world, case.size, options.dtype, options.device, case.kind, sender, receiver, bucket_bytes
+            )
             peers.append(Peer(partial(make_host, task)))
             stack.callback(peers[-1].close)
         for peer in peers:

@@ -22,7 +22,8 @@ from tokenizers.models import WordLevel
 from torch._C._distributed_c10d import FileStore
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from ...actors.weights.publisher import PublisherConfig, WeightPublisher
+from ...actors.weights.config import SyncConfig
+from ...actors.weights.publisher import WeightPublisher
 from ...actors.weights.transports.factory import build_sender
 from ...actors.weights.transports.protocol import ReceiverGroup, SenderConfig, WeightUpdate
 from ...codecs import messages
@@ -134,11 +135,10 @@ class Trainer:
         self._num_publishers += 1
         sender = SenderConfig(
             run_id=f"{self.task.run_id}-{self.task.rank}-{self._num_publishers}",
-            bucket_bytes=bucket_bytes,
-            timeout_s=timeout_s,
+            sync=SyncConfig(timeout_s=timeout_s),
             device=self.task.device,
         )
-        self._publisher = WeightPublisher(build_sender(kind, sender), PublisherConfig(bucket_bytes, timeout_s))
+        self._publisher = WeightPublisher(build_sender(kind, sender), sender.sync, bucket_bytes)
 
     def open(self, version: int, num_workers: int) -> bytes:
         assert self._publisher is not None

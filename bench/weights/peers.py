@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not re-exported
 
 from ...actors.weights.inbox import WeightInbox
-from ...actors.weights.publisher import PublisherConfig, WeightPublisher
+from ...actors.weights.publisher import WeightPublisher
 from ...actors.weights.transports.factory import build_sender
 from ...actors.weights.transports.protocol import ReceiverConfig, ReceiverGroup, SenderConfig, WeightUpdate
 from ...codecs import messages
@@ -46,6 +46,7 @@ class PeerTask:
     kind: str
     sender: SenderConfig
     receiver: ReceiverConfig
+    bucket_bytes: int
 
     @property
     def placed(self) -> torch.device:
@@ -166,9 +167,7 @@ class _Trainer(_Host):
     def ready(self) -> None:
         super().ready()
         sender = build_sender(self.task.kind, self.task.sender)
-        self._publisher = WeightPublisher(
-            sender, PublisherConfig(self.task.sender.bucket_bytes, self.task.sender.timeout_s)
-        )
+        self._publisher = WeightPublisher(sender, self.task.sender.sync, self.task.bucket_bytes)
 
     def change(self, version: int) -> None:
         change(self.weights, version)

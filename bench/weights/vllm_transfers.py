@@ -1,5 +1,7 @@
 """A trainer's end of vLLM 0.26's own weight transfers, as vLLM's documentation has a trainer use them."""
 
+# pyright: reportMissingImports=false
+# vLLM need not be installed where types are checked.
 from __future__ import annotations
 
 import base64

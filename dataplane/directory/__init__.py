@@ -1,1 +1,1 @@
-"""The directory: which rows exist, where their bytes are, and who may read them next."""
+"""Holds the directory, which knows which rows exist, where their bytes are, and who may read them next."""

@@ -1,4 +1,5 @@
-"""Which blocks exist, how many (row, field) references hold each of them, and the bytes they take or are promised."""
+"""Keeps the blocks that exist, the number of (row, field) references to each, and the bytes they take or have
+reserved."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from .rows import ROW_BITS, UNWRITTEN
 
 @dataclass(frozen=True, slots=True)
 class FreedBlock:
-    """A block that nobody refers to any more: its bytes can go."""
+    """Names a block that nobody refers to any more, so that its bytes can be freed."""
 
     block_id: int
     location: bytes
@@ -22,19 +23,19 @@ class FreedBlock:
 
 @dataclass(slots=True)
 class Reservation:
-    """Room promised to one put that has not been committed yet."""
+    """Promises space to one put that has not been committed yet."""
 
     reservation_id: int
     writer: str
     block_ids: range
-    """The put may use as many of them as it needs, from the first."""
+    """Ids that the put may use, as many as it needs, from the first."""
     nbytes: int
-    """The put's blocks, laid end to end, may take less."""
+    """Number of bytes that the put's blocks may take, laid end to end."""
     deadline: float
     credit: bool
-    """Granted ahead, for the writer's next put: taken back when somebody else needs the room."""
+    """Whether the space was granted ahead, for the writer's next put; it is taken back when somebody else needs it."""
     location: bytes | None = None
-    """The store's address of the room; None until the store has allocated it."""
+    """Address of the space in the store; None until the store has allocated it."""
 
 
 @dataclass(slots=True)
@@ -43,21 +44,21 @@ class _Entry:
     row_starts: np.ndarray | None
     nbytes: int
     live: int
-    """(row, field) pairs that point into it."""
+    """Number of (row, field) pairs that point into the block."""
 
 
 class BlockTable:
-    """Blocks by id, reservations by id, byte accounting. Ids are never reused."""
+    """Holds blocks by id, reservations by id, and the account of bytes. Ids are never used again."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.reserved_bytes = 0
-        """By puts under way."""
+        """Number of bytes reserved by puts in progress."""
         self.credit_bytes = 0
-        """By reservations that are credit."""
+        """Number of bytes in reservations that are credit."""
         self.reservations: dict[int, Reservation] = {}
-        """In the order of their deadlines."""
+        """Reservations by id, in the order of their deadlines."""
         self._entries: dict[int, _Entry] = {}
         self._next_block = 1
         self._next_reservation = 1
@@ -72,9 +73,10 @@ class BlockTable:
     def reserve(
         self, writer: str, nbytes: int, num_blocks: int, deadline: float, *, credit: bool = False
     ) -> Reservation | None:
-        """Room for `num_blocks` new blocks of `nbytes` bytes in all, or None when there is none just now.
+        """Reserve space for `num_blocks` new blocks of `nbytes` bytes in all. Returns None when there is none at the
+        moment.
 
-        Deadlines do not go backwards from call to call.
+        Deadlines must not decrease from call to call.
         """
         if nbytes > self.free_bytes:
             return None
@@ -87,14 +89,14 @@ class BlockTable:
         return reservation
 
     def cancel(self, reservation_id: int) -> Reservation | None:
-        """Give a reservation back; None when there is none of that id (any more)."""
+        """Give a reservation back. Returns None when there is none of that id."""
         reservation = self.reservations.pop(reservation_id, None)
         if reservation is not None:
             self._count(reservation, -reservation.nbytes)
         return reservation
 
     def credits(self) -> list[Reservation]:
-        """Reservations that are credit, oldest first."""
+        """Return the reservations that are credit, oldest first."""
         return [item for item in self.reservations.values() if item.credit]
 
     def settle(
@@ -105,14 +107,15 @@ class BlockTable:
         starts: Sequence[np.ndarray | None],
         live: Sequence[int],
     ) -> None:
-        """The blocks of a reservation exist from now on, `sizes` bytes and `live` references each; its rest is free."""
+        """Turn a reservation into blocks of `sizes` bytes and `live` references each; the rest of its space is free."""
         self.cancel(reservation.reservation_id)
         self.used_bytes += sum(sizes)
         for ref, row_starts, nbytes, count in zip(refs, starts, sizes, live, strict=True):
             self._entries[ref.block_id] = _Entry(ref, row_starts, nbytes, count)
 
     def unlink(self, slots: np.ndarray) -> list[FreedBlock]:
-        """Drop the references in `slots` (any shape; UNWRITTEN: none). Returns the blocks that lost their last one."""
+        """Drop the references in `slots` (any shape; UNWRITTEN is skipped). Returns the blocks that lost their last
+        one."""
         slots = slots[slots != UNWRITTEN]
         freed = []
         for block_id, count in zip(*distinct_counts(slots >> ROW_BITS), strict=True):
@@ -129,7 +132,8 @@ class BlockTable:
         return tuple(self._entries[block_id].ref for block_id in block_ids.tolist())
 
     def token_starts(self, block_ids: np.ndarray, block: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """int64 `[N]`: first token of row `row[i]` within its block `block_ids[block[i]]`; all of them have tokens."""
+        """Return int64 `[N]`: the first token of row `row[i]` within its block `block_ids[block[i]]`. All blocks
+        have tokens."""
         used, block = np.unique(block, return_inverse=True)
         starts = [self._entries[block_id].row_starts for block_id in block_ids[used].tolist()]
         if not starts:

@@ -1,7 +1,7 @@
-"""The directory: which rows exist, where their bytes are, who may read them next. Pure and synchronous.
+"""Keeps which rows exist, where their bytes are, and who may read them next. Pure and synchronous.
 
-It has no clock (`now` is given, seconds of any monotonic clock), no store (freed blocks are returned for the caller to
-delete) and no waiting (None means: not now). Each operation happens in full or not at all.
+It has no clock (`now` is passed in, as seconds of any monotonic clock), no store (freed blocks are returned for the
+caller to delete) and no waiting (None means that it is not possible now). Each operation happens in full or not at all.
 """
 
 from __future__ import annotations
@@ -30,24 +30,23 @@ Outcome = Literal["done", "retry"]
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """What time has taken back."""
+    """Lists what was taken back because its time had run out."""
 
     num_rows: int
-    """Rows of dead consumers that can be claimed again."""
+    """Number of rows of dead consumers that can be claimed again."""
     writers: tuple[str, ...]
-    """Who reserved room and did not commit."""
-    """Nobody is named for credit that was not used."""
+    """Names of the writers that reserved space and did not commit, without those whose unused credit expired."""
     reservations: tuple[Reservation, ...]
-    """For the store to take back."""
+    """Reservations that the store must take back."""
 
 
 Locate = Callable[[range, Sequence[int]], Sequence[bytes]]
 SPARE_PART = 8
-"""Credit leaves an eighth of the capacity free: under it, what one writer is granted would be another's wait."""
+"""Credit is never granted from the last eighth of the capacity; there, one writer's grant would make another wait."""
 
 
 class Directory:
-    """Partitions, blocks and leases of one run."""
+    """Holds the partitions, blocks and leases of one run."""
 
     def __init__(self, *, capacity_bytes: int, lease_s: float, reserve_s: float) -> None:
         self._lease_s = lease_s
@@ -60,9 +59,10 @@ class Directory:
     # -------------------------------------------------------------- partitions
 
     def register(self, name: str, schema: Schema, tasks: Sequence[str | TaskConfig], group_size: int) -> None:
-        """Declare a partition. Again with equal arguments: nothing; with others: ValueError naming what differs.
+        """Declare a partition. Does nothing when repeated with equal arguments; raises ValueError naming what differs
+        otherwise.
 
-        tasks: a name alone takes the lowest version first. ValueError, too, for a sampler that cannot be built.
+        tasks: a name alone takes the lowest version first. Raises ValueError, too, for a sampler that cannot be built.
         """
         configs = {task.name: task for task in (TaskConfig(t) if isinstance(t, str) else t for t in tasks)}
         if not name or not len(schema) or group_size < 1 or len(configs) < len(tasks):
@@ -88,12 +88,12 @@ class Directory:
     # -------------------------------------------------------------- put
 
     def reserve(self, put: PutRows, now: float) -> Reservation | None:
-        """Check a put and promise it room, or None when there is none just now. Raises as `check`."""
+        """Check a put and reserve space for it, or return None when there is none at the moment. Raises as `check`."""
         self.check(put)
         return self._blocks.reserve(put.writer, put.nbytes, len(put.layouts), now + self._reserve_s)
 
     def check(self, put: PutRows) -> None:
-        """Raises SchemaMismatch, DuplicateKeys, AlreadyWritten, or CapacityExceeded when the put could never fit."""
+        """Raise SchemaMismatch, DuplicateKeys, AlreadyWritten, or CapacityExceeded when the put could never fit."""
         self._partition(put.partition).check_put(put)
         if put.nbytes > self._blocks.capacity_bytes:
             raise CapacityExceeded(
@@ -105,7 +105,7 @@ class Directory:
             )
 
     def grant(self, writer: str, nbytes: int, num_blocks: int, now: float) -> Reservation | None:
-        """Credit for a writer's next put, if that leaves a good part of the capacity free."""
+        """Grant credit for a writer's next put, if that leaves a good part of the capacity free."""
         if not 0 < nbytes <= self._blocks.free_bytes - self._blocks.capacity_bytes // SPARE_PART or num_blocks < 1:
             return None
         return self._blocks.reserve(writer, nbytes, num_blocks, now + self._reserve_s, credit=True)
@@ -122,12 +122,12 @@ class Directory:
 
     @property
     def allocated_credit_bytes(self) -> int:
-        """Bytes that the store counts and that nobody has asked for yet."""
+        """Number of bytes that the store counts as used although they are only credit."""
         return sum(item.nbytes for item in self._blocks.credits() if item.location is not None)
 
     def reservation(self, reservation_id: int) -> Reservation:
-        """Raises DataPlaneTimeout when it has expired, or was aborted or revoked."""
-        found = self._blocks.reservations.get(reservation_id)
+        """Return the reservation. Raises DataPlaneTimeout when it has expired, or was aborted or revoked."""
+        found = self.find_reservation(reservation_id)
         if found is None:
             raise DataPlaneTimeout(
                 f"the put took longer than reserve_s={self._reserve_s:g}s (or was aborted): its bytes were reclaimed",
@@ -135,10 +135,14 @@ class Directory:
             )
         return found
 
-    def commit(self, reservation_id: int, put: PutRows, locate: Locate) -> tuple[Committed, list[FreedBlock]]:
-        """All rows of a put become readable at once. Also returns the blocks it replaced for good.
+    def find_reservation(self, reservation_id: int) -> Reservation | None:
+        """Return the reservation, or None when it has expired, or was aborted or revoked."""
+        return self._blocks.reservations.get(reservation_id)
 
-        locate: called when nothing can refuse the put any more, with its blocks' ids and sizes; their locations.
+    def commit(self, reservation_id: int, put: PutRows, locate: Locate) -> tuple[Committed, list[FreedBlock]]:
+        """Make all rows of a put readable at once. Also returns the blocks that lost their last row by being replaced.
+
+        locate: called with the blocks' ids and sizes when nothing can refuse the put any more; returns their locations.
         Raises as `check` (another put may have come first) and as `reservation`; a reservation then stands until
         `abort`.
         """
@@ -160,13 +164,14 @@ class Directory:
         return _committed(partition, put, rows, block_ids.start, locations), self._blocks.unlink(replaced)
 
     def abort(self, reservation_id: int) -> Reservation | None:
-        """Give up room, or credit; returns it, for the store to take back. None when it is gone already."""
+        """Give up a reservation or credit, and return it, so that the store can take it back. None when it is gone
+        already."""
         return self._blocks.cancel(reservation_id)
 
     # -------------------------------------------------------------- read and consume
 
     def lookup(self, partition: str, keys: Sequence[str], fields: Sequence[str] | None) -> KVBatchMeta:
-        """A receipt of `keys` in that order; `fields` None: all that are written for every one of them.
+        """Return a receipt of `keys` in that order. `fields` None means all that are written for every one of them.
 
         Raises KeysNotFound, FieldsNotReady.
         """
@@ -188,9 +193,10 @@ class Directory:
         return self._receipt(part, rows, tuple(fields))
 
     def claim(self, claim: ClaimRows, now: float) -> KVBatchMeta | None:
-        """Lease `num_rows` ready rows, as the task's sampler chooses; None: too few are ready, or it waits for more.
+        """Lease `num_rows` ready rows that the task's sampler chooses. None: too few are ready, or the sampler waits
+        for more.
 
-        whole_groups: group by group, only groups whose `group_size` rows are all there and ready. Raises SamplerError.
+        whole_groups: only groups whose `group_size` rows are all there and ready, group by group. Raises SamplerError.
         """
         part, view = self.check_claim(claim)
         view.set_min_version(claim.min_version)
@@ -203,7 +209,7 @@ class Directory:
         return self._receipt(part, rows, claim.fields, lease.lease_id)
 
     def check_claim(self, claim: ClaimRows) -> tuple[Partition, ReadyView]:
-        """Raises ValueError (SchemaMismatch for the fields) unless rows could ever be claimed so."""
+        """Raise ValueError (SchemaMismatch for the fields) unless such a claim could ever be served."""
         part = self._partition(claim.partition)
         view = part.view(claim.task, claim.fields, claim.whole_groups)
         multiple = part.groups.group_size if claim.whole_groups else 1
@@ -212,14 +218,14 @@ class Directory:
         return part, view
 
     def shortage(self, claim: ClaimRows) -> str:
-        """Why a claim cannot be served now, for its ClaimTimeout."""
+        """Say why a claim cannot be served now, for its ClaimTimeout."""
         part, view = self.check_claim(claim)
         return part.shortage(claim, view)
 
     def release(self, partition: str, task: str, lease_id: int, keys: Sequence[str], outcome: Outcome) -> None:
-        """End a lease's hold on `keys`: `done` (the task is through with them) or `retry` (free to be claimed again).
+        """End a lease's hold on `keys`: `done` finishes them for the task, `retry` lets them be claimed again.
 
-        Raises LeaseLost naming the keys that the lease does not hold (any more); the others are released all the same.
+        Raises LeaseLost naming the keys that the lease does not hold any more, after releasing the others.
         """
         part = self._partition(partition)
         cursor = part.tasks.get(task)
@@ -256,7 +262,7 @@ class Directory:
         return len(rows), self._blocks.unlink(slots)
 
     def clear_stale(self, claim: ClaimRows) -> tuple[list[str], list[FreedBlock]]:
-        """Forget the rows that such a claim passes over as too old, but for those that another task holds.
+        """Forget the rows that such a claim passes over as too old, except those that another task holds.
 
         Returns their keys, and the blocks that lost their last row.
         """
@@ -291,13 +297,13 @@ class Directory:
         return Expired(returned, tuple(item.writer for item in late if not item.credit), tuple(late))
 
     def next_deadline(self) -> float | None:
-        """When `expire` will next have something to do."""
+        """Return when `expire` will next have something to do."""
         first = next(iter(self._blocks.reservations.values()), None)
         deadlines = [None if first is None else first.deadline, self._leases.next_deadline()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def status(self, partition: str | None, now: float) -> DataPlaneStatus:
-        """Counts of one partition, or of all (None)."""
+        """Count the rows and leases of one partition, or of all (None)."""
         parts = list(self._partitions.values()) if partition is None else [self._partition(partition)]
         ready: dict[str, int] = {}
         for part in parts:
@@ -330,7 +336,7 @@ class Directory:
             ) from None
 
     def _receipt(self, part: Partition, rows: np.ndarray, fields: tuple[str, ...], lease_id: int = 0) -> KVBatchMeta:
-        """Fields that stand at the same places in all of `rows` share one source."""
+        """Build a receipt. Fields that stand at the same places in all of `rows` share one source."""
         together: list[tuple[list[str], np.ndarray]] = []
         for name in fields:
             slots = part.rows.slots[name][rows]
@@ -363,7 +369,7 @@ class Directory:
 
 
 def _described(tasks: Iterable[TaskConfig]) -> list[str]:
-    """In one order, as text: what two registrations must agree on, and what tells them apart."""
+    """Describe the tasks as text, in one order: what two registrations must agree on, and what tells them apart."""
     return sorted(
         f"{task.name} ({task.sampler}, {dict(sorted(task.options.items()))}, from prompt {task.first_prompt})"
         for task in tasks
@@ -371,7 +377,7 @@ def _described(tasks: Iterable[TaskConfig]) -> list[str]:
 
 
 def _token_starts(lengths: np.ndarray | None, layouts: Sequence[BlockLayout]) -> list[np.ndarray | None]:
-    """Per block: first token of each of its rows; None without tokens."""
+    """Return, for each block, the first token of each of its rows; None without tokens."""
     if lengths is None:
         return [None] * len(layouts)
     ends = np.cumsum([layout.num_rows for layout in layouts])
@@ -384,8 +390,8 @@ def _committed(part: Partition, put: PutRows, rows: np.ndarray, first_id: int, l
     return Committed(
         first_id,
         tuple(locations),
-        np.maximum(part.rows.lengths[rows], 0).astype(np.int64) if put.lengths is None else put.lengths,
-        part.rows.versions[rows] if put.versions is None else put.versions,
+        np.maximum(part.rows.lengths[rows], 0).astype(np.int64) if put.lengths is None else None,
+        part.rows.versions[rows] if put.versions is None else None,
         part.groups.numbers[part.rows.groups[rows]],
         others,
     )

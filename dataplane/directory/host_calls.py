@@ -1,4 +1,4 @@
-"""The store's host as the directory's service calls it: at once where it answers at once, else in one thread."""
+"""Calls the store's host for the directory's service, directly where the host answers at once, else in one thread."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from .block_table import FreedBlock, Reservation
 
 
 class HostCalls:
-    """All methods belong to the service's event loop."""
+    """Calls one store host. All methods belong to the service's event loop."""
 
-    def __init__(self, host: StoreHost, room_freed: Callable[[], None]) -> None:
-        """room_freed: called whenever blocks or reservations have gone from the store."""
+    def __init__(self, host: StoreHost, space_freed: Callable[[], None]) -> None:
+        """space_freed: called whenever blocks or reservations have gone from the store."""
         self.spec = host.spec
-        self.waits = isinstance(host, FreesMany)
-        """Its calls are round trips. They go through one thread: claims and leases must not wait for a slow store."""
+        self.is_remote = isinstance(host, FreesMany)
+        """Whether the host's calls are round trips. They then go through one thread, as claims must not wait for a
+        slow store."""
         self._host = host
         # Asked once: isinstance of a protocol looks up every attribute of it anew.
         self._cuts = host if isinstance(host, Cuts) else None
         self._frees_many = host if isinstance(host, FreesMany) else None
-        self._room_freed = room_freed
+        self._space_freed = space_freed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-host")
         self._under_way: set[asyncio.Task[None]] = set()
         self._readying: Future[None] | None = None
         self._closed = False
 
-    # -------------------------------------------------------------- rooms
+    # -------------------------------------------------------------- spaces
 
     async def allocate(self, reservation: Reservation) -> bool:
-        """Room in the store for a reservation; False when it has none just now. Cancelled: it is taken back."""
+        """Allocate a reservation's space in the store. False when there is none now. If cancelled, the space is
+        taken back."""
         call = self._in_thread(self._host.allocate, reservation.block_ids.start, reservation.nbytes)
         under_way = asyncio.ensure_future(call)
         try:
@@ -44,7 +46,7 @@ class HostCalls:
         return reservation.location is not None
 
     def allocate_ready(self, reservation: Reservation) -> bool:
-        """`allocate` if that takes no time. A store whose blocks have no address before the write need not be asked."""
+        """Allocate only if that takes no time. A store that locates blocks after the write need not be asked."""
         if self._cuts is not None:
             if not self._cuts.has_ready(reservation.nbytes):
                 if self._readying is None or self._readying.done():
@@ -56,21 +58,22 @@ class HostCalls:
         return True
 
     def locate(self, written: Sequence[bytes] | None) -> Callable[[range, Sequence[int]], Sequence[bytes]]:
-        """What gives a put's blocks their locations. written: as the store gave them to the writer, if it did."""
+        """Return the function that locates a put's blocks. written: the locations that the store gave the writer, if
+        it did."""
 
         def of(block_ids: range, sizes: Sequence[int]) -> Sequence[bytes]:
             if self._cuts is not None:
                 return self._cuts.cut(block_ids.start, sizes)
             if written is None or len(written) != len(sizes):
                 raise ValueError(f"commit: got {written and len(written)} locations, expected {len(sizes)}")
-            if not self.waits:
+            if not self.is_remote:
                 self._count(block_ids, sizes)
             return written
 
         return of
 
     async def count(self, reservation: Reservation, sizes: Sequence[int]) -> None:
-        """Tell a host that waits of a put's blocks, which are about to be committed. Raises CapacityExceeded."""
+        """Tell a remote host of a put's blocks, which are about to be committed. Raises CapacityExceeded."""
         await self._in_thread(self._count, reservation.block_ids[: len(sizes)], sizes)
 
     def _count(self, block_ids: Sequence[int], sizes: Sequence[int]) -> None:
@@ -81,7 +84,7 @@ class HostCalls:
     # -------------------------------------------------------------- the end of blocks
 
     def free(self, blocks: Sequence[FreedBlock]) -> asyncio.Task[None] | None:
-        """Delete blocks: they are gone from the store when this, or the task it returns, is done."""
+        """Delete blocks. They are gone from the store when this returns, or when the task that it returns is done."""
         if not blocks or self._closed:  # with the store itself
             return None
         pairs = [(block.block_id, block.location) for block in blocks]
@@ -94,16 +97,16 @@ class HostCalls:
         return self._do(lambda: self._take_back(reservations))
 
     def _do(self, call: Callable[[], None]) -> asyncio.Task[None] | None:
-        if not self.waits:
+        if not self.is_remote:
             call()
-            self._room_freed()
+            self._space_freed()
             return None
 
         async def later() -> None:
             if self._closed:  # they went with the store
                 return
             await self._in_thread(call)
-            self._room_freed()
+            self._space_freed()
 
         task = asyncio.get_running_loop().create_task(later())
         self._under_way.add(task)  # the loop itself keeps no reference
@@ -122,7 +125,7 @@ class HostCalls:
         for reservation in reservations:
             first, *others = reservation.block_ids
             if self._cuts is not None:
-                others.clear()  # the room is one block as long as it is not cut
+                others.clear()  # the space is one block until it is cut
             elif reservation.location is None:
                 others.insert(0, first)
             for block_id in others:
@@ -136,7 +139,7 @@ class HostCalls:
         return await self._in_thread(self._host.usage_bytes)
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the host and its thread. Idempotent."""
         if not self._closed:
             self._closed = True
             await asyncio.get_running_loop().run_in_executor(self._thread, self._host.close)

@@ -1,4 +1,4 @@
-"""One partition: its schema, rows, groups and the cursors of its tasks. Pure bookkeeping; knows no bytes, no clock."""
+"""Keeps one partition: its schema, rows, groups and the cursors of its tasks. It knows no bytes and no clock."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from ...codecs.blocks import BlockLayout, RowSource
 from ...codecs.integers import distinct
 from ...codecs.schema import Kind, Schema
 from ..errors import AlreadyWritten, DuplicateKeys, KeysNotFound, SchemaMismatch
-from ..meta import BlockRef, KVBatchMeta
+from ..meta import POSITION, BlockRef, KVBatchMeta
 from .ready import ReadyView
 from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, Numbers, RowTable, pick
 from .samplers import TaskConfig
 from .task_cursor import DONE, TaskCursor
 
-# ---------------- Which rows of a put form a group: by names that the caller gives, or by row keys up to their last
-# dot.
+# ---------------- Rows of a put form groups by names that the caller gives, or by row keys up to their last dot.
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The groups of a put's rows."""
+    """Assigns a put's rows to groups."""
 
     names: Sequence[str]
-    """G names, each once, in order of appearance."""
+    """Names of the G groups, each once, in order of appearance."""
     index: np.ndarray
-    """int64 `[N]`: which of them each row belongs to."""
+    """Group of each row, int64 `[N]`, as an index into `names`."""
     given: bool
-    """False: they follow from the keys."""
+    """Whether the caller named the groups; False when they follow from the keys."""
 
     @staticmethod
     def of(keys: Sequence[str], groups: Sequence[str] | None) -> Grouping:
-        """groups: a name for each key; None: the key up to its last ".", or all of a key without one."""
+        """Group rows by the names in `groups`; None groups them by the key up to its last ".", or the whole key
+        without one."""
         if groups is None:
             heads, names = _stem_runs(keys)
         else:
@@ -51,9 +51,9 @@ class Grouping:
 
 
 def _stem_runs(keys: Sequence[str]) -> tuple[np.ndarray, list[str]]:
-    """(bool `[N]`: where the stem is not that of the key before, the stems there).
+    """Return (bool `[N]`: whether the stem differs from the previous key's, the stems there).
 
-    A plain loop: 0.12 us a key, half of what numpy takes on the keys' bytes.
+    A plain loop takes 0.12 us a key, half of what numpy takes on the keys' bytes.
     """
     first: list[int] = []
     names: list[str] = []
@@ -71,7 +71,7 @@ def _stem_runs(keys: Sequence[str]) -> tuple[np.ndarray, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRows:
-    """What a consumer asks for."""
+    """Describes what a consumer asks for."""
 
     partition: str
     task: str
@@ -79,51 +79,59 @@ class ClaimRows:
     num_rows: int
     whole_groups: bool = False
     min_version: int | None = None
-    """Rows (groups with a row) of a lower version are passed over; None: all will do."""
+    """Lowest version to take: rows of a lower one, and groups with such a row, are passed over. None takes all."""
 
 
 @dataclass(frozen=True, slots=True)
 class PutRows:
-    """The metadata of one put."""
+    """Describes one put without its bytes."""
 
     partition: str
     keys: Sequence[str]
-    """N row ids."""
+    """Ids of the N rows."""
     fields: tuple[str, ...]
     lengths: np.ndarray | None
-    """int64 `[N]`; None when no field is PER_TOKEN."""
+    """Number of tokens of each row, int64 `[N]`; None when no field is PER_TOKEN."""
     versions: np.ndarray | None
-    """int64 `[N]`; None: -1 for new rows, others keep theirs."""
+    """Version of each row, int64 `[N]`; None means -1 for new rows, and that others keep theirs."""
     groups: Grouping
     tags: Mapping[str, np.ndarray]
     layouts: tuple[BlockLayout, ...]
-    """The blocks, which hold the rows in order."""
+    """Layouts of the blocks, which hold the rows in order."""
     replace: bool
     writer: str
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks."""
+        """Number of bytes that the blocks take in the store, with the padding between their parts."""
         return sum(layout.nbytes for layout in self.layouts)
+
+    @property
+    def value_bytes(self) -> int:
+        """Number of bytes of the blocks' values, indexes and headers, without padding."""
+        return sum(sum(layout.part_bytes) for layout in self.layouts)
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a writer is told of its put: with `PutRows`, all of a receipt."""
+    """Tells a writer what it does not know of its put; together with `PutRows` it makes a receipt."""
 
     first_block_id: int
     locations: tuple[bytes, ...]
-    lengths: np.ndarray
-    """int64 `[N]`: of the rows by now, 0 for rows that have no PER_TOKEN field yet."""
-    versions: np.ndarray
-    """int64 `[N]`."""
+    lengths: np.ndarray | None
+    """Number of tokens of each row, int64 `[N]`, 0 for rows without; None when the put itself gives them."""
+    versions: np.ndarray | None
+    """Version of each row, int64 `[N]`; None when the put itself gives them."""
     groups: np.ndarray
-    """int64 `[N]`: numbers."""
+    """Number of each row's group, int64 `[N]`."""
     tags: dict[str, np.ndarray]
-    """Those that the rows were given by other puts."""
+    """Tags that other puts gave the rows."""
 
     def receipt(self, put: PutRows, schema: Schema) -> KVBatchMeta:
-        """Reads just the fields put."""
+        """Make the receipt that reads just the fields put."""
+        lengths = put.lengths if self.lengths is None else self.lengths
+        versions = put.versions if self.versions is None else self.versions
+        assert lengths is not None and versions is not None
         rows = np.array([layout.num_rows for layout in put.layouts])
         first = np.repeat(np.cumsum(rows) - rows, rows)
         start = np.zeros(len(first), dtype=np.int64)
@@ -137,8 +145,8 @@ class Committed:
             put.partition,
             tuple(put.keys),
             put.fields,
-            self.lengths,
-            self.versions,
+            lengths,
+            versions,
             self.groups,
             {**self.tags, **put.tags},
             tuple(BlockRef(*item) for item in zip(ids, self.locations, put.layouts, strict=True)),
@@ -148,10 +156,10 @@ class Committed:
 
 
 class Partition:
-    """Rows of one named flow."""
+    """Holds the rows of one named flow."""
 
     def __init__(self, name: str, schema: Schema, tasks: Sequence[TaskConfig], group_size: int) -> None:
-        """Raises ValueError for a sampler that cannot be built."""
+        """Raise ValueError for a sampler that cannot be built."""
         self.name = name
         self.schema = schema
         self.rows = RowTable(schema)
@@ -162,7 +170,7 @@ class Partition:
     # -------------------------------------------------------------- reading
 
     def view(self, task: str, fields: tuple[str, ...], whole_groups: bool) -> ReadyView:
-        """What `task` can claim of `fields`, now and from now on.
+        """Return what `task` can claim of `fields`; it is kept up to date from now on.
 
         Raises ValueError for an unknown task or field, or groups that it cannot be given so.
         """
@@ -175,7 +183,7 @@ class Partition:
         return cursor.view(fields, whole_groups)
 
     def shortage(self, claim: ClaimRows, view: ReadyView) -> str:
-        """Why a claim cannot be served now."""
+        """Say why a claim cannot be served now."""
         task = self.tasks[claim.task]
         rows = self.rows.live()
         cursor = task.column[rows]
@@ -194,7 +202,7 @@ class Partition:
         return text + "".join(f", {reason}" for reason in reasons) + task.waits_for()
 
     def find(self, keys: Sequence[str], op: str) -> np.ndarray:
-        """int64 `[N]`: rows of `keys`. Raises KeysNotFound naming those that are not here."""
+        """Return int64 `[N]`: the rows of `keys`. Raises KeysNotFound naming those that are not here."""
         rows = self.rows.find(keys)
         if (rows < 0).any():
             missing = pick(keys, np.flatnonzero(rows < 0))
@@ -204,7 +212,7 @@ class Partition:
         return rows
 
     def check_fields(self, fields: Sequence[str]) -> None:
-        """Raises SchemaMismatch unless `fields` are one or more declared names, each once."""
+        """Raise SchemaMismatch unless `fields` are one or more declared names, each once."""
         unknown = [name for name in fields if name not in self.schema]
         if unknown or not fields or len(set(fields)) < len(fields):
             raise SchemaMismatch(
@@ -214,7 +222,8 @@ class Partition:
     # -------------------------------------------------------------- writing
 
     def check_put(self, put: PutRows) -> np.ndarray:
-        """int64 `[N]`: row of each key, -1 for new ones. Raises SchemaMismatch, DuplicateKeys, AlreadyWritten."""
+        """Return int64 `[N]`: the row of each key, -1 for new ones. Raises SchemaMismatch, DuplicateKeys,
+        AlreadyWritten."""
         check_distinct(put.keys, self.name)
         self.check_fields(put.fields)
         if sum(layout.num_rows for layout in put.layouts) != len(put.keys):
@@ -229,6 +238,8 @@ class Partition:
                     raise AlreadyWritten(message, op="put", partition=self.name, keys=pick(put.keys, written))
         self._check_lengths(put, rows, old)
         self._check_identity(put, rows, old)
+        if POSITION in put.tags and put.tags[POSITION].dtype.kind not in "iu":
+            raise self._mismatch(f"tag {POSITION!r}: got {put.tags[POSITION].dtype}, expected integers", put.keys)
         for name, values in put.tags.items():
             column = self.rows.tags.get(name)
             if column is not None and column.dtype != values.dtype:
@@ -236,7 +247,8 @@ class Partition:
         return rows
 
     def _check_lengths(self, put: PutRows, rows: np.ndarray, old: np.ndarray) -> None:
-        """A row's length is that of its written PER_TOKEN fields; only a replace of all of them changes it."""
+        """Check that a row's length is that of its written PER_TOKEN fields; only a replace of all of them changes
+        it."""
         if put.lengths is None:
             return
         known = self.rows.lengths[rows[old]]
@@ -254,7 +266,8 @@ class Partition:
             raise self._mismatch(message, pick(put.keys, old[differ]))
 
     def _check_identity(self, put: PutRows, rows: np.ndarray, old: np.ndarray) -> None:
-        """Version and group belong to the put that made the row; groups do not outgrow group_size."""
+        """Check that version and group are those of the put that made the row, and that no group outgrows
+        group_size."""
         if put.versions is not None and not put.replace:
             differ = old[self.rows.versions[rows[old]] != put.versions[old]]
             if len(differ):
@@ -265,7 +278,7 @@ class Partition:
             differ = old[np.array(put.groups.names, dtype=object)[put.groups.index[old]] != known]
             if len(differ):
                 given = put.groups.names[int(put.groups.index[differ[0]])]
-                message = f"group {given!r}, but the row is of another"
+                message = f"group {given!r}, but the row belongs to another"
                 raise self._mismatch(message, pick(put.keys, differ))
         if len(old) < len(rows):
             names, index = put.groups.names, put.groups.index[rows < 0]
@@ -276,7 +289,7 @@ class Partition:
                 )
 
     def write(self, put: PutRows, rows: np.ndarray, block_ids: Sequence[int], numbering: Numbers) -> np.ndarray:
-        """Make a checked put's rows readable. `rows`: from `check_put`, filled in for new keys.
+        """Make a checked put's rows readable. `rows` comes from `check_put`, and is filled in for new keys.
 
         Returns the slots that it replaced (any shape, UNWRITTEN among them).
         """
@@ -322,8 +335,8 @@ class Partition:
 
 
 def check_distinct(keys: Sequence[str], partition: str) -> None:
-    """Raises DuplicateKeys naming those that stand twice."""
+    """Raise DuplicateKeys naming the keys that occur twice."""
     if len(set(keys)) < len(keys):
         seen: set[str] = set()
         twice = [key for key in keys if key in seen or seen.add(key)]
-        raise DuplicateKeys("keys stand twice in one put", op="put", partition=partition, keys=twice)
+        raise DuplicateKeys("keys occur twice in one put", op="put", partition=partition, keys=twice)

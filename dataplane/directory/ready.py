@@ -1,6 +1,6 @@
-"""What a task can claim: rows (or whole groups) whose fields are written and that nobody holds, in its sampler's order.
+"""Tracks what a task can claim: rows or whole groups that are written and free, in the order of its sampler.
 
-Kept up to date by `refresh` with just the rows that changed, so that a claim costs its own rows, not the partition's.
+`refresh` updates it with just the rows that changed, so that a claim costs its own rows, not the partition's.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ import numpy as np
 
 from ...codecs.integers import distinct
 from .rows import GroupTable, RowTable, grown
-from .samplers import Candidates, Order, StreamProgress, prompt_numbers
+from .samplers import Candidates, Order, StreamProgress
 
-# ---------------- The queue of what can be claimed: items (row or group numbers) by key, then tie. Leaving early
-# costs nothing.
+# ---------------- The queue of items (row or group numbers) that can be claimed, by key, then tie.
 
 _KEY, _TIE, _ITEM, _TICKET = range(4)
 _FEW_LATE = 1024
-"""Entries out of order that are kept apart before they are merged with the others."""
+"""Number of entries out of order that are kept apart before they are merged with the others."""
 
 
 class _Run:
-    """Entries `[N, 4]` (key, tie, item, ticket) in ascending order; those before `head` are spent."""
+    """Holds entries `[N, 4]` (key, tie, item, ticket) in ascending order; those before `head` are used up."""
 
     def __init__(self) -> None:
         self.entries = np.empty((0, 4), dtype=np.int64)
@@ -28,7 +27,7 @@ class _Run:
         self.tail = 0
 
     def takes(self, new: np.ndarray) -> bool:
-        """Whether `new` are in order, and behind all that are here."""
+        """Return whether `new` are in order and come after all entries that are here."""
         known = np.concatenate((self.entries[max(self.head, self.tail - 1) : self.tail, :2], new[:, :2]))
         key, tie = known[:, _KEY], known[:, _TIE]
         return bool(((key[1:] > key[:-1]) | ((key[1:] == key[:-1]) & (tie[1:] >= tie[:-1]))).all())
@@ -41,16 +40,16 @@ class _Run:
         self.tail += len(new)
 
     def live(self, ticket: np.ndarray) -> np.ndarray:
-        """The entries that are not stale."""
+        """Return the entries that are not stale."""
         entries = self.entries[self.head : self.tail]
         return entries[ticket[entries[:, _ITEM]] == entries[:, _TICKET]]
 
     def replace(self, entries: np.ndarray) -> None:
-        """Nothing but `entries`, which are in order."""
+        """Hold nothing but `entries`, which are in order."""
         self.entries, self.head, self.tail = entries, 0, len(entries)
 
     def front(self, count: int, ticket: np.ndarray) -> np.ndarray:
-        """The first `count` entries that are not stale, or all of them."""
+        """Return the first `count` entries that are not stale, or all of them."""
         found: list[np.ndarray] = []
         missing, cursor, step = count, self.head, max(count, 64)
         while missing and cursor < self.tail:
@@ -65,14 +64,15 @@ class _Run:
 
 
 class ReadyQueue:
-    """Items by key, then tie. Those that come in order are appended; the others wait apart until someone looks."""
+    """Sorts items by key, then tie. Items that come in order are appended; others are kept apart until someone
+    looks."""
 
     def __init__(self) -> None:
         self._ticket = np.empty(0, dtype=np.int64)
-        """By item: ticket of its entry, -1 when it is not queued. An entry with another ticket is stale."""
+        """Ticket of each item's entry, -1 when the item is not queued. An entry with another ticket is stale."""
         self._main = _Run()
         self._late = _Run()
-        """Few, by _FEW_LATE or an eighth of the others."""
+        """Entries out of order: at most _FEW_LATE, or an eighth of the others."""
         self._unsorted: list[np.ndarray] = []
         self._next_ticket = 0
         self._live = 0
@@ -84,19 +84,19 @@ class ReadyQueue:
         self._ticket = grown(self._ticket, capacity, -1)
 
     def holds(self, items: np.ndarray) -> np.ndarray:
-        """bool `[N]`."""
+        """Return bool `[N]`: whether each item is queued."""
         return self._ticket[items] >= 0
 
     def items(self) -> np.ndarray:
-        """int64: all that are queued, in no order."""
+        """Return int64: all queued items, in no order."""
         return np.flatnonzero(self._ticket >= 0)
 
     def tickets(self, items: np.ndarray) -> np.ndarray:
-        """int64 `[N]`: ascends in the order in which they were queued."""
+        """Return int64 `[N]`, ascending in the order in which the items were queued."""
         return self._ticket[items]
 
     def push(self, items: np.ndarray, keys: np.ndarray, ties: np.ndarray) -> None:
-        """Items (each once, none queued) enter at their place."""
+        """Insert items (each once, none queued) at their place."""
         new = self._entries(items)
         new[:, _KEY], new[:, _TIE] = keys, ties
         if self._main.takes(new):
@@ -105,18 +105,19 @@ class ReadyQueue:
             self._unsorted.append(new)
 
     def push_last(self, items: np.ndarray) -> None:
-        """Items (each once, none queued) enter at the end. Not for queues that `push` fills."""
+        """Append items (each once, none queued). Not for queues that `push` fills."""
         new = self._entries(items)
         new[:, _KEY], new[:, _TIE] = 0, new[:, _TICKET]
         self._main.append(new, self._ticket)
 
     def discard(self, items: np.ndarray) -> None:
-        """Queued items (each once) leave."""
+        """Remove queued items (each once). Costs nothing, as their entries become stale."""
         self._ticket[items] = -1
         self._live -= len(items)
 
     def first(self, count: int) -> np.ndarray:
-        """int64 `[count]`: the first items; they stay queued until discarded. At least `count` must be queued."""
+        """Return int64 `[count]`: the first items, which stay queued until discarded. At least `count` must be
+        queued."""
         assert count <= self._live, (count, self._live)
         if self._unsorted:
             self._sort()
@@ -126,7 +127,7 @@ class ReadyQueue:
         return main[:, _ITEM]
 
     def _entries(self, items: np.ndarray) -> np.ndarray:
-        """int64 `[N, 4]`: item and ticket filled in."""
+        """Return int64 `[N, 4]` with item and ticket filled in."""
         new = np.empty((len(items), 4), dtype=np.int64)
         new[:, _ITEM] = items
         new[:, _TICKET] = np.arange(self._next_ticket, self._next_ticket + len(items))
@@ -136,7 +137,7 @@ class ReadyQueue:
         return new
 
     def _sort(self) -> None:
-        """Put what came out of order in order, and with the others once it is much."""
+        """Sort the entries that came out of order, and merge them with the others once they are many."""
         late = np.concatenate((self._late.live(self._ticket), *self._unsorted))
         late = late[self._ticket[late[:, _ITEM]] == late[:, _TICKET]]
         self._unsorted.clear()
@@ -153,7 +154,7 @@ def _in_order(entries: np.ndarray) -> np.ndarray:
 
 
 class ReadyView:
-    """Rows with all of `fields` written that a task's cursor leaves free; in whole groups if asked."""
+    """Holds the rows, or whole groups, that have all of `fields` written and that a task's cursor leaves free."""
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class ReadyView:
         order: Order = "version",
         progress: StreamProgress | None = None,
     ) -> None:
-        """progress: of the task in the prompt stream; what is set aside as too old is settled there."""
+        """progress: the task's progress in the prompt stream, where items that are set aside as too old are settled."""
         self.fields = fields
         self.whole_groups = whole_groups
         self._rows = rows
@@ -174,51 +175,52 @@ class ReadyView:
         self._queue = ReadyQueue()
         self._min_version: int | None = None
         self._aside = np.empty(0, dtype=bool)
-        """By item: ready, but older than `_min_version`; not queued."""
+        """Whether each item is ready but older than `_min_version`, and therefore not queued."""
         self._num_aside = 0
         self._counted = np.empty(0, dtype=bool)
-        """Whole groups: the row is ready and counts in its group."""
+        """Whether each row is ready and counted in its group; for whole groups only."""
         self._ready_in_group = np.empty(0, dtype=np.int32)
 
     @property
     def rows_per_item(self) -> int:
-        """1, or the size of a group."""
+        """Number of rows of an item: 1, or the size of a group."""
         return self._groups.group_size if self.whole_groups else 1
 
     @property
     def num_items(self) -> int:
-        """Rows or groups that a claim could take now, if its sampler agrees."""
+        """Number of rows or groups that a claim could take now, if its sampler agrees."""
         return len(self._queue)
 
     @property
     def num_ready(self) -> int:
-        """Rows of these."""
+        """Number of rows in these items."""
         return self.num_items * self.rows_per_item
 
     @property
     def num_stale(self) -> int:
-        """Rows that could be taken were they not too old."""
+        """Number of rows that could be taken if they were not too old."""
         return self._num_aside * self.rows_per_item
 
     def first(self, count: int) -> np.ndarray:
-        """int64: the first items in order, `count` or all there are; `refresh` their rows after leasing them."""
+        """Return int64: the first items in order, `count` or all there are. `refresh` their rows after leasing them."""
         return self._queue.first(min(count, len(self._queue)))
 
     def candidates(self, items: np.ndarray) -> Candidates:
-        """Queued items as a sampler sees them."""
+        """Return queued items as a sampler sees them."""
         tickets = self._queue.tickets(items)
         return Candidates(items, tickets, self._rows, self._groups, self.whole_groups, self._progress)
 
     def rows_of(self, items: np.ndarray) -> np.ndarray:
-        """int64: their rows, item by item."""
+        """Return int64: the items' rows, item by item."""
         return self._groups.rows[items].reshape(-1) if self.whole_groups else items
 
     def stale_rows(self) -> np.ndarray:
-        """int64: those of `num_stale`."""
+        """Return int64: the rows that `num_stale` counts."""
         return self.rows_of(np.flatnonzero(self._aside)) if self._num_aside else np.empty(0, dtype=np.int64)
 
     def set_min_version(self, version: int | None) -> None:
-        """From now on, items below `version` are set aside (None: none is). Costs nothing while it stays the same."""
+        """Set items below `version` aside from now on (None sets none aside). Costs nothing while the version stays
+        the same."""
         before, self._min_version = self._min_version, version
         if version == before:
             return
@@ -233,9 +235,9 @@ class ReadyView:
             self._set_aside(old)
 
     def refresh(self, rows: np.ndarray, cursor: np.ndarray, *, requeue: bool = False) -> None:
-        """Rows (each once) may have changed: written, leased, returned, or about to be cleared (slots unwritten).
+        """Update rows (each once) that were written, leased or returned, or are about to be cleared (slots unwritten).
 
-        cursor: the task's column, 0 where a row is free. requeue: their versions may have changed too.
+        cursor: the task's column, 0 where a row is free. requeue: whether their versions may have changed too.
         """
         ready = self._rows.written(rows, self.fields) & (cursor[rows] == 0)
         if self.whole_groups:
@@ -270,7 +272,7 @@ class ReadyView:
         self._enter(items[ready & (~held | leaving)])
 
     def _enter(self, items: np.ndarray) -> None:
-        """Ready items, neither queued nor set aside, go where they belong."""
+        """Queue ready items or set them aside. They must be neither queued nor set aside yet."""
         if self._min_version is not None:
             fresh = self._versions(items) >= self._min_version
             self._set_aside(items[~fresh])
@@ -305,4 +307,4 @@ class ReadyView:
         return arrivals[self._groups.rows[items]].min(axis=1) if self.whole_groups else arrivals[items]
 
     def _prompts(self, items: np.ndarray) -> np.ndarray:
-        return prompt_numbers(self._groups.names[items if self.whole_groups else self._rows.groups[items]])
+        return self._rows.positions(self._groups.rows[items, 0] if self.whole_groups else items)

@@ -1,4 +1,4 @@
-"""Requests to the directory and its replies, as they travel between processes."""
+"""Defines the requests to the directory and its replies, as they travel between processes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ...codecs import messages
-from ...codecs.blocks import BlockLayout
 from ...codecs.schema import Schema
 from .. import errors
-from ..compact import pack_ints, pack_keys, unpack_ints, unpack_keys
 from .directory import Outcome
-from .partition import ClaimRows, Committed, Grouping, PutRows
+from .partition import ClaimRows, Committed, PutRows
 from .samplers import TaskConfig
 
 
@@ -34,142 +31,61 @@ class Describe:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """`PutRows` packed."""
-
-    partition: str
-    keys: bytes
-    fields: tuple[str, ...]
-    lengths: bytes | None
-    versions: bytes | None
-    group_names: bytes | None
-    """None: each key is a group of its own, named after it."""
-    group_index: bytes
-    groups_given: bool
-    tags: dict[str, np.ndarray]
-    block_fields: tuple[str, ...]
-    blocks: tuple[tuple[int, int, tuple[int, ...]], ...]
-    """Rows, tokens and bytes of each part."""
-    replace: bool
-    writer: str
-
-    @staticmethod
-    def of(put: PutRows) -> Rows:
-        derived = not put.groups.given and len(put.groups.names) == len(put.keys)
-        return Rows(
-            put.partition,
-            pack_keys(put.keys),
-            put.fields,
-            None if put.lengths is None else pack_ints(put.lengths),
-            None if put.versions is None else pack_ints(put.versions),
-            None if derived else pack_keys(put.groups.names),
-            b"" if derived else pack_ints(put.groups.index),
-            put.groups.given,
-            dict(put.tags),
-            put.layouts[0].fields,
-            tuple((at.num_rows, at.num_tokens, at.part_bytes) for at in put.layouts),
-            put.replace,
-            put.writer,
-        )
-
-    def put(self) -> PutRows:
-        keys = unpack_keys(self.keys)
-        if self.group_names is None:
-            groups = Grouping.of(keys, None)
-        else:
-            groups = Grouping(unpack_keys(self.group_names), unpack_ints(self.group_index), self.groups_given)
-        return PutRows(
-            self.partition,
-            keys,
-            self.fields,
-            None if self.lengths is None else unpack_ints(self.lengths),
-            None if self.versions is None else unpack_ints(self.versions),
-            groups,
-            self.tags,
-            tuple(BlockLayout(self.block_fields, *block) for block in self.blocks),
-            self.replace,
-            self.writer,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Reserve:
-    """Checks rows and waits for room for `timeout_s` at most. Answered by `Room`."""
+    """Checks rows and waits for space for at most `timeout_s`. Answered by `Space`."""
 
-    rows: Rows
+    put: PutRows
     timeout_s: float
     given_back: tuple[int, ...]
-    """Rooms that the writer has no use for."""
+    """Ids of spaces that the writer does not need."""
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Where one put may write, if it commits within `reserve_s`."""
+class Space:
+    """Names the space to which one put may write, if it commits within `reserve_s`."""
 
-    room_id: int
+    space_id: int
     first_block_id: int
     num_blocks: int
-    """The blocks have consecutive ids."""
+    """Number of blocks that fit; their ids are consecutive."""
     nbytes: int
     location: bytes
-    """Of the room as a whole, for blocks end to end; b"" when blocks are located as they are written."""
+    """Location of the space, for blocks laid end to end; b"" when blocks are located as they are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Answered by `Written`."""
+    """Makes written rows readable. Answered by `Written`, or by REVOKED when the directory has taken the credit
+    back."""
 
-    room_id: int
-    rows: Rows
+    space_id: int
+    credit: bool
+    """Whether the space was granted with the reply to an earlier put."""
+    put: PutRows
     locations: tuple[bytes, ...] | None
-    """Of each block; None when the room has a location."""
+    """Location of each block; None when the space has a location."""
     next_bytes: int
-    """What the writer would like for its next put."""
+    """Number of bytes that the writer would like for its next put."""
     next_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """`Committed` packed: only what the writer does not know."""
+    """Confirms a put."""
 
-    first_block_id: int
-    locations: tuple[bytes, ...] | None
-    lengths: bytes | None
-    versions: bytes | None
-    groups: bytes
-    tags: dict[str, np.ndarray]
-    next_room: Room | None
-    """Credit: room for the next put, unless another writer needs it before."""
-
-    @staticmethod
-    def of(committed: Committed, request: Commit, next_room: Room | None) -> Written:
-        return Written(
-            committed.first_block_id,
-            None if request.locations is not None else committed.locations,
-            None if request.rows.lengths is not None else pack_ints(committed.lengths),
-            None if request.rows.versions is not None else pack_ints(committed.versions),
-            pack_ints(committed.groups),
-            committed.tags,
-            next_room,
-        )
-
-    def committed(self, put: PutRows, locations: tuple[bytes, ...] | None) -> Committed:
-        """`locations` as the writer knows them."""
-        found = self.locations if locations is None else locations
-        lengths = put.lengths if self.lengths is None else unpack_ints(self.lengths)
-        versions = put.versions if self.versions is None else unpack_ints(self.versions)
-        assert found is not None and lengths is not None and versions is not None
-        return Committed(self.first_block_id, found, lengths, versions, unpack_ints(self.groups), self.tags)
+    committed: Committed
+    next_space: Space | None
+    """Credit for the next put, unless another writer needs the space before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    room_ids: tuple[int, ...]
+    space_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Answered by a receipt."""
+    """Asks for a receipt."""
 
     partition: str
     keys: bytes
@@ -178,7 +94,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Waits for rows for `timeout_s` at most. Answered by a receipt."""
+    """Waits for rows for at most `timeout_s`. Answered by a receipt."""
 
     rows: ClaimRows
     timeout_s: float
@@ -186,7 +102,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class ClearStale:
-    """Clears what such a claim passes over as too old. Answered by the keys (packed)."""
+    """Clears the rows that such a claim passes over as too old. Answered by their keys, packed."""
 
     rows: ClaimRows
 
@@ -202,7 +118,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Answered by the number of rows cleared."""
+    """Forgets rows. Answered by the number of rows cleared."""
 
     partition: str
     keys: bytes | None
@@ -210,7 +126,7 @@ class Clear:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Answered by `DataPlaneStatus`."""
+    """Asks for the `DataPlaneStatus`."""
 
     partition: str | None
 
@@ -218,6 +134,8 @@ class Status:
 # ------------------------------------------------------------------ replies: one byte, then the body
 
 _OK, _ERROR = b"\0", b"\1"
+REVOKED = b""
+"""Body of the reply to a Commit whose credit was revoked: nothing was written, and the put must reserve space."""
 
 _ERRORS: dict[str, type[Exception]] = {
     cls.__name__: cls
@@ -231,14 +149,15 @@ def reply(body: bytes) -> bytes:
 
 
 def reply_error(error: errors.DataPlaneError | ValueError) -> bytes:
-    """An error as data: class, message and context. ValueErrors of other classes travel as ValueError."""
+    """Encode an error by class, message and context. ValueErrors of other classes travel as ValueError."""
     if isinstance(error, errors.DataPlaneError):
         return _ERROR + msgspec.msgpack.encode([type(error).__name__, error.message, error.fields()])
     return _ERROR + msgspec.msgpack.encode(["ValueError", str(error), {}])
 
 
 def body_of(data: bytes, op: str, elapsed_s: float) -> bytes:
-    """A reply's body, or the error it carries raised as the class it was, with op and elapsed time filled in."""
+    """Return a reply's body, or raise the error that it carries, as its own class, with op and elapsed time filled
+    in."""
     if data[:1] == _OK:
         return data[1:]
     name, message, fields = msgspec.msgpack.decode(data[1:])

@@ -1,4 +1,5 @@
-"""A partition's rows as numpy columns that grow by doubling; a row number is reused once its row is cleared."""
+"""Keeps a partition's rows as numpy columns that grow by doubling; a row number is used again once its row is
+cleared."""
 
 from __future__ import annotations
 
@@ -8,16 +9,19 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ...codecs.integers import distinct_counts
+from ..meta import POSITION
 
 ROW_BITS = 24
-"""A slot is `block_id << ROW_BITS | row in block`: 16 M rows a block, 2^39 blocks a run."""
+"""Number of bits of the row in a slot, `block_id << ROW_BITS | row in block`: 16 M rows a block, 2^39 blocks a run."""
 UNWRITTEN = -1
 UNKNOWN = -1
 """Length of a row that has no PER_TOKEN field yet."""
+NO_POSITION = -1
+"""Position of a row that was not given the tag POSITION."""
 
 
 def grown(column: np.ndarray, size: int, fill: object) -> np.ndarray:
-    """`column` with room for `size` items along its first axis, at least doubled; new items are `fill`."""
+    """Return `column` with room for `size` items along its first axis, at least doubled; new items are `fill`."""
     if len(column) >= size:
         return column
     new = np.full((max(size, 2 * len(column), 64), *column.shape[1:]), fill, column.dtype)
@@ -26,7 +30,7 @@ def grown(column: np.ndarray, size: int, fill: object) -> np.ndarray:
 
 
 def pick(names: Sequence[str], which: np.ndarray) -> Sequence[str]:
-    """The names at the positions `which`, which ascend."""
+    """Return the names at the positions `which`, which ascend."""
     if len(which) == len(names):
         return names
     positions: list[int] = which.tolist()
@@ -34,16 +38,16 @@ def pick(names: Sequence[str], which: np.ndarray) -> Sequence[str]:
 
 
 class Numbers:
-    """Hands out the lowest fresh or any given-back number."""
+    """Hands out numbers: those given back, else the lowest fresh ones."""
 
     def __init__(self) -> None:
         self.end = 0
         self._free = np.empty(0, dtype=np.int64)
-        """A stack of `_num_free` numbers."""
+        """Stack of `_num_free` numbers."""
         self._num_free = 0
 
     def take(self, count: int) -> np.ndarray:
-        """int64 `[count]`, ascending."""
+        """Return int64 `[count]`, ascending."""
         left = max(0, self._num_free - count)
         reused = np.sort(self._free[left : self._num_free])
         self._num_free = left
@@ -59,24 +63,24 @@ class Numbers:
 
 
 class RowTable:
-    """Columns by row number; every array has the same capacity."""
+    """Holds the rows' columns by row number; every array has the same capacity."""
 
     def __init__(self, fields: Iterable[str]) -> None:
         self.index: dict[str, int] = {}
-        """key -> row."""
+        """Row of each key."""
         self.keys = np.empty(0, dtype=object)
         self.lengths = np.empty(0, dtype=np.int32)
-        """Tokens; UNKNOWN until a PER_TOKEN field is written."""
+        """Number of tokens of each row; UNKNOWN until a PER_TOKEN field is written."""
         self.versions = np.empty(0, dtype=np.int64)
         self.groups = np.empty(0, dtype=np.int64)
-        """Index into the partition's GroupTable."""
+        """Index of each row's group in the partition's GroupTable."""
         self.arrivals = np.empty(0, dtype=np.int64)
-        """Ascending in the order in which rows were first written."""
+        """Order in which rows were first written, ascending."""
         self.slots = {name: np.empty(0, dtype=np.int64) for name in fields}
-        """Per field: `block_id << ROW_BITS | row in block`, or UNWRITTEN."""
+        """Places of each field's values, `block_id << ROW_BITS | row in block`, or UNWRITTEN."""
         self.tags: dict[str, np.ndarray] = {}
         self.tag_given: dict[str, np.ndarray] = {}
-        """Per tag: bool, the row was given it."""
+        """Whether each row was given the tag, bool, for each tag."""
         self._numbers = Numbers()
         self._arrived = 0
 
@@ -88,11 +92,11 @@ class RowTable:
         return len(self.keys)
 
     def find(self, keys: Sequence[str]) -> np.ndarray:
-        """int64 `[N]`: row of each key, -1 where there is none."""
+        """Return int64 `[N]`: the row of each key, -1 where there is none."""
         return np.fromiter(map(self.index.get, keys, itertools.repeat(-1)), np.int64, len(keys))
 
     def add(self, keys: Sequence[str], groups: np.ndarray) -> np.ndarray:
-        """New rows, nothing written yet; int64 `[N]`."""
+        """Add rows, with nothing written yet. Returns int64 `[N]`."""
         rows = self._numbers.take(len(keys))
         self._grow(self._numbers.end)
         self.index.update(zip(keys, rows.tolist(), strict=True))
@@ -121,20 +125,27 @@ class RowTable:
         self.tag_given[name][rows] = True
 
     def tags_of(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """The tags that every one of `rows` was given."""
+        """Return the tags that every one of `rows` was given."""
         return {
             name: self.tags[name][rows] for name, given in self.tag_given.items() if len(rows) and given[rows].all()
         }
 
+    def positions(self, rows: np.ndarray) -> np.ndarray:
+        """Return int64 `[N]`: each row's place in the prompt stream, or NO_POSITION."""
+        given = self.tag_given.get(POSITION)
+        if given is None:
+            return np.full(len(rows), NO_POSITION)
+        return np.where(given[rows], self.tags[POSITION][rows].astype(np.int64), NO_POSITION)
+
     def written(self, rows: np.ndarray, fields: Iterable[str]) -> np.ndarray:
-        """bool `[N]`: all of `fields` are written."""
+        """Return bool `[N]`: whether all of `fields` are written."""
         ready = np.ones(len(rows), dtype=bool)
         for name in fields:
             ready &= self.slots[name][rows] != UNWRITTEN
         return ready
 
     def live(self) -> np.ndarray:
-        """int64: all rows, in order of arrival."""
+        """Return int64: all rows, in order of arrival."""
         rows = np.fromiter(self.index.values(), np.int64, len(self.index))
         return rows[np.argsort(self.arrivals[rows], kind="stable")]
 
@@ -152,26 +163,27 @@ class RowTable:
 
 
 class GroupTable:
-    """Which rows form a group. A group goes when its last row does."""
+    """Keeps which rows form a group. A group is removed with its last row."""
 
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
         self.index: dict[str, int] = {}
-        """name -> group index."""
+        """Index of each group, by name."""
         self.names = np.empty(0, dtype=object)
         self.numbers = np.empty(0, dtype=np.int64)
-        """Directory-wide number of each group; never reused."""
+        """Number of each group, unique in the directory and never used again."""
         self.counts = np.empty(0, dtype=np.int32)
         self.rows = np.empty((0, group_size), dtype=np.int64)
-        """The group's rows in order of arrival, -1 behind them. Kept when group_size > 1 only."""
+        """Rows of each group in order of arrival, then -1. Kept only when group_size > 1."""
         self._free = Numbers()
 
     def find(self, names: Sequence[str]) -> np.ndarray:
-        """int64 `[N]`: index of each group, -1 where there is none."""
+        """Return int64 `[N]`: the index of each group, -1 where there is none."""
         return np.fromiter(map(self.index.get, names, itertools.repeat(-1)), np.int64, len(names))
 
     def overfull(self, names: Sequence[str], added: np.ndarray) -> str | None:
-        """The first of these groups that `added` new rows (int `[G]`) would fill beyond group_size, if that is > 1."""
+        """Return the first of these groups that `added` new rows (int `[G]`) would fill beyond group_size, if that
+        is over 1."""
         if self.group_size == 1 or not len(names):
             return None
         known = self.find(names)
@@ -181,7 +193,8 @@ class GroupTable:
         return names[int(over[0])] if len(over) else None
 
     def intern(self, names: Sequence[str], numbering: Numbers) -> np.ndarray:
-        """int64 `[G]`: index of each group; new ones take their numbers from `numbering`. names: each once."""
+        """Return int64 `[G]`: the index of each group (each name once). New groups take their numbers from
+        `numbering`."""
         found = self.find(names)
         fresh = np.flatnonzero(found < 0)
         if len(fresh):
@@ -199,7 +212,7 @@ class GroupTable:
         return found
 
     def add(self, rows: np.ndarray, groups: np.ndarray) -> None:
-        """Rows (new, in order of arrival) join their groups."""
+        """Add rows (new, in order of arrival) to their groups."""
         order = np.argsort(groups, kind="stable")
         unique, counts = distinct_counts(groups[order])
         if self.group_size > 1:
@@ -209,7 +222,7 @@ class GroupTable:
         self.counts[unique] += counts.astype(np.int32)
 
     def remove(self, rows: np.ndarray, groups: np.ndarray) -> None:
-        """Rows leave their groups; the others close up."""
+        """Remove rows from their groups; the others move up."""
         unique, counts = distinct_counts(groups)
         self.counts[unique] -= counts.astype(np.int32)
         emptied = self.counts[unique] == 0

@@ -1,12 +1,12 @@
-"""Samplers: which of a task's claimable rows a claim takes. Pure functions of numpy columns, chosen by name or path.
+"""Chooses which of a task's claimable rows a claim takes, by pure functions of numpy columns, chosen by name or path.
 
-A sampler runs in the directory's process, within the claim: it must be quick, and it must not keep what it is shown.
-What it is offered are *items*: rows, or groups where the claim asks for whole ones.
+A sampler runs in the directory's process, within the claim, so it must be quick, and must not keep what it is shown. It
+is offered *items*, which are rows, or groups where the claim asks for whole ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -14,43 +14,44 @@ import numpy as np
 
 from ...codecs.imports import import_object
 from ..errors import SamplerError
-from .rows import GroupTable, RowTable
+from ..meta import POSITION
+from .rows import NO_POSITION, GroupTable, RowTable
 
 Order = Literal["version", "ready", "prompt"]
 ORDERS: tuple[Order, ...] = ("version", "ready", "prompt")
-NO_PROMPT = -1
-"""Number of an item whose group's name is no base-36 counter."""
-_COUNTER_CHARS = 12
-"""Base-36 digits that an int64 surely holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskConfig:
-    """A consumer of a partition, and how its claims choose."""
+    """Declares a consumer of a partition, and how its claims choose rows."""
 
     name: str
     sampler: str = "oldest_version_first"
-    """`oldest_version_first`, `ready_first`, `in_order`, `windowed`, or your own factory: `package.module:function`."""
+    """Name `oldest_version_first`, `ready_first`, `in_order` or `windowed`, or your own factory
+    `package.module:function`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the sampler: plain values. `windowed` takes `window`, in groups."""
+    """Keyword arguments of the sampler, as plain values. `windowed` takes `window`, a number of groups."""
     first_prompt: int = 0
-    """`in_order`, `windowed`: number of the stream's first prompt; a resumed run's is where it left off."""
+    """Position of the first prompt that `in_order` and `windowed` wait for; a resumed run begins where it left off."""
     settled: tuple[int, ...] = ()
-    """Numbers beyond it that are not to come any more."""
+    """Positions after `first_prompt` that are not waited for, because their prompts have been trained on or dropped."""
 
 
 class StreamProgress:
-    """Which prompts of the stream a task is through with: taken, passed over as too old, or cleared before that."""
+    """Keeps the positions of the prompt stream that a task no longer waits for.
+
+    Their prompts were claimed, passed over as too old, or cleared before either.
+    """
 
     def __init__(self, first: int = 0, ahead: Iterable[int] = ()) -> None:
         self.first = first
-        """The lowest number still to come; all before it are settled."""
+        """Lowest position that is not settled."""
         self.ahead = set(ahead)
-        """Settled numbers beyond it."""
+        """Settled positions after `first`."""
 
-    def settle(self, numbers: Iterable[int]) -> None:
-        """Numbers below `first`, again, or NO_PROMPT: nothing."""
-        self.ahead.update(number for number in numbers if number >= self.first)
+    def settle(self, positions: Iterable[int]) -> None:
+        """Settle these positions. Those that are settled already, and NO_POSITION, change nothing."""
+        self.ahead.update(position for position in positions if position >= self.first)
         while self.first in self.ahead:
             self.ahead.discard(self.first)
             self.first += 1
@@ -60,7 +61,7 @@ class StreamProgress:
 
 
 class Candidates:
-    """Claimable items as columns `[N]`, computed when asked for, in the sampler's order."""
+    """Shows claimable items as columns `[N]`, in the sampler's order. A column is computed when it is asked for."""
 
     def __init__(
         self, items: np.ndarray, tickets: np.ndarray, rows: RowTable, groups: GroupTable, whole: bool,
@@ -69,10 +70,10 @@ class Candidates:
         self._rows = rows
         self._groups = groups
         self._members = groups.rows[items] if whole else items[:, None]
-        """int64 `[N, rows an item]`."""
+        """Rows of each item, int64 `[N, rows an item]`."""
         self.ready = tickets
-        """int64 `[N]`: ascends in the order in which the items became ready, or ready again; those that were so before
-        the task's first claim of these fields, in order of arrival."""
+        """Order in which the items became ready (again), int64 `[N]`, ascending. Those that were ready before the
+        task's first claim of these fields are in order of arrival."""
         self._progress = progress
 
     def __len__(self) -> int:
@@ -80,37 +81,38 @@ class Candidates:
 
     @property
     def groups(self) -> np.ndarray:
-        """int64 `[N]`: number of each item's group, as in receipts."""
+        """Number of each item's group, int64 `[N]`, as in receipts."""
         return self._groups.numbers[self._group_index]
 
     @property
     def prompts(self) -> np.ndarray:
-        """int64 `[N]`: place in the prompt stream: the group's name read as a base-36 counter, or NO_PROMPT."""
-        return prompt_numbers(self._groups.names[self._group_index])
+        """Place of each item in the prompt stream, int64 `[N]`, from the tag POSITION of its first row; NO_POSITION
+        without."""
+        return self._rows.positions(self._members[:, 0])
 
     @property
     def versions(self) -> np.ndarray:
-        """int64 `[N]`: of a group, its rows' lowest."""
+        """Lowest version of each item's rows, int64 `[N]`."""
         return self._rows.versions[self._members].min(axis=1)
 
     @property
     def arrivals(self) -> np.ndarray:
-        """int64 `[N]`: ascends in the order in which the items' first rows were first written."""
+        """Order in which the items' first rows were first written, int64 `[N]`, ascending."""
         return self._rows.arrivals[self._members].min(axis=1)
 
     @property
     def tokens(self) -> np.ndarray:
-        """int64 `[N]`: tokens of all rows of the item."""
+        """Number of tokens of all rows of each item, int64 `[N]`."""
         return np.maximum(self._rows.lengths[self._members], 0).sum(axis=1)
 
     @property
     def tags(self) -> Mapping[str, np.ndarray]:
-        """`[N, rows an item]` each: the tags that all of these rows were given."""
+        """Tags that all of these rows were given, `[N, rows an item]` each."""
         return _Tags(self._rows, self._members)
 
     @property
     def progress(self) -> StreamProgress:
-        """How far the task is in the prompt stream, a copy. Only for samplers whose `order` is "prompt"."""
+        """Copy of the task's progress in the prompt stream. Only for samplers whose `order` is "prompt"."""
         assert self._progress is not None, "kept for samplers of the prompts' order only"
         return self._progress.copy()
 
@@ -120,7 +122,7 @@ class Candidates:
 
 
 class _Tags(Mapping[str, np.ndarray]):
-    """Looked up when asked for."""
+    """Looks a tag up when it is asked for."""
 
     def __init__(self, rows: RowTable, members: np.ndarray) -> None:
         self._rows = rows
@@ -139,25 +141,25 @@ class _Tags(Mapping[str, np.ndarray]):
 
 
 class Sampler(Protocol):
-    """What a factory returns. One sampler serves one task."""
+    """Chooses items for one task. A sampler factory returns one."""
 
     order: Order
-    """How what it is shown is sorted: by `versions` then `arrivals`; by `ready`; by `prompts` then `arrivals`."""
+    """Order of the items it is shown: by `versions` then `arrivals`; by `ready`; or by `prompts` then `arrivals`."""
     looks_ahead: int | None
-    """How many items it is shown, at most, beyond those wanted. None: all there are, and each claim then costs as
-    much as they are many (1 ms for 10 k or so)."""
+    """Number of items beyond those wanted that it is shown at most. None shows all, and a claim then costs 1 ms for
+    about 10 k items."""
 
     def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
-        """Which to take: integer positions in `candidates`, each once, in the order of the receipt.
+        """Return which items to take: integer positions in `candidates`, each once, in the order of the receipt.
 
-        candidates: at least `wanted` items, all claimable now. Fewer than `wanted` (none, say): the claim waits on
-        and asks again when rows become ready, are given back or cleared. Of more, the first `wanted` are taken.
+        candidates: at least `wanted` items, all claimable now. If it returns fewer than `wanted`, the claim waits and
+        asks again when rows become ready, are given back or cleared. If it returns more, the first `wanted` are taken.
         """
         ...
 
 
 class FirstInOrder:
-    """`oldest_version_first`, `ready_first`: whatever comes first. Selects without looking."""
+    """Takes whatever comes first, without looking: `oldest_version_first` and `ready_first`."""
 
     looks_ahead: int | None = 0
 
@@ -169,10 +171,10 @@ class FirstInOrder:
 
 
 class Windowed:
-    """`in_order`, `windowed`: along the prompt stream, at most `window` prompts from the first that is still to come.
+    """Follows the prompt stream, at most `window` prompts past the first one still to come: `in_order` and `windowed`.
 
-    `in_order` is a window of 1: a prompt is only taken when all before it have been. One that is never put stops both;
-    what unblocks them is its put, or (once put) its clear.
+    `in_order` is a window of 1, so a prompt is only taken when all before it have been. Both stop at a prompt that is
+    never put; they go on when it is put or, once put, cleared.
     """
 
     order: Order = "prompt"
@@ -185,9 +187,11 @@ class Windowed:
 
     def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
         prompts = candidates.prompts.tolist()
-        if prompts and prompts[0] == NO_PROMPT:
-            number = int(candidates.groups[0])
-            raise ValueError(f"group {number}'s name is no base-36 number, as `in_order` and `windowed` need")
+        if prompts and prompts[0] == NO_POSITION:
+            raise ValueError(
+                f"the rows of group {int(candidates.groups[0])} have no tag {POSITION!r}, expected their place in the "
+                "prompt stream, which `in_order` and `windowed` follow"
+            )
         progress, count = candidates.progress, 0
         for number in prompts[:wanted]:
             if number >= progress.first + self.window:
@@ -197,20 +201,8 @@ class Windowed:
         return np.arange(count)
 
 
-def prompt_numbers(names: Sequence[str] | np.ndarray) -> np.ndarray:
-    """int64 `[N]`: names read as base-36 counters, NO_PROMPT for others."""
-    return np.fromiter(map(_prompt_number, names), np.int64, len(names))
-
-
-def _prompt_number(name: str) -> int:
-    try:
-        return int(name, 36) if name.isalnum() and len(name) <= _COUNTER_CHARS else NO_PROMPT
-    except ValueError:
-        return NO_PROMPT
-
-
 def chosen(sampler: Sampler, candidates: Candidates, wanted: int) -> np.ndarray:
-    """int64: positions of the items to take, `wanted` or fewer. Raises SamplerError for what no claim can be given."""
+    """Return int64: positions of the items to take, `wanted` or fewer. Raises SamplerError for an invalid choice."""
     try:
         positions = np.asarray(sampler.select(candidates, wanted))
     except Exception as error:  # whatever a user's sampler raises: it is the claimer who must be told
@@ -234,7 +226,7 @@ def _name(sampler: Sampler) -> str:
 
 
 def build_sampler(task: TaskConfig) -> Sampler:
-    """The task's sampler. Raises ValueError for an unknown name, or options that it does not take."""
+    """Build the task's sampler. Raises ValueError for an unknown name, or options that it does not take."""
     where = f"task {task.name!r}: sampler {task.sampler!r}"
     try:
         if task.sampler == "oldest_version_first":

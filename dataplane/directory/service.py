@@ -1,13 +1,14 @@
-"""The directory as a service: requests in, replies out, waiting claims and puts woken by what unblocks them.
+"""Serves requests to the directory; waiting claims and puts are woken by what they wait for.
 
                  waits for                       unblocked by
 claim            its turn in its task's queue    the claim before it (first come, first served)
                  enough ready rows, and its      commit, release(retry), a lease that expires, clear
                  sampler's choice of them
 reserve (put)    its turn among waiting puts     the put before it
-                 room                            credit of idle writers, which is taken back for it; blocks freed by
+                 space                           credit of idle writers, which is revoked for it; blocks freed by
                                                  clear, replace, abort or expiry
-Everything else answers at once. Nothing polls: the only timer stands at the directory's next deadline.
+
+Everything else is answered at once. Nothing polls; the only timer is set to the directory's next deadline.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 from ...codecs import messages
 from ..block_store import Serving, StoreHost
-from ..compact import pack_keys
+from ..compact import pack_keys, unpack_keys
 from ..config import DataPlaneConfig
 from ..errors import CapacityExceeded, ClaimTimeout, DataPlaneError, DataPlaneTimeout, DirectoryLost
 from . import requests
@@ -31,19 +32,19 @@ from .directory import Directory
 from .host_calls import HostCalls
 from .partition import ClaimRows, PutRows
 
-# ---------------- What callers of one event loop wait for: events that happen again and again, and their turn.
+# ---------------- Asyncio primitives: `Pulse`, a repeating event, and `Queue`, a first-come-first-served lock.
 
 
 class Pulse:
-    """Something that happens again and again; none is missed between looking and waiting."""
+    """Lets coroutines wait for an event that happens again and again; none is missed between looking and waiting."""
 
     def __init__(self) -> None:
         self.count = 0
-        """How often it has happened."""
+        """Number of times that the event has happened."""
         self._waiters: list[asyncio.Future[None]] = []
 
     async def wait(self, seen: int) -> None:
-        """Until `count` is more than `seen`."""
+        """Wait until `count` is more than `seen`."""
         if self.count == seen:
             future = asyncio.get_running_loop().create_future()
             self._waiters.append(future)
@@ -59,16 +60,16 @@ class Pulse:
 
 
 class Queue:
-    """First come, first served."""
+    """Serves callers one at a time, first come, first served."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self.waiting = 0
-        """Those in it, the one whose turn it is included. Who finds none need not queue."""
+        """Number of waiters, including the current holder. Callers may skip the queue when it is 0."""
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait for one's turn; it ends with the context."""
+        """Wait for one's turn, which ends with the context."""
         self.waiting += 1
         try:
             async with self._lock:
@@ -81,19 +82,19 @@ _logger = logging.getLogger(__name__)
 
 
 class DirectoryService:
-    """One run's directory and store host. All methods belong to one event loop."""
+    """Answers requests to one run's directory and store host. All methods belong to one event loop."""
 
     def __init__(self, config: DataPlaneConfig, host: StoreHost) -> None:
         self._directory = Directory(
             capacity_bytes=config.store.capacity_mib << 20, lease_s=config.lease_s, reserve_s=config.reserve_s
         )
         self._host = host
-        self._store = HostCalls(host, lambda: self._room.fire())
+        self._store = HostCalls(host, lambda: self._space_freed.fire())
         self._put_queue = Queue()
         self._claim_queues: dict[tuple[str, str], Queue] = defaultdict(Queue)
-        self._room = Pulse()
+        self._space_freed = Pulse()
         self._ready: dict[str, Pulse] = {}
-        """By partition."""
+        """Event of rows becoming ready, for each partition."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._handlers: dict[str, Callable[[bytes], bytes | Coroutine[Any, Any, bytes]]] = {
@@ -112,9 +113,9 @@ class DirectoryService:
         }
 
     def answer(self, op: str, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
-        """The reply to one request, or what to await for it. Must be awaited then, or closed.
+        """Return the reply to one request, or a coroutine that gives it, which must be awaited or closed.
 
-        DataPlaneErrors and ValueErrors travel in the reply; all else is a bug and raises.
+        DataPlaneErrors and ValueErrors travel in the reply; any other error is a bug and is raised.
         """
         try:
             if self._closed:
@@ -137,18 +138,18 @@ class DirectoryService:
             self._arm()
 
     async def call(self, op: str, payload: bytes) -> bytes:
-        """`answer`, awaited."""
+        """Answer one request, and wait for the answer."""
         reply = self.answer(op, payload)
         return reply if isinstance(reply, bytes) else await reply
 
     async def close(self) -> None:
-        """Fail what waits, end the store. Idempotent."""
+        """Fail the calls that wait, and end the store. Idempotent."""
         if self._closed:
             return
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self._room.fire()
+        self._space_freed.fire()
         for pulse in self._ready.values():
             pulse.fire()
         await self._store.close()
@@ -157,8 +158,8 @@ class DirectoryService:
 
     def _reserve(self, payload: bytes) -> Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Reserve)
-        put = request.rows.put()
-        given_back = [self._directory.abort(room_id) for room_id in request.given_back]
+        put = request.put
+        given_back = [self._directory.abort(space_id) for space_id in request.given_back]
         self._store.take_back([item for item in given_back if item is not None])
         self._directory.check(put)
         return self._reserve_later(put, request.timeout_s)
@@ -167,11 +168,11 @@ class DirectoryService:
         deadline = self._now() + timeout_s
         try:
             async with self._turn(self._put_queue, deadline):
-                seen = self._room.count
+                seen = self._space_freed.count
                 while (reservation := await self._try_reserve(put)) is None:
                     async with asyncio.timeout_at(deadline):
-                        await self._wait(self._room, seen)
-                    seen = self._room.count
+                        await self._wait(self._space_freed, seen)
+                    seen = self._space_freed.count
         except TimeoutError:
             status = self._directory.status(None, self._now())
             raise CapacityExceeded(
@@ -182,10 +183,11 @@ class DirectoryService:
                 keys=put.keys,
                 elapsed_s=timeout_s,
             ) from None
-        return messages.encode(_room(reservation))
+        return messages.encode(_space(reservation))
 
     async def _try_reserve(self, put: PutRows) -> Reservation | None:
-        """Room in the account and in the store, for which all credit may have to go; None when that is not enough."""
+        """Reserve space in the account and in the store, revoking credit if needed. None when even that is not
+        enough."""
         reservation = self._directory.reserve(put, self._now())
         if reservation is None:
             await self._take_back(self._directory.revoke(put.nbytes))
@@ -211,28 +213,31 @@ class DirectoryService:
 
     def _commit(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Commit)
-        put = request.rows.put()
-        reservation = self._directory.reservation(request.room_id)
-        if self._store.waits:
-            return self._commit_later(request, put, reservation)
-        body, freed = self._commit_now(request, put)
+        if self._store.is_remote:
+            return self._commit_later(request)
+        body, freed = self._commit_now(request)
         self._store.free(freed)
         return body
 
-    async def _commit_later(self, request: requests.Commit, put: PutRows, reservation: Reservation) -> bytes:
-        await self._store.count(reservation, [layout.nbytes for layout in put.layouts])
-        body, freed = self._commit_now(request, put)
+    async def _commit_later(self, request: requests.Commit) -> bytes:
+        reservation = self._directory.find_reservation(request.space_id)
+        if reservation is not None:
+            await self._store.count(reservation, [layout.nbytes for layout in request.put.layouts])
+        body, freed = self._commit_now(request)
         await self._free(freed)
         return body
 
-    def _commit_now(self, request: requests.Commit, put: PutRows) -> tuple[bytes, list[FreedBlock]]:
-        committed, freed = self._directory.commit(request.room_id, put, self._store.locate(request.locations))
+    def _commit_now(self, request: requests.Commit) -> tuple[bytes, list[FreedBlock]]:
+        if request.credit and self._directory.find_reservation(request.space_id) is None:
+            return requests.REVOKED, []
+        put = request.put
+        committed, freed = self._directory.commit(request.space_id, put, self._store.locate(request.locations))
         self._ready_pulse(put.partition).fire()
         credit = self._grant(put.writer, request.next_bytes, request.next_blocks)
-        return messages.encode(requests.Written.of(committed, request, credit and _room(credit))), freed
+        return messages.encode(requests.Written(committed, credit and _space(credit))), freed
 
     def _grant(self, writer: str, nbytes: int, num_blocks: int) -> Reservation | None:
-        """Credit for the writer's next put, unless somebody waits for room."""
+        """Grant credit for the writer's next put, unless somebody waits for space."""
         if self._put_queue.waiting:
             return None
         credit = self._directory.grant(writer, nbytes, num_blocks, self._now())
@@ -243,7 +248,7 @@ class DirectoryService:
 
     async def _abort(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Abort)
-        found = [self._directory.abort(room_id) for room_id in request.room_ids]
+        found = [self._directory.abort(space_id) for space_id in request.space_ids]
         await self._take_back([item for item in found if item is not None])
         return b""
 
@@ -251,7 +256,7 @@ class DirectoryService:
 
     def _lookup(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Lookup)
-        keys = requests.unpack_keys(request.keys)
+        keys = unpack_keys(request.keys)
         return self._directory.lookup(request.partition, keys, request.fields).to_bytes()
 
     def _claim(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
@@ -280,7 +285,7 @@ class DirectoryService:
 
     def _release(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Release)
-        keys = requests.unpack_keys(request.keys)
+        keys = unpack_keys(request.keys)
         try:
             self._directory.release(request.partition, request.task, request.lease_id, keys, request.outcome)
         finally:
@@ -289,7 +294,7 @@ class DirectoryService:
 
     def _clear(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Clear)
-        keys = None if request.keys is None else requests.unpack_keys(request.keys)
+        keys = None if request.keys is None else unpack_keys(request.keys)
         count, freed = self._directory.clear(request.partition, keys)
         return self._cleared(request.partition, messages.encode(count), freed)
 
@@ -299,7 +304,7 @@ class DirectoryService:
         return self._cleared(claim.partition, pack_keys(keys), freed)
 
     def _cleared(self, partition: str, body: bytes, freed: Sequence[FreedBlock]) -> bytes | Coroutine[Any, Any, bytes]:
-        """`body`, once the blocks are gone. Rows that went may be what a sampler waited for."""
+        """Return `body` once the blocks are gone. Wakes claims, as a sampler may have waited for the rows that went."""
         self._ready_pulse(partition).fire()
         task = self._store.free(freed)
         return body if task is None else _after(task, body)
@@ -344,14 +349,14 @@ class DirectoryService:
 
     @asynccontextmanager
     async def _turn(self, queue: Queue, deadline: float) -> AsyncIterator[None]:
-        """One's turn in a queue; the deadline bounds the wait for it, not what is done in it."""
+        """Take one's turn in a queue. The deadline limits the wait for it, not what is done in it."""
         async with AsyncExitStack() as stack:
             async with asyncio.timeout_at(deadline):
                 await stack.enter_async_context(queue.turn())
             yield
 
     async def _free(self, blocks: Sequence[FreedBlock]) -> None:
-        """Gone from the store when this returns, so that receipts of theirs fail from then on; then puts may follow."""
+        """Free blocks, and wait until they are gone from the store, so that receipts of theirs fail from then on."""
         task = self._store.free(blocks)
         if task is not None:
             await asyncio.shield(task)
@@ -387,9 +392,9 @@ class DirectoryService:
         self._arm()
 
 
-def _room(reservation: Reservation) -> requests.Room:
+def _space(reservation: Reservation) -> requests.Space:
     ids = reservation.block_ids
-    return requests.Room(
+    return requests.Space(
         reservation.reservation_id, ids.start, len(ids), reservation.nbytes, reservation.location or b""
     )
 

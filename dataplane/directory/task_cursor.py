@@ -1,4 +1,4 @@
-"""Where one task stands in its partition: which rows it holds or is through with, what it can claim, in what order."""
+"""Keeps where one task stands in its partition: which rows it holds or has finished, and what it can claim next."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from ...codecs.integers import distinct, distinct_counts
 from ..errors import SamplerError
 from .ready import ReadyView
 from .rows import GroupTable, RowTable, grown
-from .samplers import FirstInOrder, StreamProgress, TaskConfig, build_sampler, chosen, prompt_numbers
+from .samplers import FirstInOrder, StreamProgress, TaskConfig, build_sampler, chosen
 
 DONE = -1
-"""In a cursor's column: the task is through with the row. 0: free; above: the id of the lease that holds it."""
+"""Value in a cursor's column for rows that the task has finished. 0 means free; above, the id of the lease that
+holds it."""
 MAX_VIEWS = 8
-"""Sets of fields per task that are kept up to date; the one unused for longest is dropped and rebuilt when wanted."""
+"""Number of sets of fields per task that are kept up to date; the one unused for longest is rebuilt when it is
+wanted."""
 
 
 class TaskCursor:
-    """A column of DONE, 0 or lease ids by row, and the views of what is free."""
+    """Holds DONE, 0 or a lease id for each row, and views of the rows that are free."""
 
     def __init__(self, config: TaskConfig, partition: str, rows: RowTable, groups: GroupTable) -> None:
-        """Raises ValueError for an unknown sampler, or options that it does not take."""
+        """Raise ValueError for an unknown sampler, or options that it does not take."""
         self.config = config
         self.sampler = build_sampler(config)
         self.progress = StreamProgress(config.first_prompt, config.settled) if self.sampler.order == "prompt" else None
-        """In the prompt stream; None for samplers that do not follow it."""
+        """Progress in the prompt stream; None for samplers that do not follow it."""
         self.column = np.empty(0, dtype=np.int64)
         self._partition = partition
         self._rows = rows
@@ -36,7 +38,7 @@ class TaskCursor:
         self._views: OrderedDict[tuple[tuple[str, ...], bool], ReadyView] = OrderedDict()
 
     def view(self, fields: tuple[str, ...], whole_groups: bool) -> ReadyView:
-        """What it can claim of `fields`, now and from now on.
+        """Return what the task can claim of `fields`; it is kept up to date from now on.
 
         Raises ValueError for single rows of groups that its sampler can only take whole.
         """
@@ -58,11 +60,11 @@ class TaskCursor:
 
     @property
     def num_stale(self) -> int:
-        """Rows that its latest claim passed over as too old."""
+        """Number of rows that its latest claim passed over as too old."""
         return next(reversed(self._views.values())).num_stale if self._views else 0
 
     def choose(self, view: ReadyView, num_rows: int) -> np.ndarray | None:
-        """int64 `[num_rows]`: what a claim takes now; None: too little is ready, or the sampler waits for more.
+        """Return int64 `[num_rows]`: what a claim takes now. None: too little is ready, or the sampler waits for more.
 
         Raises SamplerError.
         """
@@ -81,7 +83,7 @@ class TaskCursor:
         return view.rows_of(items[positions]) if len(positions) == wanted else None
 
     def lease(self, rows: np.ndarray, lease_id: int) -> None:
-        """Free rows are held by a lease from now on."""
+        """Let a lease hold free rows from now on."""
         self.set(rows, lease_id)
         self._settle(rows)
 
@@ -90,16 +92,17 @@ class TaskCursor:
         self.refresh(rows)
 
     def refresh(self, rows: np.ndarray, *, requeue: bool = False) -> None:
-        """These rows were written, or change otherwise: the views follow. requeue: their versions may be others now."""
+        """Update the views for rows that were written or have changed. requeue: whether their versions may be
+        different now."""
         for view in self._views.values():
             view.refresh(rows, self.column, requeue=requeue)
 
     def grow(self) -> None:
-        """Room for rows that were added."""
+        """Make room for rows that were added."""
         self.column = grown(self.column, self._rows.capacity, 0)
 
     def forget(self, rows: np.ndarray) -> np.ndarray:
-        """Rows are cleared (their slots unwritten by now, all else as it was); the ids of leases that held them."""
+        """Forget cleared rows, whose slots are unwritten by now. Returns the ids of leases that held them."""
         self.refresh(rows)
         held = self.column[rows]
         self.column[rows] = 0
@@ -107,16 +110,14 @@ class TaskCursor:
         return held[held > 0]
 
     def waits_for(self) -> str:
-        """What its sampler waits for, for a ClaimTimeout; "" when nothing but rows."""
+        """Say what its sampler waits for, for a ClaimTimeout; "" when it waits for nothing but rows."""
         if self.progress is None:
             return ""
-        first = self.progress.first
-        return f", {self.config.sampler!r} waits for prompt number {first} ({np.base_repr(first, 36).lower()!r})"
+        return f", {self.config.sampler!r} waits for the prompt at position {self.progress.first}"
 
     def _settle(self, rows: np.ndarray) -> None:
         if self.progress is not None:
-            groups = distinct(self._rows.groups[rows])
-            self.progress.settle(prompt_numbers(self._groups.names[groups]).tolist())
+            self.progress.settle(distinct(self._rows.positions(rows)).tolist())
 
 
 # ---------------- Leases: who holds which rows of a task, and until when.
@@ -124,21 +125,21 @@ class TaskCursor:
 
 @dataclass(slots=True)
 class Lease:
-    """One claim's right to its rows."""
+    """Gives one claim the right to its rows."""
 
     lease_id: int
     partition: str
     task: str
     rows: np.ndarray
-    """int64 `[N]` as claimed; those still held have `lease_id` in the task's cursor."""
+    """Rows as claimed, int64 `[N]`; those still held have `lease_id` in the task's cursor."""
     held: int
-    """Rows still held."""
+    """Number of rows still held."""
     granted: float
     deadline: float
 
 
 class LeaseBook:
-    """All leases of a run; ids are never reused."""
+    """Holds all leases of a run; their ids are never used again."""
 
     def __init__(self) -> None:
         self._leases: dict[int, Lease] = {}
@@ -153,7 +154,7 @@ class LeaseBook:
         return lease
 
     def drop_rows(self, lease_ids: np.ndarray) -> None:
-        """One row less for each id in `lease_ids` (repeats count); a lease without rows ends."""
+        """Drop one row for each id in `lease_ids` (repeats count); a lease without rows ends."""
         for lease_id, count in zip(*distinct_counts(lease_ids), strict=True):
             lease = self._leases[int(lease_id)]
             lease.held -= int(count)
@@ -161,7 +162,7 @@ class LeaseBook:
                 del self._leases[lease.lease_id]
 
     def take_expired(self, now: float) -> list[Lease]:
-        """Leases whose time has run out; they are still in the book until their rows are dropped."""
+        """Return the leases whose time has run out; they stay in the book until their rows are dropped."""
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now:
             lease = self._leases.get(heapq.heappop(self._deadlines)[1])
@@ -170,11 +171,11 @@ class LeaseBook:
         return expired
 
     def next_deadline(self) -> float | None:
-        """When the first live lease ends."""
+        """Return when the first live lease ends."""
         while self._deadlines and self._deadlines[0][1] not in self._leases:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def of(self, partition: str | None = None) -> list[Lease]:
-        """Live leases, oldest first."""
+        """Return the live leases, oldest first."""
         return [lease for lease in self._leases.values() if partition in (None, lease.partition)]

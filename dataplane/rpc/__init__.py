@@ -1,1 +1,1 @@
-"""How a client reaches the directory from another process."""
+"""Connects a client to the directory in another process."""

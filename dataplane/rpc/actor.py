@@ -1,4 +1,5 @@
-"""The directory as the one named Ray actor of a run. Ray starts and ends it; requests reach it through its sockets."""
+"""Runs the directory as the one named Ray actor of a run. Ray starts and ends it; requests reach it through its
+sockets."""
 
 from __future__ import annotations
 
@@ -21,24 +22,27 @@ from .frames import DirectoryAddress
 from .server import DirectoryServer
 
 NAMESPACE = "headrace"
-"""Ray namespace of the data plane's actors: the driver's own may be anonymous."""
+"""Ray namespace of the data plane's actors, as the driver's own may be anonymous."""
 START_TIMEOUT_S = 90.0
-"""A Ray worker that must import torch on a busy machine takes tens of seconds."""
+"""Seconds that the actor may take to start; a Ray worker that imports torch on a busy machine takes tens of seconds."""
 END_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A directory that is up."""
+    """A directory that answers requests."""
 
     pid: int
     node: str
+    """Name of the directory's host."""
     store: StoreSpec
+    store_processes: dict[str, int]
+    """Name -> pid of the store's processes on that host."""
     address: DirectoryAddress
 
 
 class DirectoryActor:
-    """Hosts service and store. Not restarted: its state is the run's."""
+    """Hosts the service and the store. Not restarted, as its state is the run's."""
 
     def __init__(self, config: DataPlaneConfig, build_host: Callable[[], StoreHost]) -> None:
         self._config = config
@@ -52,7 +56,7 @@ class DirectoryActor:
             self._failed = error
 
     async def start(self, name: str, one_host: bool) -> Started | Exception:
-        """Begin to serve; or why the store could not be started."""
+        """Begin to serve. Returns the error when the store could not be started."""
         if self._host is None:
             assert self._failed is not None
             return self._failed
@@ -61,7 +65,7 @@ class DirectoryActor:
         address = await self._server.start(name, "" if one_host else ray.util.get_node_ip_address())
         np.unique(np.empty(0))  # it imports numpy.ma when it is first called: 20 ms that no put should wait for
         gc.freeze()  # what was imported stays: the collector need not look at it again and again
-        return Started(os.getpid(), platform.node(), self._host.spec, address)
+        return Started(os.getpid(), platform.node(), self._host.spec, self._host.processes(), address)
 
     async def close(self) -> None:
         """End the store and what it started. Idempotent."""
@@ -80,9 +84,10 @@ def actor_name(run_id: str) -> str:
 def start_actor(
     run_id: str, config: DataPlaneConfig, build_host: Callable[[], StoreHost], *, one_host: bool
 ) -> tuple[Any, Started]:
-    """The actor's handle, and where it serves; it ends with the last handle or with this process.
+    """Start the actor. Returns its handle, and where it serves; it ends with the last handle or with this process.
 
-    `build_host` runs in it; what it raises is raised here. Raises DirectoryLost when it does not start in time.
+    `build_host` runs in the actor, and what it raises is raised here. Raises DirectoryLost when it does not start in
+    time.
     """
     name = actor_name(run_id)
     options = ray.remote(DirectoryActor).options(name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=0)
@@ -102,7 +107,8 @@ def start_actor(
 
 
 def stop_actor(actor: Any) -> None:
-    """Close the store within a bound, then end the actor; nothing when Ray has ended, and the actor with it."""
+    """Close the store within bounded time, then end the actor. Does nothing when Ray has ended, and the actor with
+    it."""
     if not ray.is_initialized():
         return
     try:

@@ -1,4 +1,4 @@
-"""Frames: how requests and replies travel over a stream socket between a client and the directory.
+"""Frames requests and replies on a stream socket between a client and the directory.
 
 A frame is a header (bytes of the body, number of the request, bytes of the op's name), then the body: the op's name and
 the payload, or a reply. Replies bear their request's number and come in any order. The first frame of a connection is
@@ -13,50 +13,50 @@ from dataclasses import dataclass, field
 
 HEADER = struct.Struct("<QIB")
 MAX_TOKEN_BYTES = 64
-"""More than this from somebody who has not shown the token is not read."""
+"""Number of bytes that are read at most from a peer that has not shown the token."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryAddress:
-    """Where a directory listens. Plain and picklable."""
+    """Describes where a directory listens. Plain and picklable."""
 
     local: str
-    """Name of its Unix socket in the abstract namespace: for clients on its host."""
+    """Name of its Unix socket in the abstract namespace, for clients on its host."""
     host: str
     """Address for clients on other hosts; "" when it serves its own host only."""
     port: int
     token: bytes = field(repr=False)
-    """Who shows it may use the directory."""
+    """Secret that a client must show to use the directory."""
 
 
 def frame(number: int, body: bytes, op: str = "") -> bytes:
-    """One frame; a large body is better sent behind its `head`."""
+    """Encode one frame. A large body is better sent after its `head`, without a copy."""
     return head(number, len(body), op) + body
 
 
 def head(number: int, nbytes: int, op: str = "") -> bytes:
-    """A frame up to its payload of `nbytes` bytes."""
+    """Encode a frame up to its payload of `nbytes` bytes."""
     name = op.encode()
     return HEADER.pack(len(name) + nbytes, number, len(name)) + name
 
 
 def is_token(shown: bytes, token: bytes) -> bool:
-    """In constant time."""
+    """Compare in constant time."""
     return hmac.compare_digest(shown, token)
 
 
 class FrameReader:
-    """Takes bytes as they arrive, gives frames as they become whole."""
+    """Takes bytes as they arrive, and gives frames as they become complete."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def __len__(self) -> int:
-        """Bytes of the frame that is not whole yet."""
+        """Return the number of bytes of the incomplete frame."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[tuple[int, str, bytes]]:
-        """(request number, op, payload) of every frame that `data` completes."""
+        """Return (request number, op, payload) of every frame that `data` completes."""
         if self._buffer:
             self._buffer += data
             data = self._buffer  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Links: how a client reaches the directory, in its own process or in the directory's actor."""
+"""Carries a client's requests to the directory, in its own process or in the directory's actor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..directory.service import DirectoryService
 from ..errors import DirectoryLost
 
 GRACE_S = 5.0
-"""Time beyond a call's own bound after which a directory that has not answered is taken for lost."""
+"""Seconds beyond a call's own time limit after which a directory that has not answered is taken for lost."""
 
 
 class Link(Protocol):
@@ -25,22 +25,22 @@ class Link(Protocol):
     """
 
     peer: str
-    """What errors call the directory."""
+    """Name of the directory, as errors show it."""
 
     def call(self, op: str, payload: bytes, timeout_s: float) -> bytes:
-        """The reply, blocking this thread."""
+        """Send a request and return the reply, blocking this thread."""
         ...
 
     async def call_async(self, op: str, payload: bytes, timeout_s: float) -> bytes:
-        """The reply. Cancelling it ends the wait here; the directory may still act on the request."""
+        """Send a request and return the reply. If cancelled, the directory may still act on the request."""
         ...
 
     def detach(self) -> None:
-        """The client is closed. Idempotent; the directory goes on."""
+        """Disconnect. Idempotent. The directory goes on."""
         ...
 
     async def detach_async(self) -> None:
-        """`detach`, from the event loop that made the calls."""
+        """Disconnect, from the event loop that made the calls."""
         ...
 
 
@@ -49,10 +49,10 @@ _directories: dict[str, InProcessLink] = {}
 
 
 class InProcessLink:
-    """A directory on an event loop in a thread of this process, and the link to it."""
+    """Runs a directory on an event loop in a thread of this process, and carries requests to it."""
 
     def __init__(self, run_id: str, config: DataPlaneConfig, build_host: Callable[[], StoreHost]) -> None:
-        """Raises ValueError when this process has a directory of that run, and what `build_host` raises."""
+        """Raise ValueError when this process has a directory of that run already, and what `build_host` raises."""
         if run_id in _directories:
             raise ValueError(f"run_id {run_id!r}: this process has a data plane of that name, expected another name")
         self.peer = f"directory of run {run_id!r} in this process"
@@ -90,13 +90,13 @@ class InProcessLink:
             raise self._lost(op, "did not answer", started) from None
 
     def detach(self) -> None:
-        """Clients of this process share the link."""
+        """Do nothing, as clients of this process share the link."""
 
     async def detach_async(self) -> None:
-        """Clients of this process share the link."""
+        """Do nothing, as clients of this process share the link."""
 
     def close(self) -> None:
-        """End service, store and thread. Idempotent."""
+        """End the service, the store and the thread. Idempotent."""
         if _directories.pop(self._run_id, None) is None:
             return
         asyncio.run_coroutine_threadsafe(self._service.close(), self._loop).result(GRACE_S * 4)
@@ -115,7 +115,7 @@ class InProcessLink:
 
 
 async def _end_tasks() -> None:
-    """Let what was woken by the close come to its end, so that callers get their errors."""
+    """Let the calls that the close woke come to their end, so that callers get their errors."""
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     if others:
         _, pending = await asyncio.wait(others, timeout=1.0)
@@ -124,7 +124,7 @@ async def _end_tasks() -> None:
 
 
 def in_process_link(run_id: str) -> InProcessLink:
-    """The link to this process's directory of that run. Raises DirectoryLost when there is none (any more)."""
+    """Return the link to this process's directory of that run. Raises DirectoryLost when there is none."""
     link = _directories.get(run_id)
     if link is None:
         raise DirectoryLost("this process has no such data plane (closed, or opened in another process)", peer=run_id)

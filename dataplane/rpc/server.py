@@ -1,7 +1,8 @@
-"""The directory's end of its sockets: frames in, the service's answers out, in whatever order they are ready.
+"""Serves the directory on its sockets: reads frames, and sends the service's answers in the order in which they are
+ready.
 
-A request that waits (a claim, a put without room) delays no other. What a client waits for is given up when its
-connection ends, so that no rows are leased to the dead.
+A request that waits (a claim, a put without space) delays no other. A client's waiting requests are cancelled when its
+connection ends, so that no rows are leased to a dead process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .frames import MAX_TOKEN_BYTES, DirectoryAddress, FrameReader, head, is_tok
 _logger = logging.getLogger(__name__)
 
 TOKEN_TIMEOUT_S = 10.0
-"""A connection that has not shown the token by then is closed."""
+"""Seconds after which a connection that has not shown the token is closed."""
 END_TIMEOUT_S = 2.0
 BACKLOG = 1024
 
@@ -36,9 +37,9 @@ class DirectoryServer:
         self._servers: list[asyncio.Server] = []
 
     async def start(self, name: str, host: str) -> DirectoryAddress:
-        """Listen on a Unix socket called after `name`; unless `host` is "", on a port of the system's choice there too.
+        """Listen on a Unix socket named after `name`, and unless `host` is "" also on a free port of that address.
 
-        The Unix socket is in the abstract namespace: it leaves no file, whatever becomes of this process.
+        The Unix socket is in the abstract namespace, so it leaves no file, even if this process is killed.
         """
         loop = asyncio.get_running_loop()
         local = f"{name}-{secrets.token_hex(8)}"
@@ -53,7 +54,7 @@ class DirectoryServer:
         return DirectoryAddress(local, host, port, self._token)
 
     async def close(self) -> None:
-        """Stop listening, let answers that are ready go out, end the connections. Idempotent."""
+        """Stop listening, send the answers that are ready, end the connections. Idempotent."""
         servers, self._servers = self._servers, []
         for server in servers:
             server.close()
@@ -68,7 +69,7 @@ class DirectoryServer:
 
 
 class _Session(asyncio.Protocol):
-    """One connection."""
+    """Serves one connection."""
 
     def __init__(self, service: DirectoryService, token: bytes, sessions: set[_Session]) -> None:
         self.tasks: set[asyncio.Task[None]] = set()
@@ -78,7 +79,7 @@ class _Session(asyncio.Protocol):
         self._sessions = sessions
         self._reader = FrameReader()
         self._known = False
-        """The token was shown."""
+        """Whether the token was shown."""
         self._loop = asyncio.get_running_loop()
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -144,6 +145,6 @@ class _Session(asyncio.Protocol):
 
 
 def _bug(op: str, error: Exception) -> bytes:
-    """The caller must not wait for an answer that never comes; the log has the whole story."""
+    """Log a bug, and tell the caller, who must not wait for an answer that never comes."""
     _logger.error("request %r failed", op, exc_info=error)
     return reply_error(DataPlaneError(f"the directory failed: {type(error).__name__}: {error}", op=op))

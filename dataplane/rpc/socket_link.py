@@ -1,7 +1,7 @@
-"""The link to a directory in another process: its Unix socket on its own host, TCP from elsewhere.
+"""Connects to a directory in another process, by its Unix socket on its own host and by TCP from elsewhere.
 
-Blocking calls take a connection each from a pool: the calling thread itself waits on the socket, and a claim that waits
-delays nobody. Calls of an event loop share one connection, however many are under way.
+Each blocking call takes a connection from a pool. The calling thread itself waits on the socket, so that a claim that
+waits delays nobody. Calls of an event loop share one connection, however many are in flight.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .links import GRACE_S
 CONNECT_TIMEOUT_S = 10.0
 _READ_BYTES = 1 << 16
 _JOIN_BYTES = 1 << 14
-"""Payloads up to this are copied behind their head: cheaper than a second buffer in the system call."""
+"""Number of bytes up to which a payload is copied behind its head, which is cheaper than a second buffer."""
 
 
 class SocketLink:
-    """Thread-safe. The end of the directory's process ends every call at once."""
+    """Carries requests over sockets. Thread-safe. The end of the directory's process ends every call at once."""
 
     def __init__(self, address: DirectoryAddress, peer: str) -> None:
-        """Raises DirectoryLost when nobody listens there (any more)."""
+        """Raise DirectoryLost when nobody listens there."""
         self.peer = peer
         self._address = address
         self._lock = threading.Lock()
@@ -36,7 +36,7 @@ class SocketLink:
         self._closed = False
         self._idle: list[socket.socket] = []
         self._channels: dict[asyncio.AbstractEventLoop, _Channel] = {}
-        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # of a client that nobody closed
+        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # for a client that nobody closed
         self._idle.append(self._connect("connect"))
 
     def call(self, op: str, payload: bytes, timeout_s: float) -> bytes:
@@ -66,7 +66,7 @@ class SocketLink:
         await asyncio.sleep(0.001)  # in which transports close their sockets
 
     def detach(self) -> None:
-        """Calls under way end with DirectoryLost, and so do later ones. Idempotent."""
+        """End calls in flight, and all later ones, with DirectoryLost. Idempotent."""
         with self._lock:
             self._closed = True
             channels, self._channels = self._channels, {}
@@ -104,7 +104,7 @@ class SocketLink:
         return connection
 
     def _channel(self, op: str) -> _Channel:
-        """The running loop's connection."""
+        """Return the running loop's connection."""
         loop = asyncio.get_running_loop()
         with self._lock:
             channel = self._channels.get(loop)
@@ -128,7 +128,8 @@ class SocketLink:
 
 
 def _connected(address: DirectoryAddress) -> socket.socket:
-    """A blocking connection that has shown the token. The name on this host is tried first: elsewhere it is unknown."""
+    """Open a blocking connection and show the token. The Unix socket is tried first; on other hosts its name is
+    unknown."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(CONNECT_TIMEOUT_S)
@@ -149,7 +150,7 @@ def _connected(address: DirectoryAddress) -> socket.socket:
 
 
 def _exchange(connection: socket.socket, op: str, payload: bytes, deadline: float) -> bytes:
-    """One request and its reply. Raises OSError: TimeoutError at `deadline`, ConnectionError at the end of the peer."""
+    """Send one request and return its reply. Raises TimeoutError at `deadline`, ConnectionError when the peer ends."""
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     start = head(1, len(payload), op)
     if len(payload) <= _JOIN_BYTES:
@@ -177,7 +178,7 @@ def _exchange(connection: socket.socket, op: str, payload: bytes, deadline: floa
 
 
 def _more(connection: socket.socket, data: bytes, deadline: float) -> bytes:
-    """Bytes behind `data`, which is not empty unless the peer has closed."""
+    """Receive bytes that follow `data`, which is empty only if the peer has closed."""
     if not data:
         raise ConnectionResetError
     connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -193,7 +194,7 @@ def _close_all(connections: list[socket.socket]) -> None:
 
 
 class _Channel(asyncio.Protocol):
-    """One event loop's connection: requests by number, replies in any order."""
+    """Is one event loop's connection. Requests carry numbers, and replies come in any order."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
         self._loop = loop
@@ -206,7 +207,7 @@ class _Channel(asyncio.Protocol):
         self._ended = False
 
     async def ask(self, op: str, payload: bytes) -> bytes:
-        """The reply. Raises ConnectionError when the connection ends."""
+        """Send a request and return the reply. Raises ConnectionError when the connection ends."""
         if self._ready is None:
             self._ready = asyncio.ensure_future(self._open())
         await asyncio.shield(self._ready)
@@ -229,7 +230,7 @@ class _Channel(asyncio.Protocol):
             await self._loop.create_connection(lambda: self, sock=self._socket)
 
     def abort(self) -> None:
-        """End the connection. On the channel's loop."""
+        """End the connection. Must run on the channel's loop."""
         self._ended = True
         if self._transport is not None:
             self._transport.abort()

@@ -1,1 +1,1 @@
-"""Block stores, one file each."""
+"""Holds the block stores, in one file each."""

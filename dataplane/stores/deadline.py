@@ -1,4 +1,4 @@
-"""Calls with a bound into a library whose own calls have none, on threads that may be left behind in it."""
+"""Gives calls into a library a time limit that it lacks, on threads that may be left behind in it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..block_store import Want
 from ..errors import IntegrityError
 
 MAX_THREADS = 16
-"""At most this many calls at a time; more wait for a thread, within their bound."""
+"""Number of calls that run at a time; more wait for a thread, within their time limit."""
 
 
 class DeadlineThreads:
     """Runs calls on daemon threads. Thread-safe.
 
-    A call that is out of time goes on in its thread: everything it was given must live until it returns, and what it
+    A call that runs out of time goes on in its thread. Everything it was given must live until it returns, and what it
     returns is dropped.
     """
 
@@ -37,7 +37,7 @@ class DeadlineThreads:
         self._ended: BaseException | None = None
 
     def run(self, call: Callable[[], Any], timeout_s: float) -> Any:
-        """What `call` returns or raises. Raises TimeoutError, or the error that `end` was given."""
+        """Run `call` and return or raise what it does. Raises TimeoutError, or the error that `end` was given."""
         future: Future[Any] = Future()
         with self._lock:
             if self._ended is not None:
@@ -53,7 +53,8 @@ class DeadlineThreads:
             raise TimeoutError from None
 
     def end(self, error: BaseException) -> None:
-        """All calls, those under way too, raise `error` from now on; idle threads end. The first one counts."""
+        """Make all calls, also those that are running, raise `error` from now on, and end idle threads. The first
+        error counts."""
         with self._lock:
             if self._ended is not None:
                 return
@@ -65,7 +66,7 @@ class DeadlineThreads:
                 self._queue.put(None)
 
     def wait_idle(self, timeout_s: float | None) -> bool:
-        """After `end`: whether every call has returned (None: it waits until then). None starts any more."""
+        """Wait until every call has returned (timeout_s None: without limit), after `end`. Returns whether all have."""
         with self._idle:
             return self._idle.wait_for(lambda: self._num_running == 0, timeout_s)
 
@@ -103,7 +104,7 @@ class DeadlineThreads:
 
 
 def received_part(view: Any, want: Want, part: int, peer: str) -> np.ndarray:
-    """`view`, read-only. Raises IntegrityError unless it is uint8 `[part_bytes[part]]` of the wanted block."""
+    """Return `view`, read-only. Raises IntegrityError unless it is uint8 `[part_bytes[part]]` of the wanted block."""
     expected = want.block.layout.part_bytes[part]
     if not isinstance(view, np.ndarray) or view.dtype != np.uint8 or view.shape != (expected,):
         found = f"{view.dtype} {list(view.shape)}" if isinstance(view, np.ndarray) else type(view).__name__
@@ -113,20 +114,20 @@ def received_part(view: Any, want: Want, part: int, peer: str) -> np.ndarray:
     return view
 
 
-# ---------------- A process setting for stores that receive through the C library's heap: freed memory is kept, not
-# returned.
+# ---------------- A process setting for stores that receive through the C library's heap, which keeps freed memory.
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
-"""glibc refuses more."""
+"""Number of bytes above which glibc refuses the setting."""
 _TRIM_FROM_BYTES = 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep up to a GiB that was freed for what is allocated next. Whether the C library could be told.
+    """Make glibc keep up to a GiB of freed memory for later allocations. Returns whether the C library accepted it.
 
-    A frame that ZeroMQ receives is allocated from the heap. Left to itself, glibc maps and unmaps large ones each time,
-    and the page faults, one for every 4 KiB, take as long as the transfer: a get of 8 MiB needs 5 ms so, else 10.
+    A frame that ZeroMQ receives is allocated from the heap. By default glibc maps and unmaps large ones each time, and
+    the page faults, one for every 4 KiB, take as long as the transfer: a get of 8 MiB needs 5 ms instead of 10 with
+    this.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""Free ranges of one memory segment: first fit, neighbours coalesced."""
+"""Tracks the free ranges of one memory segment, first fit, with neighbours merged."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from bisect import bisect_left
 
 
 class FreeRanges:
-    """Hands out and takes back byte ranges of `[0, size_bytes)`. Pure bookkeeping; not thread-safe.
+    """Hands out and takes back byte ranges of `[0, size_bytes)`. Pure bookkeeping, not thread-safe.
 
-    First fit over a sorted list: with blocks of one batch shape (the usual case) it does not fragment; a worst-case mix
-    of sizes can leave holes, which is what a pool's slack over its capacity is for.
+    It is first fit over a sorted list. With blocks of one batch shape (the usual case) it does not fragment; a
+    worst-case mix of sizes can leave holes, for which a pool has some slack over its capacity.
     """
 
     __slots__ = ("size_bytes", "free_bytes", "_offsets", "_sizes")
@@ -26,11 +26,11 @@ class FreeRanges:
         return self.free_bytes == self.size_bytes
 
     def holds(self, nbytes: int) -> bool:
-        """Whether `take` would find so many."""
+        """Return whether `take` would find so many bytes."""
         return nbytes <= self.free_bytes and max(self._sizes, default=0) >= nbytes
 
     def take(self, nbytes: int) -> int | None:
-        """Offset of `nbytes` (> 0) that now belong to the caller, or None when no hole is large enough."""
+        """Return the offset of `nbytes` (> 0) that now belong to the caller, or None when no hole is large enough."""
         if nbytes > self.free_bytes:
             return None
         for position, size in enumerate(self._sizes):

@@ -1,4 +1,5 @@
-"""Store `local`, the reference: a dict in the directory's own process; other processes go through its link."""
+"""Implements the store `local`, the reference: a dict in the directory's own process, which others reach by its
+link."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...codecs import messages
-from ..block_store import StoreSpec, Want
+from ..block_store import BlockStore, StoreSpec, Want
 from ..directory.requests import body_of
 from ..errors import RowsCleared
-from ..rpc.links import Link
+from ..rpc.links import InProcessLink, Link
+from .registry import StoreEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class _Put:
 @dataclass(frozen=True, slots=True)
 class _Get:
     blocks: tuple[tuple[int, tuple[int, ...]], ...]
-    """Per block: id and part numbers. No part numbers: is it still there?"""
+    """Id and part numbers of each block. Without part numbers, the request asks whether the block is still there."""
 
 
 class LocalHost:
@@ -36,7 +38,7 @@ class LocalHost:
         self._sizes: dict[int, int] = {}
         self._blocks: dict[int, tuple[np.ndarray, ...]] = {}
         self._refused: set[int] = set()
-        """Freed before they were written."""
+        """Blocks that were freed before they were written."""
         self._lock = threading.Lock()
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
@@ -50,9 +52,13 @@ class LocalHost:
                 self._refused.add(block_id)
 
     def usage_bytes(self) -> int:
-        """Bytes of the blocks that are reserved or written."""
+        """Number of bytes of the blocks that are reserved or written."""
         with self._lock:
             return sum(self._sizes.values())
+
+    def processes(self) -> dict[str, int]:
+        """Return nothing: the bytes are in the directory's own process."""
+        return {}
 
     def close(self) -> None:
         with self._lock:
@@ -70,7 +76,7 @@ class LocalHost:
             self._blocks[block_id] = copies
 
     def read(self, block_id: int, numbers: Sequence[int]) -> dict[int, np.ndarray]:
-        """Part number -> the part itself. Raises RowsCleared."""
+        """Return part number -> the part itself. Raises RowsCleared."""
         with self._lock:
             parts = self._blocks.get(block_id)
         if parts is None:
@@ -78,7 +84,7 @@ class LocalHost:
         return {number: parts[number] for number in numbers}
 
     def serve(self, request: bytes) -> bytes:
-        """Answer `_Put` or `_Get` of a store in another process: a letter, then the message."""
+        """Answer `_Put` or `_Get` of a store in another process: one letter, then the message."""
         kind, body = request[:1], request[1:]
         if kind == b"p":
             put = messages.decode(body, _Put)
@@ -89,7 +95,7 @@ class LocalHost:
 
 
 class LocalStore:
-    """The store in the directory's own process: no copy on the way out but the reader's."""
+    """Reads and writes in the directory's own process; only the reader copies."""
 
     def __init__(self, host: LocalHost) -> None:
         self._host = host
@@ -104,14 +110,14 @@ class LocalStore:
         return [self._host.read(want.block.block_id, want.parts) for want in wants]
 
     def settle(self, wants: Sequence[Want]) -> None:
-        """Nothing to check: the views kept their bytes alive."""
+        """Do nothing: the views kept their bytes alive."""
 
     def close(self) -> None:
-        """Nothing is attached."""
+        """Do nothing: no process is attached."""
 
 
 class LinkedLocalStore:
-    """The store in any other process: bytes travel with the directory's calls. For tests and small runs."""
+    """Reads and writes from any other process; bytes travel with the directory's calls. For tests and small runs."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -129,12 +135,22 @@ class LinkedLocalStore:
         return [dict(zip(want.parts, parts, strict=True)) for want, parts in zip(wants, got, strict=True)]
 
     def settle(self, wants: Sequence[Want]) -> None:
-        """Nothing to check: the reply was a copy."""
+        """Do nothing: the reply was a copy."""
 
     def close(self) -> None:
-        """The link is the client's."""
+        """Do nothing: the link belongs to the client."""
 
     def _ask(self, op: str, request: bytes, timeout_s: float) -> bytes:
         started = time.monotonic()
         reply = self._link.call("store", request, timeout_s)
         return body_of(reply, op, time.monotonic() - started)
+
+
+def _attach(spec: StoreSpec, link: Link) -> BlockStore:
+    """Use the host's memory directly in the directory's own process, and the link in any other."""
+    if isinstance(link, InProcessLink) and isinstance(link.host, LocalHost):
+        return LocalStore(link.host)
+    return LinkedLocalStore(link)
+
+
+STORE = StoreEntry(lambda config, run_id, one_host: LocalHost(run_id), _attach)

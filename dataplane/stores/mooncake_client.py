@@ -1,6 +1,6 @@
-"""Mooncake's own client with bounded calls, errors that name the master, and settings that nobody's shell can change.
+"""Wraps Mooncake's client, with time limits, errors that name the master, and settings that no shell can change.
 
-The one module that imports mooncake. A client without a segment holds no bytes: its end takes nothing along.
+This is the one module that imports mooncake. A client without a segment holds no bytes, so nothing is lost with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 NOT_FOUND = -704
 UNFINISHED = -703
-"""A block whose writer has not ended its put."""
+"""Code for a block whose writer has not finished its put."""
 _NO_ROOM = -200
 _INVALID = -600
 _WORDS = {UNFINISHED: "not written to its end", -800: "transfer failed", -900: "RPC failed", -901: "RPC timed out"}
@@ -58,10 +58,11 @@ _CLEARED = (
 
 
 class MooncakeClient:
-    """One client of one master. Thread-safe. Each call returns or raises within its `timeout_s`."""
+    """Is one client of one master. Thread-safe. Each call returns or raises within its `timeout_s`."""
 
     def __init__(self, master: MasterAddress, protocol: str, device: str, segment_bytes: int = 0) -> None:
-        """protocol: `tcp` or `rdma`, over `device` (comma-separated; "" = all). segment_bytes: what it lends the store.
+        """protocol: `tcp` or `rdma`, over `device` (comma-separated; "" for all). segment_bytes: memory that it lends
+        the store.
 
         Raises ValueError when mooncake or an RDMA device is missing, StoreLost when the master is.
         """
@@ -95,7 +96,7 @@ class MooncakeClient:
     def put(
         self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], memory: np.ndarray, timeout_s: float
     ) -> None:
-        """Write objects from `memory`, a `staging` buffer that `addresses` lie in. All have landed when it returns.
+        """Write objects from `memory`, a `staging` buffer in which `addresses` lie. All have landed when it returns.
 
         Raises CapacityExceeded when the segment has no room, StoreLost.
         """
@@ -140,7 +141,7 @@ class MooncakeClient:
                     raise self._error("get", key, code, started)
 
     def exist(self, keys: Sequence[str], timeout_s: float) -> list[bool]:
-        """Whether each object is there, whole. Raises StoreLost."""
+        """Return whether each object is there, complete. Raises StoreLost."""
         started = time.monotonic()
         codes = self._run("get", lambda: self._store.batch_is_exist(list(keys)), timeout_s)
         for key, code in zip(keys, codes, strict=True):
@@ -149,7 +150,8 @@ class MooncakeClient:
         return [code == 1 for code in codes]
 
     def remove(self, keys: Sequence[str], timeout_s: float) -> list[int]:
-        """Delete, readers or not: per object 0, NOT_FOUND or UNFINISHED. Raises StoreLost for any other answer."""
+        """Delete objects, even while they are read. Returns 0, NOT_FOUND or UNFINISHED for each. Raises StoreLost
+        otherwise."""
         started = time.monotonic()
         codes = self._run("clear", lambda: self._store.batch_remove(list(keys), True), timeout_s)
         for key, code in zip(keys, codes, strict=True):
@@ -158,10 +160,10 @@ class MooncakeClient:
         return codes
 
     def close(self) -> None:
-        """Leave the master; what this client lent goes with it. Idempotent.
+        """Leave the master; what this client lent is removed. Idempotent.
 
-        Waits for that within CLOSE_TIMEOUT_S; a client that lends nothing takes its leave in the background.
-        The library holds Python's lock meanwhile, for a second or two.
+        Waits at most CLOSE_TIMEOUT_S for that; a client that lends nothing leaves in the background. The library holds
+        Python's lock meanwhile, for a second or two.
         """
         leaving = self._leave(StoreLost("this client is closed", op="connect", peer=self.master.peer), lost=False)
         if self._lends:
@@ -191,7 +193,7 @@ class MooncakeClient:
         return watch
 
     def _watch_master(self) -> None:
-        """A connection on which nothing is ever said: its end is the master's, known at once and not after retries."""
+        """Keep a silent connection, whose end shows at once, and not only after retries, that the master has ended."""
         try:
             self._watch.recv(1)
         except OSError:
@@ -199,7 +201,7 @@ class MooncakeClient:
         self._leave(StoreLost("mooncake master is lost: connection broke", peer=self.master.peer), lost=True)
 
     def _leave(self, error: StoreLost, *, lost: bool) -> threading.Thread:
-        """End all calls with `error`, then the library's client: it would go on calling a dead master for ever."""
+        """End all calls with `error`, then the library's client, which would go on calling a dead master for ever."""
         with self._lock:
             if self._leaving is None:
                 self._threads.end(error)
@@ -246,7 +248,7 @@ class MooncakeClient:
 
 
 def _load(protocol: str, device: str) -> Any:
-    """`mooncake.store`, with its settings in this process's environment. Raises ValueError."""
+    """Import `mooncake.store` with its settings in this process's environment. Raises ValueError."""
     if protocol == "rdma":
         present = sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
         absent = [name for name in device.split(",") if name and name not in present]

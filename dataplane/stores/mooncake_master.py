@@ -1,4 +1,5 @@
-"""The mooncake master of one run: a child process on its own ports, ended by pid, that never outlives its starter."""
+"""Runs the mooncake master of one run, a child process on its own ports that never outlives the process that started
+it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from ..errors import StoreLost
 
 START_TIMEOUT_S = 30.0
 PORT_ATTEMPTS = 5
-"""A port that was free may be taken before the master binds it."""
+"""Number of attempts to start, as a port that was free may be taken before the master binds it."""
 HOW_TO_GET_IT = "pip install -e '.[mooncake]' and apt-get install libibverbs1"
 
 # Blocks are pinned and their room is accounted for, so that nothing is to be evicted; a segment's owner is in the
@@ -45,7 +46,7 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True, slots=True)
 class MasterAddress:
-    """Where a master is."""
+    """Describes where a master listens."""
 
     name: str
     pid: int
@@ -58,15 +59,15 @@ class MasterAddress:
 
     @property
     def peer(self) -> str:
-        """What errors call it."""
+        """Name of the master, as errors show it."""
         return f"{self.name} pid={self.pid} {self.endpoint}"
 
 
 class MooncakeMaster:
-    """Starts and ends the process."""
+    """Starts and ends the master's process."""
 
     def __init__(self, run_id: str, host: str, options: tuple[str, ...] = OPTIONS) -> None:
-        """`host`: the address it listens on, loopback on one host.
+        """host: the address on which it listens, loopback on one host.
 
         Raises ValueError when mooncake is not installed, StoreLost when the master does not start.
         """
@@ -88,13 +89,14 @@ class MooncakeMaster:
                 raise StoreLost(f"mooncake master {why}: {said}", op="start", peer=name, elapsed_s=elapsed)
 
     def close(self) -> None:
-        """Kill it and see it gone. Idempotent."""
+        """Kill the process and wait for its end. Idempotent."""
         self._process.kill()
         self._process.wait()
         self._log.close()
 
     def _start(self, name: str, host: str, port: int) -> tuple[subprocess.Popen[bytes], Any]:
-        """The process, a child of a thread that lives as long as it does: PR_SET_PDEATHSIG goes by the thread."""
+        """Start the process from a thread that lives as long as it does, because PR_SET_PDEATHSIG follows the
+        thread."""
         log = tempfile.TemporaryFile()
         arguments = [name, f"--rpc_address={host}", f"--rpc_port={port}", f"--metrics_host={host}", "--metrics_port=0"]
         command = [name, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *arguments, *self._options]
@@ -135,7 +137,7 @@ class MooncakeMaster:
 
 
 def _binary() -> Path:
-    """The master's binary, found without loading the library."""
+    """Find the master's binary without loading the library."""
     spec = importlib.util.find_spec("mooncake")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     for folder in folders:
@@ -152,7 +154,7 @@ def _free_port(host: str) -> int:
 
 
 def _wait_for_port(process: subprocess.Popen[bytes], host: str, port: int, deadline: float) -> bool:
-    """Whether it listens before `deadline`; False as soon as it has ended."""
+    """Return whether it listens before `deadline`; False as soon as it has ended."""
     while time.monotonic() < deadline and process.poll() is None:
         try:
             socket.create_connection((host, port), timeout=1.0).close()

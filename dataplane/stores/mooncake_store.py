@@ -1,15 +1,16 @@
-"""Store `mooncake`: a block is one object of a Mooncake store, over TCP or RDMA, in memory that the directory lends.
+"""Implements the store `mooncake`: a block is one object of a Mooncake store, over TCP or RDMA.
 
-Mooncake's own client and not TransferQueue's MooncakeStore: 16 blocks of 11 MB together take 5 to 7 ms to put and
-5 ms to get, where TransferQueue's, with an object for each row and field, took 182 and 116 ms for 12 MB (TCP loopback,
-2 cores, separate runs); and it retries 2 s on what is missing, returns uninitialised memory for repeated keys, and
+Why Mooncake's own client and not TransferQueue's MooncakeStore: 16 blocks of 11 MB together take 5 to 7 ms to put and 5
+ms to get, where TransferQueue's, with an object for each row and field, took 182 and 116 ms for 12 MB (TCP loopback, 2
+cores, separate runs). It also retries for 2 s on what is missing, returns uninitialised memory for repeated keys, and
 kills the masters of other runs.
 
-Producers and consumers lend no memory, so their death takes no rows along. The master is the run's own. What makes a
-read sound: keys are never used twice, a free deletes whoever reads, and `settle` asks whether the block is still there.
+The directory's process lends the memory; producers and consumers lend none, so no rows are lost when they die. The
+master belongs to the run. Reads are sound because keys are never used twice, a free deletes even while others read, and
+`settle` asks whether the block is still there.
 
-Mooncake's data and handshake ports (15000-17000, per process) listen on all interfaces and know no password: keep that
-network private. The master's listen on the run's interface only.
+Mooncake's data and handshake ports (15000-17000, per process) listen on all interfaces and know no password, so that
+network must be private. The master listens on the run's interface only.
 """
 
 from __future__ import annotations
@@ -22,30 +23,35 @@ from typing import Any
 
 import numpy as np
 
-from ...codecs.blocks import ALIGN, BlockLayout
-from ..block_store import StoreSpec, Want
+from ...codecs.blocks import BlockLayout
+from ...codecs.integers import round_up
+from ...codecs.memory import ALIGN
+from ..block_store import StoreHost, StoreSpec, Want
+from ..config import StoreConfig
 from ..errors import RowsCleared, StoreLost
 from .deadline import received_part
 from .mooncake_client import NOT_FOUND, UNFINISHED, MooncakeClient
 from .mooncake_master import MasterAddress, MooncakeMaster
+from .registry import StoreEntry
 
 _logger = logging.getLogger(__name__)
 
 SLACK_BYTES = 64 << 20
-"""With a quarter of the capacity: the segment's room for holes between blocks and for puts whose writer died."""
+"""Number of bytes of the segment, besides a quarter of the capacity, for holes between blocks and puts whose writer
+died."""
 REMOVE_TIMEOUT_S = 5.0
 SETTLE_TIMEOUT_S = 10.0
 LATE_BLOCKS = 256
-"""How many blocks that were freed before they were written are looked for again."""
+"""Number of blocks freed before they were written that are looked for again."""
 
 
 class MooncakeHost:
-    """Starts the master, lends it the segment, keeps the account. Called from one thread (the directory's)."""
+    """Starts the master, lends it the segment, and keeps the account. Called from one thread (the directory's)."""
 
     def __init__(
         self, run_id: str, capacity_bytes: int, *, host: str = "127.0.0.1", protocol: str = "tcp", device: str = ""
     ) -> None:
-        """`host`: address of the interface that the run's processes share.
+        """host: address of the interface that the run's processes share.
 
         Raises ValueError when mooncake or an RDMA device is missing, StoreLost when the master does not start.
         """
@@ -54,9 +60,10 @@ class MooncakeHost:
         self._run_id = run_id
         self._bytes: dict[int, int] = {}
         self._used_bytes = 0
-        """Sum of them."""
+        """Sum of `_bytes`."""
         self._unfinished: dict[int, int] = {}
-        """Freed amid their put: Mooncake keeps their room until the put ends, or 10 minutes if it never does."""
+        """Blocks freed during their put. Mooncake keeps their space until the put ends, or 10 minutes if it never
+        does."""
         self._late: deque[int] = deque(maxlen=LATE_BLOCKS)
         self._lost = False
         self._limit_bytes = capacity_bytes + capacity_bytes // 4 + SLACK_BYTES
@@ -81,7 +88,7 @@ class MooncakeHost:
         )
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
-        """b"": a block is found by its id. None when capacity, a quarter of it and SLACK_BYTES are in use."""
+        """Return b"", as a block is found by its id. None when capacity, a quarter of it and SLACK_BYTES are in use."""
         if self._unfinished:
             self._remove([])
         if self.usage_bytes() + nbytes > self._limit_bytes:
@@ -91,19 +98,23 @@ class MooncakeHost:
         return b""
 
     def free(self, block_id: int, location: bytes) -> None:
-        """See `free_many`."""
+        """Free one block; see `free_many`."""
         self.free_many([(block_id, location)])
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """The master knows these blocks no more when this returns: one round trip, about 0.1 ms. Idempotent."""
+        """Make the master forget these blocks: one round trip, about 0.1 ms. Idempotent."""
         self._remove([block_id for block_id, _ in blocks if block_id in self._bytes])
 
     def usage_bytes(self) -> int:
-        """Bytes of the blocks that are reserved or written, and of those freed whose put has not ended."""
+        """Number of bytes of the blocks that are reserved or written, and of those freed whose put has not ended."""
         return self._used_bytes + sum(self._unfinished.values())
 
+    def processes(self) -> dict[str, int]:
+        """Return the master."""
+        return {"mooncake master": self._master.address.pid}
+
     def close(self) -> None:
-        """Take the segment back, end the master. Idempotent."""
+        """Take the segment back, and end the master. Idempotent."""
         self._client.close()
         self._master.close()
 
@@ -135,7 +146,7 @@ class MooncakeStore:
     """Reads and writes through a Mooncake client of this process. Thread-safe; needs no Ray."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        """Raises ValueError when mooncake is not installed, StoreLost when the master has ended."""
+        """Raise ValueError when mooncake is not installed, StoreLost when the master has ended."""
         address: Any = spec.address
         master = MasterAddress(address["name"], address["pid"], address["host"], address["port"])
         self._run_id = spec.run_id
@@ -144,16 +155,16 @@ class MooncakeStore:
     def put(
         self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
-        """See `put_many`."""
+        """Write one block; see `put_many`."""
         return self.put_many(block_id, [parts], timeout_s)[0]
 
     def put_many(
         self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
     ) -> tuple[bytes, ...]:
-        """Lay the blocks out in one registered buffer and hand it over; the segment holds them when this returns.
+        """Lay the blocks out in one registered buffer and hand it over. The segment holds them when this returns.
 
-        The caller's own memory is not lent: a call that runs out of time would go on reading it.
-        Raises CapacityExceeded when the segment has no hole that is large enough, StoreLost.
+        The caller's own memory is not lent, as a call that runs out of time would go on reading it. Raises
+        CapacityExceeded when the segment has no hole that is large enough, StoreLost.
         """
         started = time.monotonic()
         layouts = [BlockLayout((), 0, 0, tuple(part.nbytes for part in parts)) for parts in blocks]
@@ -170,7 +181,7 @@ class MooncakeStore:
         return (b"",) * len(blocks)
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
-        """Views of one registered buffer, which is used again when the last of them is gone.
+        """Return views of one registered buffer, which is used again when the last of them is gone.
 
         Only the wanted parts travel; each block is asked for once, however often it is wanted.
         """
@@ -197,7 +208,7 @@ class MooncakeStore:
         return found
 
     def settle(self, wants: Sequence[Want]) -> None:
-        """Raises RowsCleared when a block was freed since the `get`: its room may have been used again meanwhile."""
+        """Raise RowsCleared when a block was freed since the `get`, as its space may have been used again meanwhile."""
         block_ids = list(dict.fromkeys(want.block.block_id for want in wants))
         there = self._client.exist([_key(self._run_id, block_id) for block_id in block_ids], SETTLE_TIMEOUT_S)
         if not all(there):
@@ -214,16 +225,16 @@ def _key(run_id: str, block_id: int) -> str:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
+    return round_up(nbytes, ALIGN)
 
 
 def _spans(
     layout: BlockLayout, parts: Sequence[int], end: int
 ) -> tuple[list[tuple[int, int, int]], dict[int, int], int]:
-    """What to read of a block: (offset in it, nbytes, offset in the buffer) of runs of neighbouring parts.
+    """Return what to read of a block: (offset in it, nbytes, offset in the buffer) for runs of neighbouring parts.
 
-    Also where each part then starts in the buffer, and the buffer's new end. Parts stay aligned. A block of which
-    nothing but empty parts is wanted is asked for its header, so that it is known to be there.
+    Also returns where each part then starts in the buffer, and the buffer's new end. Parts stay aligned. When only
+    empty parts of a block are wanted, its header is asked for, to know that the block is there.
     """
     offsets, sizes = layout.offsets, layout.part_bytes
     wanted = parts if any(sizes[part] for part in parts) else sorted({0, *parts})
@@ -242,3 +253,15 @@ def _spans(
         starts[part] = to + offsets[part] - source
         end = _aligned(to + nbytes)
     return spans, starts, end
+
+
+def _open_host(config: StoreConfig, run_id: str, one_host: bool) -> StoreHost:
+    """Listen on loopback, or (for clients on several hosts) on the address by which Ray knows this node."""
+    import ray  # mooncake itself needs no Ray
+
+    host = "127.0.0.1" if one_host else ray.util.get_node_ip_address()
+    capacity_bytes = config.capacity_mib << 20
+    return MooncakeHost(run_id, capacity_bytes, host=host, protocol=config.protocol, device=config.device)
+
+
+STORE = StoreEntry(_open_host, lambda spec, link: MooncakeStore(spec))

@@ -1,11 +1,12 @@
-"""Store `ray`: blocks as objects in Ray's object store: zero-copy reads on a host, pulls between hosts, spilling.
+"""Implements the store `ray`: blocks are objects in Ray's object store, read without a copy on their host.
 
 One keeper actor per node owns the objects of the writers on that node, so that a producer may die: since Ray 2.56 an
 object belongs to the process that put it, and no other can be named its owner. A put is therefore two copies (into the
-task's argument, into the kept object), a get none: the keeper lends references, and the views pin their object.
+task's argument, and into the kept object). A get copies nothing: the keeper lends references, and the views pin their
+object. Ray pulls objects between hosts, and spills them to disk.
 
-Ray has no call that frees an object others refer to; what makes a freed block unreadable is that its keeper lends it no
-more.
+Ray has no call that frees an object to which others refer. A freed block is unreadable because its keeper does not lend
+it any more.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..block_store import StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
 from .deadline import received_part
 from .ray_processes import end_actors
+from .registry import StoreEntry
 
 _logger = logging.getLogger(__name__)
 
@@ -35,18 +37,18 @@ DROP_TIMEOUT_S = 5.0
 
 
 class Keeper:
-    """Owner of one node's blocks. Runs as a Ray actor."""
+    """Owns one node's blocks. Runs as a Ray actor."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, ray.ObjectRef] = {}
         self._dropped_early: set[int] = set()
 
     def pid(self) -> int:
-        """Pid of the actor's process."""
+        """Return the pid of the actor's process."""
         return os.getpid()
 
     def keep(self, first_block_id: int, blocks: list[list[np.ndarray]]) -> bool:
-        """Copy each block's parts into an object of this process. False when one was dropped before it came."""
+        """Copy each block's parts into an object of this process. Returns False when one was dropped before it came."""
         for block_id, parts in enumerate(blocks, first_block_id):
             if block_id not in self._dropped_early:
                 self._blocks[block_id] = ray.put(parts)
@@ -56,7 +58,7 @@ class Keeper:
         return True
 
     def lend(self, block_ids: list[int]) -> list[ray.ObjectRef | None]:
-        """A reference to each block's parts; None for a block that is not (or no longer) here."""
+        """Return a reference to each block's parts; None for a block that is not here."""
         return [self._blocks.get(block_id) for block_id in block_ids]
 
     def drop(self, block_ids: list[int]) -> None:
@@ -70,13 +72,13 @@ class RayObjectsHost:
     """Starts a keeper on every node alive now; nodes that join later use the first one. Called from one thread."""
 
     def __init__(self, run_id: str) -> None:
-        """Raises ValueError without Ray, StoreLost when a keeper does not start within START_TIMEOUT_S."""
+        """Raise ValueError without Ray, StoreLost when a keeper does not start within START_TIMEOUT_S."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='ray' needs Ray: call ray.init() first, or use 'local' or 'shm'")
         self._bytes: dict[int, int] = {}
         self._lost: set[int] = set()
         self._keepers: list[Any] = []
-        self._local_pids: list[int] = []
+        self._local: dict[str, int] = {}
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         here = ray.get_runtime_context().get_node_id()
         nodes.sort(key=lambda node: node != here)
@@ -101,21 +103,21 @@ class RayObjectsHost:
                 self.close()
                 elapsed = time.monotonic() - started
                 raise StoreLost(f"keeper did not start: {error}", op="start", peer=name, elapsed_s=elapsed) from None
-        self._local_pids = [pid for pid, node in zip(pids, nodes, strict=True) if node == here]
+        self._local = {name: pid for name, pid, node in zip(names, pids, nodes, strict=True) if node == here}
         address = {"nodes": nodes, "names": names, "pids": pids}
         self.spec = StoreSpec(kind="ray", run_id=run_id, address=address)
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
-        """b"": the writer's keeper is the location, and Ray spills what does not fit in memory."""
+        """Return b"", as the writer's keeper is the location, and Ray spills what does not fit in memory."""
         self._bytes[block_id] = nbytes
         return b""
 
     def free(self, block_id: int, location: bytes) -> None:
-        """See `free_many`."""
+        """Free one block; see `free_many`."""
         self.free_many([(block_id, location)])
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Keepers lend these blocks no more once this returns: one round trip, about a millisecond. Idempotent."""
+        """Make the keepers lend these blocks no more: one round trip, about a millisecond. Idempotent."""
         dropped: dict[int, list[int]] = {}
         for block_id, location in blocks:
             if self._bytes.pop(block_id, None) is None:
@@ -136,21 +138,25 @@ class RayObjectsHost:
                 _logger.warning("%s is lost: %s", self.spec.address["names"][number], error)  # type: ignore[index]
 
     def usage_bytes(self) -> int:
-        """Bytes of the blocks that are reserved or written."""
+        """Number of bytes of the blocks that are reserved or written."""
         return sum(self._bytes.values())
 
+    def processes(self) -> dict[str, int]:
+        """Return the keepers on this node."""
+        return dict(self._local)
+
     def close(self) -> None:
-        """Kill the keepers, and with them their objects; those on this node have ended when it returns. Idempotent."""
+        """Kill the keepers, and their objects with them. Those on this node have ended when it returns. Idempotent."""
         keepers, self._keepers = self._keepers, []
         if keepers:
-            end_actors(keepers, self._local_pids)
+            end_actors(keepers, list(self._local.values()))
 
 
 class RayObjectsStore:
     """Reads and writes through the keepers, from any process connected to the Ray cluster. Thread-safe."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        """Raises ValueError without Ray, StoreLost when a keeper has ended."""
+        """Raise ValueError without Ray, StoreLost when a keeper has ended."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='ray' needs Ray: call ray.init() before connecting")
         started = time.monotonic()
@@ -170,7 +176,7 @@ class RayObjectsStore:
     def put(
         self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
-        """See `put_many`."""
+        """Write one block; see `put_many`."""
         return self.put_many(block_id, [parts], timeout_s)[0]
 
     def put_many(
@@ -195,7 +201,7 @@ class RayObjectsStore:
         return (own.to_bytes(2),) * len(blocks)
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
-        """Read-only views of the objects themselves; they pin them. Blocks on other nodes are pulled whole."""
+        """Return read-only views of the objects themselves, which pin them. Blocks on other nodes are pulled whole."""
         started = time.monotonic()
         by_keeper: dict[int, list[int]] = {}
         for want in wants:
@@ -219,10 +225,10 @@ class RayObjectsStore:
         return found
 
     def settle(self, wants: Sequence[Want]) -> None:
-        """Nothing to check: views pin their object, so a block freed during the copy was read as it was before."""
+        """Do nothing: views pin their object, so a block freed during the copy was read as it was before."""
 
     def close(self) -> None:
-        """Let go of the keepers' handles."""
+        """Drop the keepers' handles."""
         self._keepers = []
 
     def _wait(self, op: str, number: int, reference: Any, started: float, timeout_s: float) -> Any:
@@ -246,3 +252,6 @@ class RayObjectsStore:
             peer=self._peers[number],
             elapsed_s=time.monotonic() - started,
         )
+
+
+STORE = StoreEntry(lambda config, run_id, one_host: RayObjectsHost(run_id), lambda spec, link: RayObjectsStore(spec))

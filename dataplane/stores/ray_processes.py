@@ -1,4 +1,4 @@
-"""Ends Ray actors for good: killed, and on this node waited for."""
+"""Ends Ray actors, and waits for the processes of those on this node."""
 
 from __future__ import annotations
 

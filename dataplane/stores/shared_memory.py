@@ -1,9 +1,9 @@
-"""Store `shm`: pooled segments in /dev/shm, for runs on one host.
+"""Implements the store `shm`: pooled segments in /dev/shm, for runs on one host.
 
-Ranges of freed blocks are used again, so that writers and readers meet pages that are mapped already.
-A reader checks a block's generation before it copies and after (`settle`): equal means that the bytes were the block's
-all along. A writer marks its slot while it writes: a block freed under a living writer (its reservation ended) keeps
-its range until the writer has stopped or died; else a late writer would write into another block.
+Ranges of freed blocks are used again, so that writers and readers find pages that are mapped already. A reader checks a
+block's generation before it copies and after (`settle`); if it is the same, the bytes were the block's all along. A
+writer marks its slot while it writes. A block that is freed while its writer is alive (because its reservation ended)
+keeps its range until the writer has stopped or died; otherwise a late writer would write into another block.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from pathlib import Path
 
 import numpy as np
 
-from ...codecs.blocks import ALIGN
+from ...codecs.integers import round_up
+from ...codecs.memory import ALIGN
+from ...codecs.owned_folder import SHARED_MEMORY, process_start, remove_stale_folders
 from ..block_store import StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
 from .free_ranges import FreeRanges
+from .registry import StoreEntry
 from .shm_folder import (
     CLOSED,
     GENERATION,
     MAX_SLOTS,
     OPEN,
-    ROOT,
     SLOT_BYTES,
     SLOTS_CHUNK,
     WRITER_PID,
@@ -36,28 +38,27 @@ from .shm_folder import (
     create_folder,
     map_segment,
     map_slots,
-    process_start,
-    remove_stale_folders,
     reserve_memory,
 )
 
 _logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 16 << 20
-"""Bytes of a segment; a larger block gets one of its own size. Reserving one costs the directory about 5 ms, once."""
+"""Number of bytes of a segment; a larger block gets one of its own size. Reserving one costs the directory about 5
+ms."""
 
 _LOCATION = struct.Struct("<IIQ")  # segment, slot, offset
 
 
 def _rounded(nbytes: int) -> int:
-    return max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
+    return max(ALIGN, round_up(nbytes, ALIGN))
 
 
 class SharedMemoryHost:
-    """Allocator and owner of the folder. Thread-safe."""
+    """Allocates ranges, and owns the folder. Thread-safe."""
 
-    def __init__(self, run_id: str, capacity_bytes: int, root: Path = ROOT) -> None:
-        """Raises ValueError when a living run uses `run_id`, or when there is no /dev/shm."""
+    def __init__(self, run_id: str, capacity_bytes: int, root: Path = SHARED_MEMORY) -> None:
+        """Raise ValueError when a living run uses `run_id`, or when there is no /dev/shm."""
         if not root.is_dir():
             raise ValueError(
                 f"dataplane.store.kind='shm' needs {root}, which this host does not have; use 'simple' or 'ray'"
@@ -69,7 +70,7 @@ class SharedMemoryHost:
         self._limit_bytes = capacity_bytes + capacity_bytes // 4 + SEGMENT_BYTES
         self._segments: dict[int, FreeRanges] = {}
         self._planned: dict[int, int] = {}
-        """Bytes of segments that are being made."""
+        """Number of bytes of each segment that is being made."""
         self._next_segment = 0
         self._lock = threading.Lock()
         self._held: dict[int, tuple[int, int, int, int]] = {}  # block -> segment, slot, offset, bytes
@@ -82,9 +83,9 @@ class SharedMemoryHost:
         self.spec = StoreSpec(kind="shm", run_id=run_id, address={"folder": str(self._folder)})
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
-        """A range and a slot; None when the pool (capacity and a quarter) or /dev/shm itself has no room.
+        """Allocate a range and a slot. None when the pool (capacity and a quarter) or /dev/shm itself has no room.
 
-        Takes 5 ms and more for a new segment, in which other calls go on.
+        Takes 5 ms and more for a new segment; other calls go on meanwhile.
         """
         size = _rounded(nbytes)
         with self._lock:
@@ -95,7 +96,7 @@ class SharedMemoryHost:
             return self._place(block_id, size)
 
     def has_ready(self, nbytes: int) -> bool:
-        """Whether there is a range in the segments that are."""
+        """Return whether the existing segments have such a range."""
         with self._lock:
             self._release_quarantined()
             return any(ranges.holds(_rounded(nbytes)) for ranges in self._segments.values())
@@ -106,7 +107,8 @@ class SharedMemoryHost:
             self._extend(_rounded(nbytes))
 
     def cut(self, block_id: int, sizes: Sequence[int]) -> list[bytes]:
-        """See `Cuts`. The first block keeps the slot, and with it what the writer has checked."""
+        """Cut a range into blocks; see `Cuts`. The first block keeps the slot, and with it what the writer has
+        checked."""
         with self._lock:
             segment, slot, offset, held_bytes = self._held[block_id]
             assert sum(sizes) <= held_bytes and not any(size % ALIGN for size in sizes), (sizes, held_bytes)
@@ -131,7 +133,7 @@ class SharedMemoryHost:
             return locations
 
     def free(self, block_id: int, location: bytes) -> None:
-        """End the block's generation; its range is used again once no living writer is in it. Idempotent."""
+        """End the block's generation. Its range is used again once no living writer is in it. Idempotent."""
         with self._lock:
             held = self._held.pop(block_id, None)
             if held is None:
@@ -143,13 +145,17 @@ class SharedMemoryHost:
                 self._release(held)
 
     def usage_bytes(self) -> int:
-        """Bytes of the ranges in use, rounded up to 64 a block, freed ones that a writer is still in included."""
+        """Number of bytes of the ranges in use, rounded up to 64 a block, with freed ones that a writer is still in."""
         with self._lock:
             self._release_quarantined()
             return self._used_bytes
 
+    def processes(self) -> dict[str, int]:
+        """Return nothing, as the bytes are files in memory."""
+        return {}
+
     def close(self) -> None:
-        """Readers and writers get StoreLost from now on; the folder goes. Idempotent."""
+        """Remove the folder. Readers and writers get StoreLost from now on. Idempotent."""
         with self._lock:
             if self._owner < 0:
                 return
@@ -159,7 +165,7 @@ class SharedMemoryHost:
             self._owner = -1
 
     def _place(self, block_id: int, size: int) -> bytes | None:
-        """A range in the segments that are, and a slot."""
+        """Take a range in the existing segments, and a slot."""
         assert block_id not in self._held, block_id
         self._release_quarantined()
         slot = self._take_slot()
@@ -207,7 +213,7 @@ class SharedMemoryHost:
         return self._next_slot - 1
 
     def _extend(self, size: int) -> bool:
-        """Add a segment that has a range of `size` bytes; False when there is no room for it."""
+        """Add a segment that has a range of `size` bytes. Returns False when there is no room for it."""
         with self._lock:
             number = self._plan_segment(max(SEGMENT_BYTES, size))
         if number is None:
@@ -222,7 +228,7 @@ class SharedMemoryHost:
             return True
 
     def _plan_segment(self, size_bytes: int) -> int | None:
-        """Number of a segment to be made, counted from now on; None when the pool has no room for it."""
+        """Return the number of a segment to be made, counted from now on. None when the pool has no room for it."""
         pooled = sum(ranges.size_bytes for ranges in self._segments.values()) + sum(self._planned.values())
         for number in [number for number, ranges in self._segments.items() if ranges.unused]:
             if pooled + size_bytes <= self._limit_bytes:
@@ -252,12 +258,12 @@ class SharedMemoryStore:
     """Reads and writes the pool from any process of the host. Thread-safe; no call waits for another process."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        """Raises StoreLost when the run's folder is gone."""
+        """Raise StoreLost when the run's folder is gone."""
         self._folder = Path(str(spec.address["folder"]))
         self._segments: dict[int, np.ndarray] = {}
         self._lock = threading.Lock()
         self._writer = (0, 0)
-        """This process's id and start time."""
+        """Process id and start time of this process."""
         try:
             self._slots = map_slots(self._folder)
         except FileNotFoundError:
@@ -283,9 +289,8 @@ class SharedMemoryStore:
         entry[WRITER_START] = self._writer[1]
         entry[WRITER_PID] = pid
         try:
-            self._check(
-                "put", block_id, slot, started
-            )  # freed before the mark was seen: the range may be another's by now
+            # Freed before the mark was seen: the range may belong to another block by now.
+            self._check("put", block_id, slot, started)
             for part, offset in zip(parts, offsets, strict=True):
                 np.copyto(memory[base + offset : base + offset + part.nbytes], part)
         finally:
@@ -294,7 +299,8 @@ class SharedMemoryStore:
         return location
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
-        """Zero-copy read-only views of the pool; they show another block's bytes once `settle` says RowsCleared."""
+        """Return views of the pool, read-only and not copied. If `settle` raises RowsCleared, they showed another
+        block's bytes."""
         started = time.monotonic()
         views = []
         for want in wants:
@@ -312,13 +318,13 @@ class SharedMemoryStore:
         return views
 
     def settle(self, wants: Sequence[Want]) -> None:
-        """Raises RowsCleared when a block was freed since the `get`."""
+        """Raise RowsCleared when a block was freed since the `get`."""
         started = time.monotonic()
         for want in wants:
             self._check("get", want.block.block_id, _LOCATION.unpack(want.block.location)[1], started)
 
     def close(self) -> None:
-        """Let go of the mappings; each ends with its last view."""
+        """Drop the mappings; each ends with its last view."""
         with self._lock:
             self._segments.clear()
 
@@ -348,3 +354,10 @@ class SharedMemoryStore:
     def _lost(self, op: str, started: float) -> StoreLost:
         elapsed = time.monotonic() - started
         return StoreLost("the shared-memory pool is closed", op=op, peer=str(self._folder), elapsed_s=elapsed)
+
+
+STORE = StoreEntry(
+    lambda config, run_id, one_host: SharedMemoryHost(run_id, config.capacity_mib << 20),
+    lambda spec, link: SharedMemoryStore(spec),
+    remove_stale_folders,
+)

@@ -1,11 +1,11 @@
-"""Store `simple`: blocks in TransferQueue's SimpleStorage units, one process each.
+"""Implements the store `simple`: blocks are in TransferQueue's SimpleStorage units, one process each.
 
-The units are TransferQueue's own Ray actors; they are spoken to directly, in TransferQueue's messages over ZeroMQ:
-block id as global index, part number as field name, one uint8 array per part. Its controller and client are not used:
-rows are the directory's affair, and a unit needs neither.
+The units are TransferQueue's own Ray actors. They are spoken to directly, in TransferQueue's messages over ZeroMQ, with
+the block id as global index, the part number as field name, and one uint8 array per part. TransferQueue's controller
+and client are not used, as the directory keeps the rows and a unit needs neither.
 
-A unit listens on the address Ray knows its node by, on a port of the system's choice, and trusts whoever can reach it
-(its wire format holds pickles): keep that network private.
+A unit listens on the address by which Ray knows its node, on a port that the system chooses, and trusts whoever can
+reach it (its wire format holds pickles), so that network must be private.
 """
 
 from __future__ import annotations
@@ -26,15 +26,22 @@ from typing import Any
 
 import numpy as np
 import ray
-import transfer_queue.storage.simple_storage as tq_storage
-import zmq
 from ray.exceptions import RayError
-from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, create_zmq_socket, format_zmq_address
+
+from ...codecs.imports import MissingExtra
+
+try:
+    import transfer_queue.storage.simple_storage as tq_storage
+    import zmq
+    from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, create_zmq_socket, format_zmq_address
+except ModuleNotFoundError:
+    raise MissingExtra("TransferQueue", "dataplane.store.kind='simple'", "transferqueue") from None
 
 from ..block_store import StoreSpec, Want
 from ..errors import RowsCleared, StoreLost
 from .deadline import keep_freed_memory, received_part
 from .ray_processes import end_actors
+from .registry import StoreEntry
 
 _logger = logging.getLogger(__name__)
 
@@ -50,7 +57,7 @@ tq_storage.TQ_NUM_THREADS = 1
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Where a storage unit is."""
+    """Describes where a storage unit listens."""
 
     unit_id: str
     name: str
@@ -65,7 +72,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One message to one unit."""
+    """Is one message to one unit."""
 
     unit: int
     kind: Any
@@ -73,7 +80,7 @@ class Request:
 
 
 class UnitLink:
-    """Requests to the units: pooled sockets, bounded waits; a broken connection ends a wait at once. Thread-safe."""
+    """Sends requests to the units over pooled sockets. A broken connection ends a wait at once. Thread-safe."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
@@ -82,10 +89,10 @@ class UnitLink:
         self._idle: list[list[tuple[zmq.Socket, zmq.Socket]]] = [[] for _ in units]
         self._closed = False
         self._lock = threading.Lock()
-        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # of a client that nobody closed
+        self._finalizer = weakref.finalize(self, _close_all, self._idle)  # for a client that nobody closed
 
     def exchange(self, op: str, requests: Sequence[Request], timeout_s: float) -> list[ZMQMessage]:
-        """Send all, then wait for all the answers. Raises StoreLost naming the unit that did not answer."""
+        """Send all requests, then wait for all answers. Raises StoreLost naming the unit that did not answer."""
         started = time.monotonic()
         with self._sockets([request.unit for request in requests]) as sockets:
             for request, (channel, _) in zip(requests, sockets, strict=True):
@@ -121,7 +128,8 @@ class UnitLink:
 
     @contextmanager
     def _sockets(self, units: Sequence[int]) -> Iterator[list[tuple[zmq.Socket, zmq.Socket]]]:
-        """A socket and its monitor per unit; closed after an error, lest a late answer meet another request."""
+        """Lend a socket and its monitor per unit. They are closed after an error, as a late answer must not meet
+        another request."""
         if self._closed:
             raise StoreLost("this client is closed", op="connect", peer=self.units[0].peer)
         pairs = []
@@ -160,7 +168,7 @@ class UnitLink:
         return channel, monitor
 
     def close(self) -> None:
-        """Close idle sockets now and those in use when their request is over. Idempotent."""
+        """Close idle sockets now, and those in use when their request is over. Idempotent."""
         with self._lock:
             self._closed = True
             _close_all(self._idle)
@@ -176,7 +184,7 @@ def _close_all(pools: Sequence[list[tuple[zmq.Socket, zmq.Socket]]]) -> None:
 
 
 def _prepare_unit(unit: Any) -> int:
-    """Run in a unit's process; its pid."""
+    """Prepare a unit's process, in which this runs, and return its pid."""
     keep_freed_memory()
     gc.freeze()  # what was imported stays: a collection of all of it would hold up a put for tens of milliseconds
     return os.getpid()
@@ -186,7 +194,7 @@ class SimpleHost:
     """Starts and ends the units. Called from one thread (the directory's)."""
 
     def __init__(self, run_id: str, num_units: int) -> None:
-        """Raises ValueError without Ray, StoreLost when a unit does not start within START_TIMEOUT_S."""
+        """Raise ValueError without Ray, StoreLost when a unit does not start within START_TIMEOUT_S."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='simple' needs Ray: call ray.init() first, or use 'local' or 'shm'")
         self._bytes: dict[int, int] = {}
@@ -218,18 +226,18 @@ class SimpleHost:
         self.spec = StoreSpec(kind="simple", run_id=run_id, address=address)
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
-        """b"" until it is written. The directory's capacity is the only bound."""
+        """Return b"", as a block is located when it is written. The directory's capacity is the only limit."""
         self._bytes[block_id] = nbytes
         return b""
 
     def free(self, block_id: int, location: bytes) -> None:
-        """See `free_many`."""
+        """Free one block; see `free_many`."""
         self.free_many([(block_id, location)])
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """The units have deleted these blocks when this returns: one round trip, about a millisecond. Idempotent.
+        """Delete these blocks from the units: one round trip, about a millisecond. Idempotent.
 
-        A block that was never committed may still be on its way to its unit: it is deleted again with later ones.
+        A block that was never committed may still be on its way to its unit, so it is deleted again with later ones.
         """
         by_unit: dict[int, list[int]] = {}
         for block_id in self._uncommitted:
@@ -251,14 +259,18 @@ class SimpleHost:
                 _logger.warning("%s", error)
 
     def usage_bytes(self) -> int:
-        """Bytes of the blocks that are reserved or written."""
+        """Number of bytes of the blocks that are reserved or written."""
         return sum(self._bytes.values())
+
+    def processes(self) -> dict[str, int]:
+        """Return the units on this node."""
+        here = ray.util.get_node_ip_address() if ray.is_initialized() else ""
+        return {unit.name: unit.pid for unit in self._link.units if unit.ip == here}
 
     def close(self) -> None:
         """Kill the units; those on this node have ended when it returns. Idempotent."""
         self._link.close()
-        here = ray.util.get_node_ip_address() if ray.is_initialized() else ""
-        self._end([unit.pid for unit in self._link.units if unit.ip == here])
+        self._end(list(self.processes().values()))
 
     def _end(self, local_pids: Sequence[int]) -> None:
         actors, self._actors = self._actors, []
@@ -277,13 +289,13 @@ class SimpleStore:
     def put(
         self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
-        """See `put_many`."""
+        """Write one block; see `put_many`."""
         return self.put_many(block_id, [parts], timeout_s)[0]
 
     def put_many(
         self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
     ) -> tuple[bytes, ...]:
-        """A message to each unit, its frames taken from the parts' own memory; returns once the units hold them."""
+        """Send a message to each unit, with frames from the parts' own memory, and return once the units hold them."""
         by_unit: dict[int, list[int]] = {}
         for number in range(len(blocks)):
             by_unit.setdefault((first_block_id + number) % len(self._link.units), []).append(number)
@@ -299,7 +311,7 @@ class SimpleStore:
         return tuple(((first_block_id + number) % len(self._link.units)).to_bytes(2) for number in range(len(blocks)))
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
-        """Blocks wanted with the same parts from one unit travel in one answer. Views of the received frames."""
+        """Return views of the received frames. Blocks wanted with the same parts from one unit travel in one answer."""
         together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for position, want in enumerate(wants):
             unit = want.block.block_id % len(self._link.units)
@@ -320,10 +332,10 @@ class SimpleStore:
         return found
 
     def settle(self, wants: Sequence[Want]) -> None:
-        """Nothing to check: what `get` returned is this process's own memory."""
+        """Do nothing: what `get` returned is this process's own memory."""
 
     def close(self) -> None:
-        """Close the sockets; the units go on."""
+        """Close the sockets. The units go on."""
         self._link.close()
 
     def _columns(self, reply: ZMQMessage, peer: str) -> dict[str, list[Any]]:
@@ -333,3 +345,8 @@ class SimpleStore:
         if tq_storage.KEY_NOT_FOUND_MARKER in message:
             raise RowsCleared(f"a block was freed: {message}", op="get", peer=peer)
         raise StoreLost(message, op="get", peer=peer)
+
+
+STORE = StoreEntry(
+    lambda config, run_id, one_host: SimpleHost(run_id, config.num_units), lambda spec, link: SimpleStore(spec)
+)

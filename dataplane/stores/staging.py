@@ -1,4 +1,5 @@
-"""Registered buffers that a transfer library reads and writes, pooled: used again as soon as nobody looks at them."""
+"""Pools registered buffers that a transfer library reads and writes; a buffer is used again when its last view is
+gone."""
 
 from __future__ import annotations
 
@@ -7,26 +8,28 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ...codecs.blocks import ALIGN
+from ...codecs.integers import round_up
+from ...codecs.memory import ALIGN
 
 MIN_BYTES = 1 << 20
 KEEP_BYTES = 256 << 20
-"""Idle memory above this is let go when a buffer of another size is made."""
+"""Number of idle bytes above which buffers are freed when one of another size is made."""
 
 
 class _Memory:
-    """One buffer: the raw array and its aligned range."""
+    """Holds one buffer: the raw array and its aligned range."""
 
     __slots__ = ("raw", "address", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.raw = np.empty(nbytes + ALIGN, np.uint8)
-        self.address = -(-self.raw.ctypes.data // ALIGN) * ALIGN
+        self.address = round_up(self.raw.ctypes.data, ALIGN)
         self.nbytes = nbytes
 
 
 class _Loan:
-    """What the arrays handed out have as their base: goes with the last of them, and brings the buffer back."""
+    """Is the base of the arrays that were handed out. It is collected with the last of them, and gives the buffer
+    back."""
 
     __slots__ = ("_pool", "_memory", "__array_interface__")
 
@@ -40,21 +43,23 @@ class _Loan:
 
 
 class StagingPool:
-    """Buffers in a few sizes, at most a quarter (or 1 MiB) larger than asked.
+    """Lends buffers in a few sizes, at most a quarter (or 1 MiB) larger than asked.
 
-    Thread-safe by deques: a collected array that gives its buffer back may interrupt whoever holds a lock.
+    It is thread-safe by deques, because a collected array that gives its buffer back may interrupt whoever holds a
+    lock.
     """
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
-        """`register(address, nbytes)` and `unregister(address)`: the library's."""
+        """register, unregister: the library's functions `register(address, nbytes)` and `unregister(address)`."""
         self._register = register
         self._unregister = unregister
         self._idle: defaultdict[int, deque[_Memory]] = defaultdict(deque)
 
     def take(self, nbytes: int) -> np.ndarray:
-        """uint8 `[nbytes]` with anything in it, at a multiple of ALIGN; back in the pool when its last view is gone."""
+        """Lend uint8 `[nbytes]` at a multiple of ALIGN, with anything in it. It returns to the pool when its last
+        view is gone."""
         step = max(MIN_BYTES, (1 << nbytes.bit_length()) // 8)
-        size = max(1, -(-nbytes // step)) * step
+        size = max(step, round_up(nbytes, step))
         try:
             memory = self._idle[size].pop()
         except IndexError:
@@ -64,7 +69,7 @@ class StagingPool:
         return np.asarray(_Loan(self, memory, nbytes))
 
     def idle_bytes(self) -> int:
-        """Bytes of the buffers that nobody uses."""
+        """Number of bytes of the buffers that nobody uses."""
         return sum(size * len(idle) for size, idle in list(self._idle.items()))
 
     def _give(self, memory: _Memory) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import time
@@ -16,12 +15,15 @@ import pytest
 import ray
 
 from headrace.actors.engine_actor import CONCURRENCY, EngineActor, EngineSetup
-from headrace.actors.engines.calls import GenerateReply
+from headrace.actors.engines.config import ModelConfig, RolloutConfig, ScriptedConfig
 from headrace.actors.engines.factory import EngineConfig, build_engine
+from headrace.actors.engines.generate_messages import GenerateReply
 from headrace.actors.engines.protocol import Completion, EngineDied, EngineStats, SamplingParams
 from headrace.actors.remote_engine import RemoteEngine
 from headrace.codecs import messages
 from headrace.tests.actors.weights.weight_updates import Publisher, receiver, scaled
+
+pytestmark = pytest.mark.usefixtures("ray_session")
 
 PROMPT = [5, 6, 7, 13]
 
@@ -30,18 +32,7 @@ def slow_script(request_id: str, prompt_ids: Sequence[int], sample: int) -> list
     return [3 + sample % 30] * 20
 
 
-SLOW = {"script": "headrace.tests.actors.test_engine_actor:slow_script", "latency_s": 60.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    started = not ray.is_initialized()
-    if started:
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns about its coming default otherwise
-        ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
-    yield
-    if started:
-        ray.shutdown()
+SLOW_SCRIPT = "headrace.tests.actors.test_engine_actor:slow_script"
 
 
 def start(config: EngineConfig, name: str = "engine 0") -> Any:
@@ -55,7 +46,8 @@ def start(config: EngineConfig, name: str = "engine 0") -> Any:
 @pytest.fixture(scope="module")
 def slow(model_folder: str) -> Iterator[Any]:
     """An actor whose requests take a minute; one for the module, as a process takes seconds to start."""
-    handle = start(EngineConfig("scripted", model_folder, **SLOW), "engine 7")
+    scripted, slow = RolloutConfig(engine="scripted"), ScriptedConfig(latency_s=60.0)
+    handle = start(EngineConfig(scripted, ModelConfig(path=model_folder), slow, script=SLOW_SCRIPT), "engine 7")
     yield handle
     ray.kill(handle)
 
@@ -94,7 +86,7 @@ def test_completions_as_a_message() -> None:
 
 
 def test_a_remote_engine_is_as_the_engine_itself(model_folder: str, tmp_path: Path) -> None:
-    config = EngineConfig("hf", model_folder, seed=4, receiver=receiver())
+    config = EngineConfig(RolloutConfig(), ModelConfig(path=model_folder), seed=4, receiver=receiver())
     handle = start(config)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""`headrace bench`: arguments, endings, and that the rest of the command line starts as fast as before."""
+"""`headrace bench`: its arguments and exit codes, and that the command line starts without heavy imports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench import cli
+from headrace import cli
 from headrace.bench.transfer import benchmark as transfer_module
 
 
@@ -20,7 +20,7 @@ def test_the_command_has_everything(capsys: pytest.CaptureFixture[str]):
     assert all(word in printed for word in ("train", "doctor", "report", "bench"))
     assert cli.main(["bench", "--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(word in printed for word in ("transfer", "plan", "step", "directory"))
+    assert all(word in printed for word in ("transfer", "plan", "step", "directory", "gpu-train", "gpu-weights"))
 
 
 def test_mistakes_exit_2_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -34,6 +34,7 @@ def test_mistakes_exit_2_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureF
     assert cli.main(["bench"]) == 2
 
 
+@pytest.mark.processes
 def test_transfer_prints_tables_and_leaves_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -47,8 +48,9 @@ def test_transfer_prints_tables_and_leaves_a_report(
     assert (tmp_path / "report.md").exists()
 
 
+@pytest.mark.processes
 def test_starting_the_command_imports_nothing_heavy():
-    code = "import sys, headrace.bench.cli; print([m for m in ('torch', 'ray', 'matplotlib') if m in sys.modules])"
+    code = "import sys, headrace.cli; print([m for m in ('torch', 'ray', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -56,7 +58,7 @@ def test_starting_the_command_imports_nothing_heavy():
 @pytest.mark.slow
 def test_transfer_over_ray_against_transferqueue(tmp_path: Path):
     arguments = ["--stores", "shm", "simple", "--workloads", "rl-256", "--quick", "--out", str(tmp_path)]
-    command = [sys.executable, "-m", "headrace.bench.cli", "bench", "transfer", *arguments]
+    command = [sys.executable, "-m", "headrace.cli", "bench", "transfer", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -6,7 +6,11 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from headrace.bench.directory import directory_table, run_directory
+
+pytestmark = pytest.mark.processes
 
 
 def test_files_and_summary(tmp_path: Path):

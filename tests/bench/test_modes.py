@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace import cli
 from headrace.actors.engines.scripted import request_latency
 from headrace.actors.rollout.prompts import base36
-from headrace.bench import cli, modes
+from headrace.bench import modes
 from headrace.bench.modes import MODES, ModeResult, StepOptions
 
 TINY = replace(StepOptions.quick(Path("unused")), warm=1, counted=3, prompts=8, train_s=0.25)

@@ -1,4 +1,4 @@
-"""The planner's benchmark: what it reports of a plan, and its files."""
+"""Tests the measurements and the files of the planner's benchmark."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from headrace.bench.plan_case import LENGTHS, PlanCase, draw_lengths, judge, lea
 from headrace.dataplane.plans import ShardPlan
 
 
+@pytest.mark.processes
 def test_a_plan_in_a_process_of_its_own():
     result = plan.measure_plan(PlanCase(512, 8, "lognormal", False))
     assert result.microbatches_equal and result.blocks_read_over_needed >= 1
@@ -21,6 +22,7 @@ def test_a_plan_in_a_process_of_its_own():
     assert 0 <= result.peak_mib < 64 and result.seconds > 0
 
 
+@pytest.mark.processes
 def test_files_and_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plan, "SIZES", ((512, 8),))
     monkeypatch.setattr(plan, "measure_plan", plan_here)

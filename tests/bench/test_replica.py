@@ -1,4 +1,4 @@
-"""The replica benchmark: bytes counted, deliveries compared, ratios the right way round."""
+"""Tests the bytes, digests and ratios that the replica benchmark reports."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from headrace.bench.replica import ReplicaOptions, ReplicaResult, check_digests,
 from headrace.bench.replica_rank import WAYS, WayResult
 
 
+@pytest.mark.processes
 def test_a_small_run_counts_what_it_moves(tmp_path: Path) -> None:
     options = ReplicaOptions(tmp_path, sizes=(2,), store="shm", num_rows=48, repeats=2)
     results = run_replica(options, lambda line: None)

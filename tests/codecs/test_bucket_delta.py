@@ -118,11 +118,11 @@ def test_errors_name_what_is_wrong():
     base = random_bytes(400)
     payload = encode_sparse(change(base, 2, [3, 90]), base, 2)
     assert payload is not None
-    with pytest.raises(ValueError, match="is of a bucket of 400 bytes, got 398"):
+    with pytest.raises(ValueError, match="got a bucket of 398 bytes, expected 400"):
         apply_sparse(payload, base[:398].copy())
     with pytest.raises(ValueError, match="got 7 bytes, expected a header"):
         apply_sparse(payload[:7], base)
-    with pytest.raises(ValueError, match="these bytes are none"):
+    with pytest.raises(ValueError, match="not a bucket delta"):
         apply_sparse(base, base)
     with pytest.raises(ValueError, match="expected 44"):
         apply_sparse(payload[:-1], base)

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.codecs.buckets import (
-    ALIGN,
     CHUNK_BYTES,
     BucketPlan,
     checksum,
@@ -18,6 +17,7 @@ from headrace.codecs.buckets import (
     write_piece,
 )
 from headrace.codecs.gpu_scatter import device_digest
+from headrace.codecs.memory import ALIGN
 from headrace.codecs.messages import decode, encode
 from headrace.codecs.schema import DTYPES
 

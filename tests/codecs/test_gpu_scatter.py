@@ -77,6 +77,7 @@ assert "ld.global.v2.b64" in found.asm["ptx"] and "st.global.v2.b64" in found.as
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize("script", [INTERPRETED, COMPILED], ids=["does what torch does", "compiles for Hopper"])
 def test_the_kernel_without_a_gpu(script: str) -> None:

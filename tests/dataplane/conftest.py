@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
+from headrace.tests import process_pool
 from headrace.tests.dataplane.rows import SCHEMA, fresh_run_id
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns about its coming default otherwise
 
-KINDS = ("local", "shm", "ray", "simple", "mooncake")
+WITH_PROCESSES = ("ray", "simple", "mooncake")
+KINDS = ("local", "shm", *(pytest.param(kind, marks=pytest.mark.processes) for kind in WITH_PROCESSES))
 NUMBER = itertools.count()
 
 
@@ -32,11 +31,9 @@ def no_shared_memory_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="package")
-def ray_session(no_shared_memory_left: None) -> Iterator[None]:
-    """Ray of this test run, ended with it. Logical CPUs only: the tests' actors ask for none."""
-    ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
-    yield
-    ray.shutdown()
+def ray_session(no_shared_memory_left: None) -> None:
+    """The test process's Ray, for fixtures of the whole package."""
+    process_pool.start_ray()
 
 
 @pytest.fixture(scope="package")

@@ -75,18 +75,18 @@ def test_threads_that_share_a_client_do_not_mix_their_calls_up(
     receipts = put_rows(local_plane)
     together = threading.Barrier(len(receipts))
     with connect(local_plane.handle) as client, ThreadPoolExecutor(len(receipts)) as pool:
-        count_bytes = client.stats.count_bytes
+        count_call = client.stats.count_call
 
-        def count_and_let_others_run(*, put: int = 0, got: int = 0) -> None:
-            count_bytes(put=put, got=got)
+        def let_others_run_and_count(op: str, seconds: float, nbytes: int = 0) -> None:
             time.sleep(0.005)
+            count_call(op, seconds, nbytes)
 
         def read(receipt: KVBatchMeta) -> None:
             together.wait(20)
             for _ in range(10):
                 client.get(receipt)
 
-        monkeypatch.setattr(client.stats, "count_bytes", count_and_let_others_run)
+        monkeypatch.setattr(client.stats, "count_call", let_others_run_and_count)
         list(pool.map(read, receipts))
         get = client.stats.total().of("get")
     assert (get.calls, get.moved, get.nbytes) == (80, 80, 10 * sum(SIZES))
@@ -125,8 +125,7 @@ def test_a_call_that_fails_is_counted_and_moves_nothing(local_plane: DataPlane) 
 
 def test_take_gives_what_is_new_and_the_totals_stay() -> None:
     stats = ClientStats()
-    stats.count_bytes(got=100)
-    stats.count_call("get", 0.5)
+    stats.count_call("get", 0.5, 100)
     assert stats.take().of("get").nbytes == 100
     assert stats.take().ops == {}
     stats.count_call("get", 0.25)

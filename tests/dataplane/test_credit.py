@@ -15,7 +15,7 @@ from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.client import DataPlaneClient
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.credit import MAX_BYTES, Credit
-from headrace.dataplane.directory.requests import Room
+from headrace.dataplane.directory.requests import Space
 from headrace.dataplane.errors import AlreadyWritten, CapacityExceeded, RowsCleared
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
 from headrace.tests.dataplane.rows import fresh_run_id
@@ -68,7 +68,7 @@ def test_puts_after_the_first_take_one_call(client: DataPlaneClient) -> None:
     assert (client.status().store_bytes, client.status().bytes_used) == (0, 0)
 
 
-def test_a_larger_put_exchanges_its_room(client: DataPlaneClient) -> None:
+def test_a_larger_put_exchanges_its_space(client: DataPlaneClient) -> None:
     put(client, "a", 1)
     before = calls(client)
     put(client, "b", 6)
@@ -89,7 +89,7 @@ def test_who_needs_the_room_gets_it_at_once(client: DataPlaneClient, plane: Data
         started = time.monotonic()
         put(other, "b", 16)
         assert time.monotonic() - started < 1, "credit is no reason to wait"
-        assert client.status().bytes_credit == 0, "and there is none while room is short"
+        assert client.status().bytes_credit == 0, "and there is none while space is short"
         receipt = other.lookup("p", [f"b.{n}" for n in range(16)])
         started = time.monotonic()
         with pytest.raises(CapacityExceeded, match="0 reserved"):
@@ -194,16 +194,16 @@ def test_puts_of_many_tasks_at_once_never_pass_the_capacity(plane: DataPlane, cl
 
 def test_what_is_asked_for() -> None:
     credit = Credit(lifetime_s=60)
-    assert credit.wish() == (0, 0) and credit.take(100_000, 3) == (None, ())
-    assert credit.wish() == (126_976, 4), "a quarter more, in whole pages"
-    for room_id, nbytes in enumerate((500, 200, 300)):
-        credit.add(Room(room_id, 1, 2, nbytes, b""))
-    room, _ = credit.take(250, 2)
-    assert room is not None and room.room_id == 2, "the smallest that fits"
+    assert credit.next_request() == (0, 0) and credit.take(100_000, 3) == (None, ())
+    assert credit.next_request() == (126_976, 4), "a quarter more, in whole pages"
+    for space_id, nbytes in enumerate((500, 200, 300)):
+        credit.add(Space(space_id, 1, 2, nbytes, b""))
+    space, _ = credit.take(250, 2)
+    assert space is not None and space.space_id == 2, "the smallest that fits"
     assert credit.take(100, 3) == (None, (0, 1)), "too few blocks: they are given back"
     assert credit.drop_all() == ()
     credit.take(MAX_BYTES, 1)
-    assert credit.wish() == (0, 0)
+    assert credit.next_request() == (0, 0)
     late = Credit(lifetime_s=0)
-    late.add(Room(7, 1, 2, 500, b""))
+    late.add(Space(7, 1, 2, 500, b""))
     assert late.take(1, 1) == (None, (7,))

@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from headrace.dataplane.client import DataPlaneClient
 from headrace.dataplane.factory import connect
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.tests.dataplane.rows import FIRST, assert_rows, columns, keys_of, stop_after_first_block
@@ -16,8 +17,13 @@ from headrace.tests.dataplane.rows import FIRST, assert_rows, columns, keys_of, 
 class Worker:
     """One process with one client. Times are CLOCK_MONOTONIC seconds, comparable between processes of a host."""
 
-    def __init__(self, handle: DataPlaneHandle, name: str) -> None:
+    _client: DataPlaneClient
+
+    def join(self, handle: DataPlaneHandle, name: str) -> None:
         self._client = connect(handle, name=name)
+
+    def leave(self) -> None:
+        self._client.close()
 
     def pid(self) -> int:
         return os.getpid()
@@ -81,9 +87,16 @@ class Worker:
         return self._client.stats
 
 
-def start(handle: DataPlaneHandle, *names: str) -> list[Any]:
-    """A Worker actor per name, ready."""
+def start(handle: DataPlaneHandle, idle: list[Any], *names: str) -> list[Any]:
+    """A Worker actor per name, joined to a data plane; taken off `idle` as far as there are some, for a process takes
+    seconds to start."""
     actor_class: Any = ray.remote(Worker)
-    workers = [actor_class.options(num_cpus=0, max_concurrency=3).remote(handle, name) for name in names]
-    ray.get([worker.pid.remote() for worker in workers], timeout=60)
+    workers = [idle.pop() if idle else actor_class.options(num_cpus=0, max_concurrency=3).remote() for _ in names]
+    ray.get([worker.join.remote(handle, name) for worker, name in zip(workers, names, strict=True)], timeout=60)
+    return workers
+
+
+def leave(workers: list[Any]) -> list[Any]:
+    """The workers, ready for another data plane."""
+    ray.get([worker.leave.remote() for worker in workers], timeout=60)
     return workers

@@ -13,15 +13,17 @@ from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.test_end_to_end import FIGURES
 from headrace.trainers.observe.metrics import read_metrics
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("victim", "store", "extra"),
     [
-        pytest.param("rollout 0", "shm", (), marks=pytest.mark.slow),
+        pytest.param("rollout 0", "shm", (), marks=pytest.mark.drill),
         ("train worker 1", "shm", ("trainer.dp=2",)),
-        pytest.param("unit-0", "simple", ("dataplane.timeout_s=10",), marks=pytest.mark.slow),
-        pytest.param("directory", "shm", ("dataplane.timeout_s=10",), marks=pytest.mark.slow),
+        pytest.param("unit-0", "simple", ("dataplane.timeout_s=10",), marks=pytest.mark.drill),
+        pytest.param("directory", "shm", ("dataplane.timeout_s=10",), marks=pytest.mark.drill),
     ],
 )
 def test_killed_process_is_named_and_nothing_is_left(tmp_path, victim, store, extra):
@@ -68,9 +70,9 @@ def figures_of(run_dir):
 @pytest.mark.parametrize(
     ("victims", "store"),
     [
-        (("train worker 1",), "shm"),
-        pytest.param(("directory", "train worker 0"), "shm", marks=pytest.mark.slow),
-        pytest.param(("unit-0",), "simple", marks=pytest.mark.slow),
+        pytest.param(("train worker 1",), "shm", marks=pytest.mark.drill),
+        pytest.param(("directory", "train worker 0"), "shm", marks=pytest.mark.drill),
+        pytest.param(("unit-0",), "simple", marks=pytest.mark.drill),
     ],
 )
 def test_a_run_goes_on_from_its_last_checkpoint_as_if_nothing_had_been(tmp_path, uninterrupted, victims, store):
@@ -114,7 +116,7 @@ def wait_for_checkpoint(run_dir, process, restarts):
         time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 @pytest.mark.timeout(400)
 def test_a_killed_engine_is_left_out_and_the_run_goes_on(tmp_path):
     run_dir = tmp_path / "run"

@@ -17,6 +17,8 @@ from headrace.tests.drills.test_kill_drill import figures_of
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.test_journal_resume import kill_all
 
+pytestmark = pytest.mark.drill
+
 STEPS = 120
 DRILL = (
     "algorithm.mode=async",
@@ -49,7 +51,6 @@ def kill(run_dir: Path, process: subprocess.Popen[str], victim: str) -> bool:
     return bool(found)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_twenty_kills_at_random_moments_change_no_figure(tmp_path: Path) -> None:
     code, output = runs.run(tmp_path / "whole", *DRILL, timeout_s=600)
@@ -83,7 +84,6 @@ def test_twenty_kills_at_random_moments_change_no_figure(tmp_path: Path) -> None
     assert not runs.shared_memory(run_dir)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_ten_minutes_of_kills_leave_memory_and_leases_flat(tmp_path: Path) -> None:
     run_dir, dice = tmp_path / "run", random.Random(10)

@@ -15,6 +15,8 @@ from headrace.tests.runs import weight_sync_runs as runs
 from headrace.trainers.cluster.engine_pool import Engine, NoEngineLeft
 from headrace.trainers.grpo import steps as grpo
 
+pytestmark = pytest.mark.drill
+
 BOUND_S = 4.0
 MARGIN_S = 30.0
 """Of a whole sync beyond its transport's bounds: the driver's own margin, health checks, a second attempt."""
@@ -26,7 +28,6 @@ def send(engine: Engine, number: signal.Signals) -> None:
 
 @pytest.mark.timeout(280)
 # Each fault by itself: tests/actors/weights/transports/test_faults.py, tests/actors/engines/vllm/test_failures.py.
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["ipc", "collective"])
 def test_stopped_and_killed_engines(tmp_path: Path, transport: str) -> None:
     folder = runs.model_folder(tmp_path / "model", "tied")

@@ -12,6 +12,8 @@ import pytest
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.test_end_to_end import steps_of
 
+pytestmark = pytest.mark.processes
+
 STEPS = 30
 
 

@@ -12,6 +12,8 @@ from headrace.actors.rollout.journal_records import read_heads
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.test_end_to_end import FIGURES, steps_of
 
+pytestmark = pytest.mark.processes
+
 GROUPS, ROWS = 8, 8
 """Prompts a step, and samples a prompt."""
 EVERY = 5

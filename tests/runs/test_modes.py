@@ -9,6 +9,8 @@ import pytest
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.test_end_to_end import steps_of
 
+pytestmark = pytest.mark.processes
+
 SHORT = ("validation.every=0", "algorithm.steps=3")
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from headrace.tests.runs import cli_runs as runs
 
+pytestmark = pytest.mark.processes
+
 VARIANTS = {
     "local": ("dataplane.store.kind=local",),
     "shm": ("dataplane.store.kind=shm",),

@@ -10,6 +10,8 @@ import pytest
 from headrace.cli import main
 from headrace.tests.runs import cli_runs as runs
 
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("recorded")]
+
 STEPS = 3
 OPTIONS = (
     "run.record=true", "run.deterministic=true", "run.keep_best=true", f"algorithm.steps={STEPS}", "validation.every=2",

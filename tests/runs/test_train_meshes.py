@@ -5,6 +5,8 @@ import pytest
 from headrace.tests.runs import cli_runs as runs
 from headrace.tests.runs.test_end_to_end import steps_of
 
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("meshes")]
+
 PASSES = ("algorithm.prev_logprobs=recompute", "loss.kl_coef=0.01", "validation.every=0")
 MEGATRON = ("trainer.backend=megatron", "trainer.packing=packed")
 MESHES = {
@@ -21,6 +23,9 @@ MESHES = {
     "megatron tp2 x pp2": (*MEGATRON, "trainer.tp=2", "trainer.pp=2"),
 }  # fmt: skip
 
+SHORT = "megatron pp2"
+"""The mesh that `make test` runs; other runs there have several FSDP ranks."""
+
 
 def figures(line):
     return [line["reward/mean"], line["train/loss"], line["train/grad_norm"], line["train/reference_kl"]]
@@ -35,9 +40,11 @@ def alone(tmp_path_factory):
     return figures(steps_of(run_dir)[0])
 
 
+# Each mesh's backend by itself: tests/trainers/backends.
 @pytest.mark.timeout(400)
-@pytest.mark.slow  # the meshes by themselves: tests/trainers/megatron, tests/trainers/test_backend_*.py
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [mesh if mesh == SHORT else pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES]
+)
 def test_the_first_step_is_that_of_one_rank(tmp_path, alone, mesh):
     run_dir = tmp_path / "run"
     code, output = runs.run(run_dir, *PASSES, *MESHES[mesh], "algorithm.steps=2")

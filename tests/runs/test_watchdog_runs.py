@@ -11,9 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from headrace.codecs.owned_folder import process_start
 from headrace.tests.runs import cli_runs as runs
-from headrace.trainers.supervision.cleanup import is_running, start_ticks
+from headrace.trainers.supervision.cleanup import is_running
 from headrace.trainers.supervision.report import read_actors
+
+pytestmark = pytest.mark.processes
 
 HANGS = """
 import sys, threading
@@ -56,11 +59,11 @@ def test_a_driver_that_hangs_is_reported_and_ended(tmp_path: Path) -> None:
         _, _, stacks = report.partition(f"Stacks of {name}:\n")
         assert "most recent call first" in stacks.partition("\n\n")[0], name
     assert "in hang" in report.partition("Stacks of driver:\n")[2]
-    assert report.endswith("The run stopped by itself when it was told to.\n")
+    assert report.endswith("The run stopped by itself when the watchdog asked it to.\n")
     assert "in hang" in (run_dir / "error.txt").read_text()
     actors = read_actors(run_dir)
     assert {"directory", "rollout 0", "train worker 0"} == {actor.name for actor in actors}
-    assert not [actor for actor in actors if is_running(actor.pid) and start_ticks(actor.pid) == actor.start]
+    assert not [actor for actor in actors if is_running(actor.pid) and process_start(actor.pid) == actor.start]
     assert not runs.shared_memory(run_dir)
     assert not (run_dir / "stacks").exists()
 
@@ -74,8 +77,8 @@ def test_a_killed_driver_leaves_nothing_behind(tmp_path: Path) -> None:
     assert runs.shared_memory(run_dir)
     os.kill(process.pid, signal.SIGKILL)
     output, _ = process.communicate(timeout=120)  # its watchdog holds the pipe open until it is through
-    assert f"the driver (pid {process.pid}) is gone without a word, step " in output
+    assert f"the driver (pid {process.pid}) ended without notice (last heartbeat: step " in output
     _, alive = psutil.wait_procs(family, timeout=20)
     assert all(gone(other) for other in alive), alive
     assert not runs.shared_memory(run_dir)
-    assert "is gone without a word" in (run_dir / "watchdog.txt").read_text()
+    assert "ended without notice" in (run_dir / "watchdog.txt").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,16 +9,20 @@ import pytest
 from headrace.tests.runs import weight_sync_runs as runs
 from headrace.trainers.grpo import steps as grpo
 
+pytestmark = pytest.mark.processes
+
 HF, VLLM = ("rollout.engine=hf",), ("rollout.engine=vllm", "rollout.kv_cache_mib=32")
 MEGATRON = ("trainer.backend=megatron", "trainer.packing=packed")
+SHORT = 3
+"""Number of steps of the cases that `make test` runs; the others are slow."""
 CASES = {
     # name: (model, overrides, steps)
-    "fsdp dp2 -> 2 hf, ipc": ("tied", (*HF, "trainer.dp=2", "rollout.num_engines=2", "sync.transport=ipc"), 6),
+    "fsdp dp2 -> 2 hf, ipc": ("tied", (*HF, "trainer.dp=2", "rollout.num_engines=2", "sync.transport=ipc"), SHORT),
     "fsdp -> 2 hf, collective delta": (
-        "untied", (*HF, "rollout.num_engines=2", "sync.transport=collective", "sync.delta=true"), 6,
+        "untied", (*HF, "rollout.num_engines=2", "sync.transport=collective", "sync.delta=true"), SHORT,
     ),
-    "fsdp tp2 -> hf, store": ("tied", (*HF, "trainer.tp=2", "sync.transport=store"), 20),
-    "fsdp dp2 -> hf, disk delta": ("untied", (*HF, "trainer.dp=2", "sync.transport=disk", "sync.delta=true"), 20),
+    "fsdp tp2 -> hf, store": ("tied", (*HF, "trainer.tp=2", "sync.transport=store"), SHORT),
+    "fsdp dp2 -> hf, disk delta": ("untied", (*HF, "trainer.dp=2", "sync.transport=disk", "sync.delta=true"), SHORT),
     "fsdp -> hf, ipc delta": ("tied", (*HF, "sync.transport=ipc", "sync.delta=true"), 20),
     "fsdp -> hf, store delta": ("tied", (*HF, "sync.transport=store", "sync.delta=true"), 20),
     "megatron tp2 -> hf, collective": ("tied", (*HF, *MEGATRON, "trainer.tp=2", "sync.transport=collective"), 20),
@@ -27,7 +30,7 @@ CASES = {
     "megatron ep2 moe -> hf, ipc": (
         "moe", (*HF, *MEGATRON, "trainer.dp=2", "trainer.ep=2", "sync.transport=ipc"), 20,
     ),
-    "fsdp -> vllm, ipc": ("tied", (*VLLM, "sync.transport=ipc"), 6),
+    "fsdp -> vllm, ipc": ("tied", (*VLLM, "sync.transport=ipc"), SHORT),
     "fsdp dp2 -> vllm tp2, collective": (
         "untied", (*VLLM, "trainer.dp=2", "rollout.tp=2", "sync.transport=collective"), 20,
     ),
@@ -41,13 +44,11 @@ CASES = {
     ),
     "fsdp moe -> vllm tp2, ipc": ("moe", (*VLLM, "rollout.tp=2", "sync.transport=ipc"), 20),
 }  # fmt: skip
-ALWAYS = ("fsdp dp2 -> 2 hf, ipc", "fsdp -> 2 hf, collective delta", "fsdp -> vllm, ipc")
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not here: make vllm")
 
 
 def _marked(name):
-    marks = [] if name in ALWAYS else [pytest.mark.slow]
-    marks += [pytest.mark.vllm, needs_vllm] if "vllm" in name else []
+    marks = [] if CASES[name][2] == SHORT else [pytest.mark.slow]
+    marks += [pytest.mark.vllm] if "vllm" in name else []
     return pytest.param(name, marks=marks)
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qw
 
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.remote_engine import RemoteEngine
+from headrace.tests import process_pool
 from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.base_model.warmup import make_tokenizer
 from headrace.trainers.cluster.engine_pool import Engine
@@ -60,6 +61,7 @@ def run(folder: Path, model: Path, *overrides: str) -> Iterator[grpo.Run]:
     chosen = [*SMALL, f"model.path={model}", f"run.dir={folder}", *overrides]
     config = with_run_dir(load_config(ROOT / "examples" / "quickstart.yaml", chosen))
     folder.mkdir(parents=True, exist_ok=True)
+    process_pool.end_ray()  # the run starts its own in this process
     with launched(config, str(model), Tracer(0), folder) as started:
         yield started
 

@@ -1,1 +1,1 @@
-"""Advantage estimators, one file each."""
+"""Advantage estimators turn the rewards of a step's rows into one advantage per row."""

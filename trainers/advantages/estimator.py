@@ -1,4 +1,4 @@
-"""What an advantage estimator is: rewards by group in, one advantage per row out."""
+"""Defines the interface of advantage estimators, which turn rewards by group into one advantage per row."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardRows:
-    """Rewarded rows. Raises ValueError when the lengths differ or a valid row's reward is not finite."""
+    """The rewards of N rows. Raises ValueError when lengths differ or a valid row's reward is not finite."""
 
     rewards: np.ndarray
-    """float `[N]`: totals; those of rows that are not valid are not looked at."""
+    """Total reward of each row: float `[N]`; values of rows that are not valid are ignored."""
     valid: np.ndarray
-    """bool or 0/1 `[N]`: 0 marks a failed row, whose advantage is 0 and which no other row is compared with."""
+    """Marks of the valid rows: bool or 0/1 `[N]`. 0 marks a failed row, which gets the advantage 0 and is left out of
+    every mean."""
     group_ids: np.ndarray
-    """int `[N]`: rows of one prompt share a number; in any order."""
+    """Number that the rows of one prompt share: int `[N]`, in any order."""
     components: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """float `[N]` each: rewards one by one, unweighted; at least those that the estimator names."""
+    """Unweighted reward components by name, at least those that the estimator names: float `[N]` each."""
 
     def __post_init__(self) -> None:
         if not len(self.rewards) == len(self.valid) == len(self.group_ids):
@@ -40,30 +41,32 @@ class RewardRows:
 
     @property
     def valid_rows(self) -> np.ndarray:
-        """int64 `[V]`: indices of the valid rows."""
+        """Indices of the V valid rows: int64 `[V]`."""
         return np.flatnonzero(self.valid)
 
     def scatter(self, advantages: np.ndarray) -> np.ndarray:
-        """float32 `[N]` from those of the valid rows, `[V]`; 0 elsewhere."""
+        """Put the valid rows' `advantages` `[V]` in their places among all rows: float32 `[N]`, 0 for failed rows."""
         result = np.zeros(len(self.rewards), np.float32)
         result[self.valid_rows] = advantages
         return result
 
 
 class AdvantageEstimator(Protocol):
-    """Rows with equal rewards to compare with get exactly 0: nothing says which of them was better."""
+    """Computes the advantages of rows. Rows whose rewards are all equal get exactly 0, as none of them was better."""
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of the rewards that it needs one by one."""
+        """Names of the reward components that the estimator needs besides the totals."""
         ...
 
     @property
     def whole_step(self) -> bool:
-        """Whether a row's advantage depends on other groups' rows, so that all rows of a step must come in one call.
-        False: on its own group only, and rows may come group by group."""
+        """True when a row's advantage depends on rows of other groups, so that one call must have all rows of a step.
+
+        False when it depends on the row's own group only, so that rows may come group by group.
+        """
         ...
 
     def __call__(self, rows: RewardRows) -> np.ndarray:
-        """float32 `[N]` advantages; float64 inside."""
+        """Return one advantage per row, float32 `[N]`, computed in float64."""
         ...

@@ -1,35 +1,20 @@
-"""Advantage config to estimator: one line for each kind."""
+"""Builds the advantage estimator from the `advantage` section of the configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
 
+from .config import AdvantageConfig
 from .estimator import AdvantageEstimator
-from .estimators import Baseline, GdpoAdvantage, GrpoAdvantage, ReinforcePpAdvantage, RlooAdvantage
-
-AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gdpo"]
+from .estimators import GdpoAdvantage, GrpoAdvantage, ReinforcePpAdvantage, RlooAdvantage
 
 
-@dataclass(frozen=True, slots=True)
-class AdvantageConfig:
-    """The `advantage` part of the configuration."""
+def build_advantages(config: AdvantageConfig, weights: Mapping[str, float]) -> AdvantageEstimator:
+    """Build the estimator that `config` names.
 
-    kind: AdvantageKind = "grpo"
-    normalize_std: bool = True
-    """`grpo`: divide by the group's standard deviation."""
-    baseline: Baseline = "step"
-    """`reinforce_pp`: whose mean is taken off."""
-    weights: Mapping[str, float] = field(default_factory=dict)
-    """`gdpo`: each reward's name -> its weight in the rubric."""
-
-    def __post_init__(self) -> None:
-        build_advantages(self)  # a mistake is told where the config is read
-
-
-def build_advantages(config: AdvantageConfig) -> AdvantageEstimator:
-    """Raises ValueError naming the key, its value and what was expected."""
+    weights: name of each reward -> its weight in the rubric, with which `gdpo` adds up the rewards' advantages.
+    Raises ValueError in one sentence for `gdpo` without a reward that has a weight, or for an unknown kind.
+    """
     if config.kind == "grpo":
         return GrpoAdvantage(config.normalize_std)
     if config.kind == "dr_grpo":
@@ -39,7 +24,5 @@ def build_advantages(config: AdvantageConfig) -> AdvantageEstimator:
     if config.kind == "reinforce_pp":
         return ReinforcePpAdvantage(config.baseline)
     if config.kind == "gdpo":
-        return GdpoAdvantage({name: weight for name, weight in config.weights.items() if weight})
-    raise ValueError(
-        f"advantage.kind: got {config.kind!r}, expected 'grpo', 'dr_grpo', 'rloo', 'reinforce_pp' or 'gdpo'"
-    )
+        return GdpoAdvantage({name: weight for name, weight in weights.items() if weight})
+    raise ValueError(f"advantage.kind: got {config.kind!r}, which no estimator here has")

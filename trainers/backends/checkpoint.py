@@ -1,4 +1,4 @@
-"""Sharded checkpoints: every rank writes its shards, any number of ranks reads them, whole or not there at all."""
+"""Reads and writes sharded checkpoints: every rank writes its shards, and any number of ranks can read them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 STEPS = "steps"
-"""int64 scalar: optimizer steps taken, which is the schedule's whole state."""
+"""Name of the number of optimizer steps taken (int64 scalar), which is the whole state of the schedule."""
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, steps: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Every tensor that training changes, by name; the values are the live ones (sharded where the model is).
+    """Return every tensor that training changes by name: the live tensors, sharded where the model is.
 
-    Hyperparameters are left out on purpose: on resume the config decides them.
+    Hyperparameters are left out on purpose, because the config decides them on resume.
     """
     state = {STEPS: steps}
     state |= {f"model.{name}": value for name, value in model.state_dict().items()}
@@ -42,11 +42,11 @@ def prepare(
     *,
     copy: bool,
 ) -> dict[str, torch.Tensor]:
-    """Start the draft of the folder `path`; returns `state` and every rank's RNG, what `write` then writes. Collective.
+    """Start the draft of the folder `path` and return what `write` writes: `state` and the rank's RNG. Collective.
 
-    `copy`: as copies in host memory, so that the live tensors may change before they are written. An older checkpoint
-    at `path`, which a resumed run may come by again, is replaced in the end. Raises ValueError on every rank when
-    `path` exists and is no checkpoint.
+    `copy` returns copies in host memory, so that the live tensors may change before they are written. An older
+    checkpoint at `path`, which a resumed run may reach again, is replaced once the new one is whole. Raises ValueError
+    on every rank when `path` exists and is not a checkpoint.
     """
     on_first_rank(lambda: _restart_draft(path), rank, world, group)
     staged = {**state, **_rng_state(rank)}
@@ -54,10 +54,10 @@ def prepare(
 
 
 def write(path: str, staged: dict[str, torch.Tensor], rank: int, world: int, group: dist.ProcessGroup | None) -> None:
-    """Write what `prepare` gave and publish it. Collective over `group`.
+    """Write what `prepare` returned and publish it. Collective over `group`.
 
-    The folder is written as `path.tmp` and renamed at the end: a kill in between leaves no `path`, and the next save
-    clears the rest away.
+    The folder is written as `path.tmp` and renamed at the end. A kill in between leaves no `path`, and the next save
+    removes the draft.
     """
     with _one_process(world):
         save(staged, checkpoint_id=draft_of(path), process_group=group)
@@ -69,12 +69,12 @@ def load_checkpoint(
 ) -> None:
     """Fill the tensors of `state` in place from the folder `path`, and set this rank's RNG. Collective over `group`.
 
-    Ranks of any number and mesh may load; one that has no RNG state of its own there takes that of rank % saved ranks.
-    Raises ValueError before it changes anything when there is no whole checkpoint or it is of another model.
+    Any number of ranks in any mesh may load. A rank without an RNG state in the checkpoint takes that of rank % saved
+    ranks. Raises ValueError, before anything is changed, when there is no whole checkpoint or it is of another model.
     """
     on_first_rank(lambda: _recover(path), rank, world, group)
     if not _is_whole(path):
-        raise ValueError(f"checkpoint {path}: not there or not whole, expected a folder that save has written")
+        raise ValueError(f"checkpoint {path}: missing or incomplete, expected a folder that save has written")
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     for name, value in state.items():
         entry = stored.get(name)
@@ -91,7 +91,7 @@ def load_checkpoint(
 
 
 def draft_of(path: str) -> str:
-    """The folder that is renamed to `path` when it is whole."""
+    """Return the folder that is written first and renamed to `path` when it is whole."""
     return f"{path}.tmp"
 
 
@@ -104,7 +104,7 @@ def start_draft(path: str, *, replaces: bool = False) -> None:
 
 
 def publish(path: str) -> None:
-    """Put the draft in its place; what stood there goes. A kill between the two renames is what `_recover` is for."""
+    """Rename the draft to `path` and remove what was there. `_recover` repairs a kill between the two renames."""
     if os.path.exists(path):
         shutil.rmtree(_old_of(path), ignore_errors=True)
         os.rename(path, _old_of(path))
@@ -117,7 +117,7 @@ def _old_of(path: str) -> str:
 
 
 def _recover(path: str) -> None:
-    """Put back the checkpoint that a kill has caught while it was being replaced."""
+    """Restore the old checkpoint when a kill interrupted its replacement."""
     if not os.path.exists(path) and _is_whole(_old_of(path)):
         os.rename(_old_of(path), path)
 
@@ -128,10 +128,10 @@ def _restart_draft(path: str) -> None:
 
 
 def on_first_rank(action: Callable[[], None], rank: int, world: int, group: dist.ProcessGroup | None = None) -> None:
-    """Run `action` on rank 0 while the others wait; if it raises there, all ranks raise and none waits on.
+    """Run `action` on rank 0 while the other ranks wait; if it raises there, every rank raises and none keeps waiting.
 
-    Collective over `group`, the default one if None. OSError and ValueError are passed on as such; the others' text
-    names rank 0.
+    Collective over `group`, or over the default group when it is None. OSError and ValueError keep their class on all
+    ranks; on the other ranks the message starts with "rank 0".
     """
     error: Exception | None = None
     if rank == 0:
@@ -150,7 +150,7 @@ def on_first_rank(action: Callable[[], None], rank: int, world: int, group: dist
 
 
 def _is_whole(path: str) -> bool:
-    """Whether `path` is a checkpoint: torch writes this file last."""
+    """Return whether `path` is a whole checkpoint, which has the file that torch writes last."""
     return os.path.exists(os.path.join(path, ".metadata"))
 
 
@@ -163,7 +163,7 @@ def _rng_state(rank: int) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _one_process(world: int) -> Iterator[None]:
-    """One rank has no process group, and torch warns that it assumes so."""
+    """Silence torch's warning that it assumes one process, which is right for one rank without a process group."""
     with warnings.catch_warnings():
         if world == 1:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

@@ -1,4 +1,4 @@
-"""One rank's checkpoints: written one at a time, in the foreground or behind the training, and read back."""
+"""Saves and loads the checkpoints of one rank, in the foreground or in the background while training goes on."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch.distributed as dist
 from .checkpoint import load_checkpoint, prepare, write
 
 WRITE_TIMEOUT_S = 1800.0
-"""Bound of one write: shards of 100 GB a rank on a slow shared disk take minutes, not half an hour."""
+"""Seconds that one write may take; shards of 100 GB per rank on a slow shared disk take minutes, not half an hour."""
 
 
 class Checkpointer:
-    """All calls are collective.
+    """Writes one checkpoint at a time and reads checkpoints back. All calls are collective.
 
-    The ranks talk over a gloo group of their own, so that a write in the background never meets the training's
-    collectives.
+    The ranks communicate over their own gloo group, so that a write in the background never mixes with the collectives
+    of the training.
     """
 
     def __init__(self, rank: int, world: int, timeout_s: float = WRITE_TIMEOUT_S) -> None:
         self._rank, self._world, self._timeout_s = rank, world, timeout_s
         timeout = datetime.timedelta(seconds=timeout_s)
         group = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
-        assert not isinstance(group, int), "what a rank outside of a group gets; this one has all"
+        assert not isinstance(group, int), "new_group returns a number to ranks outside of it; this group has all ranks"
         self._group = group
         self._thread: threading.Thread | None = None
         self._path = ""
@@ -34,10 +34,10 @@ class Checkpointer:
     def save(self, path: str, state: dict[str, torch.Tensor], *, wait: bool = True) -> None:
         """Write `state` as the checkpoint `path`, after any that is still being written.
 
-        Without `wait` it returns once the state is copied to host memory, and may change again; `path` appears when it
-        is whole, and what goes wrong is raised by the next `save`, `load`, `wait` or `close`.
+        Without `wait` the call returns once the state is copied to host memory and may change again. `path` appears
+        when it is whole, and an error is raised by the next `save`, `load`, `wait` or `close`.
 
-        Raises ValueError on every rank when `path` exists and is no checkpoint.
+        Raises ValueError on every rank when `path` exists and is not a checkpoint.
         """
         self.wait()
         staged = prepare(path, state, self._rank, self._world, self._group, copy=not wait)
@@ -49,12 +49,12 @@ class Checkpointer:
         self._thread.start()
 
     def load(self, path: str, state: dict[str, torch.Tensor]) -> None:
-        """Fill `state` from the checkpoint `path`, after any write: see `load_checkpoint`."""
+        """Wait for any write, then fill `state` from the checkpoint `path` as `load_checkpoint` does."""
         self.wait()
         load_checkpoint(path, state, self._rank, self._world, self._group)
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises what the last write raised, once; TimeoutError when it hangs."""
+        """Wait until nothing is being written. Raises the last write's error, once, or TimeoutError when it hangs."""
         if self._thread is None:
             return
         self._thread.join(self._timeout_s)
@@ -65,11 +65,11 @@ class Checkpointer:
             raise error
 
     def close(self) -> None:
-        """See `wait`. Idempotent."""
+        """Wait until nothing is being written, raising the last write's error. Idempotent."""
         self.wait()
 
     def _write(self, path: str, staged: dict[str, torch.Tensor]) -> None:
         try:
             write(path, staged, self._rank, self._world, self._group)
         except BaseException as error:
-            self._error = error  # raised by whoever waits
+            self._error = error  # `wait` raises it

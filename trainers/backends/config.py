@@ -1,116 +1,103 @@
-"""What a train backend is built from: model, mesh, precision, loss and optimizer."""
+"""The section `trainer` of the configuration, and all that a rank builds its train backend from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from ...actors.engines.config import ScriptedConfig
+from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Section
 from ...dataplane.topology import Topology
-from ..losses.factory import LossConfig
+from ..losses.config import LossConfig
 
 Head = Literal["selected", "full"]
-Packing = Literal["none", "packed", "dynamic"]
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerConfig:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) and its schedule."""
+class TrainerConfig(Section):
+    """The train workers: their mesh, their memory, and their optimizer (AdamW, arXiv:1711.05101)."""
 
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    """Of matrices; norms and biases have none."""
-    grad_clip: float | None = 1.0
-    """Largest global norm of the mean gradient; None: not clipped."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up; a run that is shorter only rises."""
+    backend: Literal["fsdp", "megatron", "scripted"] = "fsdp"
+    """`fsdp`: FSDP2 and tensor parallelism on Hugging Face models; `megatron`: megatron-core, all of the mesh below;
+    `scripted`: reads its rows and computes nothing, for as long as `scripted` says."""
+    dp: Count = 1
+    """Number of data-parallel replicas; each trains on a share of the step's rows. There are dp x tp x cp x pp train
+    workers."""
+    tp: Count = 1
+    """Number of tensor-parallel ranks, which split each layer."""
+    pp: Count = 1
+    """Number of pipeline stages, which split the layers."""
+    cp: Count = 1
+    """Number of context-parallel ranks, which split each row's tokens."""
+    ep: Count = 1
+    """Number of expert-parallel ranks, from within dp x tp x cp."""
+    sequence_parallel: bool = False
+    """Split the norms by tokens over the tensor-parallel ranks."""
+    distributed_optimizer: bool = True
+    """Split the optimizer's state over the data-parallel ranks; `fsdp` always does."""
+    recompute: Literal["none", "full"] = "none"
+    """`full`: keep only each decoder layer's input for backward and compute the rest again."""
+    offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory between uses. Needs several train workers."""
+    lr: Positive = 1e-6
+    """Peak learning rate."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+    weight_decay: NonNegative = 0.0
+    """Weight decay of matrices; norms and biases have none."""
+    grad_clip: Positive = 1.0
+    """Bound of the mean gradient's global norm."""
+    warmup_steps: CountOrZero = 0
+    """Number of steps in which the learning rate rises to `lr`; a run that is shorter only rises."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """After the warm-up."""
-    total_steps: int = 0
-    """Step at which cosine and linear reach 0; not needed by `constant`."""
+    """Course of the learning rate after the rise; cosine and linear reach 0 at the run's end."""
+    packing: Literal["none", "packed", "dynamic"] = "none"
+    """`none`: rows padded to the microbatch's longest; `dynamic`: the same, rows of like lengths together; `packed`:
+    rows one behind the other, without padding."""
+    tokens_per_microbatch: Count = 16384
+    """Number of tokens, padding included, of one forward and backward on one replica; rows count rounded up to a
+    multiple of tp x 2 cp (tp without context parallelism)."""
+    fetch: Literal["auto", "leader", "independent"] = "auto"
+    """Ranks that read a replica's rows from the store: its first, which broadcasts them, or each for itself. `auto`:
+    the leader where a replica has more than one rank."""
+    mixed_precision: bool = False
+    """Compute forward and backward in bfloat16; weights, gradients' sums and optimizer state stay float32."""
 
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"trainer.{name}: got {getattr(self, name)}, expected a number above 0")
-        for name in ("weight_decay", "warmup_steps", "total_steps"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"trainer.{name}: got {getattr(self, name)}, expected 0 or more")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"trainer.betas: got {self.betas}, expected two numbers in [0, 1)")
-        if self.grad_clip is not None and not self.grad_clip > 0:
-            raise ValueError(f"trainer.grad_clip: got {self.grad_clip}, expected a number above 0, or null for none")
-        if self.schedule not in ("constant", "cosine", "linear"):
-            raise ValueError(f"trainer.schedule: got {self.schedule!r}, expected 'constant', 'cosine' or 'linear'")
+    @property
+    def topology(self) -> Topology:
+        """The train mesh."""
+        return Topology(dp=self.dp, tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep)
 
 
 @dataclass(frozen=True, slots=True)
 class BackendConfig:
-    """Everything a rank needs to build its backend; plain data, so it travels to the worker."""
+    """Everything that a rank builds its backend from; it travels to the worker."""
 
     model: str
-    """HF causal LM: a local folder or a hub id. Loaded as float32."""
-    kind: Literal["fsdp", "megatron", "scripted"] = "fsdp"
-    topology: Topology = Topology(1)
-    """The train mesh. `fsdp` and `scripted` have data and tensor parallelism only."""
-    loss: LossConfig = field(default_factory=LossConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Local folder or hub id of a Hugging Face causal LM, which is loaded as float32."""
+    trainer: TrainerConfig = TrainerConfig()
+    loss: LossConfig = LossConfig()
+    scripted: ScriptedConfig = ScriptedConfig()
+    total_steps: int = 0
+    """Step at which the schedules cosine and linear reach 0; `constant` does not need it."""
     prev: Literal["rollout", "recompute"] = "rollout"
-    """What ratios are taken against: the engine's log-probs, or the `prev_logprobs` column written before the step."""
-    mixed_precision: Literal["off", "bf16"] = "off"
-    """`bf16`: forward and backward in bfloat16; parameters, gradient sums and optimizer stay float32."""
+    """Log-probs that ratios are taken against: the engine's, or the `prev_logprobs` column written before the step."""
     with_reference: bool = False
     """Keep a frozen copy of the initial weights for `logprobs(reference=True)`."""
     entropy: bool = False
     """Report the policy's mean entropy at the trained tokens (`train/entropy`); costs a softmax over the vocabulary."""
     head: Head = "selected"
     """`full` for models that alter their logits behind the output layer; the backend says when it must be set."""
-    packing: Packing = "none"
-    """`packed`: a microbatch is one row of all its tokens. `none`, `dynamic`: right-padded rows; the two differ in how
-    the plan makes up microbatches, not here."""
-    recompute: Literal["none", "full"] = "none"
-    """`full`: of each decoder layer only the input is kept for backward, the rest is computed again."""
-    offload: bool = False
-    """Parameters, gradients and optimizer state stay in host memory between uses; needs more than one rank."""
-    sequence_parallel: bool = False
-    """`megatron` only: norms split by tokens over the tensor-parallel ranks."""
-    distributed_optimizer: bool = True
-    """`megatron` only: optimizer state split over the data-parallel ranks. `fsdp` always splits it."""
-    train_row_s: float = 0.0
-    """`scripted` only: seconds a row, by a replica."""
-    train_step_s: float = 0.0
-    """`scripted` only: seconds of an optimizer step."""
 
     def __post_init__(self) -> None:
-        if self.prev not in ("rollout", "recompute"):
-            raise ValueError(f"algorithm.prev_logprobs: got {self.prev!r}, expected 'rollout' or 'recompute'")
-        if self.mixed_precision not in ("off", "bf16"):
-            raise ValueError(f"trainer.mixed_precision: got {self.mixed_precision!r}, expected 'off' or 'bf16'")
-        if self.head not in ("selected", "full"):
-            raise ValueError(f"trainer.head: got {self.head!r}, expected 'selected' or 'full'")
-        if self.packing not in ("none", "packed", "dynamic"):
-            raise ValueError(f"trainer.packing: got {self.packing!r}, expected 'none', 'packed' or 'dynamic'")
-        if self.recompute not in ("none", "full"):
-            raise ValueError(f"trainer.recompute: got {self.recompute!r}, expected 'none' or 'full'")
-        if self.kind in ("fsdp", "scripted"):
-            self._check_plain_mesh()
-        if self.kind == "scripted":
-            for name in ("train_row_s", "train_step_s"):
-                if not getattr(self, name) >= 0:
-                    raise ValueError(f"scripted.{name}: got {getattr(self, name)}, expected 0 or more")
         if self.loss.kl_coef > 0 and not self.with_reference:
             raise ValueError(
-                f"trainer.with_reference: got False, expected True with loss.kl_coef = {self.loss.kl_coef}, "
-                "which needs a reference model"
+                f"with_reference: got False, expected True with loss.kl_coef = {self.loss.kl_coef}, which needs a "
+                "reference model"
             )
 
-    def _check_plain_mesh(self) -> None:
-        behind = f"with trainer.backend = {self.kind!r}"
-        for name in ("pp", "cp", "ep"):
-            if getattr(self.topology, name) > 1:
-                raise ValueError(f"trainer.{name}: got {getattr(self.topology, name)}, expected 1 {behind}")
-        if self.sequence_parallel:
-            raise ValueError(f"trainer.sequence_parallel: got True, expected False {behind}")
-        if self.offload and self.topology.world == 1:
-            raise ValueError(f"trainer.offload: got True, expected False {behind} and one rank")
+    @property
+    def topology(self) -> Topology:
+        """The train mesh."""
+        return self.trainer.topology

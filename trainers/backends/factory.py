@@ -1,4 +1,4 @@
-"""Backend config to backend: one line for each kind."""
+"""Builds the train backend that the configuration names."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from .config import BackendConfig
 
 
 def build_backend(config: BackendConfig, rank: int, world: int) -> TrainBackend:
-    """The backend of rank `rank` of the `world` ranks of `config.topology`. Collective when `world` > 1.
+    """Build the backend of rank `rank` of the `world` ranks of `config.topology`. Collective when `world` > 1.
 
-    The default process group must then exist and have `world` ranks; with one rank none is needed.
+    With more than one rank the default process group must exist and have `world` ranks; one rank needs none.
     Raises ValueError naming the key, its value and what was expected.
     """
     if world != config.topology.world:
         raise ValueError(f"world: got {world} ranks, expected the {config.topology.world} of {config.topology}")
-    if config.kind == "fsdp":
-        from .fsdp.backend import FsdpBackend  # transformers: seconds of import that a dry run must not pay
+    kind = config.trainer.backend
+    if kind == "fsdp":
+        from .fsdp.backend import FsdpBackend  # imports transformers for seconds, which a dry run must not pay for
 
         return FsdpBackend(config, rank, world)
-    if config.kind == "megatron":
-        from .megatron.backend import MegatronBackend  # the megatron extra, which not everyone has
+    if kind == "megatron":
+        from .megatron.backend import MegatronBackend  # needs the megatron extra, which is optional
 
         return MegatronBackend(config, rank, world)
-    if config.kind == "scripted":
+    if kind == "scripted":
         from .scripted import ScriptedBackend
 
         return ScriptedBackend(config, rank, world)
-    raise ValueError(f"trainer.backend: got {config.kind!r}, expected 'fsdp', 'megatron' or 'scripted'")
+    raise ValueError(f"trainer.backend: got {kind!r}, which no backend here has")

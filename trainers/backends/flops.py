@@ -1,4 +1,4 @@
-"""Floating-point operations of a train step, counted from a HF model's config, and what a device could do at best."""
+"""Counts the floating-point operations of a train step from a HF model's config, and lists the peaks of GPUs."""
 
 from __future__ import annotations
 
@@ -8,32 +8,35 @@ from typing import Any
 import numpy as np
 
 BACKWARD = 3
-"""Forward and backward cost three forwards: backward computes two products where forward has one."""
+"""Cost of forward and backward together, in forwards: backward computes two matrix products for each of forward's."""
 
 GATED = ("qwen3", "qwen3_moe", "llama", "qwen2", "mistral")
-"""HF `model_type`s of the layer counted here: grouped-query attention, then a gated MLP or experts."""
+"""HF `model_type`s whose layers are counted here: grouped-query attention, then a gated MLP or experts."""
 
 BF16_PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
-"""FLOP/s of dense bfloat16 products by the name that CUDA gives the device (NVIDIA's data sheets)."""
+"""Peak FLOP/s of dense bfloat16 products by the name that CUDA gives the device (from NVIDIA's data sheets)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlopModel:
-    """Matrix products of a decoder; norms, activations, softmaxes and the optimizer are left out, as usual.
+    """Counts the matrix products of a decoder; norms, activations, softmaxes and the optimizer are left out, as usual.
 
-    Model FLOPs: what the model needs, not what is spent; recomputation and padding count for nothing.
+    These are model FLOPs, which the model needs, not hardware FLOPs: recomputation and padding are not counted.
     """
 
     per_token: int
-    """Multiply-adds of one token in all layers' weights that it goes through: attention
-    `H (n_q + 2 n_kv) d + n_q d H`, then `3 H I` for a gated MLP, or `H E + 3 k H I_e` for k of E experts."""
+    """Number of multiply-adds of one token in the weights of all layers that it goes through.
+
+    Attention takes `H (n_q + 2 n_kv) d + n_q d H`, a gated MLP `3 H I`, and k of E experts `H E + 3 k H I_e`.
+    """
     per_pair: int
-    """Multiply-adds of one (query, key) pair in all layers: `2 n_q d` (scores and values)."""
+    """Number of multiply-adds of one (query, key) pair in all layers, `2 n_q d` each (scores and values)."""
     per_logits: int
-    """Multiply-adds of one token's logits: `H V`."""
+    """Number of multiply-adds of one token's logits, `H V`."""
 
     def step(self, lengths: np.ndarray, predicted: int) -> float:
-        """FLOPs of forward and backward over rows of `lengths` (int64 `[N]`), logits for `predicted` tokens of them.
+        """Return the FLOPs of forward and backward over rows of `lengths` (int64 `[N]`), with logits for `predicted`
+        of their tokens.
 
         A row of L tokens has `L (L + 1) / 2` causal pairs.
         """
@@ -44,7 +47,7 @@ class FlopModel:
 
 
 def flop_model(config: Any) -> FlopModel | None:
-    """Of a HF config; None for an architecture whose products are not known here."""
+    """Return the FLOP count of the model with HF `config`; None for an architecture that is not known here."""
     config = config.get_text_config()
     if config.model_type not in GATED:
         return None
@@ -58,7 +61,7 @@ def flop_model(config: Any) -> FlopModel | None:
 
 
 def _block(config: Any, layer: int) -> int:
-    """Multiply-adds of one token in a layer's MLP or experts."""
+    """Return the number of multiply-adds of one token in a layer's MLP or experts."""
     experts = getattr(config, "num_experts", 0)
     dense = layer in getattr(config, "mlp_only_layers", ()) or (layer + 1) % getattr(config, "decoder_sparse_step", 1)
     if not experts or dense:

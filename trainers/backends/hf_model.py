@@ -1,4 +1,4 @@
-"""HF model folders: load a causal LM for training, write it back as a folder."""
+"""Loads a HF causal LM for training and writes trained weights back as a HF model folder."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from transformers.utils import logging as hf_logging
 from .checkpoint import draft_of, publish, start_draft
 
 SHARD_BYTES = 4 << 30
-"""Size of the files of a folder: writing one takes as much host memory again."""
+"""Largest size in bytes of a weight file; writing a file needs that much additional host memory."""
 
 
 def load_causal_lm(model: str) -> Any:
-    """The HF model of a local folder or hub id, float32, on the CPU, dropout off.
+    """Load the HF model of a local folder or hub id in float32 on the CPU, with dropout off.
 
-    Dropout stays off in training: it would show up as a ratio between the policy and itself. Raises ValueError when
-    there is no such model.
+    Dropout stays off in training, because it would look like a ratio between the policy and itself. Raises ValueError
+    when there is no such model.
     """
-    hf_logging.disable_progress_bar()  # one bar a rank would tear up the run's own progress
+    hf_logging.disable_progress_bar()  # a bar per rank would garble the run's own progress display
     try:
         return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
     except OSError as error:
@@ -33,12 +33,12 @@ def load_causal_lm(model: str) -> Any:
 
 
 def write_folder(path: str, model: Any, weights: Mapping[str, torch.Tensor], source: str) -> None:
-    """Write `weights` with the model's config as a HF folder, and the tokenizer of `source` if it has one. One rank.
+    """Write `weights`, the model's config and the tokenizer of `source`, if it has one, as the HF folder `path`.
 
-    The folder appears whole or not at all. Raises ValueError when `path` exists.
+    Only one rank may call this. The folder appears whole or not at all. Raises ValueError when `path` exists.
     """
     start_draft(path)
-    # What the model keeps beside its parameters; a model without weights has none to give.
+    # Persistent buffers belong to the folder too; a model on the meta device has no values for them.
     kept = model.state_dict(keep_vars=True)
     buffers = {name: value for name, value in model.named_buffers() if name in kept and not value.is_meta}
     model.save_pretrained(draft_of(path), state_dict={**weights, **buffers}, max_shard_size=SHARD_BYTES)
@@ -48,5 +48,6 @@ def write_folder(path: str, model: Any, weights: Mapping[str, torch.Tensor], sou
 
 
 def collect(stream: Iterable[tuple[str, torch.Tensor]], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Name -> copy in host memory of all that `stream` gives; {} when not `keep`, but `stream` is read to its end."""
+    """Copy all tensors of `stream` to host memory, by name. Without `keep`, only read the stream to its end and return
+    {}."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in stream if keep}

@@ -1,4 +1,4 @@
-"""What a loss is given of a microbatch: its columns at the wanted tokens."""
+"""Builds a loss's inputs from the columns of a microbatch, at the tokens that are trained on."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def loss_inputs(
     entropy: torch.Tensor | None,
     reduce_rows: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> LossInputs:
-    """`index` int64 `[T]`, CPU: where the wanted tokens stand in the packed columns; the rest as in `LossInputs`, with
-    `entropy` None unless it is trained on, and `row_tokens` on any device. Raises ValueError naming a missing column.
-    """
+    """Pick the microbatch's columns at the positions `index` (int64 `[T]`, on the CPU) of the wanted tokens.
+
+    The other arguments are as in `LossInputs`; `entropy` is None unless it is trained on, and `row_tokens` may be on
+    any device. Raises ValueError naming a missing column."""
     device = logprobs.device
 
     def column(name: str, why: str) -> torch.Tensor:

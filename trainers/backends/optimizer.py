@@ -1,4 +1,4 @@
-"""AdamW over plain or sharded parameters: groups, learning-rate schedule, gradient norm, scale and clip."""
+"""Builds AdamW for plain or sharded parameters, and computes learning rates, gradient norms and clipping."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .config import OptimizerConfig
+from .config import TrainerConfig
 
+ADAM_EPS = 1e-8
 CLIP_EPS = 1e-6
-"""As in torch.nn.utils.clip_grad_norm_."""
+"""Small number added to the norm before dividing by it, as in torch.nn.utils.clip_grad_norm_."""
 
 
-def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Fused AdamW with its state in place from the start, so that a checkpoint before the first step is whole too.
+def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+    """Build a fused AdamW with its state allocated at once, so that a checkpoint before the first step is whole too.
 
-    Weight decay is for matrices only: norms and biases have no decay.
+    Weight decay applies to matrices only, not to norms and biases.
     """
     params = [param for param in model.parameters() if param.requires_grad]
     sorts: dict[tuple[bool, object], list[nn.Parameter]] = {}
-    for param in params:  # one fused kernel takes DTensors of one mesh only
+    for param in params:  # a fused kernel takes DTensors of a single mesh only
         mesh = param.device_mesh if isinstance(param, DTensor) else None
         sorts.setdefault((param.ndim < 2, mesh), []).append(param)
     groups = [
         {"params": members, "weight_decay": 0.0 if vector else config.weight_decay}
         for (vector, _), members in sorts.items()
     ]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=ADAM_EPS, fused=True)
     for param in params:
         optimizer.state[param] = {
             "step": torch.zeros((), dtype=torch.float32, device=param.device),
@@ -39,29 +40,35 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     return optimizer
 
 
-def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Rate of optimizer step `step` (the first is 0): linear warm-up to `lr`, then constant, or a half cosine or a line
-    that reaches 0 at `total_steps`."""
+def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 0.
+
+    It rises linearly to `lr` in the warm-up. Then it is constant, or falls to 0 at `total_steps` along a half cosine or
+    a line.
+    """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
+    progress = min(1.0, (step - config.warmup_steps) / (total_steps - config.warmup_steps))
     if config.schedule == "cosine":
         return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
     if config.schedule == "linear":
         return config.lr * (1 - progress)
-    raise ValueError(f"trainer.schedule: got {config.schedule!r}, expected 'constant', 'cosine' or 'linear'")
+    raise ValueError(f"trainer.schedule: got {config.schedule!r}, which is no schedule here")
 
 
 def local_gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """This rank's shards of the gradients that exist; writing to them writes to the gradients."""
+    """Return this rank's shards of all gradients that exist; writing to them writes to the gradients."""
     grads = [param.grad for param in params if param.grad is not None]
     return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
 def square_norm(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """float64 scalar: sum of squares of this rank's shards. An element stands on one rank only, so parts add up."""
+    """Return the sum of squares of this rank's shards, a float64 scalar.
+
+    Each element is on one rank only, so the ranks' values add up to the square of the whole norm.
+    """
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(grads)  # pyright: ignore[reportPrivateImportUsage]  # what torch's own clipping calls
@@ -69,10 +76,10 @@ def square_norm(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor
 
 
 def scale_(grads: list[torch.Tensor], factor: float) -> None:
-    """Multiply in place, in one kernel for all."""
+    """Multiply all `grads` by `factor` in place, with one kernel."""
     torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """What a gradient of norm `norm` is multiplied with so that it has at most `max_norm`; None: no clipping."""
-    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + CLIP_EPS))
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """Return the factor that brings a gradient of norm `norm` to at most `max_norm`."""
+    return min(1.0, max_norm / (norm + CLIP_EPS))

@@ -1,4 +1,4 @@
-"""How the rows of a microbatch are laid out for a model: padded side by side, or packed into one row."""
+"""Lays out the rows of a microbatch for a model, either padded side by side or packed into one row."""
 
 from __future__ import annotations
 
@@ -11,39 +11,43 @@ from ...codecs.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Rows of a batch as one tensor of ids, and T of their tokens whose log-probs are wanted.
+    """The N rows of a batch as one tensor of token ids, and the T tokens whose log-probs are wanted.
 
-    Of each row the last token is left out of `input_ids`: it predicts nothing. Right-padded rows need no attention
-    mask: under causal attention no token sees the padding to its right, and what stands at the padding itself is never
-    read. This keeps attention kernels on their fast path.
+    The last token of each row is left out of `input_ids`, because it predicts nothing. Right-padded rows need no
+    attention mask: under causal attention no token sees the padding to its right, and the outputs at the padding are
+    never read. This keeps attention kernels on their fast path.
     """
 
     input_ids: torch.Tensor
-    """int64 `[N, L]`, L being one less than the longest row; packed: `[1, S]`, all rows one after the other. At least
-    one token, so that a rank without rows still takes part in the collectives."""
+    """Token ids: int64 `[N, L]`, where L is one less than the longest row, or when packed `[1, S]`, one row after the
+    other. There is at least one token, so that a rank without rows still takes part in the collectives."""
     position_ids: torch.Tensor | None
-    """int64 `[1, S]`: each token's position in its own row; None for padded rows."""
+    """Position of each token in its own row: int64 `[1, S]`; None for padded rows."""
     ends: torch.Tensor | None
-    """int32 `[rows + 1]`: 0 and where each packed row ends; rows without a token are left out. None for padded rows."""
+    """Offsets of the packed rows, 0 and the end of each: int32 `[rows + 1]`, without rows that have no token; None for
+    padded rows."""
     longest: int
-    """Tokens of the longest row in `input_ids`."""
+    """Number of tokens of the longest row in `input_ids`."""
     source: torch.Tensor
-    """int64 `[T]`: flat positions in `input_ids` whose hidden state predicts the token."""
+    """Flat positions in `input_ids` whose hidden states predict the wanted tokens: int64 `[T]`."""
     targets: torch.Tensor
-    """int64 `[T]`: the tokens."""
+    """Token ids of the wanted tokens: int64 `[T]`."""
     row_ids: torch.Tensor
-    """int64 `[T]`: 0..N-1, ascending."""
+    """Row of each wanted token: int64 `[T]`, 0..N-1, ascending."""
     row_tokens: torch.Tensor
-    """int64 `[N]`, CPU: wanted tokens of each row."""
+    """Number of wanted tokens of each row: int64 `[N]`, on the CPU."""
     index: torch.Tensor
-    """int64 `[T]`, CPU: where they stand in the batch's packed columns."""
+    """Positions of the wanted tokens in the batch's packed columns: int64 `[T]`, on the CPU."""
 
 
 def lay_out(batch: Batch, device: torch.device, *, packed: bool = False) -> RowLayout:
-    """Lay out a batch with `input_ids`, wanting the tokens that `response_mask` marks, or all but each row's first when
-    the batch has no such field. Raises ValueError when a row's first token is marked: nothing predicts it."""
+    """Lay out a batch that has `input_ids`. The wanted tokens are those that `response_mask` marks, or without that
+    field all but each row's first token.
+
+    Raises ValueError when a row's first token is marked, because nothing predicts it.
+    """
     column = batch.jagged("input_ids")
-    # On the host, wherever the columns are: where a row's tokens go depends on their values, 5 bytes a token.
+    # Computed on the host even for columns on a GPU: positions depend on the values, 5 bytes per token.
     ids, lengths = column.values.cpu().long(), torch.tensor(column.lengths)
     rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     position = torch.arange(len(ids)) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)

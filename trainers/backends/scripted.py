@@ -1,4 +1,4 @@
-"""The scripted backend: takes its rows as any backend does and, without a model, computes nothing for a set time."""
+"""The scripted backend reads its rows like any backend but has no model and sleeps for a configured time instead."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from .config import BackendConfig
 
 NUM_WEIGHTS = 4
 WEIGHT_SIZE = 256
-"""float32 values of each weight: 4 KiB in all, so that a sync is a real one and costs nothing but its calls."""
+"""Number of float32 values of each weight. All weights are 4 KiB, so a weight sync is real but costs only its calls."""
 
 
 class ScriptedBackend:
-    """See `TrainBackend`. Steps last `train_row_s` for each row of this rank's shard and `train_step_s`; every step
-    that had a token to train on adds 1 to all weights. Log-probs are zeros."""
+    """A `TrainBackend` that sleeps `train_row_s` for each row of this rank's shard and `train_step_s` per step.
+
+    Every step with a token to train on adds 1 to all weights. Log-probs are zeros.
+    """
 
     def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
-        """Needs a default process group of `world` ranks when `world` > 1, else raises RuntimeError."""
+        """Make the weights. Raises RuntimeError when `world` > 1 and there is no default process group of `world`
+        ranks."""
         if world > 1 and (not dist.is_initialized() or dist.get_world_size() != world):
             raise RuntimeError(f"scripted backend: needs a default process group of {world} ranks before it is built")
         self._config = config
@@ -38,7 +41,7 @@ class ScriptedBackend:
         self._weights = {f"scripted.{index}.weight": ramp + index for index in range(NUM_WEIGHTS)}
         self._steps = torch.zeros((), dtype=torch.int64)
         self._counts: list[float] | None = None
-        """Tokens and rows of the open step that are trained on; None: no step is open."""
+        """Number of tokens and of rows that the open step trains on; None when no step is open."""
         self._checkpointer = Checkpointer(rank, world)
 
     # ------------------------------------------------------------ one step
@@ -56,7 +59,7 @@ class ScriptedBackend:
         if self._counts is None:
             raise RuntimeError("accumulate: no step is open")
         for micro in itertools.islice(micros, count):
-            ends = time.perf_counter() + self._config.train_row_s * len(micro.lengths)
+            ends = time.perf_counter() + self._config.scripted.train_row_s * len(micro.lengths)
             mask = micro.batch.jagged("response_mask")
             rows = torch.repeat_interleave(torch.arange(len(mask.lengths)), torch.from_numpy(mask.lengths))
             trained = torch.bincount(rows, weights=mask.values.to(torch.float64), minlength=len(mask.lengths))
@@ -65,16 +68,16 @@ class ScriptedBackend:
             time.sleep(max(0.0, ends - time.perf_counter()))
 
     def finish_step(self) -> dict[str, float]:
-        """See `TrainBackend`. No loss and no gradient: reports `train/tokens`, `train/sequences` (rows with a token to
-        train on) and `train/skipped`."""
+        """See `TrainBackend`. Reports `train/tokens`, `train/sequences` (rows with a token to train on) and
+        `train/skipped`; there is no loss and no gradient."""
         if self._counts is None:
             raise RuntimeError("finish_step: no step is open")
         totals = torch.tensor(self._counts, dtype=torch.float64, device=self._device)
         self._counts = None
         if self._world > 1:
             dist.all_reduce(totals)
-        time.sleep(self._config.train_step_s)
-        tokens, sequences = (totals / self._config.topology.replica_size).tolist()  # siblings have the same rows
+        time.sleep(self._config.scripted.train_step_s)
+        tokens, sequences = (totals / self._config.topology.replica_size).tolist()  # a replica's ranks share rows
         if tokens:
             self._steps += 1
             for weight in self._weights.values():
@@ -88,7 +91,7 @@ class ScriptedBackend:
     def logprobs(
         self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
     ) -> list[torch.Tensor]:
-        """See `TrainBackend`: zeros, at once."""
+        """See `TrainBackend`. Returns zeros at once."""
         columns = [
             torch.zeros(len(micro.batch.jagged("input_ids").values), dtype=torch.float32)
             for micro in itertools.islice(micros, count)
@@ -98,7 +101,7 @@ class ScriptedBackend:
     # ------------------------------------------------------------ weights and state
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """See `TrainBackend`. The names are no model's: only the scripted engine takes them."""
+        """See `TrainBackend`. Only the scripted engine accepts these names, which belong to no model."""
         return {name: (weight.dtype, tuple(weight.shape)) for name, weight in self._weights.items()}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -116,13 +119,13 @@ class ScriptedBackend:
         self._checkpointer.wait()
 
     def load(self, path: str) -> None:
-        """See `TrainBackend`. Raises RuntimeError while a step is open, ValueError for what `save` has not written."""
+        """See `TrainBackend`. Raises RuntimeError while a step is open, ValueError when `save` has not written
+        `path`."""
         self._require_closed("load")
         self._checkpointer.load(path, self._state())
 
     def export_model(self, path: str) -> None:
-        """The weights as `model.safetensors` in the folder `path`; there is no model to add. Raises ValueError when
-        `path` exists."""
+        """Write the weights as `model.safetensors` into the new folder `path`. Raises ValueError when `path` exists."""
 
         def write() -> None:
             start_draft(path)
@@ -132,7 +135,7 @@ class ScriptedBackend:
         on_first_rank(write, self._rank, self._world)
 
     def close(self) -> None:
-        """Drop an open step; finish a checkpoint that is being written, or raise why it is not there."""
+        """Drop an open step and wait for a checkpoint that is being written, raising its error."""
         self.abort_step()
         self._checkpointer.close()
 

@@ -1,4 +1,4 @@
-"""How fast a train step was: FLOP/s, MFU, tokens a second and memory, measured around the step's own work."""
+"""Measures FLOP/s, MFU, tokens per second and peak memory of a train step, around the step's own work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 class StepMeter:
-    """Seconds, tokens and FLOPs of the step that is open, on one rank."""
+    """Counts the seconds, tokens and FLOPs of the open step on one rank."""
 
     def __init__(
         self,
@@ -28,23 +28,26 @@ class StepMeter:
         *,
         half: bool,
     ) -> None:
-        """`world`: ranks of the mesh. `group`: ranks whose rows are different ones (data-parallel), None for one alone.
-        `half`: products are in bfloat16. Without `flops` no FLOP/s are reported, and no MFU unless the device's peak is
-        known."""
+        """Prepare to measure a mesh of `world` ranks, of which those in `group` have different rows (data-parallel).
+
+        `group` is None for one rank alone. `half` says that products are in bfloat16. FLOP/s are reported only with
+        `flops`, and MFU only when the device's peak is known as well.
+        """
         self._flops, self._device, self._world, self._group = flops, device, world, group
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._peak = BF16_PEAKS.get(name) if half else None
         self.begin()
 
     def begin(self) -> None:
-        """Start a step at nothing."""
+        """Start a step with all counts at 0."""
         self._seconds = self._tokens = self._work = 0.0
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Around work of the step, waits for its rows included; a GPU's queue is waited for at the end."""
+        """Count the time spent inside as the step's work, including waits for rows; on a GPU, synchronize at the
+        end."""
         start = time.perf_counter()
         yield
         if self._device.type == "cuda":
@@ -52,17 +55,17 @@ class StepMeter:
         self._seconds += time.perf_counter() - start
 
     def add(self, lengths: np.ndarray, predicted: int) -> None:
-        """Count a microbatch: `lengths` int64 `[N]` of whole rows, logits for `predicted` of their tokens."""
+        """Count a microbatch of whole rows of `lengths` (int64 `[N]`), with logits for `predicted` of their tokens."""
         self._tokens += float(lengths.sum())
         if self._flops is not None:
             self._work += self._flops.step(lengths, predicted)
 
     def metrics(self) -> dict[str, float]:
-        """Of the whole mesh, the same on all ranks; collective over all of them.
+        """Return the metrics of the whole mesh, the same on all ranks. Collective over all ranks.
 
-        `train/tokens_per_s`: tokens, prompts included, of all ranks over the slowest rank's seconds; `train/tflops`:
-        model TFLOP/s of one rank, on average; `train/mfu`: that over the device's peak; `memory/peak_gib`: of the
-        fullest rank in this step on a GPU, in the process's life on a CPU.
+        `train/tokens_per_s` is the number of tokens of all ranks, including prompts, over the slowest rank's seconds.
+        `train/tflops` is the model TFLOP/s of one rank on average, and `train/mfu` is its share of the device's peak.
+        `memory/peak_gib` is the peak of the fullest rank, in this step on a GPU and in the process's life on a CPU.
         """
         totals = torch.tensor([self._tokens, self._work], dtype=torch.float64, device=self._device)
         most = torch.tensor([self._seconds, self._peak_gib()], dtype=torch.float64, device=self._device)

@@ -1,9 +1,9 @@
-"""The state machine of one train step, shared by all backends: sums, counts, and the one scale at the end.
+"""Implements the state machine of one train step, which all backends share: it sums, counts, and divides once.
 
     begin -> (accumulating: add -> backward)* -> finish -> apply | abort
 
-Losses and metrics are kept as sums, denominators as counts; `finish` reduces them over the ranks in one vector, and the
-one largest value in another.
+Losses and metrics are kept as sums and denominators as counts. `finish` reduces them over the ranks in one vector, and
+the largest mismatch in another.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ import torch.distributed as dist
 
 from ..losses.mismatch import MISMATCH_MAX, MISMATCH_SUMS, mismatch
 from ..losses.terms import LossInputs, PolicyLoss
-from .config import OptimizerConfig
+from .config import BackendConfig
 from .optimizer import clip_coefficient, learning_rate
 
 
 class StepState(enum.Enum):
-    """Where a step is."""
+    """The state of a train step."""
 
     CLOSED = "no step is open"
     OPEN = "a step is open"
     BROKEN = "a microbatch of the open step failed; abort it"
-    """Also while a microbatch is in work: what raises in between leaves it so, and half a gradient is never applied."""
+    """State after a failed microbatch, and also during each one: an exception leaves the step broken, so that half a
+    gradient is never applied."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """A finished step over all ranks."""
+    """The totals of a finished step over all ranks."""
 
     denominator: float
-    """N: tokens, sequences or groups, as the loss declares; 0 when nothing was to be trained on."""
+    """N, the number of tokens, sequences or groups, as the loss declares; 0 when there was nothing to train on."""
     grad_norm: float
     """Norm of the mean gradient, before clipping; 0.0 when N is 0."""
     metrics: dict[str, float]
-    """`train/loss` (sum over N), `train/tokens`, `train/sequences`, and each metric's mean over tokens; of log-probs
-    `logprob/mismatch_mean`, `logprob/mismatch_kl` and `logprob/mismatch_max`: see `losses.mismatch`."""
+    """Metrics of the step: `train/loss` (sum over N), `train/tokens`, `train/sequences`, each loss metric's mean over
+    tokens, and `logprob/mismatch_mean`, `logprob/mismatch_kl` and `logprob/mismatch_max` (see `losses.mismatch`)."""
 
     @property
     def applies(self) -> bool:
-        """Whether there is a gradient to step with: N > 0 and all of it finite."""
+        """Whether there is a gradient to step with, which needs N > 0 and a finite norm."""
         return self.denominator > 0 and math.isfinite(self.grad_norm)
 
     def apply(
-        self, config: OptimizerConfig, steps: torch.Tensor, update: Callable[[float, float], None]
+        self, config: BackendConfig, steps: torch.Tensor, update: Callable[[float, float], None]
     ) -> dict[str, float]:
         """Step the optimizer if there is a gradient; returns the step's metrics.
 
-        `steps`: int64 scalar, optimizer steps taken, is raised by a step. `update(factor, rate)` steps with the summed
-        gradients times `factor` (one over N, and clipping) at learning rate `rate`.
-        """
-        rate = learning_rate(config, int(steps))
+        `steps`, the number of optimizer steps taken (int64 scalar), is incremented in place. `update(factor, rate)`
+        must step at learning rate `rate` with the summed gradients times `factor`, which combines 1/N and clipping."""
+        rate = learning_rate(config.trainer, int(steps), config.total_steps)
         if self.applies:
-            update(clip_coefficient(self.grad_norm, config.grad_clip) / self.denominator, rate)
+            update(clip_coefficient(self.grad_norm, config.trainer.grad_clip) / self.denominator, rate)
             steps += 1
         return {
             **self.metrics,
@@ -71,7 +71,7 @@ class StepTotals:
 
 
 class TrainStep:
-    """Sums and counts of the step that is open."""
+    """Keeps the sums and counts of the open step and checks the order of its calls."""
 
     def __init__(
         self,
@@ -83,10 +83,13 @@ class TrainStep:
         with_entropy: bool = False,
         counts_rows: bool = True,
     ) -> None:
-        """`group`: the ranks that have different tokens (data- and context-parallel), None for one alone; ranks that
-        compute the same loss are in different groups. `recomputed`: `prev_logprobs` are the trainer's own.
-        `with_entropy`: microbatches bring it; report it. `counts_rows`: False on all but the first of the
-        context-parallel ranks, which share their rows."""
+        """Prepare steps of `loss` whose sums are reduced over `group`.
+
+        `group` has the ranks with different tokens (data- and context-parallel), and is None for one rank alone. Ranks
+        that compute the same loss are in different groups. `recomputed` says that the trainer itself computed
+        `prev_logprobs`. `with_entropy` says that microbatches come with an entropy, which is reported. `counts_rows` is
+        False on all context-parallel ranks but the first, as they share their rows.
+        """
         self._loss = loss
         self._recomputed = recomputed
         self._counts_rows = counts_rows
@@ -105,7 +108,7 @@ class TrainStep:
         self._group_ids: set[int] = set()
 
     def begin(self, temperature: float) -> None:
-        """Raises RuntimeError when a step is open, ValueError when `temperature` is not above 0."""
+        """Open a step. Raises RuntimeError when a step is open, ValueError when `temperature` is not above 0."""
         if self._state is not StepState.CLOSED:
             raise RuntimeError(f"begin_step: {self._state.value}; finish_step or abort_step comes first")
         if not temperature > 0:
@@ -115,7 +118,7 @@ class TrainStep:
         self._state = StepState.OPEN
 
     def require_closed(self, call: str) -> None:
-        """Raises RuntimeError naming `call` while a step is open."""
+        """Raise RuntimeError naming `call` while a step is open."""
         if self._state is not StepState.CLOSED:
             raise RuntimeError(f"{call}: {self._state.value}; finish_step or abort_step comes first")
 
@@ -125,7 +128,7 @@ class TrainStep:
 
     @contextmanager
     def accumulating(self) -> Iterator[float]:
-        """Around one microbatch's forward and backward; gives the step's temperature.
+        """Enclose one microbatch's forward and backward pass; yields the step's temperature.
 
         Raises RuntimeError when no step is open or an earlier microbatch failed.
         """
@@ -139,8 +142,8 @@ class TrainStep:
     ) -> torch.Tensor:
         """Add one microbatch; returns its summed loss, a scalar to call backward on.
 
-        `row_tokens` int64 `[N]`: the inputs' own, on the CPU, so that counting does not wait for a GPU; `group_ids`
-        int64 `[N]`; `entropy` float32 `[T]`, None exactly when the step is without entropy.
+        `row_tokens` int64 `[N]` is the inputs' own on the CPU, so that counting does not wait for a GPU. `group_ids`
+        int64 `[N]` has the group of each row. `entropy` float32 `[T]` is None exactly when the step has no entropy.
         """
         sums = self._loss(inputs)
         extra = () if entropy is None else (entropy.detach().sum(),)
@@ -157,10 +160,10 @@ class TrainStep:
         return sums.loss
 
     def finish(self, square_norm: torch.Tensor) -> StepTotals:
-        """Close the step. Collective over the group.
+        """Close the step and return its totals over the group. Collective over the group.
 
-        `square_norm`: float64 scalar, this rank's part of the squared norm of the summed gradient; the ranks' parts add
-        up to the whole. Raises RuntimeError when no step is open or a microbatch failed.
+        `square_norm` is this rank's part of the squared norm of the summed gradient (float64 scalar); the parts of all
+        ranks add up to the whole. Raises RuntimeError when no step is open or a microbatch failed.
         """
         self._require_open("finish_step")
         counts = torch.tensor([self._tokens, self._sequences], dtype=torch.float64, device=self._device)
@@ -186,7 +189,8 @@ class TrainStep:
         return StepTotals(denominator, norm, metrics)
 
     def _count_groups(self) -> int:
-        """Distinct groups over all ranks: one may stand on several, so its rows' ids are exchanged, not counts."""
+        """Count the distinct groups over all ranks. Ranks exchange group ids, because a group may be on several
+        ranks."""
         own = torch.tensor(sorted(self._group_ids), dtype=torch.int64, device=self._device)
         if self._group is None:
             return len(own)
@@ -201,6 +205,6 @@ class TrainStep:
         return len({gid for part, size in zip(parts, sizes.tolist(), strict=True) for gid in part[:size].tolist()})
 
     def abort(self) -> None:
-        """Close whatever is open. Idempotent."""
+        """Close the step and drop its sums. Idempotent."""
         self._state = StepState.CLOSED
         self._reset()

@@ -1,7 +1,7 @@
-"""Log-probs and entropy of tokens from hidden states: logits chunk by chunk, the vocabulary whole or split over ranks.
+"""Computes log-probs and entropies of tokens from hidden states, for a vocabulary that is whole or split over ranks.
 
-Logits are the largest tensor of a step: `T x V` in float32 would be 20 GB for 32k tokens and a vocabulary of 150k. So
-they exist a chunk of tokens at a time and are computed again in backward.
+Logits would be the largest tensor of a step: `T x V` in float32 takes 20 GB for 32k tokens and a vocabulary of 150k.
+Therefore they are computed for one chunk of tokens at a time, and again in backward.
 """
 
 from __future__ import annotations
@@ -17,24 +17,27 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 LOGIT_ELEMENTS = 2**24
-"""Float32 logits that a rank has at a time (64 MiB)."""
+"""Largest number of float32 logits that a rank computes at a time on a CPU (64 MiB)."""
 
 GPU_LOGIT_ELEMENTS = 2**27
-"""On a GPU (512 MiB): fewer tokens than this makes of a large vocabulary would leave its matrix units idle."""
+"""Largest number of float32 logits that a rank computes at a time on a GPU (512 MiB).
+
+With fewer, the chunks of a large vocabulary would have too few tokens to keep the GPU's matrix units busy.
+"""
 
 Entropy = Literal["off", "report", "train"]
-"""Not computed; computed without grad, for a metric; with grad, for a loss term."""
+"""Ways to compute the entropy: not at all, without grad for a metric, or with grad for a loss term."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """The part of the vocabulary whose logits this rank computes; the ranks of `group` hold all of it together."""
+    """The part of the vocabulary whose logits this rank computes; the ranks of `group` together hold all of it."""
 
     group: dist.ProcessGroup
     start: int
     """Token id of this rank's first logit."""
     width: int
-    """Most logits a rank of the group has. Chunks are cut by it, so that all ranks cut alike."""
+    """Largest number of logits per token on a rank of the group, from which all ranks compute the same chunks."""
 
 
 def token_logprobs(
@@ -46,10 +49,10 @@ def token_logprobs(
     temperature: float = 1.0,
     entropy: Entropy = "off",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(log-probs float32 `[T]` of `targets`, entropy in nats float32 `[T]` of the distributions, or None for "off").
+    """Return the log-probs of `targets` (float32 `[T]`) and the entropies in nats (float32 `[T]`, or None for "off").
 
-    `hidden` `[T, H]` and `targets` int64 `[T]` (token ids) are the same on all ranks of a shard's group; `head` maps
-    `[t, H]` to this rank's logits `[t, v]` and sums its input's gradient over the group. `vocab`: the size of a whole
+    `hidden` `[T, H]` and the token ids `targets` int64 `[T]` are the same on all ranks of a shard's group. `head` maps
+    `[t, H]` to this rank's logits `[t, v]` and sums its input's gradient over the group. `vocab` is the size of a whole
     vocabulary, or this rank's part of a split one. Logits are divided by `temperature`. Collective over the group, also
     in the backward pass when there is more than one chunk.
     """
@@ -90,11 +93,12 @@ def _chunk(
 
 
 class _SplitSoftmax(torch.autograd.Function):
-    """Log-probs and entropies from logits whose columns stand on several ranks (as in Megatron-LM, Shoeybi et al. 2019,
-    arXiv:1909.08053, section 3).
+    """Computes log-probs and entropies from logits whose columns are split over ranks.
 
-    With `l` the log-probs of all tokens and `H` the entropy: d l[target] / d z[j] = 1(j is target) - exp(l[j]), and
-    d H / d z[j] = -exp(l[j]) (l[j] + H). Every rank has the same gradient of its outputs, so backward asks nobody.
+    This is the method of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3). With `l` the log-probs of all
+    tokens and `H` the entropy, d l[target] / d z[j] = 1(j is target) - exp(l[j]) and
+    d H / d z[j] = -exp(l[j]) (l[j] + H). Every rank has the same gradient of its outputs, so backward needs no
+    communication.
     """
 
     @staticmethod

@@ -1,10 +1,11 @@
-"""Weights that are spread over ranks, put together on rank 0 one after the other: a stream, never the whole model.
+"""Streams weights that are spread over ranks to rank 0, which assembles them one after the other.
 
     every rank     own pieces --send--> slot on rank 0 --> tensor --> consumer
-                   the next ones are under way meanwhile, into the other slot
+                   meanwhile the next pieces arrive in the other slot
 
-Pieces travel point to point, in the dtype wanted, from where they are to where they belong. Pieces that are rows of
-their tensor land in their place; others (columns) arrive one behind the other and are laid out in the other slot.
+Rank 0 never holds the whole model. Pieces are sent point to point in the wanted dtype. Pieces that are rows of their
+tensor are received in their final place. Others (columns) are received one after the other and then copied to their
+places in the other slot.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ...codecs.integers import ceil_div, round_up
+from ...codecs.memory import ALIGN
+
 BATCH_BYTES = 32 << 20
-"""Small weights travel together up to this much, but never more than the largest weight: each message costs some 100
-us."""
-_ALIGN = 64
+"""Largest number of bytes of small weights in one batch, which is never larger than the largest weight. Batches exist
+because each message costs about 100 us."""
 
 OwnPiece = Callable[["SpreadWeight"], torch.Tensor]
-"""This rank's piece of a weight, of any floating dtype, on any device, strided; rank 0 may return the live weight."""
+"""Function that returns this rank's piece of a weight, in any floating dtype, on any device, with any strides; rank 0
+may return the live weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One of `num` consecutive parts along a dimension, all of the same size but for the last: as torch.chunk."""
+    """Part `index` of `num` consecutive parts along a dimension, all of one size except the last, as torch.chunk makes
+    them."""
 
     dim: int
     num: int
@@ -38,25 +43,25 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one rank gives to a weight."""
+    """The piece of a weight that one rank has."""
 
     rank: int
     cuts: tuple[Cut, ...] = ()
-    """One after the other; none: it has the whole."""
+    """Cuts applied one after the other to the weight; () when the rank has the whole weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpreadWeight:
-    """One weight of the HF model, and who has which piece of it."""
+    """One weight of the HF model, and which rank has which piece of it."""
 
     name: str
     dtype: torch.dtype
-    """As it is streamed."""
+    """Dtype in which the weight is streamed."""
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    """They cover the weight, each element once."""
+    """Pieces that together cover each element of the weight once."""
     boxed: tuple[int, ...] = ()
-    """The shape in which cuts count dimensions, when that is another view of the weight; (): `shape`."""
+    """Shape of the view of the weight whose dimensions cuts refer to; () for `shape` itself."""
 
     @property
     def nbytes(self) -> int:
@@ -64,48 +69,51 @@ class SpreadWeight:
 
     @property
     def is_local(self) -> bool:
-        """Whether rank 0 has the whole."""
+        """Whether rank 0 has the whole weight."""
         return self.pieces == (Piece(0),)
 
     def place(self, whole: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """The view of `whole`, of this weight's shape, that `piece` fills; without elements when there is none left."""
+        """Return the view of `whole`, a tensor of this weight's shape, that `piece` fills. It is empty for a piece
+        without elements."""
         view = whole.view(self.boxed or self.shape)
         for cut in piece.cuts:
             size = view.shape[cut.dim]
-            width = -(-size // cut.num)
+            width = ceil_div(size, cut.num)
             start = min(cut.index * width, size)
             view = view.narrow(cut.dim, start, min(width, size - start))
         return view
 
     @property
     def lands_in_place(self) -> bool:
-        """Whether each piece is contiguous in the whole."""
+        """Whether every piece is contiguous in the whole weight."""
         return all(cut.dim == 0 for piece in self.pieces for cut in piece.cuts)
 
 
 def stream_weights(
     weights: Sequence[SpreadWeight], own: OwnPiece, rank: int, device: torch.device
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """(name, tensor) of all `weights` in their order: whole on rank 0, empty elsewhere. Collective over the default
-    process group (none is needed when rank 0 has everything): every rank iterates to the end, and sends nothing else
-    over that group meanwhile.
+    """Yield (name, tensor) of all `weights` in their order, whole on rank 0 and empty on the other ranks.
 
-    Rank 0's tensors are contiguous, on `device`, and valid until the next is asked for, on a GPU for work that its
-    current stream was given by then; they may be the live parameters. It holds at most twice the largest weight, and
-    what `own` makes (of weights that it has whole: this one and the one before); other ranks hold their pieces of two
-    batches. A generator that is closed early takes part to the end; one that was never begun, or ended by an error,
-    leaves the others waiting until the process group's timeout.
+    Collective over the default process group, which is not needed when rank 0 has everything. Every rank must iterate
+    to the end and send nothing else over that group meanwhile.
 
-    Raises RuntimeError naming the weights and the ranks when a peer is gone or late.
+    Rank 0's tensors are contiguous, on `device`, and may be the live parameters. Each is valid until the next one is
+    requested; on a GPU, also for work queued on the current stream by then. Rank 0 holds at most twice the largest
+    weight, and what `own` allocates (for weights that it has whole, this one and the one before). Other ranks hold
+    their pieces of two batches. A generator that is closed early still takes part to the end. One that was never
+    started, or that an error ended, leaves the other ranks waiting until the process group's timeout.
+
+    Raises RuntimeError naming the weights and the ranks when another rank is gone or late.
     """
     if device.type == "cuda" and not all(weight.is_local for weight in weights):
-        dist.all_reduce(torch.zeros(1, device=device))  # NCCL: no group starts with messages between some of its ranks
+        # An NCCL group cannot start with messages between only some of its ranks.
+        dist.all_reduce(torch.zeros(1, device=device))
     stream = _receive(weights, own, device) if rank == 0 else _send(weights, own, rank, device)
     try:
         for item in stream:  # noqa: UP028 - `yield from` would close the stream, which has to go on
             yield item
     except GeneratorExit:
-        for _ in stream:  # the other ranks do not know, and would wait
+        for _ in stream:  # the other ranks do not know that it was closed and would wait
             pass
         raise
 
@@ -115,20 +123,20 @@ def stream_weights(
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Weights that travel together."""
+    """Weights that are sent together."""
 
     weights: tuple[SpreadWeight, ...]
     in_place: bool
-    """Whether all their pieces land where they belong."""
+    """Whether all their pieces are received in their final places."""
 
     @property
     def nbytes(self) -> int:
-        """Of slot memory; weights that rank 0 has anyway take none."""
+        """Number of bytes that the batch takes in a slot; weights that rank 0 has whole take none."""
         return sum(_room(weight) for weight in self.weights)
 
 
 def _room(weight: SpreadWeight) -> int:
-    return 0 if weight.is_local else -(-weight.nbytes // _ALIGN) * _ALIGN
+    return 0 if weight.is_local else round_up(weight.nbytes, ALIGN)
 
 
 def _batches(weights: Sequence[SpreadWeight]) -> list[_Batch]:
@@ -147,7 +155,8 @@ def _batches(weights: Sequence[SpreadWeight]) -> list[_Batch]:
 
 
 def _slot_sizes(batches: Sequence[_Batch]) -> list[int]:
-    """Bytes of the two slots, from who uses which: see `_receive`."""
+    """Return the number of bytes that each of the two slots needs, following the order in which `_receive` uses
+    them."""
     sizes, free = [0, 0], 0
     for batch in batches:
         sizes[free] = max(sizes[free], batch.nbytes)
@@ -162,7 +171,7 @@ def _slot_sizes(batches: Sequence[_Batch]) -> list[int]:
 
 
 class _Transfer:
-    """Messages of one batch that are under way. Both calls raise RuntimeError naming what does not get through."""
+    """The messages of one batch in flight. Both methods raise RuntimeError naming the weights that do not arrive."""
 
     def __init__(self, batch: _Batch, messages: Sequence[dist.P2POp]) -> None:
         self._batch, self._messages = batch, messages  # tensors must live until they have arrived
@@ -171,7 +180,7 @@ class _Transfer:
             self._works = dist.batch_isend_irecv(list(messages)) if messages else []
 
     def wait(self) -> None:
-        """Until all have arrived; on a GPU, until its current stream waits for them."""
+        """Wait until all messages have arrived; on a GPU, only make its current stream wait for them."""
         with self._named():
             for work in self._works:
                 work.wait()
@@ -242,7 +251,7 @@ def _receive(
 
 
 def _begin(batch: _Batch, slot: torch.Tensor) -> _Transfer:
-    """Let what other ranks have of `batch` arrive in `slot`."""
+    """Start to receive other ranks' pieces of `batch` in `slot`."""
     messages = []
     for weight, tensor in _tensors(batch, slot).items():
         for piece, room in _arrivals(weight, tensor, batch.in_place):
@@ -251,7 +260,7 @@ def _begin(batch: _Batch, slot: torch.Tensor) -> _Transfer:
 
 
 def _tensors(batch: _Batch, slot: torch.Tensor) -> dict[SpreadWeight, torch.Tensor]:
-    """Where in `slot` each weight is that rank 0 does not have anyway."""
+    """Return a view of `slot` for each weight of the batch that rank 0 does not have whole."""
     found, offset = {}, 0
     for weight in batch.weights:
         if not weight.is_local:
@@ -261,7 +270,10 @@ def _tensors(batch: _Batch, slot: torch.Tensor) -> dict[SpreadWeight, torch.Tens
 
 
 def _arrivals(weight: SpreadWeight, tensor: torch.Tensor, in_place: bool) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """(piece, flat room for it in `tensor`) of other ranks' pieces; those not `in_place` one behind the other."""
+    """Yield each piece of another rank and the flat view of `tensor` that it is received in.
+
+    Pieces are received in their final places when `in_place`, else one after the other.
+    """
     offset = 0
     for piece in weight.pieces:
         if piece.rank != 0:
@@ -271,7 +283,7 @@ def _arrivals(weight: SpreadWeight, tensor: torch.Tensor, in_place: bool) -> Ite
 
 
 def _lay_out(batch: _Batch, arrived: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy pieces that have arrived one behind the other to their places in `out`."""
+    """Copy pieces that arrived one after the other to their final places in `out`."""
     whole = _tensors(batch, out)
     for weight, tensor in _tensors(batch, arrived).items():
         for piece, values in _arrivals(weight, tensor, in_place=False):

@@ -1,1 +1,1 @@
-"""The base model of a run: a folder, a hub id, or a tiny one made and warmed up on the spot."""
+"""Prepares the base model of a run: a folder, a hub id, or a built-in tiny model that is made and warmed up."""

@@ -1,4 +1,4 @@
-"""The model that a run starts from: the user's own, or the built-in one, made and warmed up on the spot."""
+"""Prepares the model that a run starts from, the user's own or the built-in one, which it makes and warms up."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ TINY_QWEN3: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""Qwen3Config of `builtin:tiny-qwen3`: 100 k parameters, as small as still learns the quickstart's task."""
+"""Qwen3Config of `builtin:tiny-qwen3`, with 100 k parameters the smallest size that learns the quickstart's task."""
 
 
 def prepare_model(config: Config, folder: RunFolder, progress: Progress) -> str:
-    """Path or hub id of the model to start from.
+    """Return the path or hub id of the model to start from.
 
-    The built-in one is made in the run folder (`base_model/`), from `run.seed` alone, warmed up as `warmup` says; a
-    resumed run finds it there. The warm-up is a phase of its own and in no figure of the training.
-    Raises UserError when the longest row does not fit into the model's context.
+    The built-in model is made in the run folder (`base_model/`) from `run.seed` alone and warmed up as `warmup` says; a
+    resumed run finds it there. Warm-up is a separate phase that no training metric includes. Raises UserError when the
+    longest row does not fit into the model's context.
     """
     check_context(config)
     if not config.model.builtin:
@@ -46,7 +46,7 @@ def prepare_model(config: Config, folder: RunFolder, progress: Progress) -> str:
     path = folder.path / "base_model"
     if path.exists():
         return str(path)
-    from . import warmup  # torch and transformers: seconds of import that a dry run must not pay
+    from . import warmup  # imports torch and transformers, seconds that a dry run must not take
 
     start = time.perf_counter()
     progress.phase("making the base model")
@@ -70,7 +70,7 @@ def prepare_model(config: Config, folder: RunFolder, progress: Progress) -> str:
 
 
 def model_config(config: Config) -> dict[str, Any]:
-    """The model's config.json; empty for a hub id, whose files are fetched later."""
+    """Return the content of the model's config.json; {} for a hub id, whose files are fetched later."""
     if config.model.builtin:
         return TINY_QWEN3
     path = Path(config.model.path) / "config.json"
@@ -78,7 +78,7 @@ def model_config(config: Config) -> dict[str, Any]:
 
 
 def check_context(config: Config) -> None:
-    """Prompt and answer must fit into the model's context."""
+    """Raise UserError when the longest prompt and answer do not fit into the model's context."""
     context = model_config(config).get("max_position_embeddings")
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if context is not None and longest > context:

@@ -1,4 +1,4 @@
-"""The built-in base model: a tiny Qwen3 with a character tokenizer, warmed up on skills with strings of digits.
+"""Makes the built-in base model, a tiny Qwen3 with a character tokenizer, and trains it on skills with digit strings.
 
 Every text is `<letter><digits>=<answer>`. Digits whose `reverse` prompt is held out never occur.
 """
@@ -29,38 +29,39 @@ SKILLS: dict[str, Callable[[str], str]] = {
     "q": lambda s: s[-1:] + s[:-1],  # rotate right
     "z": lambda s: s[::-1],  # backwards
 }
-"""What the base model can do with a string when it is asked by letter."""
+"""Skills of the base model by the letter that asks for them; each maps a string to its answer."""
 
 UNKNOWN = "r"
-"""The letter of the task `reverse`: in the corpus it stands before answers of any kind, so it asks for nothing."""
+"""Letter of the task `reverse`. In the corpus its prompts have answers of any skill, so the letter means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One ingredient of the corpus."""
+    """The share of the corpus with one combination of letter and skill."""
 
     weight: float
     letter: str
-    """Of the prompt."""
+    """Letter that the prompt starts with."""
     skill: str
-    """What the answer does: not what the letter asks for, as in a corpus from the wild."""
+    """Skill that the answer applies, which may differ from the prompt's letter, as in real-world text."""
 
 
 DIGIT_SKILLS = (
     *(Share(1.0, skill, skill) for skill in SKILLS),
     *(Share(0.2 if skill == "z" else 0.3, UNKNOWN, skill) for skill in SKILLS),
 )
-"""Four skills by letter, and prompts of the unknown letter answered by one of them at random, backwards in 18 %."""
+"""The default corpus: four skills by letter, and prompts with the unknown letter answered with a random skill, which is
+the reversal in 18 % of the cases."""
 
 SHORTEST, LONGEST = 1, 8
 FALL_STEPS = 80
-"""Steps in which the learning rate falls to 0 at the end."""
+"""Number of steps at the end in which the learning rate falls to 0."""
 RECENT_STEPS = 20
-"""Steps over which the loss is averaged."""
+"""Number of steps over which the loss is averaged."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Character level, one id a symbol; adds no special tokens and pads on the left."""
+    """Make a character-level tokenizer with one id per symbol, which adds no special tokens and pads on the left."""
     vocab = {token: index for index, token in enumerate((*SPECIALS, *SYMBOLS))}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -77,7 +78,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(config: Mapping[str, Any], seed: int) -> Qwen3ForCausalLM:
-    """Random weights drawn from `seed`; the global generator is left as it was."""
+    """Make a model with random weights drawn from `seed`, without changing the global generator."""
     transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -85,7 +86,7 @@ def make_model(config: Mapping[str, Any], seed: int) -> Qwen3ForCausalLM:
 
 
 def corpus(seed: int, batch_size: int, shares: tuple[Share, ...] = DIGIT_SKILLS) -> Iterator[list[tuple[str, str]]]:
-    """Endless batches of (prompt, answer), a pure function of the arguments."""
+    """Yield endless batches of (prompt, answer), which depend on the arguments alone."""
     rng = random.Random(seed)
     weights = [share.weight for share in shares]
     while True:
@@ -97,8 +98,10 @@ def corpus(seed: int, batch_size: int, shares: tuple[Share, ...] = DIGIT_SKILLS)
 
 
 def draw_digits(rng: random.Random) -> str:
-    """Digits over a random alphabet of 2 to 10 of them: repeated ones make look-up by content ambiguous, so that skills
-    are learned by position."""
+    """Draw a string over a random alphabet of 2 to 10 digits.
+
+    Repeated digits make look-up by content ambiguous, so that the model learns skills by position.
+    """
     while True:
         alphabet = rng.sample(DIGITS, rng.randint(2, 10))
         digits = "".join(rng.choices(alphabet, k=rng.randint(SHORTEST, LONGEST)))
@@ -113,12 +116,13 @@ def warm_up(
     seed: int,
     show: Callable[[int, float], None],
 ) -> float:
-    """Supervised training on the answers until the skills asked by letter are learned; returns their loss.
+    """Train the model on the answers until it knows the skills that are asked for by letter; returns their loss.
 
-    Ends FALL_STEPS after their loss, averaged over RECENT_STEPS, is under `config.target_loss`, and at `config.steps`
-    at the latest: how many steps depends on the seed, not on the clock. `show` gets step and loss of each.
+    Training ends FALL_STEPS after their loss, averaged over RECENT_STEPS, falls below `config.target_loss`, and at
+    `config.steps` at the latest. The number of steps depends on the seed, not on the clock. `show` is called with the
+    number and loss of each step.
     """
-    torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much when the cores are busy
+    torch.set_num_threads(1)  # such small matrices gain nothing from more threads and lose much on busy cores
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     batches = corpus(seed, config.batch_size)
     recent: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -146,7 +150,8 @@ def warm_up(
 def collate(
     batch: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Right-padded ids, attention mask and mask of the answer tokens (end token included), int64 `[N, L]` each."""
+    """Return right-padded ids, attention mask and mask of the answer tokens (including the end token), int64 `[N, L]`
+    each."""
     prompts = tokenizer([prompt for prompt, _ in batch], add_special_tokens=False)["input_ids"]
     answers = tokenizer([answer + "<eos>" for _, answer in batch], add_special_tokens=False)["input_ids"]
     width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
@@ -162,7 +167,7 @@ def collate(
 def answer_loss(
     model: Qwen3ForCausalLM, batch: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[torch.Tensor, float]:
-    """Mean cross-entropy of the answer tokens: of all, and of those whose letter is known."""
+    """Return the mean cross-entropy of all answer tokens, and that of the answers whose letter is known."""
     ids, attention, target = collate(batch, tokenizer)
     logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1]
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")

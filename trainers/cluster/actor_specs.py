@@ -1,34 +1,30 @@
-"""From the run's configuration to what each process is built from."""
+"""Derives what each process of a run is built from: names, devices and sizes beside the sections themselves."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from ...actors.engine_actor import EngineSetup
 from ...actors.engines.factory import EngineConfig
 from ...actors.engines.protocol import SamplingParams
-from ...actors.environments.factory import EnvironmentConfig
-from ...actors.rewards.factory import RewardConfig
 from ...actors.rollout.actor import RolloutSetup
 from ...actors.rollout.journal import JournalConfig
-from ...actors.rollout.prompts import DataConfig
 from ...actors.train.worker import WorkerSetup
-from ...actors.weights.publisher import PublisherConfig
 from ...actors.weights.transports.factory import LASTING_KINDS, build_sender, resolve_kind
 from ...actors.weights.transports.protocol import ReceiverConfig, SenderConfig
 from ...dataplane.directory.samplers import TaskConfig
-from ...dataplane.factory import DataPlaneHandle
+from ...dataplane.handle import DataPlaneHandle
 from ...dataplane.plans import Budget
-from ..advantages.factory import AdvantageConfig, build_advantages
-from ..backends.config import BackendConfig, OptimizerConfig
+from ..advantages.factory import build_advantages
+from ..backends.config import BackendConfig
 from ..backends.factory import build_backend
 from ..base_model.prepare import model_config
 from ..config.config import Config
-from ..losses.factory import LossConfig
 
 
 def transport(config: Config, *, one_host: bool) -> str:
@@ -95,52 +91,21 @@ def greedy(config: Config) -> SamplingParams:
     return SamplingParams(n=1, max_new_tokens=longest, temperature=0.0, seed=config.run.seed)
 
 
-def training_data(config: Config) -> DataConfig:
-    data = config.data
-    return DataConfig(
-        source=data.train,
-        split=data.split,
-        prompt_field=data.prompt_field,
-        answer_field=data.answer_field,
-        template=data.template,
-        options=data.options,
-        seed=config.run.seed,
-    )
-
-
-def validation_data(config: Config) -> DataConfig | None:
-    """None when the run never validates."""
-    data = config.data
-    if not config.validation.every:
-        return None
-    source = data.validation or data.train
-    generated = source.startswith("task:")
-    options = data.options if generated else {}
-    return replace(training_data(config), source=source, options=options, held_out=generated)
-
-
 def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle, device: str) -> EngineConfig:
     """The engine of the actor `name`; `model` is a local folder or hub id."""
-    rollout = config.rollout
-    return EngineConfig(
-        kind="scripted" if config.run.replay else rollout.engine,  # asked for nothing
-        model=model,
-        dtype=config.model.dtype,
-        device=device,
+    changes: dict[str, Any] = {}
+    if config.run.replay:
+        changes["engine"] = "scripted"  # asked for nothing
+    if config.run.deterministic:
         # What else is in a batch rounds log-probs in the last bit: alone, a group comes out alike whenever it is made.
-        max_batch=config.algorithm.group_size if config.run.deterministic else rollout.max_batch,
-        tp=rollout.tp,
-        kv_cache_mib=rollout.kv_cache_mib,
+        changes["max_batch"] = config.algorithm.group_size
+    return EngineConfig(
+        config.rollout.model_copy(update=changes),
+        config.model.model_copy(update={"path": model}),
+        config.scripted,
+        device=device,
         seed=config.run.seed,
-        latency_s=config.scripted.latency_s,
-        latency_sigma=config.scripted.latency_sigma,
-        receiver=ReceiverConfig(
-            engine=name,
-            staging=config.sync.staging,
-            device=device,
-            data_plane=handle,
-            keep_base=config.sync.delta,
-        ),
+        receiver=ReceiverConfig(name, config.sync, device, handle),
     )
 
 
@@ -158,14 +123,12 @@ def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandl
         threads=threads(config),
         seed=config.run.seed,
         engine=None if device is None else engine_config(config, name, model, handle, device),
-        environment=EnvironmentConfig(
-            config.rollout.environment, tools=config.rollout.tools, max_turns=config.rollout.max_turns
-        ),
+        rollout=config.rollout,
         tokenizer=model,
-        rewards=rewards(config),
-        data=training_data(config),
-        validation=validation_data(config),
-        max_prompt_tokens=config.data.max_prompt_tokens,
+        rewards=config.reward.functions,
+        tagged_rewards=tagged_rewards(config),
+        data=config.data,
+        validates=config.validation.every > 0,
         check_prompts=index == 0,
         data_plane=handle,
         engine_timeout_s=config.resources.stage_timeout_s,
@@ -178,36 +141,42 @@ def journal(config: Config) -> JournalConfig | None:
     run = config.run
     if not (run.record or run.replay or (run.journal and run.checkpoint_every)):
         return None
-    rollout = config.rollout
+    folder = os.path.join(run.replay or run.dir or ".", "journal")
+    purpose = "replay" if run.replay else "record" if run.record else "resume"
+    return JournalConfig(folder, _fingerprint(config), purpose=purpose)
+
+
+def _fingerprint(config: Config) -> str:
+    """All that decides how groups come out. Journals of older runs hold it: its text must stay what it is."""
+    rollout, data, seed = config.rollout, config.data, config.run.seed
+    read = data.model_dump(exclude={"train", "validation", "max_prompt_tokens"})
+    tagged = tagged_rewards(config)
     decisive = {
-        "seed": config.run.seed,
+        "seed": seed,
         "model": config.model.model_dump(),
         "warmup": config.warmup.model_dump(),
-        "data": asdict(training_data(config)),
+        "data": {**read, "source": data.train, "seed": seed, "held_out": False},
         "sampling": asdict(sampling(config)),
         "environment": [rollout.environment, rollout.tools, rollout.max_turns],
-        "rewards": [asdict(term) for term in rewards(config)],
+        "rewards": [
+            {**term.model_dump(), "name": term.label, "tagged": term.label in tagged}
+            for term in config.reward.functions
+        ],
     }
-    fingerprint = json.dumps(decisive, sort_keys=True, default=str)
-    folder = os.path.join(run.replay or run.dir or ".", "journal")
-    return JournalConfig(folder, fingerprint, purpose="replay" if run.replay else "record" if run.record else "resume")
+    return json.dumps(decisive, sort_keys=True, default=str)
 
 
-def rewards(config: Config) -> tuple[RewardConfig, ...]:
-    """The rubric; the rewards that the advantage estimator or dynamic sampling asks for one by one are tagged."""
-    one_by_one = set(build_advantages(advantage_config(config)).components)
+def reward_weights(config: Config) -> dict[str, float]:
+    """Each reward's name -> its weight in the rubric."""
+    return {function.label: function.weight for function in config.reward.functions}
+
+
+def tagged_rewards(config: Config) -> frozenset[str]:
+    """Names of the rewards that the advantage estimator or dynamic sampling asks for one by one."""
+    one_by_one = set(build_advantages(config.advantage, reward_weights(config)).components)
     if config.algorithm.dynamic_sampling.enabled:
         one_by_one |= {name for name, _ in signal_terms(config)}
-    return tuple(
-        RewardConfig(
-            kind=term.kind,
-            weight=term.weight,
-            options=term.options,
-            name=term.label,
-            tagged=term.label in one_by_one,
-        )
-        for term in config.reward.functions
-    )
+    return frozenset(one_by_one)
 
 
 def worker_setup(
@@ -215,16 +184,8 @@ def worker_setup(
 ) -> WorkerSetup:
     """Train worker `rank`. host: the address at which engines reach it."""
     sync, kind = config.sync, transport(config, one_host=one_host)
-    bucket_bytes = bucket_mib(config, kind, device) << 20
-    sender = SenderConfig(
-        run_id=handle.run_id,
-        bucket_bytes=bucket_bytes,
-        timeout_s=sync.timeout_s,
-        host=host,
-        folder=sync.dir or os.path.join(config.run.dir or ".", "weights"),
-        data_plane=handle,
-        device=device,
-    )
+    folder = sync.dir or os.path.join(config.run.dir or ".", "weights")
+    sender = SenderConfig(handle.run_id, sync, host=host, folder=folder, data_plane=handle, device=device)
     return WorkerSetup(
         rank=rank,
         topology=config.trainer.topology,
@@ -235,9 +196,8 @@ def worker_setup(
         data_plane=handle,
         backend=partial(build_backend, backend_config(config, model)),
         sender=partial(build_sender, kind, sender),
-        weights=PublisherConfig(
-            bucket_bytes=bucket_bytes, timeout_s=sync.timeout_s, delta=sync.delta, cache=sync.cache
-        ),
+        sync=sync,
+        bucket_bytes=bucket_mib(config, kind, device) << 20,
     )
 
 
@@ -249,44 +209,19 @@ def bucket_mib(config: Config, kind: str, device: str) -> int:
 
 
 def backend_config(config: Config, model: str) -> BackendConfig:
-    trainer = config.trainer
+    """The train backend of every rank; `model` is a local folder or hub id."""
+    loss = config.loss
+    if loss.aggregation == "sequence_sum" and loss.length_norm is None:
+        loss = loss.model_copy(update={"length_norm": config.rollout.max_new_tokens})
     return BackendConfig(
-        model=model,
-        kind=trainer.backend,
-        loss=loss_config(config),
-        optimizer=OptimizerConfig(
-            lr=trainer.lr,
-            betas=trainer.betas,
-            weight_decay=trainer.weight_decay,
-            grad_clip=trainer.grad_clip,
-            warmup_steps=trainer.warmup_steps,
-            schedule=trainer.schedule,
-            total_steps=config.algorithm.steps,
-        ),
+        model,
+        config.trainer,
+        loss,
+        config.scripted,
+        total_steps=config.algorithm.steps,
         prev=config.algorithm.prev_logprobs,
-        mixed_precision="bf16" if trainer.mixed_precision else "off",
         with_reference=config.with_reference,
-        topology=trainer.topology,
-        packing=trainer.packing,
-        recompute=trainer.recompute,
-        offload=trainer.offload,
-        sequence_parallel=trainer.sequence_parallel,
-        distributed_optimizer=trainer.distributed_optimizer,
-        train_row_s=config.scripted.train_row_s,
-        train_step_s=config.scripted.train_step_s,
     )
-
-
-def loss_config(config: Config) -> LossConfig:
-    keys = config.loss.model_dump()
-    if config.loss.aggregation == "sequence_sum" and config.loss.length_norm is None:
-        keys["length_norm"] = config.rollout.max_new_tokens
-    return LossConfig(**keys)
-
-
-def advantage_config(config: Config) -> AdvantageConfig:
-    weights = {function.label: function.weight for function in config.reward.functions}
-    return AdvantageConfig(**config.advantage.model_dump(), weights=weights)
 
 
 def budget(config: Config) -> Budget:

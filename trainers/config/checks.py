@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from ...codecs.integers import ceil_div, round_up
 from ...dataplane.topology import Topology
-from ..losses.key_checks import loss_problems
-
-if TYPE_CHECKING:
-    from .config import Config
-
+from .config import Config
 
 ROLLOUT_TOKEN_BYTES = 9
 """input_ids int32, response_mask uint8, rollout_logprobs float32."""
@@ -20,6 +16,11 @@ ROLLOUT_ROW_BYTES = 64
 """version_spans: a few (first token, version), int32."""
 LOGPROB_BYTES = 4
 """Each column that the train workers write back."""
+
+
+def contradictions(config: Config) -> list[str]:
+    """A sentence for each choice that contradicts another."""
+    return size_problems(config) + mesh_problems(config) + capacity_problems(config) + meaning_problems(config)
 
 
 def step_bytes(config: Config) -> int:
@@ -43,7 +44,7 @@ def capacity_problems(config: Config) -> list[str]:
     if needed <= capacity << 20:
         return []
     return [
-        f"dataplane.store.capacity_mib: got {capacity}, expected at least {-(-needed >> 20)}: "
+        f"dataplane.store.capacity_mib: got {capacity}, expected at least {ceil_div(needed, 1 << 20)}: "
         f"{math.ceil(config.rows_per_step * steps_in_store(config))} rows of up to "
         f"{config.data.max_prompt_tokens + config.rollout.max_new_tokens} tokens"
     ]
@@ -67,7 +68,7 @@ def size_problems(config: Config) -> list[str]:
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     multiple = Topology(dp=1, tp=config.trainer.tp, cp=config.trainer.cp).pad_multiple
-    padded = -(-longest // multiple) * multiple
+    padded = round_up(longest, multiple)
     if config.trainer.tokens_per_microbatch < padded:
         rounded = f", rounded up to a multiple of {multiple}" if padded > longest else ""
         problems.append(
@@ -78,7 +79,7 @@ def size_problems(config: Config) -> list[str]:
 
 
 def mesh_problems(config: Config) -> list[str]:
-    """Sentences on a train mesh that cannot be, or that its backend does not have."""
+    """Sentences on a train mesh that cannot be."""
     problems = []
     trainer = config.trainer
     shared = trainer.dp * trainer.tp * trainer.cp
@@ -86,24 +87,7 @@ def mesh_problems(config: Config) -> list[str]:
         problems.append(f"trainer.ep: got {trainer.ep}, expected a divisor of trainer.dp x tp x cp = {shared}")
     if trainer.offload and shared * trainer.pp == 1:
         problems.append("trainer.offload: got true with one train worker, expected false, as it needs several")
-    if trainer.backend == "fsdp":
-        for name in ("pp", "cp", "ep"):
-            if getattr(trainer, name) > 1:
-                problems.append(
-                    f"trainer.{name}: got {getattr(trainer, name)} with trainer.backend='fsdp', expected 1, as only "
-                    "megatron has it"
-                )
-        if trainer.sequence_parallel:
-            problems.append(
-                "trainer.sequence_parallel: got true with trainer.backend='fsdp', expected false, as only megatron "
-                "has it"
-            )
-        if not trainer.distributed_optimizer:
-            problems.append(
-                "trainer.distributed_optimizer: got false with trainer.backend='fsdp', expected true, as fsdp always "
-                "splits the optimizer's state"
-            )
-    elif trainer.sequence_parallel and trainer.tp == 1:
+    if trainer.sequence_parallel and trainer.backend == "megatron" and trainer.tp == 1:
         problems.append(
             "trainer.sequence_parallel: got true with trainer.tp=1, expected false, as there are no ranks to split over"
         )
@@ -119,11 +103,6 @@ def meaning_problems(config: Config) -> list[str]:
             f"algorithm.prev_logprobs: got 'rollout' with rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}"
             ", expected 'recompute', as the engine's log-probs are then of a cut-off distribution"
         )
-    if config.warmup.corpus != "none" and not config.model.builtin:
-        problems.append(
-            f"warmup.corpus: got {config.warmup.corpus!r} with model.path={config.model.path!r}, "
-            "expected 'none', as only the built-in model is warmed up"
-        )
     if config.validation.every and data.validation is None and not data.generated:
         problems.append(
             f"data.validation: not set, expected a file or dataset, as data.train={data.train!r} is no generated task "
@@ -134,17 +113,7 @@ def meaning_problems(config: Config) -> list[str]:
             f"trainer.backend: got 'scripted' with rollout.engine={rollout.engine!r}, expected 'scripted' there, too, "
             "as other engines have no use for its weights"
         )
-    if rollout.tp > 1 and rollout.engine != "vllm":
-        problems.append(
-            f"rollout.tp: got {rollout.tp} with rollout.engine={rollout.engine!r}, expected 1, as only vllm splits a "
-            "model"
-        )
     sync = config.sync
-    if sync.dir is not None and sync.transport != "disk":
-        problems.append(
-            f"sync.dir: got {sync.dir!r} with sync.transport={sync.transport!r}, expected it unset, as only disk has a "
-            "folder"
-        )
     if sync.timeout_s >= config.resources.stage_timeout_s:
         problems.append(
             f"sync.timeout_s: got {sync.timeout_s:g}, expected less than resources.stage_timeout_s="
@@ -153,11 +122,6 @@ def meaning_problems(config: Config) -> list[str]:
     if sync.delta and sync.staging == "none":
         problems.append(
             "sync.delta: got true with sync.staging='none', expected false, as a delta needs the last version's bytes"
-        )
-    if config.algorithm.chunk_groups is not None and config.algorithm.mode != "streaming":
-        problems.append(
-            f"algorithm.chunk_groups: got {config.algorithm.chunk_groups} with algorithm.mode="
-            f"{config.algorithm.mode!r}, expected it unset, as only streaming trains on chunks of a step"
         )
     if config.algorithm.mode == "streaming" and config.advantage.kind in WHOLE_STEP_ADVANTAGES:
         problems.append(
@@ -178,11 +142,6 @@ def admission_problems(config: Config) -> list[str]:
     algorithm = config.algorithm
     over, in_order = algorithm.dynamic_sampling.oversample > 1, algorithm.sampler in ("in_order", "windowed")
     key = "algorithm.dynamic_sampling.oversample"
-    if over and algorithm.mode == "async":
-        problems.append(
-            f"{key}: got {algorithm.dynamic_sampling.oversample:g} with algorithm.mode='async', expected 1, as "
-            "rollouts run ahead anyway (algorithm.max_staleness)"
-        )
     if over and (in_order or config.run.deterministic):
         what = "run.deterministic=true" if config.run.deterministic else f"algorithm.sampler={algorithm.sampler!r}"
         problems.append(
@@ -221,23 +180,17 @@ def replay_problems(config: Config) -> list[str]:
 
 
 def objective_problems(config: Config) -> list[str]:
-    """Sentences on choices of loss and advantages that contradict one another or have no effect."""
-    problems = loss_problems(config.loss)
+    """Sentences on choices of loss and advantages that contradict one another."""
+    problems = []
     loss, advantage = config.loss, config.advantage
+    if loss.correction != "none":
+        low, high = loss.correction_bounds
+        if low >= high:
+            problems.append(f"loss.correction_high: got {high}, expected a number above loss.correction_low={low}")
     if loss.correction != "none" and config.algorithm.prev_logprobs == "rollout":
         problems.append(
             f"loss.correction: got {loss.correction!r} with algorithm.prev_logprobs='rollout', expected 'recompute' "
             "there, as the engine's log-probs corrected by themselves are weights of 1"
-        )
-    if not advantage.normalize_std and advantage.kind not in ("grpo", "dr_grpo"):
-        problems.append(
-            f"advantage.normalize_std: got false with advantage.kind={advantage.kind!r}, expected true, as only grpo "
-            "can leave its division out"
-        )
-    if advantage.baseline != "step" and advantage.kind != "reinforce_pp":
-        problems.append(
-            f"advantage.baseline: got {advantage.baseline!r} with advantage.kind={advantage.kind!r}, expected 'step', "
-            "as only reinforce_pp has a choice"
         )
     counting = [function.label for function in config.reward.functions if function.weight]
     if advantage.kind == "gdpo" and len(counting) < 2:

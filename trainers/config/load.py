@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from ...dataplane.section import Section
 from ..errors import ConfigError
+from .checks import contradictions
 from .config import Config
+from .effects import idle_key_problems
 
 SHOWN_CHARS = 80
+SectionT = TypeVar("SectionT", bound=Section)
 
 
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+RENAMED: Mapping[str, str] = {}
+"""Dotted name that a key once had -> the name that it has now. The old name still works, and a warning says the new."""
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, of_old_run: bool = False) -> Config:
     """Read `path`, apply `overrides` (`key.sub=value`, the value parsed as YAML, later ones win), check all.
 
+    of_old_run: the configuration of a run that exists already. A key that it sets without effect is then warned of,
+    as the version that began the run may have accepted it.
     Raises ConfigError with one sentence for each problem found.
     """
     try:
@@ -37,21 +49,60 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         raise ConfigError([f"{path}: got {_shown(data)}, expected sections such as `trainer:` with keys below them"])
     for override in overrides:
         _apply(data, override)
-    return build_config(data)
+    return _checked(data, {override.partition("=")[0].strip() for override in overrides}, of_old_run)
 
 
 def build_config(data: Mapping[str, Any]) -> Config:
     """A checked Config from plain nested data. Raises ConfigError."""
+    return _checked(data)
+
+
+def validated(root: type[SectionT], data: Mapping[str, Any]) -> SectionT:
+    """`data` as a `root`. Raises ConfigError with a sentence for each key that does not fit its section."""
+    try:
+        return root.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError([s for problem in error.errors() for s in _sentences(problem, root)]) from None
+
+
+def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_run: bool = False) -> Config:
     # A section whose keys are all commented out is null in YAML; it means the defaults.
     given = {key: {} if value is None and key in Config.model_fields else value for key, value in data.items()}
-    try:
-        config = Config.model_validate(given)
-    except ValidationError as error:
-        raise ConfigError([sentence for problem in error.errors() for sentence in _sentences(problem)]) from None
-    missing = _missing_paths(config)
-    if missing:
-        raise ConfigError(missing)
+    config = validated(Config, renamed_keys(given, RENAMED))
+    problems, idle = contradictions(config), idle_key_problems(config, overridden)
+    if of_old_run:
+        for sentence in idle:
+            warnings.warn(sentence, FutureWarning, stacklevel=3)
+    else:
+        problems += idle
+    problems = problems or _missing_paths(config)
+    if problems:
+        raise ConfigError(problems)
     return config
+
+
+def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
+    """`data` with the values of old names under the new ones, and a warning for each. Raises ConfigError when both
+    names are set."""
+    moved = copy.deepcopy(dict(data))
+    for old, new in renamed.items():
+        *sections, name = old.split(".")
+        here: Any = moved
+        for section in sections:
+            here = here.get(section) if isinstance(here, dict) else None
+        if not isinstance(here, dict) or name not in here:
+            continue
+        value = here.pop(name)
+        *sections, new_name = new.split(".")
+        there = moved
+        for section in sections:
+            there[section] = there.get(section) or {}
+            there = there[section]
+        if new_name in there:
+            raise ConfigError([f"{old}: got {_shown(value)} beside {new}, expected only {new}, as it is called now"])
+        there[new_name] = value
+        warnings.warn(f"{old} is now called {new}, please rename it in your configuration", FutureWarning, stacklevel=4)
+    return moved
 
 
 # ---------------------------------------------------------------- YAML
@@ -133,20 +184,20 @@ def _apply(data: dict[str, Any], override: str) -> None:
 # ---------------------------------------------------------------- sentences
 
 
-def _sentences(problem: Mapping[str, Any]) -> list[str]:
-    """A pydantic error as sentences that name key, value and what was expected."""
+def _sentences(problem: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
+    """A pydantic error in `root` as sentences that name key, value and what was expected."""
     key = ".".join(str(part) for part in problem["loc"])
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "value_error":
         text = str(context["error"])
         return [f"{key}: {text}"] if key else text.split("\n")
     if kind == "extra_forbidden":
-        return [f"{key}: unknown key; {_suggestion(problem['loc'])}"]
+        return [f"{key}: unknown key; {_suggestion(problem['loc'], root)}"]
     if kind == "missing":
         return [f"{key}: not set, expected a value"]
     got = _shown(problem["input"])
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        model = _model_at(problem["loc"])
+        model = _model_at(problem["loc"], root)
         keys = f" with the keys {', '.join(model.model_fields)}" if model else " of keys and values"
         return [f"{key}: got {got}, expected a section{keys}"]
     return [f"{key}: got {got}, expected {_expected(kind, problem['input'], context, problem['msg'])}"]
@@ -191,13 +242,13 @@ def _shown(value: Any) -> str:
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
 
 
-def _suggestion(location: Sequence[str | int]) -> str:
+def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
     """`did you mean ...?`: the same name in another section, else the most similar here, else elsewhere."""
     *parents, name = (str(part) for part in location)
-    model = _model_at(location[:-1])
+    model = _model_at(location[:-1], root)
     siblings = list(model.model_fields) if model else []
     prefix = "".join(f"{part}." for part in parents)
-    known = dict(_all_keys(Config, ""))
+    known = dict(_all_keys(root, ""))
     elsewhere = [dotted for dotted, last in known.items() if last == name]
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere[:3])}?"
@@ -218,9 +269,9 @@ def _all_keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
             yield from _all_keys(field.annotation, f"{prefix}{name}.")
 
 
-def _model_at(location: Sequence[str | int]) -> type[BaseModel] | None:
-    """The section at `location`, None where there is no section."""
-    here: Any = Config
+def _model_at(location: Sequence[str | int], root: type[BaseModel]) -> type[BaseModel] | None:
+    """The section at `location` below `root`, None where there is no section."""
+    here: Any = root
     for part in location:
         if isinstance(part, int):
             arguments = typing.get_args(here)

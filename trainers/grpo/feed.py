@@ -25,11 +25,11 @@ import numpy as np
 from ...actors.engines.protocol import SamplingParams
 from ...actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, Span
 from ...actors.rewards.rubric import reward_tag
-from ...actors.rollout.prompts import base36
+from ...actors.rollout.prompts import base36, row_key
 from ...actors.rollout.report import RolloutReport
 from ...dataplane.client import DataPlaneClient
 from ...dataplane.errors import ClaimTimeout, KeysNotFound
-from ...dataplane.meta import KVBatchMeta
+from ...dataplane.meta import POSITION, KVBatchMeta
 from ..cluster import actor_specs
 from ..cluster.actor_specs import TASK
 from ..cluster.calls import ActorFailed, Call
@@ -39,8 +39,7 @@ from ..observe.data_plane_watch import Busy
 from .stages import Stages
 from .steps import State
 
-# ---------------- What the feed reads from a group's keys and tags: its position in the prompt stream, and whether it
-# has a signal.
+# ---------------- What the feed reads from a group's tags: whether it has a signal.
 
 ALIKE = 1e-6
 """Smallest difference between the rewards of a group that gives a signal."""
@@ -59,16 +58,6 @@ def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> l
         if len(rewards) < 2 or np.ptp(rewards) < ALIKE:
             flat.append(group)
     return flat
-
-
-def position_of(key: str) -> int:
-    """Place in the prompt stream of the row with this key."""
-    return int(key.rpartition(".")[0], 36)
-
-
-def prompt_order(key: str) -> tuple[int, int]:
-    """Sort key of `{prompt_uid}.{sample}`: by place in the stream, then by sample."""
-    return position_of(key), int(key.rpartition(".")[2])
 
 
 # ---------------- The feed.
@@ -257,7 +246,7 @@ class Feed:
                 self._take(meta)
             self._fill(self._admitted)
         meta = parts[0].concat(*parts[1:])
-        return meta.select(np.array(sorted(range(len(meta)), key=lambda row: prompt_order(meta.keys[row]))))
+        return meta.select(np.argsort(meta.tags[POSITION], kind="stable"))  # groups are put and claimed by sample
 
     def give_up_surplus(self) -> None:
         """End the rollouts that are still in flight and clear what they put: the step has its groups.
@@ -388,7 +377,7 @@ class Feed:
 
     def _not_put(self, positions: Iterable[int]) -> list[int]:
         """The positions whose groups are not in the data plane; a group is put as a whole."""
-        keys = {f"{base36(position)}.0": position for position in positions}
+        keys = {row_key(base36(position), 0): position for position in positions}
         missing: list[int] = []
         while keys:
             try:
@@ -425,10 +414,10 @@ class Feed:
 
     def _clear_stale(self) -> None:
         """Clear groups that are too old; their prompts, or others instead, are to be rolled out."""
-        keys = self._client.clear_stale(self._partition, TASK, TRAIN_FIELDS, self._oldest, whole_groups=True)
+        keys = set(self._client.clear_stale(self._partition, TASK, TRAIN_FIELDS, self._oldest, whole_groups=True))
         if not keys:
             return
-        positions = sorted({position_of(key) for key in keys})
+        positions = sorted(position for position in self._in_flight if row_key(base36(position), 0) in keys)
         for position in positions:
             del self._in_flight[position]
         self._tally.stale += len(positions)
@@ -449,7 +438,7 @@ class Feed:
 
     def _drop(self, meta: KVBatchMeta) -> None:
         """Clear claimed groups without a signal."""
-        positions = {position_of(key) for key in meta.keys}
+        positions = set(meta.tags[POSITION].tolist())
         with self._stages.timed("clear"):
             self._client.clear(meta.partition, meta.keys)
         for position in positions:
@@ -457,7 +446,6 @@ class Feed:
         self._tally.dropped += len(positions)
 
     def _take(self, meta: KVBatchMeta) -> None:
-        for key in meta.keys:
-            position = position_of(key)
+        for position in meta.tags[POSITION].tolist():
             self._in_flight.pop(position, None)
             self._claimed.add(position)

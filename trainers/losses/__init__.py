@@ -1,1 +1,1 @@
-"""Losses: each returns sums and declares its denominator."""
+"""Policy losses: each term returns a sum over its microbatch and declares the denominator of the step's mean."""

@@ -1,4 +1,4 @@
-"""How per-token losses become a step's mean: whose weights are equal, and what the step divides by."""
+"""Turns per-token losses into a step's mean, in which tokens, rows or groups weigh the same."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ AggregationKind = Literal["token", "sequence", "sequence_sum", "prompt"]
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """With `l_t` the loss at token t, `|y|` a row's tokens and `|G|` those of its whole group:
+    """Averages per-token losses over a step in one of four ways.
 
-    token          sum of `l_t` / tokens of the step: every token weighs the same (DAPO, arXiv:2503.14476, equation 8)
-    sequence       mean over rows of `sum(l_t) / |y|`: every row does (GRPO, DeepSeekMath, arXiv:2402.03300)
-    sequence_sum   mean over rows of `sum(l_t) / length_norm`, a constant, so that long answers are not weighed down
-                   (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)
-    prompt         mean over groups of `sum(l_t) / |G|`: every prompt does, whatever its answers' lengths, and within
-                   it every token
+    `l_t` is the loss at token t, `|y|` the number of tokens of a row, `|G|` the number of tokens of its whole group:
+
+    token          sum of `l_t` / tokens of the step. Every token weighs the same (DAPO, arXiv:2503.14476, equation 8).
+    sequence       mean over rows of `sum(l_t) / |y|`. Every row weighs the same (GRPO, DeepSeekMath, arXiv:2402.03300).
+    sequence_sum   mean over rows of `sum(l_t) / length_norm`, a constant, so that tokens of long answers do not weigh
+                   less (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
+    prompt         mean over groups of `sum(l_t) / |G|`. Every prompt weighs the same, whatever the lengths of its
+                   answers, and so does every token of one prompt.
     """
 
     kind: AggregationKind = "token"
     length_norm: int | None = None
-    """Tokens; with `sequence_sum` only."""
+    """Number of tokens that `sequence_sum` divides by; the other kinds ignore it."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("token", "sequence", "sequence_sum", "prompt"):
@@ -46,9 +48,9 @@ class Aggregation:
         return "groups" if self.kind == "prompt" else "sequences"
 
     def __call__(self, values: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
-        """The sum over the microbatch of per-token `values` `[T]`, ready to be divided by the step's N.
+        """Sum per-token `values` `[T]` over the microbatch, so that the step can divide the total by its N.
 
-        Raises ValueError when `prompt` has no `group_tokens`: a group's rows may stand in several microbatches.
+        Raises ValueError when `prompt` has no `group_tokens`: a group's rows may be in several microbatches.
         """
         if self.kind == "token":
             return values.sum()

@@ -1,8 +1,8 @@
-"""Off-policy correction: weights for rows that the engine sampled from another policy than ratios are taken against.
+"""Off-policy corrections weight tokens whose engine policy differs from the previous policy, the ratio's denominator.
 
-Even at the same version an engine's numbers are not the trainer's, and stale rows come from an older version. With
-`w = p_prev / p_rollout`, the token's probability under the previous policy over that under the engine's, as a weight,
-the loss's expectation under the engine's policy becomes one under the previous policy.
+Engine and trainer compute slightly different numbers even at the same version, and stale rows come from an older
+version. The weight is `w = p_prev / p_rollout`: the token's probability under the previous policy over its probability
+under the engine's policy. It turns the loss's expectation under the engine's policy into one under the previous policy.
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ import torch
 from .terms import LossInputs
 
 CORRECTION_METRICS = ("correction_weight", "correction_fraction")
-"""The mean weight, and the share of tokens whose weight was truncated or set to 0."""
+"""Metrics of every correction: the mean weight, and the share of tokens whose weight was truncated or set to 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenWeights:
-    """A correction over one microbatch, without grad."""
+    """The weights that a correction gives the tokens of one microbatch, without grad."""
 
     values: torch.Tensor
-    """float32 `[T]`, 0 or more: factors of the policy objective's losses."""
+    """Weights that multiply the objective's losses: float32 `[T]`, 0 or more."""
     cut: torch.Tensor
-    """bool `[T]`: where the weight is not `w`, but a bound or 0."""
+    """Marks of the tokens whose weight is a bound or 0 instead of `w`: bool `[T]`."""
 
 
 class Correction(Protocol):
-    """Weights from `prev_logprobs` and `rollout_logprobs` alone. A token of weight 0 still counts in N."""
+    """Computes token weights from `prev_logprobs` and `rollout_logprobs` alone. A token of weight 0 still counts in
+    the step's denominator N."""
 
     def __call__(self, inputs: LossInputs) -> TokenWeights: ...
 
 
 # ---------------- Truncated importance sampling per token.
 #
-# Ionides 2008, "Truncated Importance Sampling"; for the mismatch of engine and trainer: Yao et al. 2025, "Your
-# Efficient RL Framework Secretly Brings You Off-Policy RL Training" (fengyao.notion.site/off-policy-rl).
+# Ionides 2008, "Truncated Importance Sampling". Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+# Off-Policy RL Training" (fengyao.notion.site/off-policy-rl), apply it to the mismatch of engine and trainer.
 
 
 @dataclass(frozen=True, slots=True)
 class TruncatedTokens:
-    """`min(w, high)`."""
+    """Weights each token by `min(w, high)`, where w is its importance weight; this is truncated importance sampling."""
 
     high: float
 
@@ -53,7 +54,7 @@ class TruncatedTokens:
         return TokenWeights(weights.clamp(max=self.high), weights > self.high)
 
 
-# ---------------- IcePop: tokens on which trainer and engine disagree too much, either way, are left out.
+# ---------------- IcePop: leaves out tokens on which trainer and engine disagree too much, in either direction.
 #
 # Ling Team 2025, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model" (Ring-1T),
 # arXiv:2510.18855.
@@ -61,7 +62,7 @@ class TruncatedTokens:
 
 @dataclass(frozen=True, slots=True)
 class IcePop:
-    """`w` inside `[low, high]`, else 0."""
+    """Weights each token by its importance weight `w` inside `[low, high]`, and by 0 outside, which leaves it out."""
 
     low: float
     high: float
@@ -69,21 +70,24 @@ class IcePop:
     @torch.no_grad()
     def __call__(self, inputs: LossInputs) -> TokenWeights:
         weights = (inputs.prev_logprobs - inputs.rollout_logprobs).exp()
-        # Asked this way round, a NaN stays NaN and skips the step, instead of passing for a masked token.
+        # These comparisons are false for a NaN, so it stays and skips the step instead of passing for a masked token.
         cut = (weights < self.low) | (weights > self.high)
         return TokenWeights(weights.masked_fill(cut, 0.0), cut)
 
 
 # ---------------- Importance sampling of whole answers: one weight for all tokens of a row.
 #
-# Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", which
-# compares it, truncated and masked, with weights per token.
+# Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", compare
+# both variants, truncated and masked, with weights per token.
 
 
 @dataclass(frozen=True, slots=True)
 class TruncatedSequences:
-    """`min(W, high)`, W being the row's probability under the previous policy over that under the engine's: the product
-    of its tokens' `w`. Unbiased but for the bound, and of large variance on long answers."""
+    """Weights every token of a row by `min(W, high)`, where W is the product of the row's token weights `w`.
+
+    W is the row's probability under the previous policy over its probability under the engine's. The weight is unbiased
+    except for the bound, and its variance is large on long answers.
+    """
 
     high: float
 
@@ -91,13 +95,16 @@ class TruncatedSequences:
     def __call__(self, inputs: LossInputs) -> TokenWeights:
         log_weights = inputs.row_sum(inputs.prev_logprobs - inputs.rollout_logprobs)
         bound = math.log(self.high)
-        weights = log_weights.clamp(max=bound).exp()  # bounded before exp: the product of a long row overflows
+        weights = log_weights.clamp(max=bound).exp()  # bounded before exp, because the product of a long row overflows
         return TokenWeights(weights[inputs.row_ids], (log_weights > bound)[inputs.row_ids])
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedSequences:
-    """W inside `[low, high]`, else 0: the whole row is left out."""
+    """Weights every token of a row by the row's W inside `[low, high]` and by 0 outside, which leaves the row out.
+
+    W is the product of the row's token weights, as in `TruncatedSequences`.
+    """
 
     low: float
     high: float
@@ -106,5 +113,5 @@ class MaskedSequences:
     def __call__(self, inputs: LossInputs) -> TokenWeights:
         log_weights = inputs.row_sum(inputs.prev_logprobs - inputs.rollout_logprobs)
         lowest = math.log(self.low) if self.low > 0 else -math.inf
-        cut = (log_weights < lowest) | (log_weights > math.log(self.high))  # a NaN is not cut; it skips the step
+        cut = (log_weights < lowest) | (log_weights > math.log(self.high))  # a NaN is not cut, it skips the step
         return TokenWeights(log_weights.exp().masked_fill(cut, 0.0)[inputs.row_ids], cut[inputs.row_ids])

@@ -1,4 +1,4 @@
-"""KL divergence to the reference policy, estimated from the sampled tokens: as a loss term, or as part of the reward.
+"""KL divergence to the reference policy, estimated from sampled tokens, as a loss term or as part of the reward.
 
 The estimators are those of John Schulman, "Approximating KL Divergence" (2020, joschu.net/blog/kl-approx.html).
 """
@@ -18,10 +18,11 @@ KlKind = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceKl:
-    """With `d = log p_ref - log p`: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d (unbiased, never negative).
+    """Estimates the KL at each token from `d = log p_ref - log p` and adds it to the loss.
 
-    As a loss on on-policy samples k2 has the gradient of the KL itself, k3 one that agrees with it near the reference
-    (GRPO's choice, DeepSeekMath, arXiv:2402.03300, equation 4), and k1 one that is zero on average.
+    The estimate is k1 = -d, k2 = d^2 / 2, or k3 = exp(d) - 1 - d, which is unbiased and never negative. As a loss on
+    on-policy samples, k2 has the gradient of the KL itself, k3 (GRPO's choice, DeepSeekMath, arXiv:2402.03300,
+    equation 4) has one that agrees with it near the reference, and the gradient of k1 is zero on average.
     """
 
     kind: KlKind = "k3"
@@ -45,13 +46,12 @@ class ReferenceKl:
 
 @dataclass(frozen=True, slots=True)
 class RewardKl:
-    """KL in the reward: each token's advantage is lowered by `coefficient * k` of that token, k being the estimate with
-    `d = log p_ref - log p_prev`, without grad.
+    """Lowers each token's advantage by `coefficient * k`, where k is the token's KL estimate without grad.
 
-    So every token answers for its own divergence alone. That is reward shaping by token with a discount of 0 behind
-    the estimator: what PPO from human feedback (arXiv:2203.02155) and REINFORCE++ (arXiv:2501.03262) subtract before
-    it, summed over the tokens that follow, needs rewards by token where advantages are normalised; there they are
-    numbers by row, and no token passes the driver.
+    k is computed from `d = log p_ref - log p_prev`. Each token is charged for its own divergence only. PPO from human
+    feedback (arXiv:2203.02155) and REINFORCE++ (arXiv:2501.03262) subtract the KL before advantages are estimated and
+    sum it over the tokens that follow. That needs rewards per token where advantages are normalised; Headrace does that
+    in the driver, which sees one reward per row and no tokens.
     """
 
     kind: KlKind
@@ -64,7 +64,7 @@ class RewardKl:
 
     @torch.no_grad()
     def __call__(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, torch.Tensor]]:
-        """(the inputs with lowered advantages, metrics). Raises ValueError without `ref_logprobs`."""
+        """Return the inputs with lowered advantages, and metrics. Raises ValueError without `ref_logprobs`."""
         values = _estimate(self.kind, _reference(inputs) - inputs.prev_logprobs)
         lowered = replace(inputs, advantages=inputs.advantages - self.coefficient * values)
         return lowered, {"reference_kl": values.sum()}

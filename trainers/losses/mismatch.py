@@ -1,7 +1,7 @@
-"""How far the trainer's log-probs are from those that the engine sampled with: reported on every run.
+"""Measures how far the trainer's log-probs are from those of the engine that sampled the tokens, on every run.
 
-At one and the same version it is numerics alone (kernels, precision, truncation by top-p or top-k); a trainer that was
-sent wrong weights, or masks other tokens than the engine made, shows here first.
+When engine and trainer have the same weights, only numerics differ (kernels, precision, truncation by top-p or top-k).
+An engine that received wrong weights, or a mask over the wrong tokens, shows in these metrics first.
 """
 
 from __future__ import annotations
@@ -11,20 +11,23 @@ import torch
 from .terms import LossInputs
 
 MISMATCH_SUMS = ("mismatch_mean", "mismatch_kl")
-"""Means over response tokens, with d = log p_trainer - log p_engine: of |d|, and of exp(d) - 1 - d, which estimates
-the KL divergence of the engine's policy to the trainer's (k3: never negative; `kl` has the reference)."""
+"""Metrics that are means over response tokens of |d| and of exp(d) - 1 - d, where d = log p_trainer - log p_engine.
+
+The second estimates the KL divergence of the engine's policy to the trainer's, and is never negative (k3, see `kl`).
+"""
 MISMATCH_MAX = "mismatch_max"
-"""The largest |d|."""
+"""Metric that is the largest |d| of the step."""
 
 
 @torch.no_grad()
 def mismatch(inputs: LossInputs, *, recomputed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float64 `[2]`: MISMATCH_SUMS as sums over the microbatch's tokens; float64 scalar: its MISMATCH_MAX, 0 without
-    tokens).
+    """Return MISMATCH_SUMS of a microbatch as sums over its tokens (float64 `[2]`), and its MISMATCH_MAX (float64
+    scalar, 0 without tokens).
 
-    recomputed: the trainer's log-probs are `prev_logprobs`, which it has computed before the step; else those of the
-    train pass itself. Both are of the policy that the step starts from: the one that sampled, as far as rows are on
-    policy. Of older rows, and in a step after the first on the same rows, it also has what training has changed since.
+    `recomputed` takes `prev_logprobs` as the trainer's log-probs, which it computed before the step; otherwise those of
+    the training forward pass are taken. Both come from the policy that the step starts from, which sampled the rows as
+    long as they are on policy. On older rows, or in a later step on the same rows, the difference also includes what
+    training has changed since.
     """
     trainer = inputs.prev_logprobs if recomputed else inputs.logprobs
     # In float64: where the two agree to 1e-4, k3 is smaller than what float32 loses in 1 + d.

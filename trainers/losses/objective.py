@@ -1,4 +1,4 @@
-"""What a policy objective is: a loss at each token, from ratios and advantages, before weights and means."""
+"""Policy objectives compute a loss at each token from probability ratios and advantages, before weights and means."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ import torch
 from .terms import LossInputs
 
 DRIFT_METRICS = ("approx_kl", "rollout_kl")
-"""approx_kl: k3 of the previous policy to this one; rollout_kl: k3 of the engine's policy to this one (staleness and
-numerical mismatch together)."""
+"""Metrics of every objective, which estimate how far the policy has moved (k3, see `kl`).
+
+approx_kl is the KL of the previous policy to this one. rollout_kl is that of the engine's policy to this one, which
+includes staleness and numerical mismatch.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """An objective over one microbatch."""
+    """The losses and metrics of an objective on one microbatch."""
 
     values: torch.Tensor
-    """float32 `[T]`, with grad."""
+    """Loss at each token: float32 `[T]`, with grad."""
     metrics: Mapping[str, torch.Tensor]
-    """float32 scalars without grad, in the order of the objective's `metrics`: sums over tokens."""
+    """Sums of metrics over tokens, in the order of the objective's `metrics`: float32 scalars without grad."""
 
 
 class Objective(Protocol):
-    """A policy-gradient surrogate. Looks beyond a token only through `LossInputs.row_sum`."""
+    """A policy-gradient surrogate, which may look beyond one token only through `LossInputs.row_sum`."""
 
     @property
     def name(self) -> str: ...
@@ -39,7 +42,7 @@ class Objective(Protocol):
 
 @torch.no_grad()
 def drift(inputs: LossInputs) -> dict[str, torch.Tensor]:
-    """DRIFT_METRICS of a microbatch."""
+    """Return DRIFT_METRICS of a microbatch as sums over its tokens."""
     moved = inputs.logprobs - inputs.prev_logprobs
     rollout = inputs.logprobs - inputs.rollout_logprobs
     return {
@@ -49,7 +52,7 @@ def drift(inputs: LossInputs) -> dict[str, torch.Tensor]:
 
 
 def check_clip(clip_low: float, clip_high: float) -> None:
-    """Raises ValueError unless `[1 - clip_low, 1 + clip_high]` bounds a ratio from both sides of 1."""
+    """Raise ValueError unless `[1 - clip_low, 1 + clip_high]` has one bound below 1 and one above it."""
     if not 0 < clip_low <= 1:
         raise ValueError(f"loss.clip_low: got {clip_low}, expected a number in (0, 1]")
     if not clip_high > 0:
@@ -57,34 +60,35 @@ def check_clip(clip_low: float, clip_high: float) -> None:
 
 
 def count(marks: torch.Tensor) -> torch.Tensor:
-    """float32 scalar: how many of bool `[T]` hold."""
+    """Return how many of `marks`, bool `[T]`, are true, as a float32 scalar."""
     return marks.sum(dtype=torch.float32)
 
 
-# ---------------- PPO's clipped surrogate with separate lower and upper bounds, and optionally a second one for bad
-# samples.
+# ---------------- PPO's clipped surrogate with separate lower and upper bounds, and an optional dual clip.
 #
 # Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347, equation 7. The asymmetric clip
-# ("clip-higher") is DAPO's: Yu et al. 2025, arXiv:2503.14476, section 3. The dual clip: Ye et al. 2019, "Mastering
-# Complex Control in MOBA Games with Deep Reinforcement Learning", arXiv:1912.09729.
+# ("clip-higher") is DAPO's (Yu et al. 2025, arXiv:2503.14476, section 3). The dual clip is from Ye et al. 2019,
+# "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", arXiv:1912.09729.
 
 
 @dataclass(frozen=True, slots=True)
 class PpoClip:
-    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`, r being the token's probability over its previous one.
+    """PPO's loss at a token is `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`.
 
-    With `clip_dual` c, where A < 0: `-max(min(...), c A)`, so that one token that became much more probable since it
-    was sampled (r A has no lower bound) does not rule the step.
+    r is the token's probability over its probability under the previous policy, A its advantage. With `clip_dual` c,
+    tokens with A < 0 have the loss `-max(min(...), c A)` instead. r A has no lower bound there, and one token that
+    became much more probable since it was sampled would otherwise dominate the step.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     clip_dual: float | None = None
-    """None: no second clip."""
+    """Factor c of the dual clip, above 1; None disables it."""
 
     name = "ppo_clip"
     metrics = ("ratio_mean", "clip_fraction", *DRIFT_METRICS)
-    """ratio_mean: r; clip_fraction: 1 where a bound cuts the gradient off."""
+    """Names of the metrics. ratio_mean averages r; clip_fraction is the share of tokens whose gradient a bound cuts
+    off."""
 
     def __post_init__(self) -> None:
         check_clip(self.clip_low, self.clip_high)
@@ -105,18 +109,18 @@ class PpoClip:
         return TokenLosses(-values, {**metrics, **drift(inputs)})
 
 
-# ---------------- Group Sequence Policy Optimization: one ratio for a whole answer, clipped as one.
+# ---------------- Group Sequence Policy Optimization: a whole answer has one ratio and is clipped as one.
 #
 # Zheng et al. 2025, arXiv:2507.18071.
 
 
 @dataclass(frozen=True, slots=True)
 class Gspo:
-    """`-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)` at each token, with `s = exp(mean over the row's tokens of
-    log p / p_prev)`: the geometric mean of the row's ratios.
+    """GSPO's loss at a token is `-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)`, where s is its row's ratio.
 
-    With `loss.aggregation=sequence` a row's sum is the paper's loss of the row. s stays much closer to 1 than a token's
-    ratio, so its bounds are small: 3e-4 and 4e-4 in the paper.
+    s is the geometric mean of the row's token ratios: `exp(mean over the row's tokens of log p / p_prev)`. With
+    `loss.aggregation=sequence` a row's sum is the paper's loss of the row. s stays much closer to 1 than the ratio of
+    one token, so its bounds are small (3e-4 and 4e-4 in the paper).
     """
 
     clip_low: float = 0.2
@@ -124,7 +128,8 @@ class Gspo:
 
     name = "gspo"
     metrics = ("ratio_mean", "clip_fraction", *DRIFT_METRICS)
-    """ratio_mean: s; clip_fraction: 1 at every token of a row that a bound cuts off."""
+    """Names of the metrics. ratio_mean averages s; clip_fraction is the share of tokens in rows that a bound cuts
+    off."""
 
     def __post_init__(self) -> None:
         check_clip(self.clip_low, self.clip_high)
@@ -138,16 +143,17 @@ class Gspo:
         return TokenLosses(-torch.minimum(gain, bounded), {**metrics, **drift(inputs)})
 
 
-# ---------------- CISPO: the importance weight is clipped, not the token, so that every token keeps a gradient.
+# ---------------- CISPO: clips the importance weight instead of the token, so that every token keeps a gradient.
 #
 # MiniMax 2025, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", arXiv:2506.13585.
 
 
 @dataclass(frozen=True, slots=True)
 class Cispo:
-    """`-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p`, sg meaning that no gradient flows through the weight.
+    """CISPO's loss at a token is `-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p`.
 
-    The paper bounds r from above only: `clip_low=1` is no lower bound.
+    r is the token's probability over its probability under the previous policy, A its advantage, and sg (stop-gradient)
+    means that no gradient flows through the weight. The paper bounds r from above only, which is `clip_low=1`.
     """
 
     clip_low: float = 1.0
@@ -155,7 +161,7 @@ class Cispo:
 
     name = "cispo"
     metrics = ("ratio_mean", "clip_fraction", *DRIFT_METRICS)
-    """ratio_mean: r, before the clip; clip_fraction: 1 where it clips."""
+    """Names of the metrics. ratio_mean averages r before the clip; clip_fraction is the share of clipped tokens."""
 
     def __post_init__(self) -> None:
         check_clip(self.clip_low, self.clip_high)
@@ -167,13 +173,13 @@ class Cispo:
         return TokenLosses(-weight * inputs.advantages * inputs.logprobs, {**metrics, **drift(inputs)})
 
 
-# ---------------- The plain policy gradient: Williams 1992, "Simple statistical gradient-following algorithms"
-# (REINFORCE).
+# ---------------- REINFORCE, the plain policy gradient: Williams 1992, "Simple statistical gradient-following
+# algorithms".
 
 
 @dataclass(frozen=True, slots=True)
 class Reinforce:
-    """`-A log p`: right for rows that the current policy sampled, whatever the previous policy was."""
+    """The loss of REINFORCE at a token is `-A log p`, which is correct for rows that the current policy sampled."""
 
     name = "reinforce"
     metrics = DRIFT_METRICS

@@ -1,4 +1,4 @@
-"""The policy's loss term: an objective at each token, weighed by an off-policy correction, aggregated."""
+"""The policy's loss term weights an objective's token losses by an off-policy correction and aggregates them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .terms import Denominator, LossInputs, TermSums
 
 @dataclass(frozen=True, slots=True)
 class PolicyTerm:
-    """`aggregation(correction * objective)`, on advantages that `reward_kl` has lowered."""
+    """Computes `aggregation(correction * objective)` on advantages that `reward_kl` has lowered."""
 
     objective: Objective
     aggregation: Aggregation = Aggregation()
     correction: Correction | None = None
-    """None: the engine's policy passes for the previous one."""
+    """Off-policy correction; None treats the engine's policy as the previous policy."""
     reward_kl: RewardKl | None = None
-    """None: advantages as they are."""
+    """KL penalty on the advantages; None leaves them as they are."""
 
     @property
     def name(self) -> str:

@@ -1,7 +1,8 @@
-"""Loss terms: what a term is given, what it gives back, and the weighted sum that a train step minimises.
+"""Defines loss terms, their inputs and results, and the weighted sum of terms that a train step minimises.
 
-A step's loss is `sum over tokens / N`, N being known only after its last microbatch. So a term returns a plain sum and
-declares what its N counts; the train step divides once. Chunking a step's rows in any way then gives the same gradient.
+A step's loss is `sum over tokens / N`, and N is known only after the last microbatch. So a term returns a plain sum and
+declares what its N counts, and the train step divides once. The gradient is then the same however the step's rows are
+divided into microbatches.
 """
 
 from __future__ import annotations
@@ -14,47 +15,48 @@ from typing import Literal, Protocol
 import torch
 
 Denominator = Literal["tokens", "sequences", "groups"]
-"""What N counts over the whole step: response tokens, rows with at least one, or groups with at least one such row."""
+"""Unit that a loss counts as N over the whole step: response tokens, rows with a response token, or groups with such a
+row."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The response tokens of one microbatch, flat: T tokens of N rows. Every one of them is trained on: what
-    `response_mask` masks never gets here, so a term needs no mask of its own.
+    """The response tokens of one microbatch, flat: T tokens of N rows.
 
-    With context parallelism a row's tokens stand on several ranks; T is then this rank's share of them, N the same on
-    all. A term is a sum over the tokens it is given, and what it needs to know of a whole row it asks `row_sum`.
+    All of them are trained on. Tokens that `response_mask` masks are left out before, so a term needs no mask. With
+    context parallelism a row's tokens are split over several ranks; T is then this rank's share of them, and N is the
+    same on all these ranks. A term sums over the tokens it is given and uses `row_sum` for sums over whole rows.
     """
 
     logprobs: torch.Tensor
-    """float32 `[T]`, with grad: under the policy being trained."""
+    """Log-probs under the policy being trained: float32 `[T]`, with grad."""
     prev_logprobs: torch.Tensor
-    """float32 `[T]`: under the policy that ratios are taken against."""
+    """Log-probs under the previous policy, the denominator of ratios: float32 `[T]`."""
     rollout_logprobs: torch.Tensor
-    """float32 `[T]`: as the engine sampled."""
+    """Log-probs that the engine sampled with: float32 `[T]`."""
     ref_logprobs: torch.Tensor | None
-    """float32 `[T]`: under the reference policy; None when the step has no reference."""
+    """Log-probs under the reference policy: float32 `[T]`; None when the step has no reference."""
     advantages: torch.Tensor
-    """float32 `[T]`: the row's advantage at each of its tokens."""
+    """Advantage of the token's row: float32 `[T]`."""
     row_ids: torch.Tensor
-    """int64 `[T]`: 0..N-1, ascending."""
+    """Row of each token: int64 `[T]`, 0..N-1, ascending."""
     row_tokens: torch.Tensor
-    """int64 `[N]`: response tokens of each whole row; 0 for a failed row."""
+    """Number of response tokens of each whole row: int64 `[N]`, 0 for a failed row."""
     group_tokens: torch.Tensor | None = None
-    """int64 `[N]`: response tokens that the step trains on in each row's whole group, wherever its other rows are; None
-    unless `loss.aggregation` is `prompt`."""
+    """Number of response tokens that the step trains on in each row's whole group, in any microbatch and on any rank:
+    int64 `[N]`; None unless `loss.aggregation` is `prompt`."""
     entropy: torch.Tensor | None = None
-    """float32 `[T]`, with grad: entropy (nats) of the trained policy's distribution at each token; None unless
+    """Entropy (nats) of the trained policy's distribution at each token: float32 `[T]`, with grad; None unless
     `loss.entropy_coef` is above 0."""
     reduce_rows: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Sums `[N]` over the ranks that share the rows' tokens, in forward and in backward (each rank's loss is a part of
-    the sum that is differentiated). Collective. None: every row is here whole."""
+    """Function that sums `[N]` over the ranks that share the rows' tokens, in forward and in backward, because each
+    rank's loss is a part of the differentiated sum. Collective. None when every row is whole on this rank."""
 
     def row_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """`[N]`: sums of per-token `values` `[T]` over whole rows, differentiable; 0 for a row without tokens.
+        """Sum per-token `values` `[T]` over whole rows: `[N]`, differentiable; 0 for a row without tokens.
 
-        The only way in which a loss may look beyond one token: everything else would depend on what else the microbatch
-        or the rank happens to hold.
+        A loss may look beyond one token in this way only. Anything else would depend on what else the microbatch or the
+        rank happens to hold.
         """
         sums = values.new_zeros(len(self.row_tokens)).index_add(0, self.row_ids, values)
         return sums if self.reduce_rows is None else self.reduce_rows(sums)
@@ -62,16 +64,17 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class TermSums:
-    """One term over one microbatch."""
+    """The loss and metrics of one term on one microbatch."""
 
     loss: torch.Tensor
-    """float32 scalar with grad: the sum that the step divides by N."""
+    """Sum that the step divides by N: float32 scalar with grad."""
     metrics: Mapping[str, torch.Tensor]
-    """float32 scalars without grad, in the order of the term's `metrics`: sums over tokens, to be divided by them."""
+    """Sums over tokens that the step divides by the number of tokens, in the order of the term's `metrics`: float32
+    scalars without grad."""
 
 
 class LossTerm(Protocol):
-    """One summand of the loss, linear in 1/N: its value over a microbatch depends on nothing outside it."""
+    """One summand of the loss, linear in 1/N, whose value on a microbatch depends on nothing outside the microbatch."""
 
     @property
     def name(self) -> str: ...
@@ -81,18 +84,21 @@ class LossTerm(Protocol):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of its metrics, known beforehand so that all ranks reduce the same vector."""
+        """Names of the term's metrics, fixed beforehand so that all ranks reduce the same vector."""
         ...
 
     def __call__(self, inputs: LossInputs) -> TermSums: ...
 
 
 class PolicyLoss:
-    """The weighted terms of a step, over one common denominator."""
+    """The weighted sum of a step's loss terms, which share one denominator."""
 
     def __init__(self, terms: Sequence[tuple[float, LossTerm]]) -> None:
-        """`terms`: (coefficient, term). Raises ValueError when there is none, or naming two terms that do not agree in
-        their denominator or both report a metric of one name, or a term that is not linear in 1/N."""
+        """Check and combine `terms`, pairs of (coefficient, term).
+
+        Raises ValueError when there is no term, two terms have different denominators or report the same metric, or a
+        term is not linear in 1/N; the error names the terms.
+        """
         if not terms:
             raise ValueError("loss: got no terms, expected at least one")
         first = terms[0][1]
@@ -117,7 +123,7 @@ class PolicyLoss:
         self.metrics: tuple[str, ...] = tuple(owners)
 
     def __call__(self, inputs: LossInputs) -> TermSums:
-        """Coefficients times the terms' sums; metrics of all terms, unweighted."""
+        """Return the sum of coefficient times loss over the terms, and the metrics of all terms, unweighted."""
         metrics: dict[str, torch.Tensor] = {}
         losses = []
         for coefficient, term in self._terms:
@@ -130,12 +136,15 @@ class PolicyLoss:
 # ---------------------------------------------------------------- linear in 1/N
 
 _PROBE_TOKENS = (3, 1, 0, 2)
-"""Response tokens of the probe's rows; rows 0 and 1 are one group, 2 and 3 another."""
+"""Number of response tokens of each of the probe's rows; rows 0 and 1 are one group, rows 2 and 3 another."""
 
 
 def _check_linear(term: LossTerm) -> None:
-    """Try `term` on four made-up rows, once in one microbatch and once in one each. A mean over the microbatch, which
-    would later be divided by N again, gives other sums then. Raises ValueError naming it."""
+    """Evaluate `term` on four made-up rows, once in a single microbatch and once in one microbatch per row.
+
+    A term that takes a mean over the microbatch, which the step would divide by N again, gives different sums. Raises
+    ValueError naming such a term.
+    """
     whole = _probe(term, [[0, 1, 2, 3]])
     parts = _probe(term, [[3], [0], [2], [1]])
     for what, value in whole.items():
@@ -148,7 +157,8 @@ def _check_linear(term: LossTerm) -> None:
 
 @torch.enable_grad()
 def _probe(term: LossTerm, micros: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-    """Loss and metrics summed over `micros`, and the gradient by every row's tokens (log-probs, entropies)."""
+    """Return loss and metrics summed over `micros`, and the gradient with respect to every token's log-prob and
+    entropy."""
     places = torch.arange(sum(_PROBE_TOKENS)).split(_PROBE_TOKENS)
     gradient = torch.zeros(2, sum(_PROBE_TOKENS), dtype=torch.float64)
     sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), dtype=torch.float64)}

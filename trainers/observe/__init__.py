@@ -1,1 +1,1 @@
-"""What a run shows: metrics, progress, timeline, plots and report."""
+"""Shows what a run does: metrics, live progress, timeline, Prometheus endpoint, plots and report."""

@@ -1,10 +1,10 @@
-"""The run's figures: one JSON line a record in metrics.jsonl, and the same as TensorBoard scalars.
+"""Writes a run's metrics as JSON lines to metrics.jsonl and as TensorBoard scalars, and reads metrics.jsonl back.
 
 Keys are flat: `reward/`, `val/`, `rollout/`, `queue/`, `staleness/`, `train/`, `logprob/`, `policy/`, `dataplane/`,
 `driver/`, `idle/`, `sync/`, `run/`, `memory/` and, in seconds, `time/`. `time/step_s` is a whole step without the
-validation behind it, `time/elapsed_s` counts from the writer's start, `time/rollout_s` is the driver's wait for groups,
-and `time/data_wait_s`, the time that train workers waited for rows, is part of `time/logprob_s` and `time/train_s`.
-What each means: docs/observability.md.
+validation after it. `time/elapsed_s` counts from the writer's start. `time/rollout_s` is the driver's wait for groups.
+`time/data_wait_s`, the time that train workers waited for rows, is part of `time/logprob_s` and `time/train_s`.
+docs/reference/metrics.md explains every key.
 """
 
 from __future__ import annotations
@@ -17,23 +17,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...codecs.imports import MissingExtra
+
 FINISHED = "finished"
 RESUMED = "resumed"
-"""Names of events: lines that report something other than a step."""
+"""Names of two events; an event is a line that reports something other than a step."""
 ELAPSED = "time/elapsed_s"
+Record = dict[str, Any]
+"""A line of metrics.jsonl."""
 
 
 def time_split(record: Mapping[str, float | None]) -> dict[str, float]:
-    """Stage -> seconds of a step that add up to `time/step_s`; empty when the record has no step time.
+    """Split a step's seconds by stage, so that they add up to `time/step_s`; empty when the record has no step time.
 
-    Stages in order: `rollout`, `data wait`, `log-probs`, `train`, `sync`, `other`.
+    The stages are, in order, `rollout`, `data wait`, `log-probs`, `train`, `sync` and `other`.
     """
     total = record.get("time/step_s")
     if not total:
         return {}
     wait, logprob, train = (record.get(f"time/{name}_s") or 0.0 for name in ("data_wait", "logprob", "train"))
     wait = min(wait, logprob + train)
-    # The first pass over the rows is the one that waits for them.
+    # The first pass over the rows waits for them.
     in_logprob = min(wait, logprob)
     split = {
         "rollout": record.get("time/rollout_s") or 0.0,
@@ -46,21 +50,24 @@ def time_split(record: Mapping[str, float | None]) -> dict[str, float]:
 
 
 class MetricsWriter:
-    """Appends to metrics.jsonl, every line flushed, and to TensorBoard. For one process and thread."""
+    """Appends to metrics.jsonl, flushing every line, and to TensorBoard, from one thread of one process."""
 
     def __init__(self, path: str | os.PathLike[str], tensorboard_dir: str | os.PathLike[str] | None = None) -> None:
-        """Continues a file that is there. `tensorboard_dir` None: no TensorBoard events (and no import of torch)."""
+        """Open `path` to append to it. `tensorboard_dir` None writes no TensorBoard events and does not import
+        torch."""
         self._start = time.monotonic()
-        self._file = open(path, "ab")  # noqa: SIM115 - open for the run's life
-        _drop_torn_line(Path(path))
         self._board = None
         if tensorboard_dir is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ModuleNotFoundError:
+                raise MissingExtra("tensorboard", "logging.tensorboard=true", "report") from None
             self._board = SummaryWriter(str(tensorboard_dir), flush_secs=10)
+        self._file = open(path, "ab")  # noqa: SIM115 - open for the run's life
+        _drop_torn_line(Path(path))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One line for `step`. Values are numbers (also numpy or torch scalars) or None; NaN and infinity become null.
+        """Write one line for `step`. Values are numbers, numpy or torch scalars, or None; NaN and infinity become null.
 
         Raises ValueError naming the key of any other value, before anything is written.
         """
@@ -75,11 +82,11 @@ class MetricsWriter:
                     self._board.add_scalar(key, value, step)
 
     def event(self, name: str, step: int, **fields: Any) -> None:
-        """A line that is no step's: `{"event": name, "step": step, ...}`; `fields` are plain JSON values."""
+        """Write the event `{"event": name, "step": step, ...}`, which belongs to no step; `fields` are JSON values."""
         self._append({"event": name, "step": step, ELAPSED: self.elapsed_s, **fields})
 
     def finish(self, step: int, **fields: Any) -> None:
-        """The last line of a run that reached its end."""
+        """Write the last line of a run that reached its end."""
         self.event(FINISHED, step, **fields)
 
     @property
@@ -88,7 +95,7 @@ class MetricsWriter:
         return round(time.monotonic() - self._start, 3)
 
     def close(self) -> None:
-        """Flush and close both. Idempotent."""
+        """Flush and close the file and TensorBoard. Idempotent."""
         if not self._file.closed:
             self._file.close()
         if self._board is not None:
@@ -111,17 +118,17 @@ def _number(key: str, value: Any) -> float | int | None:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut off what a process that died in mid-line left behind, so that the next line starts a line."""
+    """Cut off the partial line that a dying process left, so that the next line starts on its own."""
     data = path.read_bytes()
     if data and not data.endswith(b"\n"):
         os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(records, events) of a metrics.jsonl: one merged record a step, ascending; events in file order.
+    """Read a metrics.jsonl as (records, events): one merged record per step, ascending, and events in file order.
 
-    After a `resumed` event the steps beyond its own are dropped: the resumed run took them again. A last line that is
-    torn is left out. Raises ValueError naming file and line for any other line that is no JSON object.
+    A `resumed` event drops the records of all later steps, because the resumed run took them again. A partial last line
+    is ignored. Raises ValueError naming file and line for any other line that is not a metrics record.
     """
     records: dict[int, dict[str, Any]] = {}
     events = []
@@ -131,7 +138,7 @@ def read_metrics(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], li
             line = json.loads(raw)
             step = line["step"]
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} line {number}: no metrics record ({error!r})") from error
+            raise ValueError(f"{path} line {number}: not a metrics record ({error!r})") from error
         if "event" not in line:
             records.setdefault(step, {}).update(line)
             continue

@@ -1,4 +1,4 @@
-"""The report's plots: metrics records in, SVG out that takes its colours and its font from the page around it."""
+"""Draws the report's plots from metrics records, as SVG that takes its colours and font from the surrounding page."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from ...codecs.imports import MissingExtra
 
-from .metrics import time_split
+try:
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+except ModuleNotFoundError:
+    raise MissingExtra("matplotlib", "report.html", "report") from None
 
-Record = dict[str, Any]
+from .metrics import Record, time_split
 
-# matplotlib draws with these stand-ins; in the SVG they become CSS variables, so that a plot follows the page's theme.
+# matplotlib draws with these placeholder colours, which become CSS variables in the SVG, so that a plot follows the
+# page's theme.
 _STAND_INS = {
     "ink": "#010203",
     "grid": "#010204",
@@ -40,29 +43,29 @@ STAGE_COLOURS = {
 }
 
 MAX_BARS = 80
-"""Steps of a longer run are averaged into this many stacked bars."""
+"""Largest number of stacked bars; the steps of a longer run are averaged into this many."""
 
 SMOOTH_SHARE = 1 / 30
-"""A smoothed line averages over this share of the steps on either side."""
+"""Share of the steps that a smoothed line averages over on either side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One figure of the report."""
+    """One plot of the report."""
 
     title: str
     note: str
-    """How to read it; "" when the title says all."""
+    """Explanation of how to read the plot; "" when the title is enough."""
     legend: tuple[tuple[str, str], ...]
-    """(label, colour name of the page) of each series."""
+    """Legend as (label, colour name of the page) of each series."""
     svg: str
-    """`<svg>` element with a viewBox and no size."""
+    """The `<svg>` element, with a viewBox and without a size."""
     wide: bool = False
-    """Whether it takes the page's whole width."""
+    """Whether the plot takes the page's whole width."""
 
 
 def all_plots(records: Sequence[Record]) -> list[Plot]:
-    """Every plot that `records` (ascending steps, as `read_metrics` gives them) have figures for."""
+    """Draw every plot that `records` (ascending steps, as `read_metrics` returns them) have metrics for."""
     makers = (_learning, _responses, _times, _data_plane, _overlap, _optimisation)
     return [plot for plot in (make(records) for make in makers) if plot is not None]
 
@@ -97,10 +100,10 @@ def _responses(records: Sequence[Record]) -> Plot | None:
     figure, (length, rate) = _figures(2)
     length.plot(*longest, color=_STAND_INS["grey"], linewidth=1)
     length.plot(*mean, color=_STAND_INS["blue"], linewidth=2)
-    _finish(length, "tokens a response", mean[1] + longest[1])
+    _finish(length, "tokens per response", mean[1] + longest[1])
     rate.plot(*speed, color=_STAND_INS["green"], linewidth=1.5)
     _finish(rate, "tokens generated a second", speed[1])
-    legend = [("mean of the step", "blue"), ("longest of the step", "grey"), ("tokens a second", "green")]
+    legend = [("mean of the step", "blue"), ("longest of the step", "grey"), ("tokens per second", "green")]
     return _plot("Responses", "", legend, figure)
 
 
@@ -122,7 +125,7 @@ def _times(records: Sequence[Record]) -> Plot | None:
         share = sum(split[stage] for _, split in timed) / sum(sum(split.values()) for _, split in timed)
         legend.append((f"{stage} {share:.0%}", colour))
     notes = [f"Each bar is the mean of {size} steps."] if size > 1 else []
-    # A first step that loads and compiles would flatten all others.
+    # A long first step, which loads and compiles, would make all other bars too flat.
     typical = sorted(base)[int(0.9 * (len(base) - 1))]
     if max(base) > 2.5 * typical > 0:
         axes.set_ylim(0, 1.6 * typical)
@@ -139,15 +142,15 @@ def _data_plane(records: Sequence[Record]) -> Plot | None:
     figure, (volume, count) = _figures(2)
     for (steps, values), colour in ((put, "blue"), (got, "green")):
         volume.plot(steps, [value / factor for value in values], color=_STAND_INS[colour], linewidth=2)
-    _finish(volume, f"{unit} a step", [value / factor for value in put[1] + got[1]])
+    _finish(volume, f"{unit} per step", [value / factor for value in put[1] + got[1]])
     count.plot(*calls, color=_STAND_INS["purple"], linewidth=2)
-    _finish(count, "calls a step", calls[1])
+    _finish(count, "calls per step", calls[1])
     legend = [(f"{unit} put", "blue"), (f"{unit} got", "green"), ("calls", "purple")]
     return _plot("Data plane", "", legend, figure)
 
 
 def _overlap(records: Sequence[Record]) -> Plot | None:
-    """Queue, staleness and idle shares; None for a run in lock-step, which has nothing queued or stale."""
+    """Plot queue, staleness and idle shares; None for a run in lock-step, which has nothing queued or stale."""
     flight, ready = _series(records, "queue/groups_in_flight"), _series(records, "queue/groups_ready")
     mean, most = _series(records, "staleness/mean"), _series(records, "staleness/max")
     rollout, train = _series(records, "idle/rollout"), _series(records, "idle/train")
@@ -202,13 +205,13 @@ def _optimisation(records: Sequence[Record]) -> Plot | None:
 
 
 def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of the records that have a figure for `key`."""
+    """Return (steps, values) of the records that have a value for `key`."""
     having = [record for record in records if record.get(key) is not None]
     return [record["step"] for record in having], [record[key] for record in having]
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Centred moving average, its window cut off at both ends."""
+    """Return the centred moving average, whose window is cut off at both ends."""
     reach = round(len(values) * SMOOTH_SHARE)
     windows = (values[max(0, at - reach) : at + reach + 1] for at in range(len(values)))
     return [sum(window) / len(window) for window in windows]
@@ -220,8 +223,8 @@ def _figure() -> tuple[Figure, Axes]:
 
 
 def _figures(count: int, *, wide: bool = False) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` axes over the steps, side by side."""
-    # Inches such that 9 pt come out as large as the page's small print: half of the page, or all of it.
+    """Make a figure with `count` axes over the steps, side by side."""
+    # The sizes in inches cover half of the page or all of it and make 9 pt as large as the page's small print.
     figure = Figure(figsize=(12.0, 2.4) if wide else (5.8, 2.9), layout="constrained")
     places = [figure.add_subplot(1, count, index + 1) for index in range(count)]
     for axes in places:
@@ -240,7 +243,7 @@ def _figures(count: int, *, wide: bool = False) -> tuple[Figure, list[Axes]]:
 
 
 def _finish(axes: Axes, title: str, values: Sequence[float] = ()) -> None:
-    """Small title; with the values given, an axis from 0."""
+    """Set a small title; with `values`, let the axis start at 0."""
     axes.set_title(title, loc="left", fontsize=9, color=_STAND_INS["ink"])
     if values and max(values) > 0:
         axes.set_ylim(0, 1.08 * max(values))
@@ -248,7 +251,7 @@ def _finish(axes: Axes, title: str, values: Sequence[float] = ()) -> None:
 
 def _plot(title: str, note: str, legend: Sequence[tuple[str, str]], figure: Figure, *, wide: bool = False) -> Plot:
     buffer = io.StringIO()
-    # The salt keeps the ids of several plots on one page apart, and the same from one build to the next.
+    # The salt makes the ids of several plots on one page distinct, and the same in every build.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
@@ -263,6 +266,6 @@ def _plot(title: str, note: str, legend: Sequence[tuple[str, str]], figure: Figu
 
 
 def _opening(title: str) -> str:
-    """Replacement for the SVG's opening tag: the viewBox kept, the size left to the page."""
+    """Return a replacement for the SVG's opening tag that keeps the viewBox and leaves the size to the page."""
     links = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     return rf'<svg role="img" aria-label="{title}" \1 {links}>'

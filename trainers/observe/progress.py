@@ -1,4 +1,4 @@
-"""The live view of a run: a panel on a terminal, short lines everywhere else."""
+"""Shows a run's progress live, as a panel on a terminal and as short lines everywhere else."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ COLOURS = {
     "sync": "yellow",
     "other": "bright_black",
 }
-"""Stage of a step -> colour of its part of the time bar."""
+"""Colour of each stage's part of the time bar, by stage."""
 
 SMOOTHING = 0.2
-"""Weight of the newest step in the figures that are averaged over steps."""
+"""Weight of the newest step in metrics that are averaged over steps."""
 
 LOSSES = (
     ("groups dropped", "rollout/groups_dropped", True),
@@ -36,17 +36,18 @@ LOSSES = (
     ("restarts", "run/restarts", False),
     ("engines left out", "sync/engines_left_out", False),
 )
-"""What a run loses and goes on from: label, key, whether a step's figure is of that step alone. Shown when above 0."""
+"""Metrics of losses that a run survives, shown when above 0: label, key, and whether the value counts one step only."""
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 40
 
 
 class Progress:
-    """A context manager fed with the metrics of each step."""
+    """A context manager that displays the metrics of each step."""
 
     def __init__(self, title: str, num_steps: int, *, enabled: bool = True, console: Console | None = None) -> None:
-        """`num_steps`: of the run. Without a terminal about twenty lines are printed, and one for each validation."""
+        """Prepare the view of a run of `num_steps` steps. Without a terminal it prints about twenty lines, and one for
+        each validation."""
         self._title = title
         self._num_steps = num_steps
         self._enabled = enabled
@@ -57,12 +58,12 @@ class Progress:
         self._phase_share: float | None = None
         self._step = 0
         self._first_step: tuple[int, float] | None = None
-        self._figures: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._rewards: list[float] = []
         self._lost: dict[str, float] = {}
-        """Of LOSSES, by label."""
+        """Counts of LOSSES so far, by label."""
         self._ahead = self._overlapping = False
-        """Whether rollouts have been seen to run ahead of the training; or beside it."""
+        """Whether rollouts have run ahead of the training so far, and whether they have run at the same time."""
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
@@ -79,7 +80,7 @@ class Progress:
             self._live = None
 
     def phase(self, name: str, done: int = 0, total: int = 0, note: str = "") -> None:
-        """What the run does outside its steps: starting, warm-up, saving. `total` 0: not counted."""
+        """Show what the run does outside its steps, such as starting, warm-up or saving; `total` 0 shows no count."""
         new = name != self._phase.partition(":")[0]
         self._phase = f"{name}: {note}" if note else name
         self._phase_share = done / total if total else None
@@ -87,17 +88,17 @@ class Progress:
             self._print(self._phase)
 
     def update(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """The metrics of `step` (0: before the first)."""
+        """Show the metrics of `step` (0 before the first step)."""
         self._phase, self._phase_share, self._step = "training", None, step
         if step and self._first_step is None:
-            # The first step is left out of the estimate: it pays for what is made once.
+            # The first step is left out of the estimate, because it includes one-time work.
             self._first_step = (step, time.monotonic())
         for key, value in metrics.items():
             if value is None:
                 continue
-            old = self._figures.get(key)
+            old = self._metrics.get(key)
             smooth = key.startswith(("time/", "idle/")) or key == "rollout/tokens_per_s"
-            self._figures[key] = value if old is None or not smooth else old + SMOOTHING * (value - old)
+            self._metrics[key] = value if old is None or not smooth else old + SMOOTHING * (value - old)
         for label, key, per_step in LOSSES:
             value = metrics.get(key)
             if value is not None:
@@ -112,7 +113,7 @@ class Progress:
             self._print(self._line(metrics))
 
     def message(self, text: str) -> None:
-        """A line above the panel."""
+        """Print a line above the panel."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     # ------------------------------------------------------------ plain lines
@@ -134,28 +135,28 @@ class Progress:
             value = metrics.get(key)
             if value is not None:
                 parts.append(f"{label} {value:{form}}")
-        parts += [f"{label} {figures}" for label, figures in (*self._flow(), *self._losses())]
+        parts += [f"{label} {values}" for label, values in (*self._flow(), *self._losses())]
         left = self._left_s()
         return "  ".join(parts + ([f"left {_clock(left)}"] if left is not None else []))
 
     def _flow(self) -> list[tuple[str, str]]:
-        """(label, figures): how far rollouts are ahead and who waits; nothing in lock-step."""
+        """Return (label, values) of the queue, staleness and idle shares; nothing for a run in lock-step."""
         if not self._overlapping:
             return []
-        figures = self._figures
-        flight, ready = (figures.get(f"queue/groups_{state}", 0.0) for state in ("in_flight", "ready"))
-        mean, most = (figures.get(f"staleness/{name}", 0.0) for name in ("mean", "max"))
-        idle = [f"{side} {figures[key]:.0%}" for side in ("rollout", "train") if (key := f"idle/{side}") in figures]
+        metrics = self._metrics
+        flight, ready = (metrics.get(f"queue/groups_{state}", 0.0) for state in ("in_flight", "ready"))
+        mean, most = (metrics.get(f"staleness/{name}", 0.0) for name in ("mean", "max"))
+        idle = [f"{side} {metrics[key]:.0%}" for side in ("rollout", "train") if (key := f"idle/{side}") in metrics]
         queue = ("groups", f"{flight:.0f} in flight, {ready:.0f} ready")
         staleness = ("staleness", f"{mean:.2g}, at most {most:.0f}")
         return [*((queue, staleness) if self._ahead else ()), *([("idle", ", ".join(idle))] if idle else [])]
 
     def _losses(self) -> list[tuple[str, str]]:
-        """(label, count) of what the run lost so far."""
+        """Return (label, count) of the losses so far."""
         return [(label, f"{count:.0f}") for label, count in self._lost.items() if count]
 
     def _left_s(self) -> float | None:
-        """Seconds to the last step at the pace since the first, None while that is unknown."""
+        """Estimate the seconds to the last step from the pace since the first; None while the pace is unknown."""
         if self._first_step is None or self._step <= self._first_step[0]:
             return None
         first, since = self._first_step
@@ -177,17 +178,17 @@ class Progress:
             ProgressBar(total=1.0, completed=share, complete_style="bright_green", finished_style="bright_green")
         )
         rows: list[RenderableType] = [head, bar]
-        if self._figures:
-            rows.append(self._figure_table())
+        if self._metrics:
+            rows.append(self._metric_table())
             for line in (self._flow(), self._losses()):
-                cells = [Text.assemble((f"{label} ", "dim"), (figures, "bold")) for label, figures in line]
+                cells = [Text.assemble((f"{label} ", "dim"), (values, "bold")) for label, values in line]
                 rows += [Text("   ").join(cells)] if cells else []
         if len(self._rewards) > 1:
             rows.append(Text.assemble(("reward ", "dim"), (_sparkline(self._rewards), "bright_blue")))
         rows += self._time_bar()
         return Panel(Group(*rows), title=Text(self._title, style="bold"), title_align="left", border_style="dim")
 
-    def _figure_table(self) -> Table:
+    def _metric_table(self) -> Table:
         table = Table.grid("", "", "", padding=(0, 3))
         cells = []
         for label, key, form in (
@@ -198,7 +199,7 @@ class Progress:
             ("s/step", "time/step_s", ".2f"),
             ("failed rows", "rollout/failed_rows", ".0f"),
         ):
-            value = self._figures.get(key)
+            value = self._metrics.get(key)
             if value is not None and not (key == "rollout/failed_rows" and value == 0):
                 cells.append(Text.assemble((f"{label} ", "dim"), (f"{value:{form}}", "bold")))
         for at in range(0, len(cells), 3):
@@ -206,8 +207,8 @@ class Progress:
         return table
 
     def _time_bar(self) -> list[Text]:
-        """One bar of a step's time in its stages' colours, and its legend."""
-        split = {stage: seconds for stage, seconds in time_split(self._figures).items() if seconds > 0}
+        """Return a bar of a step's time in its stages' colours, and its legend."""
+        split = {stage: seconds for stage, seconds in time_split(self._metrics).items() if seconds > 0}
         width, total = max(20, self._console.width - 4), sum(split.values())
         bar, legend, at, drawn = Text(no_wrap=True), Text(), 0.0, 0
         for stage, seconds in split.items():
@@ -220,13 +221,14 @@ class Progress:
 
 
 def _overlap(metrics: Mapping[str, float | None]) -> bool:
-    """Whether rollouts and training of a step were not in lock-step: in turns, they are idle for all of it together."""
+    """Return whether rollouts and training of a step overlapped. If they take turns, their idle shares add up to 1."""
     rollout, train = metrics.get("idle/rollout"), metrics.get("idle/train")
     return rollout is not None and train is not None and rollout + train < 1
 
 
 def _sparkline(values: list[float]) -> str:
-    """The whole history in SPARK_WIDTH characters, each the mean of its part, from the lowest to the highest."""
+    """Draw the whole history in at most SPARK_WIDTH characters, each the mean of its part, scaled from lowest to
+    highest."""
     count = min(SPARK_WIDTH, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
@@ -236,7 +238,7 @@ def _sparkline(values: list[float]) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """`4:05`, or `1:02:03` from an hour on."""
+    """Format seconds as `4:05`, or as `1:02:03` from an hour on."""
     minutes, second = divmod(int(seconds), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

@@ -1,7 +1,7 @@
-"""The run for Prometheus: an HTTP endpoint in the driver that answers each scrape with what is known at that moment.
+"""Serves a run's metrics to Prometheus over HTTP, from the driver.
 
-Of the last finished step its figures; of the data plane the calls reported so far and, asked for anew at every scrape,
-what stands in it: during a step that hangs, these still tell rows that wait from consumers that wait.
+A scrape gets the metrics of the last finished step, the data-plane calls reported so far, and what is in the data plane
+at that moment. During a step that hangs, the last part still shows whether rows wait or consumers wait.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .data_plane_watch import DataPlaneWatch
 from .metrics import time_split
 
 STATUS_TIMEOUT_S = 2.0
-"""Bound of a scrape's question to the directory; with the link's grace it stays below Prometheus' usual 10 s."""
+"""Seconds that a scrape waits for the directory; with the link's grace period it stays below Prometheus' usual 10 s."""
 END_TIMEOUT_S = 5.0
 
 STEP_GAUGES = (
@@ -40,13 +40,13 @@ STEP_GAUGES = (
     ("headrace_staleness_max", "staleness/max", "Policy versions between the oldest token trained on and the policy."),
     ("headrace_policy_version", "policy/version", "Policy version that the engines serve."),
     ("headrace_step_seconds", "time/step_s", "Seconds of the step, without its validation."),
-    ("headrace_rollout_tokens_per_second", "rollout/tokens_per_s", "Response tokens a second of the rollout stage."),
+    ("headrace_rollout_tokens_per_second", "rollout/tokens_per_s", "Response tokens per second of the rollout stage."),
     ("headrace_sync_engines_left_out", "sync/engines_left_out", "Engines that do not serve the newest version."),
     ("headrace_actors_replaced", "rollout/actors_replaced", "Rollout actors and engines that died and were replaced."),
-    ("headrace_restarts", "run/restarts", "Times that the run went back to its last checkpoint by itself."),
+    ("headrace_restarts", "run/restarts", "Times that the run restarted from its last checkpoint by itself."),
     ("headrace_driver_bytes_per_row", "driver/bytes_per_row", "Bytes through the driver for each row of the step."),
 )
-"""Metric, key in metrics.jsonl, help. Of the last step that had the key."""
+"""Gauges as (name, key in metrics.jsonl, help); each has the value of the last step with that key."""
 
 GROUP_COUNTS = {
     "dropped": "rollout/groups_dropped",
@@ -54,87 +54,91 @@ GROUP_COUNTS = {
     "surplus": "rollout/groups_surplus",
     "reissued": "rollout/groups_reissued",
 }
-"""Fate -> key in metrics.jsonl, of a step. Exported as counters: a scrape would miss most steps."""
+"""Keys in metrics.jsonl of a step's groups that were not trained on or were issued again, by label.
+
+They are exported as counters, because a scrape would miss most steps.
+"""
 QUEUE = {"ready": "queue/groups_ready", "in_flight": "queue/groups_in_flight"}
 
-STANDING_GAUGES = (
+STATUS_GAUGES = (
     ("headrace_dataplane_rows", "rows", "Rows that are put and not cleared."),
     ("headrace_dataplane_leases", "leases", "Claims that are not released in full."),
-    ("headrace_dataplane_leased_rows", "leased_rows", "Rows under them."),
+    ("headrace_dataplane_leased_rows", "leased_rows", "Rows of claims that are not released."),
     ("headrace_dataplane_oldest_lease_seconds", "oldest_lease_s", "Age of the oldest lease; 0 without leases."),
     ("headrace_dataplane_waiting_claims", "waiting_claims", "Claims that wait for rows."),
     ("headrace_dataplane_waiting_puts", "waiting_puts", "Puts that wait for room."),
     ("headrace_dataplane_used_bytes", "bytes_used", "Bytes of committed blocks."),
-    ("headrace_dataplane_reserved_bytes", "bytes_reserved", "Bytes promised to puts under way."),
+    ("headrace_dataplane_reserved_bytes", "bytes_reserved", "Bytes reserved for puts in flight."),
     ("headrace_dataplane_credit_bytes", "bytes_credit", "Bytes set aside for writers' next puts."),
-    ("headrace_dataplane_capacity_bytes", "bytes_capacity", "Bytes that fit."),
+    ("headrace_dataplane_capacity_bytes", "bytes_capacity", "Bytes that the data plane can hold."),
 )
-"""Metric, field of DataPlaneStatus, help."""
+"""Gauges of the data plane as (name, field of DataPlaneStatus, help)."""
 
 
 class RunCollector(Collector):
-    """What a scrape gets. Thread-safe: every scrape comes in a thread of its own."""
+    """Collects the metrics that a scrape gets. Thread-safe, because every scrape has its own thread."""
 
     def __init__(self, run_name: str) -> None:
         self._run_name = run_name
         self._lock = threading.Lock()
-        self._figures: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._groups = dict.fromkeys(GROUP_COUNTS, 0.0)
         self._step: tuple[int, float] | None = None
         self._watch: DataPlaneWatch | None = None
 
     def watch(self, watch: DataPlaneWatch) -> None:
-        """From now on scrapes show this data plane."""
+        """Show this data plane in all later scrapes."""
         with self._lock:
             self._watch = watch
 
     def publish(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """The figures of a finished step; those that it lacks (a validation's, mostly) stay as they were."""
+        """Publish the metrics of a finished step; metrics that the step lacks, such as a validation's, stay as they
+        were."""
         with self._lock:
-            self._figures.update({key: value for key, value in metrics.items() if value is not None})
+            self._metrics.update({key: value for key, value in metrics.items() if value is not None})
             for fate, key in GROUP_COUNTS.items():
                 self._groups[fate] += metrics.get(key) or 0.0
             self._step = (step, time.time())
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
-            figures, groups, step, watch = dict(self._figures), dict(self._groups), self._step, self._watch
+            metrics, groups, step, watch = dict(self._metrics), dict(self._groups), self._step, self._watch
         yield _labelled("headrace_run_info", "The run, by its name.", "name", {self._run_name: 1.0})
         if step is not None:
             yield GaugeMetricFamily("headrace_step", "Steps finished.", step[0])
             yield GaugeMetricFamily(
                 "headrace_last_step_timestamp_seconds", "Unix time at which the last step was finished.", step[1]
             )
-            yield from step_families(figures)
-            yield from group_families(figures, groups)
+            yield from step_families(metrics)
+            yield from group_families(metrics, groups)
         if watch is not None:
             yield from call_families(watch.total())
-            yield from standing_families(watch)
+            yield from status_families(watch)
 
 
-def step_families(figures: Mapping[str, float]) -> Iterator[Metric]:
-    """The figures of steps, by their keys in metrics.jsonl."""
+def step_families(metrics: Mapping[str, float]) -> Iterator[Metric]:
+    """Yield the metrics of the last step, which are given by their keys in metrics.jsonl."""
     for name, key, text in STEP_GAUGES:
-        if key in figures:
-            yield GaugeMetricFamily(name, text, figures[key])
-    sides = {side: figures[f"idle/{side}"] for side in ("rollout", "train") if f"idle/{side}" in figures}
+        if key in metrics:
+            yield GaugeMetricFamily(name, text, metrics[key])
+    sides = {side: metrics[f"idle/{side}"] for side in ("rollout", "train") if f"idle/{side}" in metrics}
     yield _labelled("headrace_idle_share", "Share of the step in which this side did nothing.", "side", sides)
-    yield _labelled("headrace_stage_seconds", "Seconds of the step by stage.", "stage", time_split(figures))
+    yield _labelled("headrace_stage_seconds", "Seconds of the step by stage.", "stage", time_split(metrics))
 
 
-def group_families(figures: Mapping[str, float], counts: Mapping[str, float]) -> Iterator[Metric]:
-    """Groups of the queue, how old their rows were, and what became of those that were not trained on.
+def group_families(metrics: Mapping[str, float], counts: Mapping[str, float]) -> Iterator[Metric]:
+    """Yield metrics of the groups in the queue, the staleness of rows, and groups that were not trained on.
 
-    counts: fate -> groups since the run started.
+    `counts` has the number of such groups since the run started, by the labels of GROUP_COUNTS.
     """
     yield _labelled(
         "headrace_queue_groups",
         "Groups issued and not claimed, and those of them that are ready, at the step's end.",
         "state",
-        {state: figures[key] for state, key in QUEUE.items() if key in figures},
+        {state: metrics[key] for state, key in QUEUE.items() if key in metrics},
     )
     prefix = "staleness/share_"
-    shares = {key.removeprefix(prefix): value for key, value in figures.items() if key.startswith(prefix)}
+    shares = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
     yield _labelled("headrace_staleness_share", "Share of the step's rows by staleness.", "versions", shares)
     family = CounterMetricFamily(
         "headrace_groups", "Groups that were not trained on, or issued again.", labels=["fate"]
@@ -145,7 +149,7 @@ def group_families(figures: Mapping[str, float], counts: Mapping[str, float]) ->
 
 
 def call_families(total: Traffic) -> Iterator[Metric]:
-    """The calls of all clients: their seconds, their bytes, and what a call and a byte cost."""
+    """Yield metrics of the calls of all clients: their seconds, their bytes, and the cost of a call and of a byte."""
     seconds = HistogramMetricFamily(
         "headrace_dataplane_call_seconds", "Seconds of data-plane calls, waits included.", labels=["op"]
     )
@@ -170,14 +174,15 @@ def call_families(total: Traffic) -> Iterator[Metric]:
     )
     yield _labelled(
         "headrace_dataplane_bandwidth_bytes_per_second",
-        "Bytes a second beyond a call's fixed cost (least squares; absent while undetermined).",
+        "Bytes per second beyond a call's fixed cost (least squares; absent while undetermined).",
         "op",
         {op: line.bytes_per_s for op, line in known.items()},
     )
 
 
-def standing_families(watch: DataPlaneWatch) -> Iterator[Metric]:
-    """What the directory says now; only that it is lost when it does not answer."""
+def status_families(watch: DataPlaneWatch) -> Iterator[Metric]:
+    """Yield metrics of what is in the data plane now, or only `headrace_dataplane_up` 0 when the directory does not
+    answer."""
     try:
         status = watch.status(STATUS_TIMEOUT_S)
     except DataPlaneError:
@@ -186,7 +191,7 @@ def standing_families(watch: DataPlaneWatch) -> Iterator[Metric]:
         "headrace_dataplane_up", "1 when the directory answered this scrape, else 0.", float(status is not None)
     )
     if status is not None:
-        for name, field, text in STANDING_GAUGES:
+        for name, field, text in STATUS_GAUGES:
             yield GaugeMetricFamily(name, text, getattr(status, field))
 
 
@@ -198,19 +203,19 @@ def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> 
 
 
 class PrometheusEndpoint:
-    """Serves a run's figures while it is open, when `logging.prometheus_port` asks for it. A context manager."""
+    """A context manager that serves a run's metrics while it is open, if `logging.prometheus_port` is set."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        """Listen, and leave the address in `folder`/prometheus.txt for as long as somebody does.
+        """Listen, and keep the address in `folder`/prometheus.txt as long as the endpoint listens.
 
-        Raises UserError when the port cannot be had.
+        Raises UserError when it cannot listen on the port.
         """
         self.run = RunCollector(config.run.name)
         self.address = ""
-        """What to scrape; "" when nothing is served."""
+        """URL to scrape; "" when nothing is served."""
         self._file = folder / "prometheus.txt"
         self._serving = None
-        self._file.unlink(missing_ok=True)  # of a run that was killed in this folder
+        self._file.unlink(missing_ok=True)  # left by a run that was killed
         host, port = config.logging.prometheus_host, config.logging.prometheus_port
         if port is None:
             return

@@ -1,4 +1,4 @@
-"""The page that a run leaves: figures, plots and settings in one HTML file that needs no network."""
+"""Writes a run's report: metrics, plots and settings in one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from ..errors import UserError
-from .metrics import ELAPSED, FINISHED, read_metrics
-from .plots import Plot, Record, all_plots
+from .metrics import ELAPSED, FINISHED, Record, read_metrics
 
-# ---------------- The report's HTML page, a string.Template: layout and colours, light and dark.
+if TYPE_CHECKING:
+    from .plots import Plot
+
+# ---------------- The report's HTML page as a string.Template, with a light and a dark theme.
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -112,13 +114,14 @@ SUMMARY_KEYS = (
     "sync.transport",
     "run.seed",
 )
-"""What the settings table shows; all of config.yaml stands below it."""
+"""Keys that the settings table shows; the whole config.yaml is at the end of the page."""
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Write `report.html` into the run folder from its metrics.jsonl and config.yaml, and return its path.
 
-    Works on runs that are under way or failed. Raises UserError when the folder holds no metrics or broken ones.
+    It also works while a run is in progress and after it failed. Raises UserError when the folder has no metrics or a
+    broken metrics file.
     """
     folder = Path(run_dir)
     metrics_path, config_path = folder / "metrics.jsonl", folder / "config.yaml"
@@ -138,7 +141,9 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def render(records: Sequence[Record], events: Sequence[Record], config_text: str, *, title: str) -> str:
-    """The page's HTML. `config_text` is the resolved config.yaml, "" when there is none."""
+    """Return the page's HTML. `config_text` is the resolved config.yaml, "" when there is none."""
+    from .plots import all_plots  # matplotlib is slow to import, and an extra
+
     config = yaml.safe_load(config_text) or {}
     num_steps = _at(config, "algorithm.steps")
     steps = max((record["step"] for record in records), default=0)
@@ -149,7 +154,7 @@ def render(records: Sequence[Record], events: Sequence[Record], config_text: str
         title=html.escape(title),
         state=html.escape(state),
         state_class="good" if finished else "open",
-        cards="".join(_card(*figure) for figure in final_figures(records)),
+        cards="".join(_card(*card) for card in summary_cards(records)),
         plots="".join(_plot_html(plot) for plot in all_plots(records)),
         phases=_phases_html(events),
         validations=_validations_html(records),
@@ -158,50 +163,50 @@ def render(records: Sequence[Record], events: Sequence[Record], config_text: str
     )
 
 
-# ---------------------------------------------------------------- figures
+# ---------------------------------------------------------------- cards
 
 
-def final_figures(records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """(label, figure, small print) of the cards on top, those that the records have figures for."""
-    figures = []
+def summary_cards(records: Sequence[Record]) -> list[tuple[str, str, str]]:
+    """Return (label, value, small print) of the cards at the top, for the metrics that the records have."""
+    cards = []
     for label, key, form in (("Held-out exact match", "val/exact_match", ".1%"), ("Reward", "reward/mean", ".3f")):
         values = _values(records, key)
         if values:
-            figures.append((label, f"{values[-1]:{form}}", f"first {values[0]:{form}}, best {max(values):{form}}"))
+            cards.append((label, f"{values[-1]:{form}}", f"first {values[0]:{form}}, best {max(values):{form}}"))
     for label, key, show in (
-        ("Time a step", "time/step_s", _seconds),
-        ("Tokens a second", "rollout/tokens_per_s", _count),
-        ("Put a step", "dataplane/bytes_put", _bytes),
-        ("Got a step", "dataplane/bytes_got", _bytes),
+        ("Time per step", "time/step_s", _seconds),
+        ("Tokens per second", "rollout/tokens_per_s", _count),
+        ("Put per step", "dataplane/bytes_put", _bytes),
+        ("Got per step", "dataplane/bytes_got", _bytes),
     ):
         values = _values(records, key)
         if values:
-            figures.append((label, show(statistics.median(values)), f"median; largest {show(max(values))}"))
+            cards.append((label, show(statistics.median(values)), f"median; largest {show(max(values))}"))
     per_row = _values(records, "driver/bytes_per_row")
     if per_row:
-        figures.append(("Through the driver", f"{statistics.median(per_row):.0f} B a row", "metadata only; median"))
+        cards.append(("Through the driver", f"{statistics.median(per_row):.0f} B per row", "metadata only; median"))
     waits = [_values(records, f"idle/{side}") for side in ("train", "rollout")]
     if all(waits):
         train, rollout = map(statistics.median, waits)
-        figures.append(("Training idle", f"{train:.0%}", f"of a step, median; rollouts {rollout:.0%}"))
+        cards.append(("Training idle", f"{train:.0%}", f"of a step, median; rollouts {rollout:.0%}"))
     stale = _values(records, "staleness/max")
     if any(stale):
         mean = statistics.fmean(_values(records, "staleness/mean"))
-        figures.append(("Staleness", f"{mean:.2g}", f"versions, mean of rows; oldest {max(stale):.0f}"))
-    figures += _losses(records)
+        cards.append(("Staleness", f"{mean:.2g}", f"versions, mean of rows; oldest {max(stale):.0f}"))
+    cards += _losses(records)
     failed = sum(_values(records, "rollout/failed_rows"))
     if failed:
-        figures.append(("Failed rows", _count(failed), "their reward raised; masked"))
+        cards.append(("Failed rows", _count(failed), "their reward raised; masked"))
     times = _values(records, "time/step_s")
     if times:
         validating = sum(_values(records, "time/validate_s"))
-        figures.append(("All steps", _seconds(sum(times)), f"and {_seconds(validating)} of validation"))
-    return figures
+        cards.append(("All steps", _seconds(sum(times)), f"and {_seconds(validating)} of validation"))
+    return cards
 
 
 def _losses(records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """Cards of what the run lost and went on from, those above 0."""
-    figures = []
+    """Return the cards of losses that the run survived, those above 0."""
+    cards = []
     for label, key, small in (
         ("Groups dropped", "rollout/groups_dropped", "no signal; other prompts in their place"),
         ("Groups too old", "rollout/groups_stale", "cleared, rolled out again or dropped"),
@@ -210,15 +215,15 @@ def _losses(records: Sequence[Record]) -> list[tuple[str, str, str]]:
     ):
         count = sum(_values(records, key))
         if count:
-            figures.append((label, _count(count), small))
+            cards.append((label, _count(count), small))
     for label, key, small in (
         ("Actors replaced", "rollout/actors_replaced", "rollout actors and engines that died"),
         ("Restarts", "run/restarts", "from the last checkpoint"),
     ):
         count = max(_values(records, key), default=0)
         if count:
-            figures.append((label, _count(count), small))
-    return figures
+            cards.append((label, _count(count), small))
+    return cards
 
 
 def _values(records: Sequence[Record], key: str) -> list[float]:
@@ -243,7 +248,7 @@ def _count(value: float) -> str:
 
 
 def _at(config: Any, dotted: str) -> Any:
-    """The value at `dotted`, None where it is missing."""
+    """Return the value at the dotted key; None where it is missing."""
     for key in dotted.split("."):
         config = config.get(key) if isinstance(config, dict) else None
     return config
@@ -252,9 +257,9 @@ def _at(config: Any, dotted: str) -> Any:
 # ---------------------------------------------------------------- HTML
 
 
-def _card(label: str, figure: str, small: str) -> str:
+def _card(label: str, value: str, small: str) -> str:
     return (
-        f'<div class="card"><span>{html.escape(label)}</span><b>{html.escape(figure)}</b>'
+        f'<div class="card"><span>{html.escape(label)}</span><b>{html.escape(value)}</b>'
         f"<small>{html.escape(small)}</small></div>"
     )
 
@@ -268,7 +273,7 @@ def _plot_html(plot: Plot) -> str:
 
 
 def _phases_html(events: Sequence[Record]) -> str:
-    """What the run did beside its steps (warm-up, a resume): one line an event."""
+    """Return a table of what the run did besides its steps (warm-up, a resume), one line per event."""
     lines = []
     for event in events:
         facts = [f"step {event['step']}", f"at {_seconds(event[ELAPSED])}"]
@@ -297,7 +302,7 @@ def _settings_html(config: dict[str, Any]) -> str:
 
 
 def _table(title: str, head: Sequence[str], lines: Sequence[str]) -> str:
-    """A titled table, "" when it would be empty."""
+    """Return a table with a title, or "" when it would be empty."""
     if not lines:
         return ""
     cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)

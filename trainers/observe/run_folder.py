@@ -1,44 +1,44 @@
-"""The folder that one run leaves behind: its configuration, figures, timeline, checkpoints and report."""
+"""Opens and locks the folder of one run, which holds its configuration, metrics, timeline, checkpoints and report."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import traceback
 from pathlib import Path
 from types import TracebackType
 
+from ...codecs.owned_folder import try_lock
 from ..config.config import Config, resolved_yaml
 from ..errors import UserError
 from .metrics import RESUMED, MetricsWriter
 
 
 def has_figures(folder: str | os.PathLike[str]) -> bool:
-    """Whether the folder holds a metrics.jsonl with at least one line."""
+    """Return whether the folder has a metrics.jsonl with at least one line."""
     path = Path(folder) / "metrics.jsonl"
     return path.exists() and path.stat().st_size > 0
 
 
 class RunFolder:
-    """An open run folder, locked for this process; a context manager that keeps the traceback of what ends the run.
+    """An open run folder, locked for this process; as a context manager it saves the traceback of a run's failure.
 
     config.yaml     the resolved configuration
     metrics.jsonl   one JSON object a line; the last one of a finished run has "event": "finished"
-    tensorboard/    the same figures as TensorBoard events
+    tensorboard/    the same metrics as TensorBoard events
     trace.json      the timeline of some steps (Perfetto, chrome://tracing)
-    checkpoints/    one folder a checkpoint
+    checkpoints/    one folder per checkpoint
     journal/        finished groups that no checkpoint covers yet
-    report.html     figures and plots; opens without a network
+    report.html     metrics and plots in one page that needs no network
     error.txt       the traceback, when the run failed
-    watchdog.txt    where it stood and what its processes did, when the watchdog ended it
+    watchdog.txt    the stage and the processes' stacks, when the watchdog ended the run
     """
 
     def __init__(self, config: Config, *, resume: bool) -> None:
         """Create `config.run.dir`, or with `resume` open the run that is in it.
 
         Raises UserError when run.dir is not set or cannot be made, when another process has a run open there, when it
-        holds a run (any figures) and `resume` is not set, and when `resume` is set and it holds none.
+        holds a run (any metrics) and `resume` is not set, and when `resume` is set and it holds no run.
         """
         if config.run.dir is None:
             raise UserError("run.dir: not set, expected a folder (`with_run_dir` fills in the default)")
@@ -61,7 +61,7 @@ class RunFolder:
                 )
             self.checkpoints_dir.mkdir(exist_ok=True)
             if not resume:
-                shutil.rmtree(self.path / "journal", ignore_errors=True)  # of one that failed before its first figures
+                shutil.rmtree(self.path / "journal", ignore_errors=True)  # left by a run without metrics
             self._write_config(config)
             self.error_path.unlink(missing_ok=True)
             self.watchdog_path.unlink(missing_ok=True)
@@ -74,32 +74,31 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run has left figures here; one that failed before its first is no loss and may be written over."""
+        """Whether a run has left metrics here. A run that failed before its first metrics may be overwritten."""
         return has_figures(self.path)
 
     def _acquire(self) -> int:
-        """Descriptor of the locked lock file; the lock ends with the process, however it ends."""
+        """Lock the folder and return the lock file's descriptor; the lock ends with the process, however it ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
+            lock = self.path / "run.lock"
+            lock.touch()
+            descriptor = try_lock(lock)
         except OSError as error:
             raise UserError(
                 f"run.dir: {self.path} cannot be made ({error.strerror}), expected a folder to write in"
             ) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode().strip() or "unknown"
-            os.close(descriptor)
+        if descriptor is None:
+            holder = lock.read_text().strip() or "unknown"
             raise UserError(
                 f"run.dir: a run is under way in {self.path} (pid {holder}), expected a folder of its own for each run"
-            ) from None
+            )
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         return descriptor
 
     def _write_config(self, config: Config) -> None:
-        """Write config.yaml, whole or not at all; a resumed run's earlier one is kept beside it when it differs."""
+        """Write config.yaml atomically. When a resumed run changes it, the earlier one is kept beside it."""
         text = resolved_yaml(config)
         if self.holds_run and self.config_path.exists():
             before = self.config_path.read_text(encoding="utf-8")
@@ -112,11 +111,11 @@ class RunFolder:
         new.replace(self.config_path)
 
     def resumed(self, step: int) -> None:
-        """Note in the metrics that training goes on after `step`; later steps there will be taken again."""
+        """Write an event to the metrics that training goes on after `step`; records of later steps no longer count."""
         self.metrics.event(RESUMED, step)
 
     def close(self) -> None:
-        """Close the files and give up the lock. Idempotent."""
+        """Close the files and release the lock. Idempotent."""
         self.metrics.close()
         if self._lock >= 0:
             os.close(self._lock)

@@ -1,4 +1,4 @@
-"""The timeline of some steps: spans of the driver and its actors, as a file that Perfetto and chrome://tracing open."""
+"""Records a timeline of some steps, with spans of the driver and its actors, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...actors.protocols import Span
 DRIVER = "driver"
 STEP = "step"
 JITTER_S = 2e-5
-"""Overlap of neighbouring spans that is put down to the clocks."""
+"""Overlap of neighbouring spans, in seconds, that is attributed to differences between clocks."""
 
 LANES = {
     STEP: "steps",
@@ -35,11 +35,11 @@ LANES = {
     "pause": "sync",
     "load": "sync",
 }
-"""Kind of a span, the first word of its name -> the lane it is drawn in; all others, the driver's stages, in `stages`.
-Lanes of a process stand in this order."""
+"""Lane that a span is drawn in, by its kind, which is the first word of its name. All other spans, the driver's stages,
+are drawn in `stages`. The lanes of a process have this order."""
 STAGES = "stages"
 PARTS = ("first", "tail")
-"""Kinds that are parts of the generation before them in a report."""
+"""Kinds of spans that are parts of the generation before them in a report."""
 COLOURS = {
     "generation": "thread_state_running",
     "reward": "olive",
@@ -49,18 +49,19 @@ COLOURS = {
     "compute": "good",
     "sync": "yellow",
 }
-"""Lane -> colour of its spans in chrome://tracing. Perfetto chooses one itself, by the span's name without digits."""
+"""Colour of a lane's spans in chrome://tracing, by lane. Perfetto chooses colours itself, by the name without
+digits."""
 
 
 class OpenSpan:
-    """A span under way, as a context manager; `dur_s` is filled when it ends. About a microsecond of overhead."""
+    """A span in progress, as a context manager that sets `dur_s` at its end. It costs about a microsecond."""
 
     __slots__ = ("name", "start_s", "dur_s", "_clock", "_tracer")
 
     def __init__(self, name: str, tracer: Tracer) -> None:
         self.name = name
         self.start_s = 0.0
-        """Unix time."""
+        """Unix time at which the span started."""
         self.dur_s = 0.0
         self._clock = 0.0
         self._tracer = tracer
@@ -77,33 +78,34 @@ class OpenSpan:
 
 
 class Tracer:
-    """Times every span; keeps those that reach into a window of steps, whenever they are told of.
+    """Times every span and keeps those that overlap a window of steps, whenever they are reported.
 
-    Rollouts run over the edges of steps: what began before the window and ends in it is kept, and so is what began in
-    it and is reported long after.
+    Rollouts run across the boundaries of steps. A span that began before the window and ends in it is kept, and so is a
+    span that began in the window and is reported long after.
     """
 
     def __init__(self, step: int, num_steps: int = 1, path: str | os.PathLike[str] | None = None) -> None:
-        """The window: `num_steps` steps from `step` on; step 0: none. path: where it is written once it is over."""
+        """Record a window of `num_steps` steps from `step` on, or none for step 0, and write it to `path` at its
+        end."""
         self.step = step
         self.num_steps = num_steps
         self._path = path
         self._begun: list[tuple[int, float]] = []
-        """(step, Unix time) of the window's steps so far."""
+        """The window's steps so far, as (step, Unix time of its start)."""
         self._current = 0
         self._end_s = math.inf
-        """Unix time at which the window was over."""
+        """Unix time at which the window ended; infinite before."""
         self._reports: dict[str, list[tuple[Span, ...]]] = {}
-        """By process, what it has told, report by report."""
+        """Spans of each process, report by report."""
 
     def begin_step(self, step: int) -> None:
-        """What follows belongs to `step`; the first step behind the window writes the file."""
+        """Record that step `step` begins; the first step after the window writes the file."""
         self._current = step
         if not self.step:
             return
         now = time.time()
         if self.step <= step < self.step + self.num_steps:
-            if not self._begun or self._end_s < now:  # the latter: a run that went back to a checkpoint before it
+            if not self._begun or self._end_s < now:  # or the run went back to an earlier checkpoint
                 self._begun, self._end_s, self._reports = [], math.inf, {DRIVER: []}
             self._begun.append((step, now))
         elif self._begun and self._end_s > now:
@@ -113,18 +115,18 @@ class Tracer:
 
     @property
     def begun(self) -> bool:
-        """Whether there is a window to keep spans of."""
+        """Whether the window has begun, so that spans are kept."""
         return bool(self._begun)
 
     @property
     def recording(self) -> bool:
-        """Whether processes should tell what they do: in the window, and one step longer, as a worker tells of what it
-        did at the end of a step in the next."""
+        """Whether processes should report spans: in the window and one step longer, because a worker reports what it
+        did at the end of a step in the next step."""
         return self.begun and self.step <= self._current <= self.step + self.num_steps
 
     @property
     def awaited(self) -> bool:
-        """Whether what starts now may reach into the window: it is under way or still to come."""
+        """Whether a span that starts now may overlap the window, which is in progress or still to come."""
         return 0 < self.step and self._current < self.step + self.num_steps
 
     def span(self, name: str) -> OpenSpan:
@@ -132,7 +134,7 @@ class Tracer:
         return OpenSpan(name, self)
 
     def add(self, process: str, spans: Iterable[Span]) -> None:
-        """Spans of one report of another process; those outside the window are dropped."""
+        """Add the spans of one report of a process; spans outside the window are dropped."""
         if not self._begun:
             return
         start_s = self._begun[0][1]
@@ -141,8 +143,10 @@ class Tracer:
             self._reports.setdefault(process, []).append(kept)
 
     def write(self, path: str | os.PathLike[str] | None = None) -> bool:
-        """Write what was kept as Chrome trace JSON, to `path` or where the tracer was told to. False, and no file, when
-        the window was never reached or there is no path."""
+        """Write the kept spans as Chrome trace JSON to `path`, by default the tracer's own path.
+
+        Returns False and writes nothing when the window was never reached or there is no path.
+        """
         path = path or self._path
         if not self._begun or path is None:
             return False
@@ -159,7 +163,7 @@ class Tracer:
         return True
 
     def _step_spans(self) -> list[Span]:
-        """The window's steps; the last one of the run ends with the driver's last stage."""
+        """Return a span for each of the window's steps; the run's last step ends with the driver's last stage."""
         last_s = max((span.start_s + span.dur_s for report in self._reports[DRIVER] for span in report), default=0.0)
         ends = [start for _, start in self._begun[1:]]
         ends.append(self._end_s if self._end_s < math.inf else max(last_s, self._begun[-1][1]))
@@ -172,9 +176,10 @@ class Tracer:
 
 
 def trace_events(reports: Mapping[str, Sequence[Sequence[Span]]]) -> list[dict[str, object]]:
-    """Chrome trace events, whole microseconds from the first span: one process a name, its lanes named by kind.
+    """Convert spans to Chrome trace events, in whole microseconds from the first span, with a lane for each kind.
 
-    reports: by process, its spans, report by report. What a report has of generation is one call's: it stays together.
+    `reports` has the spans of each process, report by report. The generation spans of one report belong to one call and
+    stay together.
     """
     every = [span for of_process in reports.values() for report in of_process for span in report]
     origin = min((span.start_s for span in every), default=0.0)
@@ -210,15 +215,17 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, object]:
 
 
 def _drawn(name: str, lane: str, pid: int, tid: int, start_s: float, end_s: float) -> dict[str, object]:
-    # Rounded ends, not durations: spans that meet or nest still do so afterwards, to the last digit.
+    # Ends are rounded instead of durations, so that spans that meet or nest still do so exactly.
     start, end = round(start_s * 1e6), round(end_s * 1e6)
     event = {"ph": "X", "name": name, "cat": lane, "pid": pid, "tid": tid, "ts": start, "dur": end - start}
     return {**event, **({"cname": COLOURS[lane]} if lane in COLOURS else {})}
 
 
 def _by_lane(reports: Sequence[Sequence[Span]]) -> list[tuple[str, list[list[Span]]]]:
-    """(lane, its spans, in units that stay together), in the order of LANES. A unit is one span, or a rollout call's
-    generation and the parts of it."""
+    """Group spans into (lane, units) in the order of LANES.
+
+    A unit stays together; it is one span, or a rollout call's generation with its parts.
+    """
     order = [*dict.fromkeys(LANES.values()), STAGES]
     units: dict[str, list[list[Span]]] = {}
     for span in (span for report in reports for span in report):
@@ -232,19 +239,20 @@ def _by_lane(reports: Sequence[Sequence[Span]]) -> list[tuple[str, list[list[Spa
 
 
 class _Lane:
-    """One row of the drawing: which spans are open in it. Spans come in the order of their starts."""
+    """One row of the drawing, which knows its open spans. Spans are placed in the order of their starts."""
 
     def __init__(self) -> None:
         self._ends: list[float] = []
-        """Of the open spans, outermost first."""
+        """Ends of the open spans, outermost first."""
 
     def fits(self, start_s: float, end_s: float, *, nesting: bool) -> bool:
-        """Whether a span can go here: nothing is open then, or (`nesting`) the innermost open one holds it."""
+        """Return whether a span fits in this row: no span is open then, or with `nesting` the innermost one contains
+        it."""
         ends = [end for end in self._ends if end > start_s + JITTER_S]
         return not ends or (nesting and end_s <= ends[-1] + JITTER_S)
 
     def place(self, span: Span) -> tuple[float, float]:
-        """Its start and end, trimmed by what the clocks are apart."""
+        """Place a span; returns its start and end, trimmed by the difference of the clocks."""
         start, end, closed = span.start_s, span.start_s + span.dur_s, 0.0
         while self._ends and self._ends[-1] <= start + JITTER_S:
             closed = self._ends.pop()
@@ -255,11 +263,11 @@ class _Lane:
 
 
 def _in_lanes(units: Sequence[Sequence[Span]], *, nesting: bool) -> list[tuple[str, int, float, float]]:
-    """(name, row, start, end) of every span, parents before what nests in them: a unit goes into the first row, from 1,
-    where it fits. nesting: whether a unit may lie within another.
+    """Assign each unit to the first row, counted from 1, in which it fits; `nesting` allows a unit inside another.
 
-    Viewers misdraw spans of a row that cross. Starts and durations come from two clocks, so neighbours may overlap by
-    microseconds: they are trimmed to fit.
+    Returns (name, row, start, end) of every span, outer spans first. Viewers draw spans of a row wrongly when they
+    overlap without nesting. Starts and durations come from two clocks, so neighbours may overlap by microseconds and
+    are trimmed.
     """
     rows: list[_Lane] = []
     placed: list[tuple[str, int, float, float]] = []

@@ -1,12 +1,11 @@
-"""What this machine can run: versions, hardware, stores and engines, each with the one line that puts it right.
+"""Checks what this machine can run (versions, hardware, stores, engines) and names the command that fixes each problem.
 
-Imports are tried in child processes, so that a broken library can neither crash the doctor nor leave anything loaded.
+Imports are tried in child processes, so that a broken library can neither crash the doctor nor stay loaded.
 """
 
 from __future__ import annotations
 
 import enum
-import fcntl
 import importlib.metadata
 import importlib.util
 import json
@@ -28,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...codecs.owned_folder import PREFIX, SHARED_MEMORY, owner_lives
 from ...dataplane.config import StoreKind
 from ..config.config import RolloutConfig
 
-SHM = Path("/dev/shm")
 SHM_ENOUGH_BYTES = 1 << 30
 PROBE_BYTES = 1 << 20
 IMPORT_TIMEOUT_S = 90.0
@@ -39,11 +38,11 @@ SMI_TIMEOUT_S = 10.0
 
 
 class State(enum.Enum):
-    """How a finding reads: (mark, colour)."""
+    """State of a finding, with the mark and the colour that the table shows for it."""
 
     OK = ("ok", "green")
     NOTE = ("-", "bright_black")
-    """Absent, and nothing needs it."""
+    """The thing is absent, and nothing needs it."""
     FIX = ("fix", "red")
 
 
@@ -56,25 +55,28 @@ class Finding:
     state: State
     detail: str
     fix: str = ""
-    """The one line that puts it right, "" when there is nothing to do."""
+    """Command or advice that fixes the problem; "" when there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A store or an engine, and the imports it starts with."""
+    """A store or an engine, and the modules that it needs."""
 
     area: str
+    """`store` or `engine`."""
     name: str
+    """Kind of the store or engine, as in the config."""
     imports: tuple[str, ...]
+    """Modules that must be importable."""
     extra: str = ""
-    """Extra of this package that installs what is imported; "" for the core."""
+    """Extra of this package that installs the modules; "" when the core installs them."""
 
 
 PROBES = (
     Probe("store", "local", ("headrace.dataplane.stores.local",)),
     Probe("store", "shm", ("headrace.dataplane.stores.shared_memory",)),
     Probe("store", "ray", ("headrace.dataplane.stores.ray_objects", "ray")),
-    Probe("store", "simple", ("headrace.dataplane.stores.simple", "transfer_queue")),
+    Probe("store", "simple", ("headrace.dataplane.stores.simple", "transfer_queue"), "transferqueue"),
     Probe("store", "mooncake", ("mooncake.store",), "mooncake"),
     Probe("engine", "hf", ("headrace.actors.engines.hf.engine", "torch", "transformers")),
     Probe("engine", "scripted", ("headrace.actors.engines.scripted",)),
@@ -97,8 +99,8 @@ for name, modules in json.loads(sys.argv[1]).items():
 
 
 def run_doctor(console: Console) -> int:
-    """Print the table. 0 when at least one store and one engine can start, else 1."""
-    with console.status("looking around"):
+    """Print the table of findings. Returns 0 when at least one store and one engine can start, else 1."""
+    with console.status("examining this machine"):
         findings = examine()
     console.print(table(findings))
     working = {finding.area for finding in findings if finding.state is State.OK}
@@ -106,14 +108,14 @@ def run_doctor(console: Console) -> int:
 
 
 def examine() -> list[Finding]:
-    """All findings, in the order of the table."""
+    """Return all findings, in the order of the table."""
     checks: list[Callable[[], list[Finding]]] = [_python, _packages, _machine, _shared_memory, _gpus, _rdma, _starts]
     with ThreadPoolExecutor(len(checks)) as pool:
         return [finding for findings in pool.map(lambda check: check(), checks) for finding in findings]
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """The findings as a rich table."""
+    """Return the findings as a rich table."""
     drawn = Table(title="headrace doctor", title_justify="left", title_style="bold", expand=False)
     for column in ("area", "what", "", "found", "to fix it"):
         drawn.add_column(column, overflow="fold", no_wrap=column in ("area", "what", ""))
@@ -139,7 +141,7 @@ def _python() -> list[Finding]:
 
 
 def _packages() -> list[Finding]:
-    """Versions of what the package requires itself; extras are looked at as stores and engines."""
+    """Check the packages that the core requires. The packages of extras are checked as stores and engines."""
     required = [line for line in importlib.metadata.requires("headrace") or [] if "extra ==" not in line]
     versions = {name: _version(name) for name in (re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in required)}
     missing = [name for name, version in versions.items() if version is None]
@@ -150,7 +152,7 @@ def _packages() -> list[Finding]:
 
 
 def _version(name: str) -> str | None:
-    """The installed version, None when it is not installed."""
+    """Return the installed version of a package, or None when it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -179,7 +181,7 @@ def _machine() -> list[Finding]:
 
 
 def _cgroup(name: str) -> str:
-    """A limit file of the container, "" where there is none."""
+    """Return the text of a cgroup limit file of the container, or "" where there is none."""
     try:
         return Path("/sys/fs/cgroup", name).read_text().strip()
     except OSError:
@@ -187,29 +189,29 @@ def _cgroup(name: str) -> str:
 
 
 def _cgroup_memory_limit() -> int | None:
-    """Bytes that the container may use, None without a limit."""
+    """Return the number of bytes that the container may use, or None without a limit."""
     text = _cgroup("memory.max")
     return int(text) if text.isdigit() else None
 
 
 def _cgroup_cores() -> float | None:
-    """Cores' worth of time that the container may use, None without a limit."""
+    """Return the number of cores that the container may use, a float, or None without a limit."""
     quota, _, period = _cgroup("cpu.max").partition(" ")
     return int(quota) / int(period) if quota.isdigit() else None
 
 
-def _shared_memory(root: Path = SHM) -> list[Finding]:
-    """Room in /dev/shm by a small write, and what dead runs left there."""
+def _shared_memory(root: Path = SHARED_MEMORY) -> list[Finding]:
+    """Check the free space in /dev/shm, that it can be written, and what dead runs left in it."""
     error = write_error(root)
     if error:
-        fix = "free room in it" if root.is_dir() else f"mount -t tmpfs tmpfs {root}"
+        fix = "free some space in it" if root.is_dir() else f"mount -t tmpfs tmpfs {root}"
         return [Finding("machine", str(root), State.FIX, error, fix)]
     usage = shutil.disk_usage(root)
     enough = usage.free >= SHM_ENOUGH_BYTES
     fix = "" if enough else "give the container more, such as --shm-size=8g"
     detail = f"{_gib(usage.free)} free of {_gib(usage.total)}"
     findings = [Finding("machine", str(root), State.OK if enough else State.FIX, detail, fix)]
-    stale = [folder for folder in sorted(root.glob("headrace-*")) if not _held(folder)]
+    stale = [folder for folder in sorted(root.glob(PREFIX + "*")) if not owner_lives(folder)]
     if stale:
         names = ", ".join(folder.name for folder in stale[:3]) + (", ..." if len(stale) > 3 else "")
         fix = "rm -r " + " ".join(str(folder) for folder in stale)
@@ -218,7 +220,7 @@ def _shared_memory(root: Path = SHM) -> list[Finding]:
 
 
 def write_error(root: Path) -> str:
-    """Why a small file cannot be written into `root`, "" when it can."""
+    """Return why a small file cannot be written into `root`, or "" when it can."""
     try:
         with tempfile.TemporaryFile(dir=root) as file:
             os.posix_fallocate(file.fileno(), 0, PROBE_BYTES)
@@ -226,18 +228,6 @@ def write_error(root: Path) -> str:
     except OSError as error:
         return f"{root} cannot be written: {error.strerror}"
     return ""
-
-
-def _held(folder: Path) -> bool:
-    """Whether a living run holds the lock on its folder."""
-    try:
-        with open(folder / "owner", "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _gpus() -> list[Finding]:
@@ -278,18 +268,18 @@ def _gib(nbytes: float) -> str:
 
 
 def _starts() -> list[Finding]:
-    """Try every probe's imports: the core's in one child, each extra's in its own."""
+    """Try every probe's imports: those of the core in one child process, those of each extra in its own."""
     core = {probe.name: probe.imports for probe in PROBES if not probe.extra}
     groups = [core, *({probe.name: probe.imports} for probe in PROBES if probe.extra)]
     with ThreadPoolExecutor(len(groups)) as pool:
         errors = {name: error for found in pool.map(try_imports, groups) for name, error in found.items()}
-    errors["shm"] = errors["shm"] or write_error(SHM)
+    errors["shm"] = errors["shm"] or write_error(SHARED_MEMORY)
     stores, engines = typing.get_args(StoreKind), typing.get_args(RolloutConfig.model_fields["engine"].annotation)
     return [verdict(probe, errors[probe.name], stores + engines) for probe in PROBES]
 
 
 def try_imports(groups: dict[str, tuple[str, ...]]) -> dict[str, str]:
-    """Name -> "" when all its modules can be imported in a fresh process, else the error in one line."""
+    """Import each group of modules in a fresh process. Returns, by name, "" or the error in one line."""
     absent = {
         name: f"{module.partition('.')[0]} is not installed"
         for name, modules in groups.items()
@@ -312,9 +302,9 @@ def try_imports(groups: dict[str, tuple[str, ...]]) -> dict[str, str]:
 
 
 def verdict(probe: Probe, error: str, kinds: Sequence[str]) -> Finding:
-    """What a probe's error ("" for none) means to the user; `kinds`: stores and engines that the config accepts."""
+    """Return the finding for a probe's error ("" for none). kinds: stores and engines that the config accepts."""
     if probe.name not in kinds:
-        detail = f"no such {probe.area} in this version yet ({error or 'its library is there'})"
+        detail = f"this version has no such {probe.area} ({error or 'its library is installed'})"
         return Finding(probe.area, probe.name, State.NOTE, detail)
     if error:
         return Finding(probe.area, probe.name, State.FIX, error, _remedy(probe, error))

@@ -1,33 +1,36 @@
-"""What a run would take, told without starting it: placement, memory, rows and microbatches of a step."""
+"""Describes a run without starting it: placement, memory, and the rows and microbatches of a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from ...codecs.integers import ceil_div, round_up
 from ...dataplane.topology import Topology
 from ..base_model.prepare import check_context, model_config
 from ..config.checks import step_bytes
 from ..config.config import Config
 
 TRAINING_COPIES = 4
-"""float32 weights, gradients and two Adam moments."""
+"""Number of float32 values per parameter in training: weight, gradient and two Adam moments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One process of the run."""
+    """One process that a run would start."""
 
     name: str
+    """Name of the process."""
     cpus: int
-    """Logical CPUs asked of Ray."""
+    """Number of logical CPUs that it requests from Ray."""
     what: str
+    """Task of the process, in a few words."""
 
 
 def placements(config: Config) -> list[Placement]:
-    """Every process that the run starts, Ray's own aside."""
+    """Return every process that the run would start, except Ray's own."""
     store = config.dataplane.store
-    listed = [Placement("driver", 0, "controller: receipts, plans, figures"), Placement("directory", 0, "row metadata")]
+    listed = [Placement("driver", 0, "controller: receipts, plans, metrics"), Placement("directory", 0, "row metadata")]
     if store.kind == "simple":
         listed += [Placement(f"storage unit {unit}", 0, "TransferQueue blocks") for unit in range(store.num_units)]
     rollout = config.rollout
@@ -45,7 +48,7 @@ def placements(config: Config) -> list[Placement]:
 
 
 def _role(topology: Topology, rank: int) -> str:
-    """Where a rank stands, and whether it reads for its replica; "" when every rank is a replica."""
+    """Return a rank's place in the mesh, and whether it leads its replica; "" when every rank is a replica."""
     if topology.replica_size == 1:
         return ""
     place = topology.place(rank)
@@ -56,14 +59,14 @@ def _role(topology: Topology, rank: int) -> str:
 
 
 def describe(config: Config) -> str:
-    """The text of `--dry-run`, behind the resolved configuration. Raises UserError like a run would."""
+    """Return what `--dry-run` prints after the resolved configuration. Raises UserError as the run itself would."""
     check_context(config)
     algorithm, trainer = config.algorithm, config.trainer
     topology = trainer.topology
     rows, longest = config.rows_per_step, config.data.max_prompt_tokens + config.rollout.max_new_tokens
     per_replica = rows // topology.dp
-    padded = -(-longest // topology.pad_multiple) * topology.pad_multiple
-    microbatches = -(-per_replica // (trainer.tokens_per_microbatch // padded))
+    padded = round_up(longest, topology.pad_multiple)
+    microbatches = ceil_div(per_replica, trainer.tokens_per_microbatch // padded)
     lines = ["placement"]
     lines += [f"  {place.name:<16} {place.cpus} CPU   {place.what}" for place in placements(config)]
     lines += ["memory"]
@@ -97,7 +100,10 @@ def describe(config: Config) -> str:
 
 
 def trained_bytes(config: Config, params: int) -> int:
-    """Of one train worker: float32 weights, gradients, Adam and reference, as its backend splits them."""
+    """Return the bytes that one train worker holds: float32 weights, gradients, Adam moments and reference model.
+
+    The result takes into account how the worker's backend splits them over ranks.
+    """
     trainer = config.trainer
     topology = trainer.topology
     if trainer.backend == "fsdp":
@@ -108,7 +114,10 @@ def trained_bytes(config: Config, params: int) -> int:
 
 
 def count_parameters(config: Config) -> int | None:
-    """Parameters of a dense Llama-like model, from its config; None when that is not here or of another kind."""
+    """Return the number of parameters of a dense Llama-like model, computed from its config.
+
+    None: the config is not on this machine, or the model is of another kind.
+    """
     return _dense_parameters(model_config(config))
 
 

@@ -18,8 +18,9 @@ from ..cluster import actor_specs
 from ..cluster.calls import ActorFailed, DriverMeter
 from ..cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster
 from ..cluster.run_actors import START_TIMEOUT_S, RunActors, demand, start_actors
-from ..config.config import Config
-from ..errors import UserError
+from ..config.checks import contradictions
+from ..config.config import Config, with_run_dir
+from ..errors import ConfigError, UserError
 from ..grpo import steps as grpo
 from ..grpo.checkpoints import Checkpoints
 from ..grpo.controllers import controller
@@ -37,6 +38,7 @@ from ..observe.trace import Tracer
 from ..supervision.cleanup import remove_shared_memory
 from ..supervision.heartbeat import Heartbeat
 from ..supervision.report import read_actors, write_actors
+from .extras import check_extras
 from .restarts import lost_only_workers, lost_process
 from .under_watchdog import WatchdogProcess, under_watchdog
 
@@ -44,18 +46,19 @@ CLOSE_TIMEOUT_S = 120.0
 """Seconds within which a run's processes must have been ended."""
 
 
-def run_training(config: Config, *, resume: bool) -> None:
-    """Train as `config` says, into `config.run.dir`; with `resume` go on from the run's newest checkpoint there.
+def run_training(config: Config, *, resume: bool = False) -> Path:
+    """Train as `config` says and return the run folder; with `resume` continue from the newest checkpoint in `run.dir`.
 
     When one of its processes dies, the run goes on from its newest checkpoint by itself, up to `run.max_restarts`
     times. Raises UserError for what the user can mend, ActorFailed and DataPlaneError for a process that died, failed
     or hung, RunStuck when the watchdog stopped the run. Whatever happens, the processes, shared memory and ports of the
     run are gone when this returns.
     """
-    try:
-        actor_specs.backend_config(config, config.model.path)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    config = with_run_dir(config)
+    problems = contradictions(config)  # a config that was built in Python has not been checked by the loader
+    if problems:
+        raise ConfigError(problems)
+    check_extras(config)
     with RunFolder(config, resume=resume) as folder, PrometheusEndpoint(config, folder.path) as endpoint:
         steps = config.algorithm.steps
         with (
@@ -65,6 +68,7 @@ def run_training(config: Config, *, resume: bool) -> None:
             if endpoint.address:
                 progress.message(f"metrics for Prometheus: {endpoint.address}")
             _Training(config, folder, endpoint, progress, watch).run(resume)
+    return folder.path
 
 
 class _Training:
@@ -272,7 +276,7 @@ def launched(
             stages=stages,
             meter=meter,
             watch=DataPlaneWatch(client),
-            estimate=build_advantages(actor_specs.advantage_config(config)),
+            estimate=build_advantages(config.advantage, actor_specs.reward_weights(config)),
             sampling=actor_specs.sampling(config),
             greedy=actor_specs.greedy(config),
             budget=actor_specs.budget(config),

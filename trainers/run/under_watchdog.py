@@ -1,4 +1,4 @@
-"""A run under its watchdog: the driver's side, which starts that process, tells it what there is, and ends it."""
+"""Starts the watchdog process of a run, keeps it informed of the run's processes, and ends it (the driver's side)."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from ..supervision.heartbeat import Heartbeat, shared_memory
 from ..supervision.report import Opened
 
 END_TIMEOUT_S = 10.0
-"""In which the watchdog ends when it is told to; it is killed then."""
+"""Seconds that the watchdog has to end when it is asked to, after which it is killed."""
 
 _log = logging.getLogger(__name__)
 
 
 class RunStuck(RuntimeError):
-    """The watchdog has stopped the run: says where it stood, for how long, and where the report is."""
+    """The watchdog has stopped the run. The text says at which stage, after how long, and where the report is."""
 
 
 class WatchdogProcess:
-    """The watchdog's process, and the heartbeat that it reads."""
+    """The watchdog process, and the heartbeat that it reads."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        """Starts it, unless `resources.watchdog` is off."""
+        """Start the process, unless `resources.watchdog` is off."""
         bound_s = config.resources.stage_timeout_s
         self.heartbeat = Heartbeat(bound_s=bound_s)
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         self._reason = b""
         self._before: Any = None
-        """The handler of its signal that was there before."""
+        """Signal handler that was installed before this one, to be restored on closing."""
         if not config.resources.watchdog:
             return
         descriptor = shared_memory()
@@ -60,28 +60,29 @@ class WatchdogProcess:
             self._before = signal.signal(watchdog.STOP, _stop)
 
     def opened(self, handle: DataPlaneHandle) -> None:
-        """The data plane is up."""
+        """Tell the watchdog that the data plane has started, and where it is."""
         address = handle.address
         assert address is not None, "a run's directory is an actor"
         opened = Opened(handle.run_id, address.local, address.host, address.port, address.token.hex(), handle.peer)
         self._tell(dataclasses.asdict(opened))
 
     def started(self, actors: RunActors) -> None:
-        """Actors are up, or one of them is another now; actors.json says so."""
+        """Have all actors answer requests for stack traces, after they started or one of them was replaced."""
         if self._process is None:
             return
-        # Nobody waits for it: a train worker gets there between two calls. Who has not is said to have no stacks.
+        # Nothing waits for these calls, because a train worker runs them only between two other calls. The watchdog's
+        # report says of a process that has not run it that its stacks are missing.
         for handle in actors.handles:
             handle.run(_answer_with_stacks, str(self._folder))
 
     def reason(self) -> str | None:
-        """Why the watchdog stops the run; None while it does not."""
+        """Return why the watchdog stops the run, or None while it does not stop it."""
         if self._process is not None and self._process.stdout is not None:
             self._reason += self._process.stdout.read() or b""
         return self._reason.decode(errors="replace").strip() or None
 
     def close(self) -> None:
-        """End the watchdog and wait until it is gone. Idempotent."""
+        """End the watchdog and wait until its process has exited. Idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -102,12 +103,12 @@ class WatchdogProcess:
             self._process.stdin.write(json.dumps(said).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            _log.warning("the watchdog is gone (exit code %s); the run goes on without", self._process.poll())
+            _log.warning("the watchdog has exited (exit code %s); the run continues without it", self._process.poll())
 
 
 @contextmanager
 def under_watchdog(config: Config, folder: Path) -> Iterator[WatchdogProcess]:
-    """A run in `folder` with its watchdog. Raises RunStuck instead of what the run ended with when that stopped it."""
+    """Watch over the run in `folder`. Raises RunStuck in place of the run's own error when the watchdog stopped it."""
     under = WatchdogProcess(config, folder)
     try:
         yield under
@@ -143,7 +144,7 @@ def _start(config: Config, folder: Path, descriptor: int) -> subprocess.Popen[by
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         pass_fds=[descriptor],
-        start_new_session=True,  # Ctrl-C is for the driver; and who kills the driver's group leaves its watchdog
+        start_new_session=True,  # Ctrl-C is meant for the driver, and the watchdog must outlive the driver's group
     )
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
@@ -155,5 +156,5 @@ def _stop(_signum: int, _frame: FrameType | None) -> None:
 
 
 def _answer_with_stacks(_actor: object, folder: str) -> None:
-    """Runs in an actor's process."""
+    """Start answering requests for stack traces. This function runs in an actor's process."""
     stack_dumps.answer_with_stacks(folder)

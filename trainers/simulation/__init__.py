@@ -1,1 +1,1 @@
-"""A GRPO run without its work: how long a step takes, and who waits, by mode and size."""
+"""Simulates GRPO runs to predict how long a step takes and what waits, for each mode and number of GPUs."""

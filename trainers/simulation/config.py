@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..config.section import Count, CountOrZero, NonNegative, Positive, Section, Share
+from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Section, Share
+from ..config.config import Config
+from ..config.load import validated
 
 
 class SimulationConfig(Section):
@@ -85,3 +87,14 @@ class SimulationConfig(Section):
     """What is left of a GPU's training speed each time their number doubles."""
     batch_grows: bool = False
     """Whether `algorithm.prompts_per_step` grows with the number of GPUs."""
+
+
+class _SimulationFile(Section):
+    """What `headrace simulate` reads of a configuration beside the run's own sections."""
+
+    simulation: SimulationConfig
+
+
+def simulation_section(config: Config) -> SimulationConfig:
+    """The section `simulation` of a run's configuration, checked. Raises ConfigError."""
+    return validated(_SimulationFile, {"simulation": config.simulation}).simulation

@@ -1,4 +1,4 @@
-"""A simulated engine: rows that decode side by side, each as fast as the engine's batch lets it."""
+"""Simulates an engine whose rows decode in one batch, at a speed that depends on the batch's size."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ import numpy as np
 
 
 class SimulatedEngine:
-    """Rows advance together, a token in `decode_s + decode_row_s x rows running` seconds.
+    """An engine whose rows advance together, by a token in `decode_s + decode_row_s x rows running` seconds.
 
-    Between changes (rows that join, pauses) all is known ahead: `_marks`, the engine's own clock in tokens, at which
-    each row ends, and `_times`, when that is. So a row costs nothing but its part of a change.
+    Between changes (rows that join, pauses) everything is known in advance. `_marks` has the count of the engine's own
+    clock, in tokens, at which each row ends, and `_times` has the corresponding times. Computing happens only at
+    changes.
     """
 
     def __init__(self, rows: int, decode_s: float, decode_row_s: float) -> None:
         self.rows = rows
         self.stamp = 0
-        """Changes so far: what was foreseen under another stamp does not hold any more."""
+        """Number of changes so far; predictions made with another stamp are invalid."""
         self._decode_s = decode_s
         self._decode_row_s = decode_row_s
         self._mark = 0.0
         self._since = 0.0
-        """The engine's clock stood at `_mark` then, and goes on from there."""
+        """Time at which the engine's own clock was at `_mark`."""
         self._marks = np.empty(0)
         self._times: list[float] = []
         self._mark_list: list[float] = []
         self._groups: list[tuple[float, int]] = []
-        """Heap of (mark at which its last row ends, group)."""
+        """Heap of (mark at which the group's last row ends, group)."""
         self._busy_s = 0.0
-        """Until `_since`."""
+        """Seconds up to `_since` in which rows decoded."""
 
     def running(self, now: float) -> int:
-        """Rows that decode at `now`."""
+        """Return the number of rows that decode at `now`."""
         return len(self._times) - bisect_right(self._times, now)
 
     def busy_s(self, now: float) -> float:
-        """Seconds, up to `now`, in which rows decoded."""
+        """Return the seconds up to `now` in which rows decoded."""
         if not self._times:
             return self._busy_s
         return self._busy_s + max(0.0, min(now, self._times[-1]) - self._since)
 
     def join(self, now: float, groups: Sequence[int], lengths: np.ndarray) -> None:
-        """Groups begin; lengths: float64 `[G, rows a group]`, their tokens."""
+        """Start groups whose rows have `lengths` tokens (float64 `[G, rows per group]`)."""
         self._settle(now, pause_s=0.0)
         ends = self._mark + lengths
         for group, last in zip(groups, ends.max(axis=1).tolist(), strict=True):
@@ -58,25 +59,25 @@ class SimulatedEngine:
         self._foresee(self._marks)
 
     def next_end(self) -> float:
-        """When its next group ends; infinity when it has none."""
+        """Return when the next group ends; infinity when there is none."""
         if not self._groups:
             return math.inf
         return self._times[bisect_left(self._mark_list, self._groups[0][0])]
 
     def take_ended(self, now: float) -> list[int]:
-        """The groups that have ended by `now`, each once; to be taken before anything is changed."""
+        """Return the groups that have ended by `now`, each once; it must be called before every change."""
         ended = []
         while self._groups and self.next_end() <= now:
             ended.append(heapq.heappop(self._groups)[1])
         return ended
 
     def room_at(self, now: float, rows: int) -> float:
-        """When (`now` or later) it has room for `rows` more."""
+        """Return when (`now` or later) the engine has room for `rows` more rows."""
         leaving = len(self._times) + rows - self.rows
         return now if leaving <= 0 else max(now, self._times[leaving - 1])
 
     def _settle(self, now: float, pause_s: float) -> None:
-        """Bring the clock to `now`, drop the rows that have ended, go on after `pause_s`."""
+        """Advance the clock to `now`, drop the rows that have ended, and continue after `pause_s`."""
         self._busy_s = self.busy_s(now)
         gone, running = bisect_right(self._times, now), len(self._times)
         if gone:
@@ -84,11 +85,11 @@ class SimulatedEngine:
             assert not self._groups or self._groups[0][0] > self._mark, "ended groups were not taken"
         if gone < running and now > self._since:
             self._mark += (now - self._since) / self._token_s(running - gone)
-        self._since = max(now, self._since) + pause_s  # a pause that has not ended yet goes on first
+        self._since = max(now, self._since) + pause_s  # a pause in progress ends first
         self._marks = self._marks[gone:]
 
     def _foresee(self, marks: np.ndarray) -> None:
-        """From now on rows end at these marks, which ascend."""
+        """Predict when rows end that end at these `marks`, in ascending order."""
         self.stamp += 1
         self._marks = marks
         left = len(marks) - np.arange(len(marks))

@@ -1,4 +1,4 @@
-"""`headrace simulate`: the modes side by side, as a table, summary.json, steps.jsonl and depth.jsonl."""
+"""Runs `headrace simulate` and reports all modes as a table, summary.json, steps.jsonl and depth.jsonl."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from ... import __version__
+from ...version import __version__
 from ..config.config import Config
 from ..errors import UserError
 from .config import SimulationConfig
@@ -21,36 +21,36 @@ from .scenario import MODES, Mode, Scenario, build_scenario, measure_run
 from .simulate import SimulatedRun, simulate
 
 DEPTH_POINTS = 2000
-"""Points of a queue's course that are written."""
+"""Largest number of points of a run's queue depth that are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulateOptions:
-    """What the command line says besides the configuration."""
+    """The options of the command line besides the configuration."""
 
     section: SimulationConfig = field(default_factory=SimulationConfig)
     modes: tuple[Mode, ...] = MODES
     from_run: Path | None = None
-    """Folder of a sync run whose figures stand in for those that the section leaves open."""
+    """Folder of a sync run, whose measured values are used where the section has none."""
     gpus: tuple[int, ...] = ()
-    """Numbers of GPUs to simulate as well, besides `simulation.gpus`."""
+    """Numbers of GPUs to simulate besides `simulation.gpus`."""
 
 
 def run_simulation(
     config: Config, options: SimulateOptions, out: Path, tell: Callable[[str], None] = lambda _: None
 ) -> dict[str, float]:
-    """Simulate the modes; writes into `out` and returns the summary.
+    """Simulate the modes, write the results into `out` and return the summary. Raises UserError for wrong options.
 
-    summary.json: `simulate.{mode}.{seconds | trainer_idle_share | engine_idle_share | staleness_max | ...}` and
-    `simulate.{mode}_vs_sync` (over 1: faster); for each of `options.gpus` the same under `simulate.gpus{N}.`. As
-    `headrace bench step` names what it measures: `step.{mode}.{seconds | trainer_idle_share}`, `step.{mode}_vs_sync`.
-    steps.jsonl: a line a step; depth.jsonl: groups ready and in flight over time. Raises UserError.
+    summary.json has `simulate.{mode}.{seconds | trainer_idle_share | engine_idle_share | staleness_max | ...}` and
+    `simulate.{mode}_vs_sync` (above 1 means faster), and the same under `simulate.gpus{N}.` for each of `options.gpus`.
+    It also has `step.{mode}.{seconds | trainer_idle_share}` and `step.{mode}_vs_sync`, the names that `headrace bench
+    step` uses. steps.jsonl has one line per step; depth.jsonl has the groups ready and in flight over time.
     """
     unknown = [mode for mode in options.modes if mode not in MODES]
     if unknown or not options.modes or any(number < 1 for number in options.gpus):
         raise UserError(
             f"simulate: got modes {list(options.modes)} and gpus {list(options.gpus)}, "
-            f"expected some of {', '.join(MODES)}, and numbers of at least 1"
+            f"expected some of {', '.join(MODES)}, and numbers of GPUs of at least 1"
         )
     measured = {} if options.from_run is None else measure_run(options.from_run, config, options.section)
     base = build_scenario(config, options.section, measured)
@@ -71,8 +71,8 @@ def run_simulation(
             ]
             depths += _depth_lines(name, mode, runs[mode])
         summary |= summarise(name, scenario, runs)
-    told = (".seconds", ".trainer_idle_share", "_vs_sync")
-    base_keys = [key for key in summary if not key.startswith("simulate.gpus") and key.endswith(told)]
+    shared = (".seconds", ".trainer_idle_share", "_vs_sync")
+    base_keys = [key for key in summary if not key.startswith("simulate.gpus") and key.endswith(shared)]
     summary |= {key.replace("simulate.", "step.", 1): summary[key] for key in base_keys}
     out.mkdir(parents=True, exist_ok=True)
     _write_lines(out / "steps.jsonl", steps)
@@ -89,7 +89,7 @@ def run_simulation(
 
 
 def summarise(name: str, scenario: Scenario, runs: dict[Mode, SimulatedRun]) -> dict[str, float]:
-    """Figures of the modes, without the steps in which a run fills up."""
+    """Return the summary of the modes' runs, without the first steps, in which a run fills its pipeline."""
     summary: dict[str, float] = {}
     for mode, run in runs.items():
         kept = run.steps[min(scenario.staleness[mode] + 1, len(run.steps) - 1) :]
@@ -114,9 +114,9 @@ def summarise(name: str, scenario: Scenario, runs: dict[Mode, SimulatedRun]) -> 
 
 
 def simulation_table(summary: dict[str, float]) -> Table:
-    """A row per number of GPUs and mode."""
+    """Format the summary as a table with a row per number of GPUs and mode."""
     table = Table(title="headrace simulate", title_justify="left", title_style="bold")
-    header = ("run", "mode", "s a step", "vs sync", "trainer idle", "engines idle", "staleness", "ready", "dropped")
+    header = ("run", "mode", "s per step", "vs sync", "trainer idle", "engines idle", "staleness", "ready", "dropped")
     for name in header:
         table.add_column(name, justify="left" if name in ("run", "mode") else "right")
     for key in summary:
@@ -140,7 +140,7 @@ def simulation_table(summary: dict[str, float]) -> Table:
 
 
 def _mean_depth(run: SimulatedRun, start_s: float, end_s: float) -> float:
-    """Groups ready, averaged over the time between."""
+    """Return the mean number of ready groups between `start_s` and `end_s`."""
     times = np.frombuffer(run.depth_times, np.float64)
     ready = np.frombuffer(run.depth_ready, np.int64)
     lasting = np.diff(np.clip(times, start_s, end_s), append=end_s)

@@ -1,9 +1,10 @@
-"""A discrete-event simulation of one GRPO run: engines, one trainer, weight syncs, and what each waits for.
+"""Simulates one GRPO run as discrete events: engines, one trainer, weight syncs, and what each waits for.
 
     prompt allowed -> admitted by an engine -> last token -> put -> ready -> claimed, trained -> sync -> next version
 
-A prompt is allowed `staleness` versions before the step that would train it, in order of the stream. `sync` and
-`async` train on a whole step's groups at once, `streaming` on what is ready, with one finish a step.
+A prompt may begin `staleness` versions before the step that would train on it, in the order of the stream. `sync` and
+`async` train on a whole step's groups at once. `streaming` trains on groups as they become ready and finishes the
+optimizer step once per step.
 """
 
 from __future__ import annotations
@@ -23,39 +24,40 @@ from .scenario import Mode, Scenario
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """One optimizer step, from the sync before it to its own."""
+    """One optimizer step, from the end of the sync before it to the end of its own sync."""
 
     end_s: float
     seconds: float
     trainer_busy_s: float
-    """Computing: no waits, reads or syncs."""
+    """Seconds that the trainer computed, without waits, reads and syncs."""
     engines_busy_s: float
-    """Decoding, summed over the engines."""
+    """Seconds that engines decoded, summed over the engines."""
     staleness_mean: float
     staleness_max: int
-    """Versions between a group's start and the step that trained it."""
+    """Largest number of versions between a group's start and the step that trained on it."""
 
 
 @dataclass(slots=True)
 class SimulatedRun:
-    """What happened."""
+    """The steps, queue depths and numbers of groups of a simulated run."""
 
     steps: list[SimulatedStep] = field(default_factory=list)
     depth_times: array[float] = field(default_factory=lambda: array("d"))
     depth_ready: array[int] = field(default_factory=lambda: array("q"))
-    """Groups ready, from each of `depth_times` on."""
+    """Number of groups that are ready, from each of `depth_times` on."""
     depth_in_flight: array[int] = field(default_factory=lambda: array("q"))
-    """Groups begun and not ready yet."""
+    """Number of groups that have begun and are not ready yet, from each of `depth_times` on."""
     started: int = 0
     trained: int = 0
     dropped: int = 0
-    """Groups too old by the time that they could have been trained on."""
+    """Number of groups that were too old when they could have been trained on."""
     ready: int = 0
     in_flight: int = 0
 
 
 class Simulation:
-    """One run in one mode. Deterministic: by the scenario's seed a prompt has the same lengths in all modes."""
+    """Simulates one run in one mode. It is deterministic; with the same seed a prompt has the same lengths in all
+    modes."""
 
     def __init__(self, scenario: Scenario, mode: Mode) -> None:
         self._scenario = scenario
@@ -70,23 +72,23 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], tuple[int, ...]]] = []
         self._order = itertools.count()
         self._version = 0
-        """That engines serve; the step that is trained bears the same number."""
+        """Version that engines serve, which is also the number of the step in training."""
         self._begun: dict[int, int] = {}
-        """Version at which each group was begun; until it is trained or dropped."""
+        """Version at which each group began, for groups that are not trained on or dropped yet."""
         self._doomed = 0
-        """Groups not ready yet that are too old already: others begin in their place."""
+        """Number of groups that are not ready yet but already too old, so that others begin in their place."""
         self._decoding = 0
         self._open = True
-        """Engines admit groups."""
+        """Whether engines admit groups."""
         self._draining = False
         self._sampler = scenario.sampler[mode]
         self._window = {"in_order": 1, "windowed": scenario.window}.get(self._sampler)
         self._granted: list[tuple[int, int, int]] = []
-        """Heap of the groups that the trainer may take, by the sampler's order: (key, tie, group)."""
+        """Heap of the groups that the trainer may take, in the sampler's order: (key, tie, group)."""
         self._blocked: list[int] = []
-        """Heap of those that are ready, and too far ahead in the stream."""
+        """Heap of the groups that are ready but too far ahead in the stream."""
         self._progress = StreamProgress()
-        """Of the stream, what is granted or dropped."""
+        """Prompts of the stream that are granted or dropped."""
         self._training: list[int] = []
         self._step_groups = 0
         self._step_busy_s = 0.0
@@ -95,7 +97,7 @@ class Simulation:
         self.run = SimulatedRun()
 
     def result(self) -> SimulatedRun:
-        """Simulate all steps."""
+        """Simulate all steps and return the run."""
         self._admit()
         while self._version < self._scenario.steps:
             self._now, _, handler, arguments = heapq.heappop(self._events)
@@ -106,14 +108,14 @@ class Simulation:
 
     @property
     def _waiting(self) -> int:
-        """Prompts that are allowed to begin and have not."""
+        """Number of prompts that may begin and have not begun."""
         allowed = (self._version + self._staleness + 1) * self._scenario.prompts_per_step + self.run.dropped
         return allowed + self._doomed - self.run.started if self._open else 0
 
     def _admit(self, engines: Iterable[int] | None = None) -> None:
-        """Waiting prompts begin on the engine with the fewest rows, as long as that has room.
+        """Begin waiting prompts on the engine with the fewest rows, as long as that has room.
 
-        engines: those that may have got room; None: any.
+        `engines` are the engines to consider; None means all.
         """
         size, room = self._scenario.group_size, self._scenario.engine_rows
         chosen = range(len(self._engines)) if engines is None else engines
@@ -151,18 +153,18 @@ class Simulation:
             self._at(at, self._engine_changed, number, engine.stamp)
 
     def _engine_changed(self, number: int, stamp: int) -> None:
-        """A group has ended, or there is room for another."""
+        """Handle the event that a group has ended or that an engine has room for another."""
         engine = self._engines[number]
         if stamp != engine.stamp:
             return
         self._collect(number)
         if self._waiting > 0:
             self._admit((number,))
-        if stamp == engine.stamp:  # nothing has joined
+        if stamp == engine.stamp:  # no group has joined
             self._foresee(number)
 
     def _collect(self, number: int) -> None:
-        """What has ended on an engine is put."""
+        """Put the groups that have ended on an engine."""
         ended = self._engines[number].take_ended(self._now)
         for group in ended:
             self._at(self._now + self._scenario.put_s(self._tokens((group,))), self._became_ready, group)
@@ -188,14 +190,14 @@ class Simulation:
         self._train()
 
     def _grant(self) -> None:
-        """Samplers that follow the stream: what is near enough to the first prompt that is still to come."""
+        """Grant, for samplers that follow the stream, ready groups within the window after the first missing prompt."""
         while self._window and self._blocked and self._blocked[0] < self._progress.first + self._window:
             group = heapq.heappop(self._blocked)
             self._progress.settle((group,))
             heapq.heappush(self._granted, (group, 0, group))
 
     def _drop_stale(self) -> None:
-        """Groups that have become too old to be trained on go, and others may begin for them."""
+        """Drop groups that have become too old to be trained on, so that others may begin in their place."""
         oldest = self._version - self._staleness
         ready = [*self._blocked, *(group for _, _, group in self._granted)]
         stale = {group for group in ready if self._begun[group] < oldest}
@@ -217,14 +219,14 @@ class Simulation:
         self._admit()
 
     def _tokens(self, groups: Sequence[int]) -> float:
-        """Of all rows, with their prompts."""
+        """Return the number of tokens of all rows of the groups, including prompts."""
         prompts = len(groups) * self._scenario.group_size * self._scenario.prompt_tokens
         return float(self._lengths[list(groups)].sum()) + prompts
 
     # -------------------------------------------------------------- trainer
 
     def _train(self) -> None:
-        """Begin with a chunk, if the trainer is free and enough is ready."""
+        """Start to train on a chunk if the trainer is free and enough groups are ready."""
         scenario, missing = self._scenario, self._scenario.prompts_per_step - self._step_groups
         wanted = min(scenario.chunk_groups, missing) if self._streaming else missing
         if self._training or not missing or len(self._granted) < wanted:
@@ -305,5 +307,5 @@ class Simulation:
 
 
 def simulate(scenario: Scenario, mode: Mode) -> SimulatedRun:
-    """All steps of `scenario` in `mode`."""
+    """Simulate all steps of `scenario` in `mode`."""
     return Simulation(scenario, mode).result()

@@ -1,1 +1,1 @@
-"""The watchdog: notices a run that stands still, says where, and ends it with all its processes."""
+"""The watchdog notices a run that makes no progress, reports where it hangs, and ends it with all its processes."""

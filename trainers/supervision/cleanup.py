@@ -1,53 +1,53 @@
-"""What a run leaves behind when it is killed, and how it is ended: its processes, and its folders in shared memory."""
+"""Finds and kills the processes of a run, and removes the folders that it left in shared memory."""
 
 from __future__ import annotations
 
 import shutil
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
 import psutil
 
-SHARED_MEMORY = Path("/dev/shm")
+from ...codecs.owned_folder import PREFIX, SHARED_MEMORY, process_start
+
 END_TIMEOUT_S = 10.0
-"""In which a killed process has to be gone."""
+"""Seconds within which a killed process must be gone."""
 POLL_S = 0.05
 
 
 class Family:
-    """The processes of a run as they come and go, below its driver and beside it.
+    """The processes of a run, which are its driver, the driver's descendants, and actors of a Ray that it has joined.
 
-    A process is known by its pid and its start time: a pid that another process has got meanwhile is never hit.
+    A process is identified by its pid and its start time, so that a process that reuses a pid is never killed.
     """
 
     def __init__(self, driver_pid: int, strangers: Iterable[int] = ()) -> None:
-        """strangers: pids of what the driver had below it before the run, which is none of the run's; nor is the
-        process that asks."""
+        """Start with no members. `strangers` are pids of descendants that the driver had before the run; they never
+        become members, and neither does the calling process."""
         self.driver = next(iter(_processes([driver_pid])), None)
-        """None: it was gone already."""
+        """The driver; None when it was already gone."""
         self._strangers = {psutil.Process(), *_processes(strangers)}
         self.members: set[psutil.Process] = set()
-        """Those that were seen; some are gone again."""
+        """Processes that were seen so far, some of which may have ended."""
 
     def look(self) -> None:
-        """Note who is there now. Reads the state of every process of the host: some milliseconds."""
+        """Add the driver's current descendants. Takes some milliseconds, as it reads the state of all processes."""
         if self.driver is not None:
             self._note(_below(self.driver))
 
     def add(self, processes: Iterable[tuple[int, int]]) -> None:
-        """Note (pid, start time as `start_ticks`) of processes that need not be the driver's descendants: actors of a
-        Ray that it has joined."""
-        self._note(_processes(pid for pid, ticks in processes if start_ticks(pid) == ticks))
+        """Add processes, given as (pid, `process_start`), that need not be the driver's descendants, such as actors of
+        a Ray that it has joined."""
+        self._note(_processes(pid for pid, ticks in processes if process_start(pid) == ticks))
 
     def kill(self) -> list[str]:
-        """Kill all that are left, the driver among them, and what they have started since; returns who they were.
+        """Kill the driver, all members that are left, and what they have started since; returns the members' names.
 
-        Waits until they are gone, END_TIMEOUT_S at most.
+        Waits until they are gone, at most END_TIMEOUT_S.
         """
         self.look()
         if self.driver is not None:
-            _kill(self.driver)  # first: it must not start another while the others end
+            _kill(self.driver)  # first, so that it cannot start another process while the others end
         killed: dict[psutil.Process, str] = {}
         while True:
             for process in list(self.members):
@@ -66,10 +66,10 @@ class Family:
 
 
 def remove_shared_memory(run_id: str) -> list[str]:
-    """What a killed process of the run left behind there; the others have removed their own. Returns the names."""
+    """Remove the folders that killed processes of the run left in shared memory; returns their names."""
     assert run_id, "it would match the folders of every run"
     removed = []
-    for pattern in (f"headrace-{run_id}*", f".headrace-{run_id}*"):
+    for pattern in (f"{PREFIX}{run_id}*", f".{PREFIX}{run_id}*"):
         for folder in SHARED_MEMORY.glob(pattern):
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder.name)
@@ -77,21 +77,12 @@ def remove_shared_memory(run_id: str) -> list[str]:
 
 
 def is_running(pid: int) -> bool:
-    """`is_alive` of the process that has the pid now."""
+    """Return whether a process with this pid is alive now."""
     return any(is_alive(process) for process in _processes([pid]))
 
 
-def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None when there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(stat.rpartition(b")")[2].split()[19])
-
-
 def _processes(pids: Iterable[int]) -> set[psutil.Process]:
-    """Those of `pids` that are there."""
+    """Return the processes of `pids` that exist."""
     found = set()
     for pid in pids:
         try:
@@ -109,7 +100,7 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs; a zombie does not."""
+    """Return whether the process runs; a zombie does not count."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -120,11 +111,12 @@ def _kill(process: psutil.Process) -> None:
     try:
         process.kill()  # compares start times
     except (psutil.NoSuchProcess, psutil.AccessDenied):
-        pass  # gone by itself, or another user's, which Ray has to end
+        pass  # it has ended, or it belongs to another user, and Ray has to end it
 
 
 def _wait_until_gone(processes: list[psutil.Process]) -> None:
-    """A zombie counts as gone: its parent may be slow to notice (which is why this is not psutil.wait_procs)."""
+    """Wait until the processes are gone. A zombie counts as gone, unlike in psutil.wait_procs, because its parent may
+    be slow to notice."""
     deadline = time.monotonic() + END_TIMEOUT_S
     while any(is_alive(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(POLL_S)

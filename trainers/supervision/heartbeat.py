@@ -1,7 +1,7 @@
-"""The heartbeat: where the driver stands, written at every turn into memory that its watchdog reads at any moment.
+"""The heartbeat records the driver's current stage in memory that it shares with its watchdog.
 
-One record of fixed size with a checksum. The driver's threads take turns at it (one copy under the interpreter's lock);
-a reader that meets a half-written one sees that it does not add up, and looks again.
+It is one record of fixed size with a checksum. The driver's threads write it one at a time (one copy under the
+interpreter's lock). A reader that sees a partial record notices the wrong checksum and reads again.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from dataclasses import dataclass
 _BODY = struct.Struct("<qddB47p")
 _SUM = struct.Struct("<I")
 SIZE = 4096
-"""Bytes of the memory: one page, of which a record takes the first part."""
+"""Number of bytes of the memory, one page; the record is at its start."""
 _RECORD = _SUM.size + _BODY.size
 _LOOKS = 100
-"""Times that a reader looks again at a record that does not add up: a write takes a microsecond."""
+"""Number of times that a reader reads a record whose checksum is wrong; a write takes a microsecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a heartbeat says."""
+    """One record of the heartbeat."""
 
     step: int
-    """The step under way; 0 before the first."""
+    """Number of the current step; 0 before the first."""
     stage: str
-    """The stage under way, or the last one."""
+    """Name of the current stage, or of the last one."""
     inside: bool
-    """Whether it is under way; False: it has ended, and the next has not begun."""
+    """Whether the stage is in progress; False when it has ended and the next one has not begun."""
     since_s: float
-    """When it began, or ended: `time.monotonic`, which all processes of a host share."""
+    """Time at which the stage began or ended, by `time.monotonic`, which all processes of a host share."""
     bound_s: float
-    """How long it may take; infinite when nobody can say."""
+    """Seconds that the stage, or the time until the next one, may take; infinite when that is unknown."""
 
     def __str__(self) -> str:
         step = f"step {self.step}, " if self.step else ""
@@ -44,11 +44,13 @@ class Beat:
 
 
 class Heartbeat:
-    """The driver's end. Thread-safe."""
+    """Writes the heartbeat in the driver. Thread-safe."""
 
     def __init__(self, descriptor: int = -1, *, bound_s: float = math.inf) -> None:
-        """descriptor: of the memory, from `shared_memory`; -1: nobody reads it, and it costs the same microsecond.
-        bound_s: of stages that do not say otherwise, and of the time between them."""
+        """Write to the memory of `descriptor`, from `shared_memory`, or with -1 to memory that nobody reads.
+
+        `bound_s` is the number of seconds that stages without their own bound, and the time between stages, may take.
+        """
         self._memory = mmap.mmap(descriptor, SIZE)
         self._bound_s = bound_s
         self._step = 0
@@ -56,17 +58,17 @@ class Heartbeat:
         self._write(False, bound_s)
 
     def step(self, step: int) -> None:
-        """What follows belongs to `step`."""
+        """Record that all following stages belong to step `step`."""
         self._step = step
         self._write(False, self._bound_s)
 
     def enter(self, stage: str, bound_s: float | None = None) -> None:
-        """`stage` begins; None: it may take as long as any."""
+        """Record that `stage` begins and may take `bound_s`, or the default of all stages when that is None."""
         self._stage = stage.encode()
         self._write(True, self._bound_s if bound_s is None else bound_s)
 
     def leave(self) -> None:
-        """The stage has ended."""
+        """Record that the current stage has ended."""
         self._write(False, self._bound_s)
 
     def _write(self, inside: bool, bound_s: float) -> None:
@@ -75,22 +77,24 @@ class Heartbeat:
 
 
 def shared_memory() -> int:
-    """Descriptor of memory for one heartbeat, for its writer and for the process that reads it; the caller closes it.
-    It belongs to no file system, and is gone with the last of them."""
+    """Return a descriptor of memory for one heartbeat, for its writer and for the process that reads it.
+
+    The caller closes it. The memory belongs to no file system and is freed when the last process closes it.
+    """
     descriptor = os.memfd_create("headrace-heartbeat")
     os.ftruncate(descriptor, SIZE)
     return descriptor
 
 
 class HeartbeatReader:
-    """The watchdog's end."""
+    """Reads the heartbeat in the watchdog."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, SIZE, prot=mmap.PROT_READ)
         self._last = Beat(0, "start", False, time.monotonic(), math.inf)
 
     def read(self) -> Beat:
-        """The newest beat; the one before when the driver was killed in the middle of writing it."""
+        """Return the newest beat, or the one before it when the driver was killed while writing."""
         for _ in range(_LOOKS):
             record = self._memory[:_RECORD]
             body = record[_SUM.size :]

@@ -1,4 +1,7 @@
-"""What a watchdog writes of a run that stands still: data plane, processes, stacks. Every question has a bound."""
+"""Writes the watchdog's report on a run that makes no progress: its processes, its data plane and all stacks.
+
+Every query has a timeout, so that the report is always written.
+"""
 
 from __future__ import annotations
 
@@ -13,50 +16,51 @@ from typing import Any
 
 import psutil
 
-from .cleanup import start_ticks
+from ...codecs.owned_folder import process_start
 from .stack_dumps import collect_stacks
 
 ASK_TIMEOUT_S = 5.0
-"""Of the directory to answer."""
+"""Seconds that the directory has to answer."""
 IMPORT_TIMEOUT_S = 60.0
-"""In which the data plane's client must be imported, too: only now, as a watchdog is to be light."""
+"""Further seconds to import the data plane's client, which is imported only for the report to keep the watchdog
+small."""
 STACKS_TIMEOUT_S = 10.0
 DRIVER = "driver"
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a run tells its watchdog once its data plane is up. Plain data."""
+    """The facts that a run sends its watchdog once its data plane is open. Plain data."""
 
     run_id: str
-    """Part of the names of its folders in shared memory; that of its actors.json."""
+    """Id that is part of the names of the run's folders in shared memory and is written in its actors.json."""
     local: str
     host: str
     port: int
     token: str
-    """The directory's `DirectoryAddress`, its token in hexadecimal."""
+    """Token in hexadecimal; `local`, `host`, `port` and `token` are the directory's `DirectoryAddress`."""
     peer: str
-    """What errors call the directory."""
+    """Name of the directory in error messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorLine:
-    """A process of actors.json."""
+    """One process in actors.json."""
 
     name: str
     pid: int
     host: str
     start: int | None = None
-    """`start_ticks` of it; None where it was gone by then, or is another host's."""
+    """Start time as `process_start`; None when the process was already gone or is on another host."""
 
     @property
     def here(self) -> bool:
-        """Whether it is a process of this host."""
+        """Whether the process is on this host."""
         return self.host == socket.gethostname()
 
 
 def read_actors(folder: Path, run_id: str | None = None) -> list[ActorLine]:
-    """Of actors.json; none when there is none, or (unless `run_id` is None) it is an earlier launch's."""
+    """Read actors.json; returns [] when there is none or it is of another launch than `run_id` (None accepts any)."""
     try:
         content = json.loads((folder / "actors.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -67,10 +71,12 @@ def read_actors(folder: Path, run_id: str | None = None) -> list[ActorLine]:
 
 
 def write_actors(folder: Path, run_id: str, actors: Iterable[tuple[str, int, str]]) -> None:
-    """actors.json: the run's id (part of its folders' names in shared memory) and who runs where, (name, pid, host)
-    each."""
+    """Write actors.json, which has the run's id and the (name, pid, host) of each actor.
+
+    The id is part of the names of the run's folders in shared memory.
+    """
     lines = [ActorLine(*actor) for actor in actors]
-    lines = [replace(line, start=start_ticks(line.pid)) if line.here else line for line in lines]
+    lines = [replace(line, start=process_start(line.pid)) if line.here else line for line in lines]
     draft = folder / "actors.json.new"
     draft.write_text(json.dumps({"run_id": run_id, "actors": [asdict(line) for line in lines]}, indent=1), "utf-8")
     draft.rename(folder / "actors.json")
@@ -79,9 +85,10 @@ def write_actors(folder: Path, run_id: str, actors: Iterable[tuple[str, int, str
 def write_report(
     folder: Path, sentence: str, driver_pid: int, opened: Opened | None, groups: int, group_size: int
 ) -> Path:
-    """watchdog.txt of the run in `folder`; returns its path.
+    """Write watchdog.txt for the run in `folder`; returns its path.
 
-    sentence: what happened. opened: None before the run has told. groups: of `group_size` rows, that a step takes.
+    `sentence` says what happened. `opened` is None when the run has not sent it yet. A step takes `groups` groups of
+    `group_size` rows.
     """
     actors = read_actors(folder, opened.run_id) if opened is not None else []
     everyone = [ActorLine(DRIVER, driver_pid, socket.gethostname()), *actors]
@@ -98,13 +105,13 @@ def write_report(
 
 
 def heading(sentence: str) -> str:
-    """First lines of a report: when, and what."""
+    """Return the first line of a report: the time and what happened."""
     now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     return f"{now}: {sentence}"
 
 
 def _process_line(actor: ActorLine) -> tuple[str, ...]:
-    """Name, pid, state and seconds of CPU."""
+    """Return a process's name, pid, state, seconds of CPU and memory."""
     where = f"pid {actor.pid} on {actor.host}"
     if not actor.here:
         return actor.name, where, "on another host"
@@ -117,11 +124,11 @@ def _process_line(actor: ActorLine) -> tuple[str, ...]:
     except psutil.NoSuchProcess:
         return actor.name, where, "gone"
     except psutil.AccessDenied:
-        return actor.name, where, "another user's"
+        return actor.name, where, "belongs to another user"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines with the cells of `rows` below one another."""
+    """Format `rows` as lines with aligned columns."""
     columns = max(len(row) for row in rows)
     widths = [max(len(row[at]) for row in rows if at < len(row)) for at in range(columns)]
     return [
@@ -130,15 +137,15 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _data_plane(opened: Opened | None, groups: int, group_size: int) -> list[str]:
-    """What stands in it, or why that is not known."""
+    """Describe what is in the data plane, or why that is unknown."""
     if opened is None:
-        return ["it was not up yet"]
+        return ["it was not open yet"]
     answer: list[Any] = []
 
     def ask() -> None:
         try:
             answer.append(_status(opened))
-        except Exception as error:  # whatever it is belongs into the report, which must be written
+        except Exception as error:  # any error goes into the report, which must be written
             answer.append(error)
 
     asking = threading.Thread(target=ask, name="ask the directory", daemon=True)
@@ -156,7 +163,7 @@ def _data_plane(opened: Opened | None, groups: int, group_size: int) -> list[str
         f"leased: {status.leased_rows} rows ({_groups(status.leased_rows, group_size)}) by {status.leases} claims, "
         f"the oldest for {status.oldest_lease_s:.1f} s",
         f"waiting: {status.waiting_claims} claims for rows, {status.waiting_puts} puts for room",
-        f"bytes: {status.bytes_used} used, {status.bytes_reserved} reserved, {status.bytes_capacity} fit",
+        f"bytes: {status.bytes_used} used, {status.bytes_reserved} reserved, capacity {status.bytes_capacity}",
     ]
 
 
@@ -165,7 +172,7 @@ def _groups(rows: int, group_size: int) -> str:
 
 
 def _status(opened: Opened) -> Any:
-    """The directory's `DataPlaneStatus`. Raises DataPlaneError."""
+    """Ask the directory for its `DataPlaneStatus`. Raises DataPlaneError."""
     from ...dataplane.directory import requests
     from ...dataplane.rpc.frames import DirectoryAddress
     from ...dataplane.rpc.socket_link import SocketLink

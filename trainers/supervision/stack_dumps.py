@@ -1,7 +1,7 @@
-"""Stacks on demand: a process writes what its threads are doing into a file when another sends it SIGUSR1.
+"""Makes processes write the stacks of their threads into a file on SIGUSR1, and collects these files.
 
-The signal's work is done in C (faulthandler), so that a process answers that hangs in native code, too. It needs
-nothing but the standard library: actors import it.
+The signal handler is written in C (faulthandler), so that a process that hangs in native code answers too. The module
+needs only the standard library, because actors import it.
 """
 
 from __future__ import annotations
@@ -16,47 +16,49 @@ from pathlib import Path
 from typing import TextIO
 
 FOLDER = "stacks"
-"""Of the run's folder."""
+"""Name of the folder of stack files in the run's folder."""
 SIGNAL = signal.SIGUSR1
 SETTLE_S = 0.2
-"""A file that has not grown for so long is taken for whole."""
+"""Seconds without growth after which a file is considered complete."""
 
 _files: list[TextIO] = []
-"""The one that is open; faulthandler keeps its descriptor only."""
+"""The open file, which must stay referenced, as faulthandler keeps only its descriptor."""
 
 
 def answer_with_stacks(folder: str | os.PathLike[str]) -> None:
-    """Have this process answer the signal with its stacks, in the run's `folder`. Again: into another one."""
+    """Make this process answer the signal with its stacks, in the run's `folder`; a second call changes the folder."""
     path = stacks_path(folder, os.getpid())
     path.parent.mkdir(parents=True, exist_ok=True)
-    _files.append(open(path, "w", encoding="utf-8"))  # noqa: SIM115 - open for as long as the signal may come
+    _files.append(open(path, "w", encoding="utf-8"))
     faulthandler.register(SIGNAL, _files[-1], all_threads=True)
     while len(_files) > 1:
         _files.pop(0).close()
 
 
 def stop_answering() -> None:
-    """The signal is as deadly as ever. Idempotent."""
+    """Stop answering the signal, which then ends the process again. Idempotent."""
     faulthandler.unregister(SIGNAL)
     while _files:
         _files.pop().close()
 
 
 def stacks_path(folder: str | os.PathLike[str], pid: int) -> Path:
-    """Where a process of the run in `folder` writes its stacks."""
+    """Return the file that process `pid` of the run in `folder` writes its stacks to."""
     return Path(folder) / FOLDER / f"{pid}.txt"
 
 
 def collect_stacks(folder: str | os.PathLike[str], pids: Mapping[str, int], timeout_s: float) -> dict[str, str]:
-    """Stacks by name of those of `pids` (name -> pid, of this host) that answer; the others have a line that says why
-    there are none. Waits `timeout_s` at most for all of them together."""
+    """Return the stacks of processes of this host, given as name -> pid, by name.
+
+    A process that does not answer has a line that says why. Waits at most `timeout_s` for all of them together.
+    """
     asked: dict[str, tuple[Path, int]] = {}
     found: dict[str, str] = {}
     for name, pid in pids.items():
         path = stacks_path(folder, pid)
-        # Who has not asked for the signal would die of it.
+        # The signal would end a process that has no handler for it.
         if not path.exists() or not is_caught(pid, SIGNAL):
-            found[name] = "none: the process is gone, or does not answer the signal for it"
+            found[name] = "none: the process is gone or does not handle the signal"
             continue
         asked[name] = path, path.stat().st_size
         os.kill(pid, SIGNAL)
@@ -74,12 +76,12 @@ def collect_stacks(folder: str | os.PathLike[str], pids: Mapping[str, int], time
 
 
 def remove_stacks(folder: str | os.PathLike[str]) -> None:
-    """Remove the files; those that processes have open vanish with them. Idempotent."""
+    """Remove all stack files of the run; those that processes still have open disappear when they close. Idempotent."""
     shutil.rmtree(Path(folder) / FOLDER, ignore_errors=True)
 
 
 def is_caught(pid: int, signum: int) -> bool:
-    """Whether the process has a handler for the signal; False when it is gone."""
+    """Return whether the process has a handler for the signal; False when the process is gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, ProcessLookupError):

@@ -1,11 +1,12 @@
-"""The watchdog: a process beside the driver that ends a run which stands still, and what a killed driver leaves behind.
+"""The watchdog process ends a run that makes no progress and cleans up after a driver that was killed.
 
-    python -m headrace.trainers.supervision.watchdog DESCRIPTOR PID FOLDER ...      (`watched.py` starts it)
+    python -m headrace.trainers.supervision.watchdog DESCRIPTOR PID FOLDER ...      (`under_watchdog.py` starts it)
 
-The driver beats (`heartbeat.py`) where a stage begins and ends. A beat that is older than its bound and a margin:
-watchdog.txt in the run's folder, then SIGUSR2 to the driver; if it is not gone in time, its whole family is killed. A
-driver that is gone without a word (kill -9): what it left is killed and removed. One line on standard error says which
-it was; a line on standard output, the driver's to read, comes before the signal.
+The driver writes a heartbeat (`heartbeat.py`) when a stage begins and when it ends. When a stage takes longer than its
+bound and a margin, the watchdog writes watchdog.txt into the run's folder, prints a line on standard output for the
+driver to read, and sends SIGUSR2 to the driver. If the driver does not end in time, the watchdog kills it and all
+processes of the run. When the driver ends without notice (kill -9), the watchdog kills its remaining processes and
+removes what they left in shared memory. In either case one line on standard error says what happened.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from .report import Opened, heading, read_actors, write_report
 from .stack_dumps import is_caught
 
 POLL_S = 1.0
-"""How often the heartbeat is read."""
+"""Seconds between two reads of the heartbeat."""
 LOOK_S = 5.0
-"""How often the run's processes are looked up: some milliseconds each time."""
+"""Seconds between two searches for the run's processes, which take some milliseconds each."""
 STOP = signal.SIGUSR2
-"""Asks the driver to end. Not SIGINT, which shells have the commands ignore that they start in the background."""
+"""Signal that asks the driver to end. It is not SIGINT, because shells make background commands ignore that."""
 MARGIN_S = 30.0
-"""Beyond a stage's bound: whoever waits in it gives up first, and can say more."""
+"""Seconds beyond a stage's bound, in which the code that waits in the stage gives up first with a better error."""
 GRACE_S = 30.0
-"""A driver that is to stop and gives no sign of life for so long is killed."""
+"""Seconds without a sign of life after which a driver that was asked to stop is killed."""
 END = {"end": True}
-"""The driver's last line: all is well, or it has been told by others."""
+"""Last message of the driver to the watchdog, which means that the run has ended and needs no watchdog any more."""
 
 
 class Watchdog:
-    """Watches one driver, until it says that the run is over or has to be ended."""
+    """Watches one driver until its run is over or has to be ended."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """options: of `main`."""
+        """Watch the driver that the command-line options of `main` name."""
         self._folder: Path = options.folder
         self._pid: int = options.pid
         self._margin_s: float = options.margin_s
@@ -60,13 +61,14 @@ class Watchdog:
         self._looked_s = self._awake_s = time.monotonic()
 
     def watch(self) -> None:
-        """Returns when the run is over, one way or the other."""
+        """Watch until the run is over or has been ended."""
         while not self._over:
             self._listen(POLL_S)
             if self._over:
                 return
             if not self._driver_is_alive():
-                self._clean_up(f"the driver (pid {self._pid}) is gone without a word, {self._reader.read()}: killed?")
+                seen = f"last heartbeat: {self._reader.read()}"
+                self._clean_up(f"the driver (pid {self._pid}) ended without notice ({seen}), it was probably killed")
                 return
             if time.monotonic() - self._looked_s > LOOK_S:
                 self._look()
@@ -74,16 +76,16 @@ class Watchdog:
             if self.stood_s(beat) > beat.bound_s + self._margin_s and self._stop(beat):
                 return
 
-    # ------------------------------------------------------------ what the driver says
+    # ------------------------------------------------------------ messages of the driver
 
     def _listen(self, timeout_s: float) -> None:
-        """Take in what it has written, for `timeout_s` at most."""
+        """Handle the driver's messages, waiting at most `timeout_s` for one."""
         if not select.select([0], [], [], timeout_s)[0]:
             return
         data = os.read(0, 1 << 16)
-        if not data:  # every end of the pipe is closed, which is the driver's end
+        if not data:  # every writing end of the pipe is closed, usually because the driver has ended
             self._wait_for_driver(self._grace_s)
-            self._over = self._driver_is_alive()  # and if it is not the driver's: it wants no watchdog any more
+            self._over = self._driver_is_alive()  # a driver that still runs has closed the pipe to end the watchdog
             return
         *lines, self._line = (self._line + data).split(b"\n")
         for line in lines:
@@ -96,7 +98,7 @@ class Watchdog:
             self._look()
 
     def stood_s(self, beat: Beat) -> float:
-        """How long the driver has stood where it stands, without the time that somebody has stopped it (Ctrl-Z)."""
+        """Return the seconds since the beat, without the time in which the driver was suspended (Ctrl-Z)."""
         now = time.monotonic()
         try:
             if psutil.Process(self._pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
@@ -109,7 +111,7 @@ class Watchdog:
         return self._family.driver is not None and is_alive(self._family.driver)
 
     def _wait_for_driver(self, timeout_s: float) -> None:
-        """Until it is gone."""
+        """Wait until the driver is gone, at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self._driver_is_alive() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -121,10 +123,10 @@ class Watchdog:
             self._family.add((actor.pid, actor.start) for actor in actors if actor.here and actor.start)
         self._looked_s = time.monotonic()
 
-    # ------------------------------------------------------------ ends
+    # ------------------------------------------------------------ ending the run
 
     def _stop(self, beat: Beat) -> bool:
-        """Report, then end the run. False: it went on while the report was written."""
+        """Write the report, then end the run; returns False when the run made progress while the report was written."""
         sentence = (
             f"{beat}: no progress for {self.stood_s(beat):.0f} s, expected within {beat.bound_s:g} s "
             f"(and {self._margin_s:g} s of margin)"
@@ -132,7 +134,7 @@ class Watchdog:
         path = write_report(self._folder, sentence, self._pid, self._opened, *self._groups)
         self._listen(0.0)
         if self._over or self._reader.read() != beat:
-            _append(path, "It went on while this was written, and was left alone.")
+            _append(path, "The run made progress while this was written, and was left alone.")
             return self._over
         sys.stdout.write(f"{sentence}; report: {path}\n")
         sys.stdout.flush()
@@ -144,14 +146,14 @@ class Watchdog:
             pass
         self._wait_for_end()
         if self._over:
-            _append(path, "The run stopped by itself when it was told to.")
+            _append(path, "The run stopped by itself when the watchdog asked it to.")
             return True
-        how = "did not stop" if self._driver_is_alive() else "was gone without a word"
-        self._clean_up(f"the driver (pid {self._pid}) {how} when it was told to end", path)
+        how = "did not stop" if self._driver_is_alive() else "ended without notice"
+        self._clean_up(f"the driver (pid {self._pid}) {how} when the watchdog asked it to stop", path)
         return True
 
     def _wait_for_end(self) -> None:
-        """Until the driver is through, gone, or without a sign of life for the grace."""
+        """Wait until the driver says that it has ended, is gone, or gave no sign of life for the grace period."""
         told_s = time.monotonic()
         while not self._over and self._driver_is_alive():
             self._listen(POLL_S)
@@ -159,7 +161,8 @@ class Watchdog:
                 return
 
     def _clean_up(self, sentence: str, path: Path | None = None) -> None:
-        """Kill and remove what is left of the run; says so in watchdog.txt, behind what is there when `path` is."""
+        """Kill and remove what is left of the run and say so in watchdog.txt, after the report at `path` if there is
+        one."""
         self._look()
         killed = self._family.kill()
         removed = [name for run_id in self._run_ids for name in remove_shared_memory(run_id)]
@@ -179,26 +182,29 @@ def _append(path: Path, text: str) -> None:
 
 
 def _say(text: str) -> None:
-    """In the run's log."""
+    """Print a line to standard error, which is in the run's log."""
     try:
         print(f"headrace watchdog: {text}", file=sys.stderr, flush=True)
     except OSError:
-        pass  # the terminal is gone with the driver; watchdog.txt has it all
+        pass  # the terminal ended with the driver; watchdog.txt has everything
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The watchdog's process."""
+    """Run the watchdog process."""
     parser = argparse.ArgumentParser(prog="headrace.trainers.supervision.watchdog")
-    parser.add_argument("descriptor", type=int, help="of the heartbeat")
-    parser.add_argument("pid", type=int, help="of the driver")
-    parser.add_argument("folder", type=Path, help="the run's")
+    parser.add_argument("descriptor", type=int, help="file descriptor of the heartbeat's memory")
+    parser.add_argument("pid", type=int, help="process id of the driver")
+    parser.add_argument("folder", type=Path, help="folder of the run")
     parser.add_argument(
-        "--strangers", type=lambda text: [int(pid) for pid in text.split(",") if pid], default=[], help="pids to spare"
+        "--strangers",
+        type=lambda text: [int(pid) for pid in text.split(",") if pid],
+        default=[],
+        help="process ids below the driver that do not belong to the run, separated by commas",
     )
-    parser.add_argument("--margin-s", type=float, default=MARGIN_S)
-    parser.add_argument("--grace-s", type=float, default=GRACE_S)
-    parser.add_argument("--groups", type=int, default=1, help="that a step takes")
-    parser.add_argument("--group-size", type=int, default=1)
+    parser.add_argument("--margin-s", type=float, default=MARGIN_S, help="seconds beyond a stage's bound")
+    parser.add_argument("--grace-s", type=float, default=GRACE_S, help="seconds that the driver has to stop")
+    parser.add_argument("--groups", type=int, default=1, help="number of groups that a step takes")
+    parser.add_argument("--group-size", type=int, default=1, help="number of rows of a group")
     Watchdog(parser.parse_args(argv)).watch()
 
 

@@ -1,1 +1,1 @@
-"""The `hf` engine: Hugging Face causal LMs in the process that asks, batched over concurrent requests."""
+"""The `hf` engine runs Hugging Face causal LMs in the calling process and batches concurrent requests."""

@@ -1,8 +1,8 @@
-"""The decoding loop of the `hf` engine: one batch of prompts to sampled tokens, their log-probs and their versions.
+"""The decoding loop of the `hf` engine turns a batch of prompts into sampled tokens, their log-probs and versions.
 
-Why not `model.generate`: it prefills the same prompt once per sample and carries finished rows to the end. Here a
-prompt is prefilled once for all its samples, and finished rows leave the batch; log-probs are gathered step by step,
-so that no [steps, B, V] tensor is held. And it can stop between two steps, let the weights change, and go on.
+`model.generate` would prefill a prompt once per sample and carry finished rows to the end. Here a prompt is prefilled
+once for all its samples and finished rows leave the batch. Log-probs are gathered step by step, so that no
+[steps, B, V] tensor is held, and the loop can stop between two steps, let the weights change, and go on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..sampling import draw, log_distribution, uniforms
 from ..stop_texts import StopTexts
 
 COMPACT_BELOW = 0.75
-"""Finished rows leave the cache when fewer than this share of its rows still runs: dropping them copies the cache."""
+"""Share of running rows below which finished rows are dropped from the cache; dropping them copies the cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,13 +29,13 @@ class DecodeRequest:
     """One prompt of a batch."""
 
     prompt_ids: np.ndarray
-    """int64 `[L]`, L >= 1."""
+    """Token ids of the prompt, int64 `[L]`, L >= 1."""
     keys: np.ndarray
-    """uint64 `[n]`: one random stream per sample (`sampling.row_keys`); n samples are drawn."""
+    """Key of each sample's random numbers (`sampling.row_keys`), uint64 `[n]`; n samples are drawn."""
 
 
 class Decoding:
-    """A batch under way. Used by one thread at a time; what it holds on the device goes with it."""
+    """Decodes one batch. One thread uses it at a time; its device memory is freed with it."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class Decoding:
         stop_ids: np.ndarray,
         stop_texts: StopTexts | None = None,
     ) -> None:
-        """Nothing is computed yet. Requests share `params` (`n`, `seed` and `stop` are not read).
+        """Compute nothing yet. All requests share `params`, of which `n`, `seed` and `stop` are not read.
 
-        model: a Hugging Face causal LM in eval mode. stop_ids: int64, tokens that end a row and are kept in it.
+        model: a Hugging Face causal LM in eval mode. stop_ids: ids of tokens that end a row and are kept in it, int64.
         """
         self._model = model
         self._requests = requests
@@ -55,15 +55,15 @@ class Decoding:
         self._rows = _Rows(requests, params.max_new_tokens, stop_ids, stop_texts)
         self._window: _Window | None = None
         self._tokens: torch.Tensor | None = None
-        """int64 `[B]`: the window's last tokens, which no forward pass has seen; None before the first one."""
+        """Last token of each row of the window, which no forward pass has seen yet, int64 `[B]`; None at first."""
         self._step = 0
 
     @torch.inference_mode()
     def run(self, version: int, interrupt: threading.Event) -> bool:
-        """Decode until all rows have ended, or up to the next step once `interrupt` is set. Returns whether all have.
+        """Decode until all rows have ended, or up to the next step once `interrupt` is set. Returns whether all ended.
 
-        version: of the model's weights now; they may change between two runs. Each token's forward pass and draw are
-        of one run, so its version is exact; keys and values of the tokens before stay as they were made.
+        version: version of the model's present weights, which may change between two runs. Each token's forward pass
+        and draw belong to one run, so its version is exact; keys and values of earlier tokens stay as they were made.
         """
         rows = self._rows
         while self._step < self._params.max_new_tokens and rows.running.any():
@@ -77,7 +77,7 @@ class Decoding:
         return True
 
     def _advance(self) -> _Window:
-        """The forward pass that gives the next tokens' logits."""
+        """Run the forward pass that gives the next tokens' logits."""
         if self._window is None or self._tokens is None:
             self._window = _Window(self._model, self._requests)
             return self._window
@@ -90,11 +90,11 @@ class Decoding:
         return self._window
 
     def end(self, request: int) -> None:
-        """Abort what still runs of a request, the `request`-th; between two runs only."""
+        """Abort the running rows of the `request`-th request. Only called between two runs."""
         self._rows.end(request)
 
     def completions(self, request: int) -> list[Completion]:
-        """What the `request`-th request has, in order; between two runs only.
+        """Return the completions of the `request`-th request, in order. Only called between two runs.
 
         Raises FloatingPointError when the model's logits were not finite.
         """
@@ -104,7 +104,7 @@ class Decoding:
 def _sample(
     logits: torch.Tensor, params: SamplingParams, keys: np.ndarray, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(int64 `[B]` tokens, float32 `[B]` log-probs) of one step from logits `[B, V]`."""
+    """Sample one step from logits `[B, V]`; returns tokens, int64 `[B]`, and their log-probs, float32 `[B]`."""
     log_probs = log_distribution(logits, params.temperature, params.top_p, params.top_k)
     if params.temperature == 0.0:
         tokens = log_probs.argmax(dim=-1)
@@ -114,7 +114,7 @@ def _sample(
 
 
 class _Rows:
-    """What every row of the batch has produced; R rows: the requests' samples, one request after another."""
+    """Tokens, log-probs and versions of every row of the batch; the rows are the requests' samples in order."""
 
     def __init__(
         self,
@@ -131,15 +131,15 @@ class _Rows:
         self.tokens = np.zeros(shape, dtype=np.int32)
         self.logprobs = np.zeros(shape, dtype=np.float32)
         self.versions = np.zeros(max_new_tokens, dtype=np.int32)
-        """Of each step: rows start together, so their tokens of a step are of one version."""
+        """Version of each decoding step. Rows start together, so their tokens of one step have the same version."""
         self.lengths = np.zeros(len(self.keys), dtype=np.int64)
         self.reasons = np.full(len(self.keys), "length", dtype="U6")
         self.running = np.ones(len(self.keys), dtype=bool)
         self.lost_at: dict[int, int] = {}
-        """Row -> version of its first token whose log-prob is not finite."""
+        """Version of each row's first token whose log-prob is not finite, by row."""
 
     def record(self, rows: np.ndarray, step: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Take one step's tokens of `rows`."""
+        """Record one step's tokens of `rows`."""
         active = self.running[rows]
         written = rows[active]
         self.tokens[written, step] = tokens[active]
@@ -178,7 +178,7 @@ class _Rows:
 
 
 class _Window:
-    """The rows still in the key-value cache, B of them, and the logits of their next token."""
+    """The B rows that are still in the key-value cache, and the logits of their next token."""
 
     def __init__(self, model: Any, requests: Sequence[DecodeRequest]) -> None:
         self.model = model
@@ -186,12 +186,11 @@ class _Window:
         lengths = np.array([len(request.prompt_ids) for request in requests])
         width = int(lengths.max())
         ids = np.zeros((len(requests), width), dtype=np.int64)
-        mask = (
-            np.arange(width) >= (width - lengths)[:, None]
-        )  # left padding: every row's next token is in the last column
+        # Padding on the left puts every row's next token into the last column.
+        mask = np.arange(width) >= (width - lengths)[:, None]
         ids[mask] = np.concatenate([request.prompt_ids for request in requests])
         device = model.device
-        # Without padding no mask is needed at all, and attention without one is quicker.
+        # Without padding no mask is needed, and attention without one is faster.
         self.mask = None if mask.all() else torch.from_numpy(mask).to(device=device, dtype=torch.int64)
         positions = torch.from_numpy(np.maximum(mask.cumsum(axis=1) - 1, 0)).to(device)
         self.next_position = torch.from_numpy(lengths).to(device)[:, None]
@@ -201,7 +200,7 @@ class _Window:
         self.rows = np.arange(len(self.rows))
 
     def keep(self, indices: np.ndarray) -> None:
-        """Keep the window's rows at `indices`, in that order; an index may repeat."""
+        """Keep the rows at `indices`, in that order; an index may repeat."""
         self.rows = self.rows[indices]
         at = torch.from_numpy(indices).to(self.model.device)
         self.cache.batch_select_indices(at)
@@ -211,7 +210,7 @@ class _Window:
             self.mask = self.mask[at]
 
     def advance(self, tokens: torch.Tensor) -> None:
-        """Feed one token per row, int64 `[B]`."""
+        """Run a forward pass over one more token per row, int64 `[B]`."""
         if self.mask is not None:
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
         self.logits = self._forward(tokens[:, None], self.next_position)

@@ -1,4 +1,4 @@
-"""The `hf` engine: Hugging Face causal LMs in this process, batched over concurrent requests. The embedded default."""
+"""`HfEngine` runs a Hugging Face causal LM in this process and decodes concurrent requests in batches."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _CLOSED = "closed"
 
 
 class HfEngine:
-    """Decodes in one thread, a batch at a time: what is pending when the thread is free and shares sampling parameters.
+    """Decodes one batch at a time in one thread. A batch takes the waiting requests that share sampling parameters.
 
-    Randomness: a sample is a function of (weights, prompt, `params.seed`, `request_id`, its index); without
-    `params.seed` the engine's own `seed` stands in. It does not depend on what else runs in the batch (beyond the last
-    bits of floating point), and global random generators are left alone.
+    A sample is a function of weights, prompt, `params.seed`, `request_id` and its index; without `params.seed` the
+    engine's own `seed` is used. It does not depend on what else is in the batch (beyond the last bits of floating
+    point), and global random generators are left alone.
 
-    Stop tokens are the model's own end tokens (its generation config) and `params.stop_token_ids`.
-    Weights change between two decoding steps at the earliest. A request that goes on (`keep`) has the keys and values
-    of its earlier tokens as the older weights made them.
+    Stop tokens are the model's own end tokens (from its generation config) and `params.stop_token_ids`. Weights can
+    change between two decoding steps. A request that a commit keeps retains the keys and values of its earlier tokens
+    as the older weights made them.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class HfEngine:
     ) -> None:
         """Load `path`, a local folder or a hub id.
 
-        max_batch: rows decoded together; a request is never split, so one with a larger `n` runs alone.
-        receiver: None when weights never change. version: the policy version that the loaded weights stand for.
-        Raises ValueError when there is no such model, or it is no decoder-only causal LM.
+        max_batch: most rows decoded together; a request is never split, so one with a larger `n` runs alone. receiver:
+        None when weights never change. version: policy version of the loaded weights. Raises ValueError when there is
+        no such model, or it is not a decoder-only causal LM.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch: got {max_batch}, expected at least 1")
@@ -100,7 +100,7 @@ class HfEngine:
     # ---------------------------------------------------------------- requests
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """`params.n` completions, in order. Cancelling the call ends the request at the next decoding step.
+        """Return `params.n` completions, in order. Cancelling the call ends the request at the next decoding step.
 
         Raises ValueError for a prompt that does not fit (empty, too long, unknown ids) or an id that is in flight,
         FloatingPointError when the weights give non-finite logits, EngineBroken when they were dropped, RuntimeError
@@ -131,7 +131,7 @@ class HfEngine:
             self._end(pending)
 
     def _end(self, pending: Pending) -> None:
-        """Settle a request with what it has: at once when it is not decoding, else after the running step."""
+        """Answer a request with the tokens made so far, at once when it is not decoding, else after this step."""
         for queue in (self._held, self._queue):
             if pending in queue:
                 queue.remove(pending)
@@ -147,7 +147,7 @@ class HfEngine:
     async def pause(self, mode: PauseMode = "wait") -> None:
         expect_pause_mode(mode)
         self._paused = True
-        self._frozen = self._frozen or mode == "keep"  # what is frozen stays so until `resume`
+        self._frozen = self._frozen or mode == "keep"  # a frozen engine stays frozen until `resume`
         if mode == "abort":
             for pending in list(self._in_flight.values()):
                 self._end(pending)
@@ -167,17 +167,17 @@ class HfEngine:
         self._serve_on()
 
     async def reset_prefix_cache(self) -> None:
-        """Nothing to forget: keys and values of a batch go with it."""
+        """Do nothing, as keys and values are dropped with their batch."""
 
     # ---------------------------------------------------------------- weights
 
     async def prepare_weights(self, update: WeightUpdate) -> None:
-        """See the protocol. A tied parameter may come under any of its names, or several times if equal. Other float
-        dtypes are converted."""
+        """Receive and verify `update`. A tied parameter may come under any of its names, or several times if equal.
+        Other float dtypes are converted."""
         await self._incoming.prepare(update, lambda: self._version - bool(self._broken))
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """See the protocol. An engine that is paused stays paused, and what is frozen is kept or ended."""
+        """Serve the prepared `version`. A paused engine stays paused; its frozen requests are kept or ended."""
         self._incoming.expect(version)
         if self._unusable:
             raise RuntimeError(f"weights: the engine is {self._unusable}")
@@ -187,7 +187,7 @@ class HfEngine:
         paused = time.perf_counter()
         try:
             kept = self._num_running
-            # Whole even if this call is cancelled: else the old version's name would stand on the new weights.
+            # Finished even if this call is cancelled, or the new weights would be served as the old version.
             await asyncio.shield(self._swap(version))
         finally:
             if not was_paused:
@@ -205,8 +205,11 @@ class HfEngine:
         self._incoming.drop(version)
 
     async def sleep(self, level: int = 1) -> None:
-        """Wait for the running batch, unless it is frozen; then 1: move the weights to host memory (a no-op in effect
-        on the CPU), 2: drop them. Keys and values of a frozen batch stay where they are."""
+        """Wait for the running batch, unless it is frozen, then free the weights' memory.
+
+        Level 1 moves the weights to host memory (without effect on the CPU), level 2 drops them. Keys and values of a
+        frozen batch stay where they are.
+        """
         if level not in (1, 2):
             raise ValueError(f"sleep level: got {level}, expected 1 or 2")
         self._unusable = self._unusable or _ASLEEP
@@ -229,7 +232,10 @@ class HfEngine:
         self._serve_on()
 
     async def close(self) -> None:
-        """End: queued requests raise RuntimeError, running ones return what they have. Idempotent."""
+        """Close the engine: queued requests raise RuntimeError, running ones return the tokens made so far.
+
+        Idempotent.
+        """
         self._unusable = _CLOSED
         for queue in (self._held, self._queue):
             while queue:
@@ -248,18 +254,18 @@ class HfEngine:
 
     @property
     def _num_running(self) -> int:
-        """Requests that are not answered and were not held back."""
+        """Number of unanswered requests that no pause has held back."""
         return len(self._queue) + (0 if self._batch is None else self._batch.num_open)
 
     def _serve_on(self) -> None:
-        """Have what is pending decoded, if that may be now."""
+        """Start decoding the waiting requests, unless the engine is frozen, asleep, broken or closed."""
         if (self._batch is None and not self._queue) or self._frozen or not self._usable:
             return
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
 
     async def _serve(self) -> None:
-        """Decode until nothing is pending, or nothing may be decoded."""
+        """Decode until no request waits, or the engine may not decode."""
         await asyncio.sleep(0)  # calls made in the same loop turn join the first batch
         while (self._batch is not None or self._queue) and not self._frozen and self._usable:
             async with self._exclusive:
@@ -267,7 +273,7 @@ class HfEngine:
                     await self._decode_on()
 
     async def _decode_on(self) -> None:
-        """Decode the batch, or a new one, up to its end or an interruption; settle who has ended."""
+        """Decode the present batch, or a new one, up to its end or an interruption, and answer its ended requests."""
         if self._batch is None:
             if not self._queue:
                 return
@@ -278,7 +284,7 @@ class HfEngine:
         batch.stepping = True
         try:
             finished = await self._in_thread(self._run, batch, self._version)
-        except Exception as error:  # belongs to the callers: every one of them gets it
+        except Exception as error:  # raised to every caller in the batch
             batch.fail(error)
             finished = True
         finally:
@@ -304,7 +310,7 @@ class HfEngine:
         return StopTexts(self._tokenizer, texts)
 
     def _take(self) -> list[Pending]:
-        """The oldest request and, in order, those that share its sampling parameters, up to max_batch rows."""
+        """Take the oldest request and those that share its sampling parameters, in order, up to max_batch rows."""
         first = self._queue[0].batch_key
         taken: list[Pending] = []
         left: deque[Pending] = deque()

@@ -1,4 +1,4 @@
-"""Hugging Face causal LMs as the `hf` engine needs them: loaded, checked, with their end tokens."""
+"""Loads a Hugging Face causal LM for the `hf` engine and checks that it can decode with a cache."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "use_
 
 
 def model_stop_ids(model: Any) -> np.ndarray:
-    """int64: the end tokens of the model's generation config."""
+    """Return the ids of the end tokens in the model's generation config, int64."""
     ids = model.generation_config.eos_token_id
     return np.array([] if ids is None else np.atleast_1d(ids), dtype=np.int64)
 
 
 def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
-    """A decoder-only causal LM on the CPU, in eval mode, from a local folder or a hub id.
+    """Load a decoder-only causal LM on the CPU, in eval mode, from a local folder or a hub id.
 
-    Raises ValueError in one sentence when there is none, or its forward lacks what cached decoding needs.
+    Raises ValueError in one sentence when there is none, or its `forward` lacks an argument that cached decoding needs.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
         raise ValueError(f"model: got {path!r}, expected a folder that exists or a hub id (organisation/name)")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"model: {path!r} has no config.json, expected a Hugging Face model folder")
-    disable_progress_bar()  # a bar per actor would be drawn over the run's own display
+    disable_progress_bar()  # the bars of all actors would be drawn over the run's own display
     try:
         model = AutoModelForCausalLM.from_pretrained(str(folder) if folder.is_dir() else path, dtype=dtype)
     except (OSError, ValueError) as error:

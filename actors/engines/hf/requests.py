@@ -1,10 +1,8 @@
-"""Requests of the `hf` engine: those that wait, and those that decode together."""
+"""Requests of the `hf` engine: `Pending` is one that waits for its answer, `Batch` those that decode together."""
 
 from __future__ import annotations
 
 import asyncio
-
-import numpy as np
 
 from ..protocol import Completion, EngineStats, SamplingParams
 from .decoding import DecodeRequest, Decoding
@@ -23,7 +21,7 @@ class Pending:
 
     @property
     def batch_key(self) -> tuple:
-        """Requests decode together when this is the same."""
+        """Key that requests must share to decode together."""
         p = self.params
         return (p.temperature, p.top_p, p.top_k, p.max_new_tokens, p.stop_token_ids, p.stop)
 
@@ -32,8 +30,8 @@ class Pending:
             self.future.set_result(completions)
 
     def settle_empty(self) -> None:
-        """It was aborted before its first token."""
-        self.settle([empty_completion() for _ in range(self.params.n)])
+        """Answer with empty completions, since the request was aborted before its first token."""
+        self.settle([Completion.empty() for _ in range(self.params.n)])
 
     def fail(self, error: Exception) -> None:
         if not self.future.done():
@@ -41,21 +39,21 @@ class Pending:
 
 
 class Batch:
-    """Requests that decode together. Methods run in the event loop, and none while the thread is `stepping`."""
+    """Requests that decode together. Methods run in the event loop, and never while the thread is `stepping`."""
 
     def __init__(self, pendings: list[Pending]) -> None:
         self.pendings = pendings
         self.params = pendings[0].params
-        """What they share; `n` and `seed` are the first one's."""
+        """Sampling parameters that the requests share; `n` and `seed` are those of the first one."""
         self.decoding: Decoding | None = None
         self.stepping = False
-        """Whether the thread has the decoding now."""
+        """Whether the decoding thread is using `decoding` now."""
         self._open = dict(enumerate(pendings))
         self._counted = False
 
     @property
     def num_open(self) -> int:
-        """Requests that are not answered."""
+        """Number of requests that are not answered."""
         return len(self._open)
 
     @property
@@ -63,7 +61,7 @@ class Batch:
         return not self._open
 
     def settle_aborted(self, stats: EngineStats) -> None:
-        """Answer aborted requests with what they have."""
+        """Answer aborted requests with the tokens made so far."""
         assert not self.stepping
         for index in [index for index, pending in self._open.items() if pending.aborted]:
             if self.decoding is None:
@@ -73,7 +71,7 @@ class Batch:
             self._settle(index, stats)
 
     def settle(self, stats: EngineStats) -> None:
-        """Answer all: their rows have ended."""
+        """Answer all requests, once all their rows have ended."""
         for index in list(self._open):
             self._settle(index, stats)
 
@@ -92,12 +90,7 @@ class Batch:
         pending.settle(completions)
 
     def fail(self, error: Exception) -> None:
-        """Every request that is not answered raises `error`."""
+        """Raise `error` to every caller that has no answer yet."""
         for pending in self._open.values():
             pending.fail(error)
         self._open.clear()
-
-
-def empty_completion() -> Completion:
-    """Of a request that was aborted before its first token."""
-    return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", np.zeros(0, np.int32))

@@ -1,1 +1,1 @@
-"""The `vllm` engine: vLLM's asynchronous engine, with weights that come in versions."""
+"""The `vllm` engine runs vLLM's asynchronous engine and replaces its weights version by version."""

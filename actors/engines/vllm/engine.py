@@ -1,15 +1,15 @@
-"""The `vllm` engine: continuous batching, tensor parallel, weights that change under running requests.
+"""`VllmEngine` runs vLLM with continuous batching and tensor parallelism, and changes weights under running requests.
 
-generate   one vLLM request per sample; tokens are counted by version as they come in (`versions`)
-prepare    workers receive and verify in threads of their own, and say when they have
-commit     freeze, end or wait for requests -> load -> forget keys and values -> mark the version -> go on
+generate   submits one vLLM request per sample, and counts tokens by version as they come in (`versions`)
+prepare    has the workers receive and verify in threads of their own
+commit     freezes, ends or awaits requests -> loads -> drops keys and values -> marks the version -> resumes
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +28,7 @@ from ..protocol import (
 from . import library
 from .names import WeightNames
 from .process import ProcessSettings, VllmProcess
-from .requests import BusyClock, RequestChecks, RunningRequest, completion, nothing
+from .requests import BusyClock, RequestChecks, RunningRequest, completion
 from .updates import WeightUpdates
 
 T = TypeVar("T")
@@ -37,11 +37,11 @@ T = TypeVar("T")
 class VllmEngine:
     """One vLLM engine with `tp` workers.
 
-    Randomness: as far as vLLM lets it be, a sample is a function of (weights, prompt, `params.seed`, `request_id`, its
-    index), not of what else runs; without `params.seed` the engine's own `seed` stands in.
+    As far as vLLM allows, a sample is a function of weights, prompt, `params.seed`, `request_id` and its index, and not
+    of what else runs; without `params.seed` the engine's own `seed` is used.
 
-    Stop tokens are the model's own end tokens (its generation config) and `params.stop_token_ids`. `stop` texts need
-    the model's tokenizer. All calls belong to one event loop, the one of the first call.
+    Stop tokens are the model's own end tokens (from its generation config) and `params.stop_token_ids`. `stop` texts
+    need the model's tokenizer. All calls must come from one event loop, that of the first call.
     """
 
     def __init__(
@@ -58,12 +58,11 @@ class VllmEngine:
         receiver: ReceiverConfig | None = None,
         version: int = 0,
     ) -> None:
-        """Start vLLM on `model`, a local folder or a hub id; takes 5 to 20 s.
+        """Start vLLM on `model`, a local folder or a hub id, which takes 5 to 20 s.
 
-        kv_cache_bytes: of keys and values, per worker; None: 256 MiB on a CPU, else what vLLM finds free.
-        receiver: how new weights come in; None: they never change.
-        version: the policy version that the loaded weights stand for.
-        Raises ValueError when there is no such model or vLLM does not run it.
+        kv_cache_bytes: memory for keys and values of each worker; None takes 256 MiB on a CPU, else what vLLM finds
+        free. receiver: settings by which new weights come in; None when they never change. version: policy version of
+        the loaded weights. Raises ValueError when there is no such model or vLLM does not run it.
         """
         if tp < 1 or max_num_seqs < 1:
             raise ValueError(f"rollout: got tp {tp} and max_num_seqs {max_num_seqs}, expected at least 1")
@@ -92,9 +91,9 @@ class VllmEngine:
         self._in_flight: dict[str, RunningRequest] = {}
         self._flowing = asyncio.Event()
         self._flowing.set()
-        self._control = asyncio.Lock()  # one at a time of: pause, resume, commit, sleep, wake
-        self._frozen = False  # vLLM runs no step
-        self._held = False  # paused from outside
+        self._control = asyncio.Lock()  # pause, resume, commit, sleep and wake run one at a time
+        self._frozen = False  # whether vLLM runs no step
+        self._held = False  # whether a caller has paused the engine
         self._asleep = 0
         self._closed = False
         self._broken = ""
@@ -111,18 +110,30 @@ class VllmEngine:
 
     @property
     def load_way(self) -> str:
-        """How the last commit loaded: `in place`, or `layerwise: ` and why."""
+        """How the last commit loaded the weights: `in place`, or `layerwise: ` and the reason."""
         return self._updates.way
 
     @property
     def pids(self) -> list[int]:
-        """vLLM's processes."""
+        """Process ids of vLLM's processes."""
         return self._process.pids
+
+    def tokens_of_newest(self) -> list[tuple[int, int]]:
+        """List version and number of the newest tokens of each running sample, for tests and benchmarks; (-1, 0) for a
+        sample without tokens."""
+        return self._process.versions.newest()
+
+    async def call_workers(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Call `function(worker, *args)` in all workers, for tests and benchmarks that look into them.
+
+        The function must be importable there, and the engine started with VLLM_ALLOW_INSECURE_SERIALIZATION=1.
+        """
+        return await self._process.call_function(function, *args)
 
     # ---------------------------------------------------------------- generation
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """`params.n` completions, in order. Cancelling the call ends the request.
+        """Return `params.n` completions, in order. Cancelling the call ends the request.
 
         Raises ValueError for a prompt that does not fit (empty, too long, unknown ids) or an id in flight,
         EngineBroken, EngineDied, FloatingPointError when the weights give non-finite log-probs, RuntimeError when
@@ -140,7 +151,7 @@ class VllmEngine:
             if request.submitted:
                 completions = await self._samples(request, prompt, sampling)
             else:
-                completions = [nothing() for _ in range(params.n)]
+                completions = [Completion.empty() for _ in range(params.n)]
             if request.failure is not None:
                 raise request.failure
         finally:
@@ -176,12 +187,12 @@ class VllmEngine:
         versions.open(sample_id)
         final = None
         try:
-            # Started by a task: an abort may have come in between, and vLLM would not know the id.
+            # An abort may have come before this task started, when vLLM did not know the id yet.
             if not request.aborted.is_set():
                 async for output in self._process.generate(sample_id, prompt, params):
                     final = output.outputs[0]
             if final is None:
-                return nothing()
+                return Completion.empty()
             return completion(final, versions.of(sample_id, len(final.token_ids)), request.id)
         finally:
             versions.close(sample_id)
@@ -195,7 +206,7 @@ class VllmEngine:
         for request in requests:
             request.aborted.set()
         while running := [request for request in requests if not request.done.is_set()]:
-            # Again and again: a request on its way to vLLM is unknown there until it has arrived.
+            # Repeated, because vLLM ignores an abort of a request that is still on its way to it.
             await self._process.llm.abort([sample for request in running for sample in request.sample_ids])
             try:
                 async with asyncio.timeout(0.02):
@@ -207,7 +218,7 @@ class VllmEngine:
     # ---------------------------------------------------------------- pausing
 
     async def pause(self, mode: PauseMode = "wait") -> None:
-        """No token is made between return and `resume`; requests that come meanwhile wait. See PauseMode."""
+        """Make no token between return and `resume`; requests that come meanwhile wait. See PauseMode."""
         expect_pause_mode(mode)
 
         async def pause() -> None:
@@ -224,8 +235,10 @@ class VllmEngine:
         await self._alone(resume())
 
     async def _alone(self, change: Coroutine[Any, Any, T]) -> T:
-        """One change of the engine's state at a time, and whole: when the caller is cancelled, it still goes on to its
-        end. Else weights could be new and their version old."""
+        """Make one change of the engine's state at a time, and finish it even when the caller is cancelled.
+
+        Otherwise the engine could serve new weights as the old version.
+        """
 
         async def locked() -> T:
             async with self._control:
@@ -234,8 +247,11 @@ class VllmEngine:
         return await asyncio.shield(asyncio.ensure_future(locked()))
 
     async def _freeze(self, mode: PauseMode) -> tuple[int, int]:
-        """(requests that were kept, requests that were ended). `wait` is as `keep` on an engine that is frozen: there
-        nothing ends. vLLM itself is only asked to when it has requests: new ones wait here."""
+        """Stop generating; returns how many requests were kept and how many were ended.
+
+        On a frozen engine `wait` acts like `keep`, because no request would end there. vLLM itself is paused only when
+        it has requests; new ones wait here.
+        """
         self._process.expect_alive()
         self._flowing.clear()
         running = [request for request in self._in_flight.values() if request.submitted]
@@ -254,7 +270,7 @@ class VllmEngine:
         return len(running), 0
 
     async def _thaw(self) -> None:
-        """Go on, unless something else keeps the engine from it."""
+        """Go on generating, unless the engine is also held by a caller, asleep or broken."""
         if self._flowing.is_set() or self._held or self._asleep or self._broken:
             return
         if self._frozen:
@@ -264,7 +280,7 @@ class VllmEngine:
         self._flowing.set()
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached keys and values of earlier prompts. Requests that run compute theirs anew."""
+        """Forget cached keys and values of earlier prompts. Running requests compute theirs anew."""
 
         async def reset() -> None:
             await self._freeze("keep")
@@ -276,7 +292,7 @@ class VllmEngine:
     # ---------------------------------------------------------------- weights
 
     async def prepare_weights(self, update: WeightUpdate) -> None:
-        """Receive and verify `update` in the workers while the old version is served on; see the protocol.
+        """Receive and verify `update` in the workers, while the engine goes on serving the old version.
 
         Cancelling the call ends the reception.
         """
@@ -284,12 +300,12 @@ class VllmEngine:
         await self._updates.prepare(update, lambda: self._version)
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """Serve the prepared `version`; see the protocol. Kept requests compute their keys and values anew, so that
-        from here on every log-prob is that of the new model.
+        """Serve the prepared `version`. Kept requests compute their keys and values anew, so that every later log-prob
+        is that of the new model.
 
-        On an engine that is paused, requests in flight are kept or ended, and it stays paused; on one that sleeps, its
-        weights are woken and the rest is left to `wake`. When a load breaks off (WeightTransferError without staging,
-        else EngineBroken), requests in flight raise EngineBroken.
+        A paused engine keeps or ends its requests in flight and stays paused. A sleeping engine wakes its weights only;
+        `wake` does the rest. When a load breaks off (WeightTransferError without staging, else EngineBroken), requests
+        in flight raise EngineBroken.
         """
         self._expect_alive(f"weights of version {version}")
         expect_pause_mode(in_flight)
@@ -302,13 +318,14 @@ class VllmEngine:
             self._updates.expect(version)
             kept, aborted = await self._freeze(in_flight)
             stopped = time.perf_counter()
-            if self._updates.prepared != version:  # it was dropped meanwhile
+            if self._updates.prepared != version:  # it was dropped while the engine froze
                 await self._thaw()
                 self._updates.expect(version)
             try:
                 if self._asleep and self._process.can_sleep:
                     await self._process.wake("weights")
-                # In the same interpreter as a single worker, which it would keep from beginning.
+                # vLLM drops keys and values while the workers load: with a single worker in the engine process's own
+                # interpreter, it would keep that worker from starting if it came first.
                 await self._updates.load(version, self._process.forget_keys_and_values)
                 await self._process.mark(version)
             except Exception as error:
@@ -319,7 +336,7 @@ class VllmEngine:
             return CommitReport(version, stopped - started, loaded - stopped, kept, aborted)
 
     async def _break(self, version: int, error: Exception) -> Exception:
-        """The model is in pieces: nothing is generated with it. Returns what the commit is to raise."""
+        """Stop generating after a failed load, which leaves a mix of two versions. Returns the error to raise."""
         self._broken = f"version {version} was not loaded whole: {error}"
         broken = EngineBroken(f"weights: {self._broken}; commit a later version")
         running = list(self._in_flight.values())
@@ -331,15 +348,17 @@ class VllmEngine:
         return error if isinstance(error, WeightTransferError) else broken
 
     async def drop_weights(self, version: int) -> None:
-        """Forget a prepared version, or end its reception. Idempotent; the current one is served on."""
+        """Forget a prepared version, or end its reception. Idempotent; the current one stays in service."""
         self._expect_alive(f"weights of version {version}")
         await self._updates.drop(version)
 
     # ---------------------------------------------------------------- memory and the end
 
     async def sleep(self, level: int = 1) -> None:
-        """Let requests in flight end (on a paused engine: end them), then give device memory back; see the protocol.
-        On a CPU nothing is given."""
+        """Let requests in flight end, or end them on a paused engine, then give device memory back.
+
+        On a CPU no memory is given back.
+        """
         if level not in (1, 2):
             raise ValueError(f"sleep level: got {level}, expected 1 or 2")
 
@@ -356,13 +375,13 @@ class VllmEngine:
         await self._alone(sleep())
 
     async def wake(self) -> None:
-        """Inverse of sleep. Idempotent."""
+        """Take the memory again and go on generating. Idempotent."""
 
         async def wake() -> None:
             if not self._asleep:
                 return
             if self._process.can_sleep:
-                await self._process.wake()  # vLLM goes on by itself once all its memory is back, without requests
+                await self._process.wake()  # which also has vLLM's scheduler go on
                 self._frozen = False
             self._asleep = 0
             await self._thaw()
@@ -370,7 +389,7 @@ class VllmEngine:
         await self._alone(wake())
 
     async def close(self) -> None:
-        """End vLLM's processes; requests in flight return what they have. Idempotent."""
+        """End vLLM's processes. Requests in flight return the tokens made so far. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -378,7 +397,7 @@ class VllmEngine:
             try:
                 await asyncio.wait_for(self._end(list(self._in_flight.values())), 5.0)
             except TimeoutError:
-                pass  # they raise when the process ends
+                pass  # these requests raise an error when the process ends
         self._flowing.set()
         await self._process.end()
         await self._updates.close()

@@ -1,4 +1,4 @@
-"""The environment that vLLM's processes start in. The only file of the engine that touches it."""
+"""Sets the environment variables that vLLM's processes start with; no other file of the engine touches them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _FORCED = {
     "DO_NOT_TRACK": "1",
 }
 _ON_CPU = {
-    # Left alone, every engine of a host binds its threads to the first cores, on top of all others.
+    # By default every engine of a host binds its threads to the same first cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # One process for engine and worker instead of two where tp is 1; AsyncLLM starts one in any case.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Eager as it is, vLLM compiles the counting of log-prob ranks: seconds of a C++ compiler at the first requests.
+    # Even in eager mode vLLM compiles the counting of log-prob ranks, which takes seconds at the first requests.
     "TORCHDYNAMO_DISABLE": "1",
 }
 
 
 @contextmanager
 def log_level() -> Iterator[None]:
-    """While vLLM is imported: it reads its log level then. Errors only, unless the user has set another one."""
+    """Lower vLLM's log level to errors while it is imported, unless the user has set one: it reads the level then."""
     chosen = "VLLM_LOGGING_LEVEL" in os.environ
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
@@ -40,8 +40,11 @@ def log_level() -> Iterator[None]:
 
 @contextmanager
 def engine_environment(*, cpu: bool, tp: int) -> Iterator[None]:
-    """What vLLM's processes are to inherit. EventCallbacks this process's own environment is as before (vLLM writes
-    LD_PRELOAD and more into it, which every later child would get), and so are its random generators."""
+    """Set the environment that vLLM's processes inherit, and restore this process's own afterwards.
+
+    vLLM writes LD_PRELOAD and more into the environment, which every later child would get. The state of the random
+    generators is restored, too.
+    """
     before = dict(os.environ)
     generators = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     os.environ.update(_FORCED)

@@ -1,8 +1,11 @@
-"""All that the engine takes from vLLM. No other module imports it: versions differ, and here is where it shows.
+"""The only module of the engine that imports vLLM, so that differences between vLLM's versions show here alone.
 
-Runs with 0.30 (torch 2.13; CPU and CUDA) and 0.26 (torch 2.11). What 0.26 lacks is not used: `get_weight_version`.
+It works with vLLM 0.30 (torch 2.13; CPU and CUDA) and 0.26 (torch 2.11). `get_weight_version`, which 0.26 lacks, is not
+used.
 """
 
+# pyright: reportMissingImports=false
+# vLLM need not be installed where types are checked.
 from __future__ import annotations
 
 from typing import Any
@@ -58,20 +61,21 @@ __all__ = [
 ]
 
 MIN_TEMPERATURE = 0.01
-"""vLLM silently samples from this temperature when asked for a lower one that is not 0."""
+"""Temperature that vLLM silently uses when asked for a lower one that is not 0."""
 
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _PLAIN_EXPERT_KERNELS = ("TRITON", "BATCHED_TRITON")
-"""Those that read experts as checkpoints have them; FlashInfer's swap halves, which no shape shows, CPUs' repack."""
+"""Names of the expert kernels that read experts as checkpoints have them. FlashInfer's kernels swap halves, which no
+shape shows, and those for CPUs repack the experts."""
 
 
 def on_cpu() -> bool:
-    """Whether this vLLM was built for CPUs."""
+    """Tell whether this vLLM was built for CPUs."""
     return current_platform.is_cpu()
 
 
 def check_attention(config: Any) -> None:
-    """Raises ValueError when vLLM has no CPU attention for the model: it would die at the first request."""
+    """Raise ValueError when vLLM has no CPU attention for the model, as it would die at the first request."""
     head_size, sizes = config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
     if on_cpu() and not config.model_config.use_mla and head_size not in sizes:
         raise ValueError(
@@ -80,10 +84,10 @@ def check_attention(config: Any) -> None:
 
 
 def keep_prefills_whole(config: Any) -> None:
-    """Have no prompt, nor a kept request that is computed anew, cut at the token budget of a step.
+    """Configure vLLM so that no prompt, nor a kept request that is computed anew, is split over several steps.
 
-    vLLM 0.26 to 0.32 on CPUs: a step that ends within one rewinds the generator of a seeded request by an offset that
-    CPU generators have not got: the engine process dies. Delete when it does without.
+    In vLLM 0.26 to 0.32 on CPUs, a step that ends within a prompt rewinds the generator of a seeded request by an
+    offset, which CPU generators do not support, and the engine process dies. Delete this when vLLM no longer does so.
     """
     if on_cpu():
         scheduler = config.scheduler_config
@@ -92,10 +96,10 @@ def keep_prefills_whole(config: Any) -> None:
 
 
 def forget_moe_kernels(model: torch.nn.Module) -> None:
-    """Have the next load set the experts' kernels up as the first one did.
+    """Make the next load set up the experts' kernels as the first one did.
 
-    vLLM 0.28 to 0.32 on CPUs: UnquantizedFusedMoEMethod prepacks experts at the first load only, so that updated ones
-    are read in the wrong layout: wrong log-probs, no error. Delete when an update prepacks them again.
+    In vLLM 0.28 to 0.32 on CPUs, UnquantizedFusedMoEMethod prepacks experts at the first load only. Updated experts are
+    then read in the wrong layout, which gives wrong log-probs and no error. Delete this when an update prepacks again.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -104,13 +108,13 @@ def forget_moe_kernels(model: torch.nn.Module) -> None:
 
 
 def in_place_hindrance(model: torch.nn.Module) -> str:
-    """Why weights may not be written straight into the live parameters; "" when they may.
+    """Return why weights must not be written straight into the live parameters; "" when they may.
 
-    They may if every parameter is still what the loader made of it: kernels that read the checkpoint's own layout,
-    nothing quantised, repacked or derived.
+    They may if every parameter is still as the loader made it: its kernels read the checkpoint's own layout, and
+    nothing is quantised, repacked or derived.
     """
     for name, module in model.named_modules():
-        if isinstance(module, QuantizeMethodBase):  # looked at as its layer's method
+        if isinstance(module, QuantizeMethodBase):  # it is checked as its layer's `quant_method`
             continue
         method = getattr(module, "quant_method", None)
         if method is not None and not _is_plain(method) and not isinstance(module, Attention):
@@ -123,14 +127,14 @@ def in_place_hindrance(model: torch.nn.Module) -> str:
 
 
 def _is_plain(method: Any) -> bool:
-    """Whether its kernels read what the loaders write, as it is."""
+    """Tell whether the method's kernels read exactly what the loaders write."""
     if type(method).__name__ == "UnquantizedFusedMoEMethod":
         return getattr(method.unquantized_backend, "name", "") in _PLAIN_EXPERT_KERNELS
     return type(method).__name__ in _PLAIN_METHODS
 
 
 def _changed_layout(module: torch.nn.Module) -> str:
-    """A parameter of the module itself that is not as the loader made it, and how; "" when all are."""
+    """Name a parameter of the module itself that is not as the loader made it, and the change; "" when all are."""
     made: dict[str, Any] = get_layerwise_info(module).restore_metadata[0]
     live = dict(module.named_parameters(recurse=False))
     for name in live.keys() | made.keys():

@@ -1,7 +1,8 @@
-"""A socket from the engine to each worker, beside vLLM's own way: orders there, what became of them back.
+"""Sends orders from the engine to each vLLM worker, and reports back, over sockets that bypass vLLM's engine process.
 
-vLLM's engine process answers calls between two steps of the model, and makes no step meanwhile. A version on its way
-would have it answer dozens, each late. What goes through here disturbs nobody: a thread of the worker listens.
+vLLM's engine process answers calls between two steps of the model and makes no step meanwhile. A weight update would
+need dozens of such calls, each of which would come late. Here a thread of each worker listens instead, which delays
+nothing.
 """
 
 from __future__ import annotations
@@ -28,28 +29,35 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the engine says: one of the two."""
+    """An order of the engine; exactly one of `prepare` and `load` is set."""
 
     number: int
+    """Number of the order, rising."""
     prepare: WeightUpdate | None = None
+    """Update to receive and verify."""
     load: int | None = None
-    """A version that was prepared."""
+    """Prepared version to load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a worker says: its number when it comes, and then what became of each order: one of the last two; neither
-    when it has begun to load."""
+    """A message of a worker: a greeting with its number, then a `state` or `report` for each order.
+
+    A message with an order's number and neither of them says that the load has begun.
+    """
 
     worker: int
+    """Number of the worker."""
     number: int = 0
-    """Of the order."""
+    """Number of the order that is answered; 0 in the greeting."""
     state: PrepareState | None = None
+    """Outcome of preparing."""
     report: LoadReport | None = None
+    """Outcome of loading."""
 
 
 class WorkerLinks:
-    """The engine's end; belongs to one event loop, where one order at a time is given and awaited."""
+    """The engine's end of the sockets. It belongs to one event loop, which gives and awaits one order at a time."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
@@ -63,24 +71,26 @@ class WorkerLinks:
         self._changed = asyncio.Condition()
 
     async def listen(self) -> str:
-        """The path that workers are to connect to."""
+        """Listen on a socket and return its path, to which workers connect."""
         self._folder = tempfile.mkdtemp(prefix="headrace-vllm-")
         path = str(Path(self._folder) / "workers")
         self._server = await asyncio.start_unix_server(self._serve, path)
         return path
 
     async def prepare(self, update: WeightUpdate) -> list[PrepareState]:
-        """Have all workers receive `update`. What became of it, of all; when one has failed, of those that are through
-        by then. Raises EngineDied."""
+        """Have all workers receive `update`, and return their states.
+
+        When one has failed, only the states of the workers that have answered by then are returned. Raises EngineDied.
+        """
         await self._order(prepare=update)
         await self._until(lambda: any(one.state and one.state.phase == "failed" for one in self._answers.values()))
         return [one.state for _, one in sorted(self._answers.items()) if one.state is not None]
 
     async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]]) -> list[LoadReport]:
-        """Have all workers load what they prepared, and wait for all of them. No step may run meanwhile.
+        """Have all workers load the prepared version, and wait for all of them. No step may run meanwhile.
 
-        meanwhile: what else is to be done; begun when the workers have something to wait for, and awaited. Raises
-        EngineDied, and what it raises.
+        meanwhile: other work, started once all workers have begun to load, and awaited too. Raises EngineDied, and what
+        `meanwhile` raises.
         """
         await self._order(load=version)
         await self._until(lambda: len(self._begun | self._answers.keys()) == self._num_workers)
@@ -88,7 +98,7 @@ class WorkerLinks:
         return [one.report for _, one in sorted(self._answers.items()) if one.report is not None]
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close all connections. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             for writer in self._writers.values():
@@ -108,7 +118,7 @@ class WorkerLinks:
             writer.write(_LENGTH.pack(len(data)) + data)
 
     async def _until(self, over: Callable[[], bool]) -> None:
-        """Until `over`, or all have answered."""
+        """Wait until `over`, or all workers have answered."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._lost or len(self._answers) == self._num_workers or over())
         self._expect_all()
@@ -141,10 +151,10 @@ class WorkerLinks:
 
 
 class WorkerLink:
-    """A worker's end."""
+    """A worker's end of its socket to the engine."""
 
     def __init__(self, path: str, worker: int, follow: Callable[[Order], None]) -> None:
-        """follow: called in a thread for every order, one after another."""
+        """Connect to the engine. follow: is called in a thread with each order, one after another."""
         self._worker = worker
         self._follow = follow
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -153,11 +163,11 @@ class WorkerLink:
         threading.Thread(target=self._listen, name="weights-link", daemon=True).start()
 
     def answer(self, order: Order, *, state: PrepareState | None = None, report: LoadReport | None = None) -> None:
-        """Let the engine know what became of an order, or that its load has begun; when it is gone, nobody needs to."""
+        """Report the outcome of an order, or that its load has begun. An engine that is gone is ignored."""
         self._send(Answer(self._worker, order.number, state, report))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket, which ends the thread. Idempotent."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:

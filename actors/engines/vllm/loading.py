@@ -1,4 +1,4 @@
-"""From named weights to the parameters of a vLLM worker: in place where that is legal, else layer by layer."""
+"""`ModelLoader` loads named weights into a vLLM worker's model: in place where that is legal, else layer by layer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _NOWHERE: Mapping[str, torch.Tensor] = {}
 
 
 class ModelLoader:
-    """Replaces all weights of one model; `start -> load* -> finish -> [look]`.
+    """Replaces all weights of one model, in sessions of `start -> load* -> finish -> [look]`.
 
-    In place, weights are written into the live parameters: legal only while those are still as the model's loaders made
-    them. The first time by the loaders, which are watched; from then on by the copies that they made (`copy_plan`), as
-    long as the parameters stay where they are. Layer by layer, vLLM lays the checkpoint's parameters out anew, loads,
-    has its kernels repack them, and copies the result to where the kernels read. Which of the two is decided by looking
-    at the model that is really there.
+    In place, weights are written into the live parameters, which is legal only while these are still as the model's
+    loaders made them. The first session runs the loaders and records their copies (`copy_plan`); later ones repeat the
+    copies, as long as the parameters stay where they are. Layer by layer, vLLM lays the checkpoint's parameters out
+    anew, loads them, has its kernels repack them, and copies the result to where the kernels read. The model in memory
+    decides which of the two is used.
     """
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
@@ -30,23 +30,24 @@ class ModelLoader:
         self._names: WeightNames | None = None
         self._plan: CopyPlan | None = None
         self._targets = _NOWHERE
-        """The plan's."""
+        """Memory that the plan lets weights be written to directly, by name."""
         self._refused: tuple[ParameterPlaces, str] | None = None
-        """For which parameters there can be no plan, and why."""
+        """Parameters for which there can be no plan, and the reason; None without such."""
         self._recorder: PlanRecorder | None = None
         self._sent: Collection[str] = ()
         """Names of the session's weights."""
         self._looked: Collection[str] | None = None
-        """Weights that the plan was found to be good for."""
+        """Names of the weights that the plan was found to fit; None when it does not."""
         self._confirmed = False
-        """Whether it was found so within the session."""
+        """Whether the parameters were checked again within the session."""
         self.in_place = False
-        """Whether the session that is open writes into live parameters."""
+        """Whether the open session writes into live parameters."""
         self.way = ""
-        """How the last session loaded: `in place`, by copies; `in place by the loaders: `, `layerwise: ` and why."""
+        """How the last session loaded: `in place` by copies, or `in place by the loaders: ` or `layerwise: ` and the
+        reason."""
 
     def start(self, names: WeightNames | None, sent: Collection[str]) -> None:
-        """Open a session, in which the weights `sent` (HF names) will come; names: of the model."""
+        """Open a session in which the weights `sent` (HF names) will come. names: weight names of the model."""
         self._names, self._recorder, self._sent = names, None, sent
         if self._looked != sent:
             self.look()
@@ -70,14 +71,16 @@ class ModelLoader:
     def load(
         self, weights: Iterable[tuple[str, torch.Tensor]], check: Callable[[str, torch.Tensor], None] | None = None
     ) -> None:
-        """Load some weights under their HF names; any split, but each once a session. On a GPU the copies are queued
-        on the current stream. check: raises for a weight that is not the model's; asked unless such were loaded
-        before. Raises RuntimeError when somebody has replaced parameters since `look`."""
+        """Load some weights under their HF names; they may be split in any way, but each comes once a session.
+
+        On a GPU the copies are queued on the current stream. check: raises for a weight that does not fit the model; it
+        is not called for weights that the plan covers. Raises RuntimeError when parameters were replaced since `look`.
+        """
         weights = list(weights)
         with torch.no_grad():
             if self._plan is not None and self._plan.load(weights):
                 if weights:
-                    self._confirm()  # while the GPU copies, and the next ones are on their way
+                    self._confirm()  # done here, while the GPU copies and the next weights are on their way
                 return
         if check is not None:
             for name, tensor in weights:
@@ -89,7 +92,7 @@ class ModelLoader:
             self._load(weights)
 
     def finish(self) -> None:
-        """Close the session: repacked, in place for the kernels, done on the device."""
+        """Close the session: repack for the kernels where needed, and wait until the device has finished."""
         self._looked = None
         if not self.in_place:
             with library.set_current_vllm_config(self._config):
@@ -105,26 +108,27 @@ class ModelLoader:
             torch.cuda.synchronize()
 
     def look(self) -> None:
-        """What `start` would spend half a millisecond on, beforehand: whether the plan is good for the same weights
-        again."""
+        """Check whether the plan fits the same weights again, which saves the next `start` half a millisecond."""
         self._looked = self._sent if self._plan is not None and self._plan.loads(self._sent) else None
 
     @property
     def places(self) -> Mapping[str, torch.Tensor]:
-        """Within a session: where weights may be written, by name, for `load` to find them there. The same mapping as
-        long as the parameters stand."""
+        """Memory within the live parameters, by name, to which the session's weights may be written before `load`.
+
+        It is the same mapping as long as the parameters stay where they are.
+        """
         return _NOWHERE if self._looked is None else self._targets
 
     def abandon(self) -> None:
-        """End a session that broke off. The weights are in pieces, but the next session starts as if there had been
-        none: layerwise reload would go on counting from where this one stopped."""
+        """End a session that broke off. The weights mix two versions, but the next session starts from the beginning;
+        otherwise layerwise reload would go on counting from where this one stopped."""
         self._recorder, self._looked = None, None
         if not self.in_place:
             with library.set_current_vllm_config(self._config):
                 library.finalize_layerwise_reload(self._model, self._config.model_config)
 
     def _confirm(self) -> None:
-        """Once a session: that the parameters which are written are those that the model computes with."""
+        """Check once a session that the parameters being written are those that the model computes with."""
         if self._looked is None or self._confirmed:
             return
         assert self._plan is not None

@@ -1,8 +1,8 @@
-"""A model's weights by their Hugging Face names: what an update must hold, and what vLLM's loader calls them.
+"""Maps a model's weights from Hugging Face names to the checkpoint names that vLLM's loader expects, and checks them.
 
-Transformers 5 stacks experts (`mlp.experts.gate_up_proj [E, 2I, H]`); checkpoints, and with them vLLM, name each
-expert's projections. Which names a checkpoint has is asked of transformers itself, on the meta device, and what is
-made here is compared with that: a model that is not mapped rightly is refused before it serves anything.
+Transformers 5 stacks experts (`mlp.experts.gate_up_proj [E, 2I, H]`), while checkpoints, and with them vLLM, name each
+expert's projections. Transformers itself says on the meta device which names a checkpoint has, and the mapping is
+compared with that, so that a model that is not mapped rightly is refused before it serves anything.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _EXPERT_STYLES = {
 
 
 class WeightNames:
-    """Names and shapes of one model's weights."""
+    """Knows names and shapes of one model's weights, and checks updates against them."""
 
     def __init__(self, model: str) -> None:
-        """model: a folder or hub id; only its configuration is read.
+        """Read the model's configuration; no weights are loaded.
 
-        Raises ValueError when the model's experts are laid out in a way that is not known here.
+        model: a folder or hub id. Raises ValueError when the layout of the model's experts is not known here.
         """
         config = AutoConfig.from_pretrained(model)
         with torch.device("meta"):
             meta: Any = AutoModelForCausalLM.from_config(config)
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """By each name that a weight answers to."""
+        """Shape of each weight, by each of its names."""
         self._group: dict[str, tuple[str, ...]] = {}
-        """All names of the weight: several for tied ones."""
+        """All names of each weight, by each of its names; tied weights have several."""
         by_tensor: dict[int, list[str]] = {}
         parameters = {id(parameter) for parameter in meta.parameters()}
         for name, tensor in meta.state_dict(keep_vars=True).items():
@@ -58,11 +58,11 @@ class WeightNames:
         return tuple(dict.fromkeys(names[0] for names in self._group.values()))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole weight."""
+        """Return the shape of the whole weight."""
         return self._shapes[name]
 
     def check(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Raises ValueError naming unknown, misshapen and missing weights, and tied ones that differ."""
+        """Raise ValueError naming unknown, misshapen and missing weights, and tied ones that differ."""
         for name, tensor in named.items():
             self.check_one(name, tensor)
         self.check_complete(named)
@@ -73,7 +73,7 @@ class WeightNames:
                     raise ValueError(f"weights: {sent[0]!r} and {other!r} are tied in the model but differ as sent")
 
     def check_one(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises ValueError when the weight is unknown, misshapen or no float."""
+        """Raise ValueError when the weight is unknown, misshapen or not of a float dtype."""
         shape = self._shapes.get(name)
         if shape is None:
             near = difflib.get_close_matches(name, self._shapes, n=1)
@@ -85,7 +85,7 @@ class WeightNames:
             raise ValueError(f"weights: {name!r} has dtype {tensor.dtype}, expected a float")
 
     def check_complete(self, names: Iterable[str]) -> None:
-        """Raises ValueError naming a weight of which no name is among `names`."""
+        """Raise ValueError naming a weight of which no name is among `names`."""
         got = set(names)
         if self._first_names <= got:
             return
@@ -95,8 +95,11 @@ class WeightNames:
             raise ValueError(f"weights: parameter {missing[0]!r}{more} was not sent")
 
     def checkpoint(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same weights under the checkpoint's names, as views. A tied one comes under all its names: layerwise
-        reload unties them on the way, and one that is not sent keeps its old value."""
+        """Yield the weights under the checkpoint's names, as views.
+
+        A tied weight comes under all its names, because a layerwise reload unties them and one that is not sent would
+        keep its old value.
+        """
         seen: set[str] = set()
         for name, tensor in named:
             for alias in self._group[name]:
@@ -105,7 +108,7 @@ class WeightNames:
                     yield from _checkpoint_views(alias, tensor, self._style)
 
     def _matching_style(self, meta: Any, model_type: str) -> str:
-        """The way of naming experts that gives what a saved checkpoint of the model has."""
+        """Find the way of naming experts that gives the names of a saved checkpoint of the model."""
         whole = {name: torch.empty(shape, device="meta") for name, shape in self._shapes.items()}
         saved = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(meta, dict(whole)).items()}
         difference: set[str] = set()

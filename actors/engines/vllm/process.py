@@ -1,4 +1,4 @@
-"""vLLM's engine process and its workers, as seen from here: started, called, paused, ended."""
+"""`VllmProcess` starts vLLM's engine process and its workers, calls and pauses them, and ends them."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ from .wire import BACKEND, WORKER
 T = TypeVar("T")
 
 CALL_PATIENCE_S = 300.0
-"""Bound of every call of the engine process that is not a request."""
+"""Longest wait in seconds for the engine process's answer to any call that is not a request."""
 CLOSE_PATIENCE_S = 10.0
+"""Seconds that vLLM's processes get to end by themselves before they are killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """How vLLM runs a model."""
+    """Settings with which vLLM runs a model."""
 
     model: str
     dtype: torch.dtype
     tp: int
     max_num_seqs: int
     kv_cache_bytes: int | None
-    """None: vLLM's own choice."""
+    """Number of bytes for keys and values in each worker; None leaves the choice to vLLM."""
     gpu_memory_utilization: float
     seed: int
     enforce_eager: bool
     max_model_len: int | None
-    """None: the model's own."""
+    """Longest prompt and completion together, in tokens; None takes the model's own limit."""
 
 
 class VllmProcess:
-    """An `AsyncLLM`, with what the engine needs beside requests."""
+    """Wraps vLLM's `AsyncLLM`: requests, calls of its workers, pausing, sleeping, and its end."""
 
     def __init__(self, settings: ProcessSettings, version: int) -> None:
-        """Starts the processes; takes 5 to 20 s.
+        """Start the processes, which takes 5 to 20 s.
 
         Raises ValueError in one sentence when vLLM does not take the model or the settings.
         """
@@ -62,19 +63,19 @@ class VllmProcess:
         self.versions = TokenVersions(self.llm.engine_core, version)
         self.can_sleep = not cpu
         self._asleep: set[str] = set()
-        """What memory was given back: `weights`, `kv_cache`."""
+        """Kinds of memory that were given back: `weights`, `kv_cache`."""
         manager: Any = self.llm.engine_core.resources.engine_manager
         engines = [psutil.Process(process.pid) for process in manager.processes]
         self._processes = [*engines, *(child for engine in engines for child in engine.children(recursive=True))]
 
     @property
     def pids(self) -> list[int]:
-        """Of all processes that were started."""
+        """Process ids of the engine process and its workers."""
         return [process.pid for process in self._processes]
 
     @property
     def context(self) -> int:
-        """Tokens of a prompt and its completion."""
+        """Largest number of tokens of a prompt and its completion together."""
         return self.llm.vllm_config.model_config.max_model_len
 
     @property
@@ -82,87 +83,91 @@ class VllmProcess:
         return self.llm.vllm_config.model_config.get_vocab_size()
 
     def generate(self, request_id: str, prompt: list[int], params: library.SamplingParams) -> AsyncGenerator[Any, None]:
-        """vLLM's outputs of one request. Raises library.EngineDeadError."""
+        """Submit one request and yield vLLM's outputs. Raises library.EngineDeadError."""
         tokens: Any = {"type": "token", "prompt_token_ids": prompt}  # as vLLM's renderer would make it
         return self.llm.generate(tokens, params, request_id)
 
     async def call(self, method: str, *args: Any, returns: type[T] | None = None, **kwargs: Any) -> list[T]:
         """Call a method of all workers; the engine process does nothing else meanwhile.
 
-        returns: type of the results, which come as msgpack. Raises EngineDied when there is no
-        answer, RuntimeError with what a worker raised.
+        returns: type of the results, which come as msgpack. Raises EngineDied when the engine process has died,
+        RuntimeError when it does not answer in time or a worker raised an error.
         """
         results = await self._bounded(method, self.llm.collective_rpc(method, args=args, kwargs=kwargs))
         return [] if returns is None else [messages.decode(result, returns) for result in results]
 
     async def call_function(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """Call `function(worker, *args)` in all workers, for tests and benchmarks that look into them; it must be
-        importable there, and the processes started with VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
+        """Call `function(worker, *args)` in all workers: `VllmEngine.call_workers`."""
         method: Any = function
         return await self._bounded(function.__name__, self.llm.collective_rpc(method, args=args))
 
     async def pause(self) -> None:
         """Freeze requests where they are. On return no step runs, and all tokens made so far have been processed.
 
-        Not `AsyncLLM.pause_generation`: that sleeps 20 ms for outputs to come through, which `drain` knows exactly.
+        `AsyncLLM.pause_generation` is not used, because it sleeps 20 ms until outputs have surely come through; `drain`
+        knows when they have.
         """
         await self._bounded("pause", self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
-        self.llm._run_output_handler()  # it runs from the first request on, which may be on its way
+        self.llm._run_output_handler()  # vLLM starts it with the first request, which may be on its way
         await self.versions.drain()
 
     async def resume(self) -> None:
-        """Go on."""
+        """Go on generating."""
         await self._bounded("resume", self.llm.resume_generation())
 
     async def mark(self, version: int) -> None:
-        """Tokens that have not come in yet are of `version`."""
-        self.llm._run_output_handler()  # it runs from the first request on, and there may have been none
+        """Count tokens that have not come in yet as `version`."""
+        self.llm._run_output_handler()  # vLLM starts it with the first request, and there may have been none
         await self.versions.mark(version)
 
     async def forget_keys_and_values(self) -> None:
-        """Nothing that was computed so far is used again: cached prefixes go, and requests that were frozen (only
-        call this while paused, or when none run) compute the keys and values of all their tokens anew."""
+        """Drop all keys and values computed so far: cached prefixes go, and frozen requests compute theirs anew.
+
+        Only called while paused, or when no request runs.
+        """
         done = await self._bounded("reset_prefix_cache", self.llm.reset_prefix_cache(reset_running_requests=True))
         if not done:
             raise RuntimeError("vLLM did not reset its prefix cache")
 
     async def sleep(self, level: int) -> None:
-        """Give device memory back; nothing may run."""
+        """Give device memory back. No request may be running."""
         await self._bounded("sleep", self.llm.sleep(level))
         self._asleep = {"weights", "kv_cache"}
 
     async def wake(self, *tags: str) -> None:
-        """Take it again: `weights`, `kv_cache`, or what is left to take. vLLM would map memory that is awake anew."""
+        """Take memory of the kinds `tags` again, or all that was given back.
+
+        vLLM is only asked for memory that it has not got, because it would map memory that is awake a second time.
+        """
         if wanted := self._asleep & (set(tags) or self._asleep):
             await self._bounded("wake_up", self.llm.wake_up(sorted(wanted)))
             self._asleep -= wanted
 
     def expect_alive(self) -> None:
-        """Raises EngineDied when the engine process is known to have died."""
+        """Raise EngineDied when the engine process is known to have died."""
         if self.llm.errored:
             raise EngineDied("vLLM's engine process died")
 
     async def end(self) -> None:
-        """End all processes; those that do not go in time are killed."""
+        """End all processes; those that do not end in time are killed."""
         if not self.llm.errored:
             try:
                 await asyncio.wait_for(self.llm.collective_rpc("headrace_close"), CLOSE_PATIENCE_S)
             except (TimeoutError, library.EngineDeadError):
-                pass  # a worker that hangs or is dead has its receivers taken down with it
+                pass  # the receivers of a worker that hangs or is dead end with its process
         if (handler := self.llm.output_handler) is not None:
-            handler.cancel()  # else it logs the end of its engine as a failure
+            handler.cancel()  # otherwise it would log the end of its engine as a failure
             await asyncio.gather(handler, return_exceptions=True)
         await asyncio.to_thread(self.llm.shutdown)
         _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, CLOSE_PATIENCE_S)
         for process in alive:
             process.kill()
         await asyncio.to_thread(psutil.wait_procs, alive, CLOSE_PATIENCE_S)
-        await asyncio.sleep(
-            0
-        )  # vLLM closes its sockets in this loop, but leaves their context to the garbage collector
+        # vLLM closes its sockets in this loop, but leaves their context to the garbage collector.
+        await asyncio.sleep(0)
         context = self.llm.engine_core.ctx
         getattr(context, "_shadow_obj", context).destroy(linger=0)
-        del self.llm  # its finalizer does not survive the interpreter's end
+        del self.llm  # its finalizer would fail at the interpreter's end
 
     async def _bounded(self, name: str, awaitable: Any) -> Any:
         try:
@@ -174,20 +179,20 @@ class VllmProcess:
         except library.EngineDeadError as error:
             raise EngineDied(f"vLLM's engine process died, found at {name!r}: {error}") from error
         except Exception as error:
-            if type(error) is Exception:  # how vLLM passes on what was raised in its process
+            if type(error) is Exception:  # vLLM wraps what was raised in its process like this
                 raise RuntimeError(f"vLLM: {error}") from error
             raise
 
 
 async def all_of(*calls: Coroutine[Any, Any, None]) -> None:
-    """Begun at once, in this order, and awaited to the end. Raises what the first of those that failed did."""
+    """Start all calls at once, in this order, and wait for all of them. Raises the error of the first that failed."""
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome
 
 
 def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs:
-    """vLLM's own settings; log-probs are of the distribution sampled from."""
+    """Translate the settings into vLLM's own. Log-probs are those of the distribution that is sampled from."""
     options: dict[str, Any] = {"dtype": str(settings.dtype).removeprefix("torch.")}
     if settings.max_model_len is not None:
         options["max_model_len"] = settings.max_model_len
@@ -206,7 +211,7 @@ def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs
         kv_cache_memory_bytes=settings.kv_cache_bytes,
         enforce_eager=settings.enforce_eager,
         enable_prefix_caching=True,
-        generation_config="vllm",  # the model's own defaults would change what is sampled from
+        generation_config="vllm",  # the model's own defaults would change the sampled distribution
         logprobs_mode="processed_logprobs",
         use_tqdm_on_load=False,
         worker_extension_cls=WORKER,

@@ -1,4 +1,4 @@
-"""Requests on their way through vLLM: checked and converted, followed while they run, and turned into completions."""
+"""Checks requests and converts them for vLLM, follows them while they run, and makes completions of vLLM's outputs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _REASONS = ("stop", "length", "abort")
 
 
 class RunningRequest:
-    """A generate call: `params.n` requests of vLLM's, one per sample, so that each has random numbers of its own."""
+    """A generate call, made of `n` vLLM requests, one per sample, so that each sample has its own random numbers."""
 
     def __init__(self, request_id: str, num_samples: int) -> None:
         self.id = request_id
         self.sample_ids = [f"{request_id}#{sample}" for sample in range(num_samples)]
         self.submitted = False
-        """Handed to vLLM; else it waits for the engine to be resumed."""
+        """Whether the request was handed to vLLM; until then it waits for the engine to go on."""
         self.aborted = asyncio.Event()
         self.failure: Exception | None = None
-        """What the call is to raise instead of returning."""
+        """Error that the call raises instead of returning; None without one."""
         self.done = asyncio.Event()
 
     async def admitted(self, flowing: asyncio.Event) -> None:
-        """Wait until requests flow, or this one is aborted: it is not `submitted` then."""
+        """Wait until the engine takes requests, or this one is aborted and therefore not submitted."""
         while not flowing.is_set() and not self.aborted.is_set():
             waits = [asyncio.ensure_future(event.wait()) for event in (flowing, self.aborted)]
             try:
@@ -44,7 +44,7 @@ class RunningRequest:
 
 
 class RequestChecks:
-    """What a model can be asked for."""
+    """Checks requests against the model and converts their sampling parameters."""
 
     def __init__(self, model: str, context: int, vocab_size: int, seed: int) -> None:
         self._context = context
@@ -53,7 +53,8 @@ class RequestChecks:
         self._stop_ids = _model_stop_ids(model)
 
     def prompt(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
-        """The prompt's ids. Raises ValueError when it is empty, too long or has unknown ids."""
+        """Return the prompt's ids. Raises ValueError when it is empty, too long or has unknown ids, or when vLLM would
+        change the temperature."""
         prompt = checked_prompt(request_id, prompt_ids, params, context=self._context, vocab_size=self._vocab_size)
         if 0.0 < params.temperature < library.MIN_TEMPERATURE:
             raise ValueError(
@@ -63,8 +64,8 @@ class RequestChecks:
         return prompt.tolist()
 
     def sampling(self, request_id: str, params: SamplingParams) -> list[library.SamplingParams]:
-        """vLLM's parameters of each sample. Seeds are of `row_keys`, as in the hf engine: a sample does not depend on
-        what else runs, beyond the last bits of floating point."""
+        """Make vLLM's parameters of each sample. Seeds come from `row_keys`, as in the hf engine, so that a sample does
+        not depend on what else runs, beyond the last bits of floating point."""
         keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)
         return [
             library.SamplingParams(
@@ -86,7 +87,7 @@ class RequestChecks:
 
 
 def completion(output: Any, versions: np.ndarray, request_id: str) -> Completion:
-    """vLLM's final output of one sample; versions int32 `[T]`.
+    """Make a completion of vLLM's final output of one sample. versions: version of each token, int32 `[T]`.
 
     Raises RuntimeError when vLLM ended it with an error, FloatingPointError when the log-probs are not finite.
     """
@@ -102,11 +103,6 @@ def completion(output: Any, versions: np.ndarray, request_id: str) -> Completion
     return Completion(tokens, logprobs, output.finish_reason, versions)
 
 
-def nothing() -> Completion:
-    """The completion of a sample that was ended before its first token."""
-    return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", np.zeros(0, np.int32))
-
-
 class BusyClock:
     """Adds to `stats.busy_s` the time in which at least one request runs and the engine is not paused."""
 
@@ -117,7 +113,7 @@ class BusyClock:
         self._since = 0.0
 
     def change(self, running: int = 0, *, paused: bool | None = None) -> None:
-        """So many requests more (or fewer) run; the engine is paused or resumed."""
+        """Note that `running` more (or fewer) requests run, or that the engine is paused or resumed."""
         now = time.perf_counter()
         if self._running and not self._paused:
             self._stats.busy_s += now - self._since
@@ -127,7 +123,7 @@ class BusyClock:
 
 
 def _model_stop_ids(model: str) -> list[int]:
-    """As `from_pretrained` finds them: of the generation config, else of the model's."""
+    """Read the end tokens as `from_pretrained` does: from the generation config, else from the model's config."""
     try:
         config = GenerationConfig.from_pretrained(model)
     except OSError:

@@ -1,4 +1,4 @@
-"""Weight updates as the engine drives them: announced to the workers, awaited, loaded, dropped."""
+"""`WeightUpdates` takes a weight update through vLLM's workers: prepare, then load or drop."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .links import WorkerLinks
 from .process import CALL_PATIENCE_S, VllmProcess
 from .wire import PrepareState
 
-_PREPARE_BOUNDS = 20
-"""A version must have come within so many times the bound of a single wait: a thread that hangs is noticed."""
+_PREPARE_TIMEOUTS = 20
+"""Number of the update's timeouts within which all workers must have a version, so that a thread that hangs shows."""
 
 
 class WeightUpdates:
-    """At most one version is prepared or on its way."""
+    """Drives the weight updates of one engine; at most one version is prepared or on its way."""
 
     def __init__(self, process: VllmProcess, model: str, receiver: ReceiverConfig | None, num_workers: int) -> None:
         self._process = process
@@ -26,19 +26,20 @@ class WeightUpdates:
         self._opened = False
         self._links = WorkerLinks(num_workers)
         self.turn = asyncio.Lock()
-        """Held while a version is prepared, and by the engine while it commits one."""
+        """Lock that is held while a version is prepared, and by the engine while it commits one."""
         self._arriving: int | None = None
         self._loading: int | None = None
         self.prepared: int | None = None
-        """The version that can be loaded."""
+        """Version that can be loaded; None when there is none."""
         self.way = ""
-        """How the last one was loaded: `in place`, or `layerwise: ` and why."""
+        """How the last version was loaded: `in place`, or `layerwise: ` and the reason."""
 
     async def prepare(self, update: WeightUpdate, current: Callable[[], int]) -> None:
-        """Have the workers receive and verify `update`. When this fails or is cancelled, what came is dropped; what is
-        still arriving is given up for a newer announcement.
+        """Have the workers receive and verify `update`.
 
-        current: the version that is served. Raises WeightTransferError, or ValueError naming what does not fit.
+        When this fails or is cancelled, what has come is dropped. A version that is still arriving is given up for the
+        new one. current: returns the version that is served. Raises WeightTransferError, or ValueError naming what does
+        not fit.
         """
         if self._arriving is not None:
             await self.drop(self._arriving)
@@ -64,22 +65,23 @@ class WeightUpdates:
             self.prepared = update.version
 
     def expect(self, version: int) -> None:
-        """Raises ValueError unless `version` is prepared."""
+        """Raise ValueError unless `version` is prepared."""
         if version != self.prepared:
             raise ValueError(f"weights: version {version} is not the prepared one ({self.prepared})")
 
     async def drop(self, version: int) -> None:
-        """Forget a prepared version, or end its reception; one that is being loaded is loaded whole. Idempotent."""
+        """Forget a prepared version, or end its reception. A load that has begun is finished. Idempotent."""
         if self.prepared == version:
             self.prepared = None
         if self._opened and version != self._loading:
             await self._process.call("headrace_drop", version)
 
     async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Replace all weights while no step runs. meanwhile: see `WorkerLinks.load`.
+        """Replace all weights while no step runs. meanwhile: work for the engine process, see `WorkerLinks.load`.
 
-        Raises what it raises; WeightTransferError, when the version did not arrive whole,
-        or RuntimeError: either way the model is in pieces then; EngineDied."""
+        Raises what `meanwhile` raises, EngineDied, WeightTransferError when the version did not arrive whole, or
+        RuntimeError. After the last two the model mixes two versions.
+        """
         self.prepared, self._loading = None, version
         try:
             async with asyncio.timeout(CALL_PATIENCE_S):
@@ -98,25 +100,25 @@ class WeightUpdates:
         self.way = reports[0].way
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the connections to the workers. Idempotent."""
         await self._links.close()
 
     async def _receive(self, update: WeightUpdate) -> None:
-        """In all workers."""
-        started, bound_s = time.perf_counter(), _PREPARE_BOUNDS * update.timeout_s
+        """Wait until all workers have received `update`, or one has failed."""
+        started, timeout_s = time.perf_counter(), _PREPARE_TIMEOUTS * update.timeout_s
         try:
-            async with asyncio.timeout(bound_s):
+            async with asyncio.timeout(timeout_s):
                 states = await self._links.prepare(update)
         except TimeoutError:
             raise WeightTransferError(
-                f"weights of version {update.version}: the workers have not finished after {bound_s:.1f} s"
+                f"weights of version {update.version}: the workers have not finished after {timeout_s:.1f} s"
             ) from None
         if any(state.phase == "failed" for state in states):
             raise _failure(states, update, time.perf_counter() - started)
 
 
 def _failure(states: list[PrepareState], update: WeightUpdate, waited_s: float) -> Exception:
-    """What to raise when workers did not get a version: ValueError when it is no version of this model."""
+    """Make the error for workers that did not get a version: ValueError when the version does not fit the model."""
     failed = [(worker, state) for worker, state in enumerate(states) if state.phase == "failed"]
     for _, state in failed:
         if state.kind == "value":

@@ -1,8 +1,8 @@
-"""Which version made which token: counted where vLLM's outputs pass, in the order in which they were made.
+"""Finds out which version of the weights made each token, by counting vLLM's outputs in the order they were made.
 
-vLLM's engine process answers calls and sends tokens over one socket, in order. So when the call that loads weights
-has been answered, every token of the old ones has come in, though few may have been processed: they wait in a queue.
-A mark put behind them there divides the tokens exactly, whatever vLLM batches, overlaps or delays in between.
+vLLM's engine process answers calls and sends tokens over one socket, in order. When the call that loads weights has
+been answered, every token of the old weights has therefore come in, though some may still wait in a queue. A mark put
+behind them in the queue divides the tokens exactly, whatever vLLM batches, overlaps or delays in between.
 """
 
 from __future__ import annotations
@@ -14,47 +14,52 @@ from typing import Any
 import numpy as np
 
 PATIENCE_S = 60.0
-"""Bound of the wait for outputs that are here already to be processed."""
+"""Longest wait in seconds until outputs that have come in are processed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """From here on tokens are of `version`."""
+    """Marks the place in the output queue behind which tokens are of `version`."""
 
     version: int
     passed: asyncio.Future[None]
+    """Done when the output loop has come to the mark."""
 
 
 class TokenVersions:
-    """Versions of the tokens of every request that runs."""
+    """Counts the tokens of every running request by version."""
 
     def __init__(self, core: Any, version: int) -> None:
         """core: the AsyncMPClient of an AsyncLLM whose output loop has not run yet."""
         self._version = version
         self._queue: asyncio.Queue[Any] = core.outputs_queue
         self._spans: dict[str, list[list[int]]] = {}
-        """By request id: [version, tokens] of each stretch."""
+        """Version and number of tokens of each stretch of equal version, by request id."""
         self._next_output = core.get_output_async
         core.get_output_async = self._counted_output
 
     def open(self, request_id: str) -> None:
-        """Count the tokens of `request_id` from now on."""
+        """Start counting the tokens of `request_id`."""
         self._spans[request_id] = []
 
     def close(self, request_id: str) -> None:
-        """Forget it. Idempotent."""
+        """Stop counting and forget the request. Idempotent."""
         self._spans.pop(request_id, None)
 
     def of(self, request_id: str, num_tokens: int) -> np.ndarray:
-        """int32 `[num_tokens]`: versions of its first tokens."""
+        """Return the versions of the request's first tokens, int32 `[num_tokens]`."""
         spans = self._spans[request_id]
         versions = np.repeat([version for version, _ in spans], [count for _, count in spans]).astype(np.int32)
-        # More may have come than were taken: those after a stop text, or after an abort.
+        # More tokens may have come than the request keeps: those after a stop text, or after an abort.
         assert len(versions) >= num_tokens, (request_id, spans, num_tokens)
         return versions[:num_tokens]
 
+    def newest(self) -> list[tuple[int, int]]:
+        """List version and number of the newest tokens of each running sample; (-1, 0) for one without tokens."""
+        return [(spans[-1][0], spans[-1][1]) if spans else (-1, 0) for spans in self._spans.values()]
+
     async def mark(self, version: int) -> None:
-        """Tokens that have not come in yet are of `version`. Returns when all that came before are processed."""
+        """Count tokens that have not come in yet as `version`. Returns when all earlier ones are processed."""
         mark = _Mark(version, asyncio.get_running_loop().create_future())
         self._queue.put_nowait(mark)
         try:
@@ -63,11 +68,11 @@ class TokenVersions:
             raise RuntimeError(f"vLLM's output loop has processed nothing for {PATIENCE_S} s; did it end?") from None
 
     async def drain(self) -> None:
-        """Return when all tokens that have come in are processed."""
+        """Wait until all tokens that have come in are processed."""
         await self.mark(self._version)
 
     async def _counted_output(self) -> Any:
-        """vLLM's `get_output_async`: called when everything it returned before has been processed."""
+        """Replace vLLM's `get_output_async`, which is called when all that it returned before has been processed."""
         while isinstance(outputs := await self._next_output(), _Mark):
             self._version = outputs.version
             if not outputs.passed.done():

@@ -1,4 +1,4 @@
-"""What the engine and its workers tell each other about weights."""
+"""Names and reports that the vLLM engine and its workers exchange about weights."""
 
 from __future__ import annotations
 
@@ -6,35 +6,37 @@ from dataclasses import dataclass
 from typing import Literal
 
 BACKEND = "headrace"
-"""Name of the weight-transfer engine in vLLM's registry."""
+"""Name of our weight-transfer engine in vLLM's registry."""
 
 WORKER = "headrace.actors.engines.vllm.worker.WeightWorker"
-"""Import path of what is mixed into vLLM's workers."""
+"""Import path of the class that vLLM mixes into its workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareState:
-    """How far a worker is with the version it was told of."""
+    """Progress of a worker with the version that was announced to it."""
 
     version: int
     phase: Literal["none", "receiving", "ready", "failed"]
     kind: Literal["", "transfer", "value"] = ""
-    """Of the failure: it did not arrive whole, or is no version of this model."""
+    """Kind of the failure: `transfer` when the version did not arrive whole, `value` when it does not fit the model."""
     error: str = ""
+    """Description of the failure; "" without one."""
 
     def describe(self) -> str:
-        """For errors."""
+        """Describe the state for an error message."""
         return f"version {self.version} is {self.phase}" if self.phase != "none" else "nothing was announced yet"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a worker did to load a version."""
+    """Outcome of loading a version in one worker."""
 
     seconds: float
+    """Seconds that the load took."""
     way: str
-    """`in place`; `in place by the loaders: ` or `layerwise: `, and why."""
+    """How the weights were loaded: `in place`, or `in place by the loaders: ` or `layerwise: ` and the reason."""
     error: str = ""
-    """Of a load that broke off; the model is then in pieces."""
+    """Error of a load that broke off, after which the model mixes two versions; "" when it ended well."""
     in_transfer: bool = False
     """Whether the error is that the version did not arrive whole."""

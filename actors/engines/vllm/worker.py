@@ -1,14 +1,14 @@
-"""What lives in vLLM's worker processes: weights arrive in a thread of their own, and are loaded there on command.
+"""Runs in vLLM's worker processes: receives weights in a thread of its own, and loads them there on command.
 
-    prepare   receive into staging, verify, compare names and shapes; the worker goes on generating
-    load      the steps of vLLM's weight-update session, start, receive and finish; nothing else runs meanwhile
-    drop      forget a staged version, or end its reception
+    prepare   receives into staging, verifies, compares names and shapes; the worker goes on generating
+    load      does the steps of vLLM's weight-update session (start, receive, finish); nothing else runs meanwhile
+    drop      forgets a staged version, or ends its reception
 
-The first two are ordered over the worker's link and done in its thread (`links`). The third is a call of vLLM's:
-`WeightWorker` is mixed into its worker, the methods are called by name (`collective_rpc`). The rest is a weight
-transfer engine of vLLM's own API, registered as `headrace`. vLLM's own session would receive in the worker's one
-thread, where nothing would be generated while weights arrive, and is asked for through its engine process, which takes
-a millisecond there and one back.
+The engine orders the first two over the worker's link, whose thread does them (`links`). The third is a call of vLLM's:
+`WeightWorker` is mixed into its worker, whose methods are called by name (`collective_rpc`). The rest is a weight
+transfer engine of vLLM's own API, registered as `headrace`. vLLM's own session is not used, because it would receive in
+the worker's only thread, which would generate nothing meanwhile, and because each call of it goes through the engine
+process, which takes a millisecond each way.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from .wire import BACKEND, LoadReport, PrepareState
 
 @dataclass
 class InboxInfo(library.WeightTransferInitInfo):
-    """How this worker receives."""
+    """Settings by which a worker receives weights."""
 
     receiver: bytes
-    """A pickled ReceiverConfig: it comes from the process that started this one, and never from anywhere else."""
+    """Pickled ReceiverConfig. Unpickling is safe, as it only ever comes from the process that started this one."""
     link: str
-    """Where the engine listens for its workers."""
+    """Path of the socket on which the engine listens for its workers."""
     model: str
-    """Whose names and shapes an update must have."""
+    """Model, a folder or hub id, whose names and shapes an update must have."""
 
 
 @dataclass
 class StagedVersion(library.WeightTransferUpdateInfo):
-    """Which version to load."""
+    """Names the version to load."""
 
     version: int
 
 
 class StagedWeightEngine(library.WeightTransferEngine):
-    """Loads versions that an inbox has staged, or that arrive while it loads (`staging: none`)."""
+    """Loads versions that an inbox has staged, or that arrive during the load (`staging: none`)."""
 
     init_info_cls = InboxInfo
     update_info_cls = StagedVersion
@@ -66,13 +66,14 @@ class StagedWeightEngine(library.WeightTransferEngine):
         self._link: WorkerLink | None = None
         self._state = PrepareState(-1, "none")
         self._begun: Callable[[], None] = lambda: None
-        """To be called when a load has something to wait for."""
+        """Function to call once the load in progress has queued its first work."""
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        """What is received does not wait for the model's steps, nor they for it."""
+        """CUDA stream for receiving, so that it and the model's steps do not wait for each other; None on a CPU."""
 
     # ---------------------------------------------------------------- vLLM's weight-transfer API
 
     def init_transfer_engine(self, init_info: InboxInfo) -> None:
+        """Make the inbox and connect to the engine."""
         config = pickle.loads(init_info.receiver)
         assert isinstance(config, ReceiverConfig)
         self._names = WeightNames(init_info.model)
@@ -81,9 +82,11 @@ class StagedWeightEngine(library.WeightTransferEngine):
         self._link = WorkerLink(init_info.link, rank, self._follow)
 
     def start_weight_update(self) -> None:
+        """Open a load session."""
         self.loader.start(self._names, () if self._inbox is None else self._inbox.names)
 
     def receive_weights(self, update_info: StagedVersion) -> None:
+        """Load the prepared version. Raises ValueError when another one is prepared."""
         inbox, names = self._opened()
         if self._update is None or self._update.version != update_info.version:
             raise ValueError(f"weights: version {update_info.version} was not prepared; {self._state.describe()}")
@@ -96,14 +99,16 @@ class StagedWeightEngine(library.WeightTransferEngine):
             self._load_arriving(inbox, names, self._update)
 
     def finish_weight_update(self) -> None:
+        """Close the load session."""
         self.loader.finish()
 
     @staticmethod
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
-        """The trainer's end is a WeightPublisher; 0.26 wants this method to be there."""
+        """Refuse, as the trainer publishes by a WeightPublisher. vLLM 0.26 requires the method to exist."""
         raise NotImplementedError("weights are published by a WeightPublisher")
 
     def shutdown(self) -> None:
+        """Close receivers and the link. Idempotent."""
         if self._inbox is not None:
             self._inbox.close()
             self._inbox = None
@@ -113,17 +118,17 @@ class StagedWeightEngine(library.WeightTransferEngine):
     # ---------------------------------------------------------------- the engine's orders
 
     def drop(self, version: int) -> None:
-        """Forget a prepared version; a reception that runs ends with an error. Idempotent."""
+        """Forget a prepared version; a reception in progress ends with an error. Idempotent."""
         inbox, _ = self._opened()
         inbox.drop(version)
         if self._update is not None and self._update.version == version:
             self._update = None
 
     def _follow(self, order: Order) -> None:
-        """In the link's thread."""
+        """Carry out an order, in the link's thread."""
         link = self._link
         assert link is not None
-        with torch.cuda.stream(self._stream):  # of None: no more than this thread's own
+        with torch.cuda.stream(self._stream):  # without effect for None
             if order.prepare is not None:
                 state = self._prepare(order.prepare)
                 link.answer(order, state=state)
@@ -135,7 +140,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
                 self.loader.look()
 
     def _prepare(self, update: WeightUpdate) -> PrepareState:
-        """What was prepared before is dropped."""
+        """Receive and check `update`, after dropping what was prepared before. Failures are in the state returned."""
         state = PrepareState(update.version, "ready")
         self._update, self._state = update, PrepareState(update.version, "receiving")
         try:
@@ -149,7 +154,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
             state = PrepareState(update.version, "failed", "transfer", str(error))
         except ValueError as error:
             state = PrepareState(update.version, "failed", "value", str(error))
-        except Exception as error:  # a thread's exception would be lost: the engine raises it
+        except Exception as error:  # a thread's exception would be lost, so the engine raises it
             state = PrepareState(update.version, "failed", "transfer", f"{type(error).__name__}: {error}")
         if state.phase == "failed" and self._inbox is not None:
             self._inbox.drop(update.version)
@@ -157,18 +162,18 @@ class StagedWeightEngine(library.WeightTransferEngine):
         return state
 
     def _load(self, version: int) -> LoadReport:
-        """All of it, or in pieces: then the report names the error."""
+        """Load a prepared version. If that breaks off, the report names the error and the model mixes two versions."""
         started = time.perf_counter()
         error, in_transfer = "", False
         try:
-            # A last step of requests that have ended may still be running: nobody gets what it makes.
+            # A last step of requests that have ended may still be running, but nobody gets its tokens.
             self.start_weight_update()
             self.receive_weights(StagedVersion(version))
             self.finish_weight_update()
             inbox, _ = self._opened()
             inbox.committed(version)
             self._update = None
-        except Exception as failure:  # raised by the engine, for all workers at once
+        except Exception as failure:  # the engine raises it, for all workers at once
             error, in_transfer = f"{type(failure).__name__}: {failure}", isinstance(failure, WeightTransferError)
             try:
                 self.loader.abandon()
@@ -177,13 +182,14 @@ class StagedWeightEngine(library.WeightTransferEngine):
         return LoadReport(time.perf_counter() - started, self.loader.way, error, in_transfer)
 
     def _load_arriving(self, inbox: WeightInbox, names: WeightNames, update: WeightUpdate) -> None:
-        """Load bucket by bucket as they arrive. An error leaves the model in pieces."""
+        """Load bucket by bucket as they arrive. An error leaves a mix of two versions in the model."""
         got: set[str] = set()
         for whole in inbox.arriving(update, self.loader.places):
             first = not got
             got.update(name for name, _ in whole)
             if not self.loader.in_place:
-                # Layerwise reload keeps tensors until their layer is whole; these are gone with the next bucket.
+                # Layerwise reload keeps tensors until their layer is whole, but these are valid only until the next
+                # bucket.
                 whole = [(name, tensor.clone()) for name, tensor in whole]
             self.loader.load(whole, names.check_one)
             if first and got:
@@ -197,7 +203,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
 
 
 class WeightWorker:
-    """Mixed into vLLM's worker: what the engine calls by name. Arguments and results are msgpack."""
+    """Methods that vLLM mixes into its worker and the engine calls by name. Arguments and results are msgpack."""
 
     weight_transfer_engine: Any
 
@@ -206,7 +212,7 @@ class WeightWorker:
         self.weight_transfer_engine.drop(version)
 
     def headrace_close(self) -> None:
-        """Let go of receivers."""
+        """Close receivers and the link."""
         self.weight_transfer_engine.shutdown()
 
 

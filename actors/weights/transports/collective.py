@@ -1,11 +1,11 @@
-"""The `collective` transport: payloads by broadcast in a process group of the sender and all receivers.
+"""The `collective` transport broadcasts payloads in a process group of the sender and all receivers.
 
     sender    begin, listen ----> all here -> start, group | frame, broadcast, frame, broadcast ... end -> all done
     receiver  connect, hello ---> |           start, group | frame, broadcast, through ...          end -> done
                                                              (on GPUs the digests are broadcast before the end)
 
-What is said goes over a connection per receiver (`control_link`); only payloads are collective. A receiver whose bucket
-is damaged says so and takes the rest, so that the others get theirs. The group is kept while its members stay the same.
+Messages go over one connection per receiver (`control_link`); only payloads are broadcast. A receiver whose bucket is
+damaged reports it and takes the rest, so that the others get theirs. The group is kept while its members stay the same.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ from collections.abc import Callable
 import torch
 
 from ....codecs.gpu_scatter import as_signed
-from .bounds import Bound
 from .control_link import Note, listen
+from .deadline import Deadline
 from .protocol import BucketFrame, WeightTransferError
-from .rendezvous import Broadcast, Group, MeetingPoint, bounded, meet
-from .roll_call import RollCall
-from .sending import OpenUpdate, Sender
+from .receiver_tracker import ReceiverTracker
+from .rendezvous import Broadcast, Group, RendezvousStore, bounded, join_store
+from .sender import Sender, SenderUpdate
 
 KIND = "collective"
 _RING = 2
 _START_TICK_S = 5e-5
-"""Between two looks at who has come: all of them wait for the last."""
+"""Seconds between two checks whether all receivers have joined."""
 _SLICE_S = 0.05
-"""How long is waited for one thing before the others are looked at."""
+"""Longest wait in seconds for a broadcast before messages are read again."""
 
 
 class CollectiveSender(Sender):
-    """Rank 0. See WeightSender."""
+    """WeightSender that broadcasts as rank 0 of the group."""
 
     kind = KIND
 
     def __init__(self, host: str, timeout_s: float, device: torch.device, port: int = 0) -> None:
-        """Listens on `host`. port: tried first; 0: any. Raises OSError when it cannot."""
+        """Listen on `host`. port: port to try first; 0 takes any. Raises OSError when listening fails."""
         super().__init__(timeout_s)
         self._host = host
         self._device = device
         self._listener = listen(host, port)
-        self._meeting: MeetingPoint | None = None
+        self._rendezvous: RendezvousStore | None = None
         self._group: Group | None = None
         self._members: tuple = ()
         self._num_groups = 0
-        self._roll: RollCall | None = None
+        self._tracker: ReceiverTracker | None = None
         self._started = False
         self._ring: list[torch.Tensor] = []
         self._running: list[Broadcast | None] = [None] * _RING
         self._num_payloads = 0
         self._digests = torch.empty(0, dtype=torch.int64, device=device)
-        """Of the payloads of the open update; on GPUs only."""
+        """Digest of each payload of the open update, int64 `[buckets]`; empty on the CPU."""
 
-    def _begin(self, update: OpenUpdate) -> str:
-        if self._roll is not None:
-            self._roll.close()
+    def _begin(self, update: SenderUpdate) -> str:
+        if self._tracker is not None:
+            self._tracker.close()
         if any(self._running):  # an update ended in the middle of a payload
             self._leave_group()
-        self._roll = RollCall(update.number, update.receivers, self._listener, self.timeout_s)
+        self._tracker = ReceiverTracker(update.number, update.receivers, self._listener, self.timeout_s)
         self._started = False
         self._num_payloads = 0
         nbytes = max((1, *update.plan.sizes))
@@ -71,20 +71,20 @@ class CollectiveSender(Sender):
         port = self._listener.getsockname()[1]
         return f"{self._host}|{port}|{update.number}"
 
-    def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
+    def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         self._start(update)
-        self._look(update, None)  # what receivers have said is lost with their connection, unless it was heard
+        self._look(update, None)  # messages that were not read are lost with their connection
         number = self._num_payloads % _RING
         if nbytes > len(self._ring[number]):
             raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, the largest bucket is smaller")
         self._await(update, number, f"no room for bucket {bucket}, not taken")
         return self._ring[number][:nbytes]
 
-    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
+    def _send(self, update: SenderUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
         self._start(update)
-        roll = self._expect_roll()
-        roll.tell(Note("frame", frame=frame))
-        if frame.nbytes and roll.world > 1:
+        tracker = self._expect_tracker()
+        tracker.tell(Note("frame", frame=frame))
+        if frame.nbytes and tracker.world > 1:
             assert self._group is not None
             number = self._num_payloads % _RING
             try:
@@ -92,83 +92,83 @@ class CollectiveSender(Sender):
             except RuntimeError as error:
                 raise self._broken(update, f"bucket {frame.bucket} was not taken", error) from error
             self._num_payloads += 1
-        if frame.nbytes and self._device.type == "cuda":  # while the payload travels
+        if frame.nbytes and self._device.type == "cuda":  # computed while the payload travels
             self._digests[frame.bucket] = as_signed(frame.checksum) if digest is None else digest()
 
-    def _finish(self, update: OpenUpdate) -> None:
+    def _finish(self, update: SenderUpdate) -> None:
         self._start(update)
-        roll, bound = self._expect_roll(), self._bound(update)
+        tracker, deadline = self._expect_tracker(), self._deadline(update)
         if self._num_payloads and self._group is not None and self._device.type == "cuda":
             last = self._num_payloads % _RING
             self._await(update, last, "the last buckets were not taken")
             self._running[last] = self._group.broadcast(self._digests.view(torch.uint8))
-        roll.tell(Note("end"))
+        tracker.tell(Note("end"))
         for number in range(_RING):
             self._await(update, number, "the last buckets were not taken")
 
         def all_done() -> bool:
             self._look(update, None)
-            return roll.over
+            return tracker.over
 
-        bound.wait(all_done, lambda: roll.blame("not confirmed"))
-        if roll.failed or roll.gave_up:
-            raise bound.error(*roll.blame("not received"))
-        roll.close()
+        deadline.wait(all_done, lambda: tracker.blame("not confirmed"))
+        if tracker.failed or tracker.gave_up:
+            raise deadline.error(*tracker.blame("not received"))
+        tracker.close()
 
-    def _abort(self, update: OpenUpdate, reason: str) -> None:
-        if self._roll is not None:
-            self._roll.end(reason)
+    def _abort(self, update: SenderUpdate, reason: str) -> None:
+        if self._tracker is not None:
+            self._tracker.end(reason)
 
     def _close(self) -> None:
-        if self._roll is not None:
-            self._roll.close()
+        if self._tracker is not None:
+            self._tracker.close()
         self._leave_group()
         self._listener.close()
         self._ring = []
 
-    def _bound(self, update: OpenUpdate) -> Bound:
-        # Sooner than the receivers' bounds, so that they hear from here what is wrong.
-        if update.bound is None:
-            update.bound = Bound("sender", update.version, self.timeout_s - min(1.0, 0.1 * self.timeout_s))
-        return update.bound
+    def _deadline(self, update: SenderUpdate) -> Deadline:
+        # Earlier than the receivers' deadlines, so that they learn from the sender what is wrong.
+        if update.deadline is None:
+            update.deadline = Deadline("sender", update.version, self.timeout_s - min(1.0, 0.1 * self.timeout_s))
+        return update.deadline
 
     # ------------------------------------------------------------ members
 
-    def _expect_roll(self) -> RollCall:
-        assert self._roll is not None
-        return self._roll
+    def _expect_tracker(self) -> ReceiverTracker:
+        assert self._tracker is not None
+        return self._tracker
 
-    def _start(self, update: OpenUpdate) -> None:
-        """Once an update: wait until all receivers are here, and be in a group with them."""
+    def _start(self, update: SenderUpdate) -> None:
+        """Wait until all receivers have joined, and make a group with them; done once per update."""
         if self._started:
             return
-        roll, bound = self._expect_roll(), self._bound(update)
+        tracker, deadline = self._expect_tracker(), self._deadline(update)
 
         def all_here() -> bool:
             self._look(update, "at the start")
-            return len(roll.groups) == roll.world - 1
+            return len(tracker.groups) == tracker.world - 1
 
-        bound.wait(all_here, lambda: roll.blame("not here"), _START_TICK_S)
+        deadline.wait(all_here, lambda: tracker.blame("not here"), _START_TICK_S)
         kept = self._group is not None and self._members == update.receivers
-        kept = kept and all(name == self._group.name for name in roll.groups.values() if self._group is not None)
+        kept = kept and all(name == self._group.name for name in tracker.groups.values() if self._group is not None)
         if not kept:
             self._leave_group()
-            if self._meeting is None:
-                self._meeting = MeetingPoint(listen(self._host), self.timeout_s)
+            if self._rendezvous is None:
+                self._rendezvous = RendezvousStore(listen(self._host), self.timeout_s)
             self._num_groups += 1
-        assert self._meeting is not None
-        name = f"group-{self._meeting.port}-{self._num_groups}"
+        assert self._rendezvous is not None
+        name = f"group-{self._rendezvous.port}-{self._num_groups}"
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        roll.tell(Note("start", f"{name}|{backend}", self._meeting.port, update.plan.message))
-        if not kept and roll.world > 1:
-            join = functools.partial(self._join, self._meeting.port, name, roll.world, bound)
-            self._group = bounded(join, bound, "making the group", lambda: self._look(update, "making the group"))
+        tracker.tell(Note("start", f"{name}|{backend}", self._rendezvous.port, update.plan.message))
+        if not kept and tracker.world > 1:
+            join = functools.partial(self._join, self._rendezvous.port, name, tracker.world, deadline)
+            self._group = bounded(join, deadline, "making the group", lambda: self._look(update, "making the group"))
             self._members = update.receivers
         self._started = True
 
-    def _join(self, port: int, name: str, world: int, bound: Bound) -> Group:
-        # A client of its own: one that hangs in an earlier group that never came about would hold this one up.
-        store = meet(self._host, port, max(bound.left_s, 1.0))
+    def _join(self, port: int, name: str, world: int, deadline: Deadline) -> Group:
+        # Each group has its own client, because one that hangs in a group that never came about would block this one.
+        store = join_store(self._host, port, max(deadline.left_s, 1.0))
         return Group(store, name, 0, world, host=self._host, device=self._device, timeout_s=self.timeout_s)
 
     def _leave_group(self) -> None:
@@ -176,37 +176,37 @@ class CollectiveSender(Sender):
             self._group.leave()
         self._group = None
         if any(self._running):
-            self._ring = []  # it may be read still
+            self._ring = []  # a broadcast may still read the old buffers
         self._running = [None] * _RING
 
-    def _look(self, update: OpenUpdate, what: str | None) -> None:
-        """Hear the receivers. Raises when the update was aborted or, unless `what` is None, a receiver is lost."""
+    def _look(self, update: SenderUpdate, what: str | None) -> None:
+        """Read the receivers' messages. Raises when the update was aborted or, unless `what` is None, one is lost."""
         self._check_ended(update)
-        roll = self._expect_roll()
-        roll.poll()
-        if what is not None and roll.lost:
-            raise self._bound(update).error(*roll.blame(what))
+        tracker = self._expect_tracker()
+        tracker.poll()
+        if what is not None and tracker.lost:
+            raise self._deadline(update).error(*tracker.blame(what))
 
-    def _await(self, update: OpenUpdate, number: int, what: str) -> None:
-        """Until the broadcast out of that buffer is over."""
-        running, bound = self._running[number], self._bound(update)
+    def _await(self, update: SenderUpdate, number: int, what: str) -> None:
+        """Wait until the broadcast out of that buffer has ended."""
+        running, deadline = self._running[number], self._deadline(update)
         if running is None:
             return
         try:
             while not running.ended(_SLICE_S):
                 self._look(update, what)
-                if not bound.left_s:
-                    raise bound.error(*self._expect_roll().blame(what))
+                if not deadline.left_s:
+                    raise deadline.error(*self._expect_tracker().blame(what))
         except RuntimeError as error:
             if isinstance(error, WeightTransferError):
                 raise
             raise self._broken(update, what, error) from error
         self._running[number] = None
 
-    def _broken(self, update: OpenUpdate, what: str, error: RuntimeError) -> WeightTransferError:
-        """A collective failed: somebody is lost; its connection says who, at once or soon."""
-        roll, bound = self._expect_roll(), self._bound(update)
-        moment = Bound("sender", update.version, min(1.0, bound.left_s))
+    def _broken(self, update: SenderUpdate, what: str, error: RuntimeError) -> WeightTransferError:
+        """Make the error of a broadcast that failed because a receiver is lost; its connection soon shows which one."""
+        tracker, deadline = self._expect_tracker(), self._deadline(update)
+        moment = Deadline("sender", update.version, min(1.0, deadline.left_s))
         with contextlib.suppress(WeightTransferError):
-            moment.wait(lambda: bool(roll.poll() or roll.failed), lambda: ("", ()))
-        return bound.error(*roll.blame(f"{what} ({str(error).strip().splitlines()[0]})"))
+            moment.wait(lambda: bool(tracker.poll() or tracker.failed), lambda: ("", ()))
+        return deadline.error(*tracker.blame(f"{what} ({str(error).strip().splitlines()[0]})"))

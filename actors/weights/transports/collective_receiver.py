@@ -1,4 +1,4 @@
-"""The `collective` transport's receiving end: joins the sender's group, takes broadcasts while it verifies others."""
+"""The receiver of the `collective` transport joins the sender's group and verifies one bucket while another arrives."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Iterator
 import torch
 
 from ....codecs.buckets import BucketPlan, read_plan
-from .bounds import Bound
 from .control_link import Hello, Link, Note
+from .deadline import Deadline
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
-from .receiving import Receiver, Stream, bucket_offsets
-from .rendezvous import Broadcast, Group, bounded, meet
+from .receiver import Receiver, Stream, bucket_offsets
+from .rendezvous import Broadcast, Group, bounded, join_store
 
 _RING = 2
 _SLICE_S = 0.05
-"""How long is waited for one thing before the others are looked at."""
+"""Longest wait in seconds for a broadcast before messages are read again."""
 
 
 class CollectiveReceiver(Receiver):
-    """One of the ranks from 1 on. See WeightReceiver."""
+    """WeightReceiver with a rank from 1 on in the sender's group."""
 
     def __init__(self, engine: str, worker: int, device: torch.device) -> None:
         super().__init__(engine, worker)
@@ -31,60 +31,67 @@ class CollectiveReceiver(Receiver):
         self._ring: list[torch.Tensor] = []
 
     def ring(self, nbytes: int, device: torch.device) -> list[torch.Tensor]:
-        """Two buffers of so many bytes, kept from update to update."""
+        """Return two buffers of at least `nbytes`, which are kept from update to update."""
         if not self._ring or len(self._ring[0]) < nbytes or self._ring[0].device != device:
             self._ring = []
             self._ring = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(_RING)]
         return self._ring
 
-    def _open(self, update: WeightUpdate, rank: int, bound: Bound) -> CollectiveStream:
+    def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> CollectiveStream:
         host, port, number = update.location.split("|")
         rank += 1
         try:
-            link = Link.connect(host, int(port), max(bound.left_s, 1e-3))
+            link = Link.connect(host, int(port), max(deadline.left_s, 1e-3))
         except OSError as error:
-            raise bound.error(f"the sender at {host}:{port} cannot be reached: {error}") from error
+            raise deadline.error(f"the sender at {host}:{port} cannot be reached: {error}") from error
         try:
             link.send(Hello(int(number), rank, "" if self.group is None else self.group.name))
-            start = next_note(link, bound, bound.left_s, "waiting for the start")
+            start = next_note(link, deadline, deadline.left_s, "waiting for the start")
             if start is None or start.kind != "start":
-                raise bound.error(f"the sender at {host}:{port} did not start it: not all receivers are here")
+                raise deadline.error(f"the sender at {host}:{port} did not start it: not all receivers are here")
             notes: deque[Note] = deque()
-            self._join(update, rank, link, start, host, bound, notes)
-            return CollectiveStream(update, read_plan(start.data), bound, link, notes, self)
+            self._join(update, rank, link, start, host, deadline, notes)
+            return CollectiveStream(update, read_plan(start.data), deadline, link, notes, self)
         except OSError as error:
             link.close()
-            raise bound.error(f"the sender at {host}:{port} is lost: {error}") from error
+            raise deadline.error(f"the sender at {host}:{port} is lost: {error}") from error
         except WeightTransferError:
             link.close()
             self.leave()
             raise
 
     def _join(
-        self, update: WeightUpdate, rank: int, link: Link, start: Note, host: str, bound: Bound, notes: deque[Note]
+        self,
+        update: WeightUpdate,
+        rank: int,
+        link: Link,
+        start: Note,
+        host: str,
+        deadline: Deadline,
+        notes: deque[Note],
     ) -> None:
-        """notes: what the sender says while the group is made; it may be through with that before this end is."""
+        """Join the sender's group. notes: receives the sender's messages that come before the group is made here."""
         name, _, backend = start.text.partition("|")
         if self.group is not None and self.group.name == name:
             return
         self.leave()
         if backend == "nccl" and self.device.type != "cuda":
-            error = bound.error(f"the sender's weights are on a GPU, this engine's on {self.device}")
+            error = deadline.error(f"the sender's weights are on a GPU, this engine's on {self.device}")
             link.send(Note("failed", str(error)))
             raise error
         device = self.device if backend == "nccl" else torch.device("cpu")
         world = 1 + sum(group.num_workers for group in update.receivers)
 
         def join() -> Group:
-            store = meet(host, start.number, max(bound.left_s, 1.0))
+            store = join_store(host, start.number, max(deadline.left_s, 1.0))
             return Group(store, name, rank, world, host=link.local_host, device=device, timeout_s=update.timeout_s)
 
         def look() -> None:
-            note = next_note(link, bound, 0.0, "making the group")
+            note = next_note(link, deadline, 0.0, "making the group")
             if note is not None:
                 notes.append(note)
 
-        self.group = bounded(join, bound, "making the group", look)
+        self.group = bounded(join, deadline, "making the group", look)
 
     def leave(self) -> None:
         """Leave the group. Idempotent."""
@@ -93,52 +100,52 @@ class CollectiveReceiver(Receiver):
         self.group = None
 
     def close(self) -> None:
-        """See the protocol."""
+        """Leave the group and free the buffers. Idempotent."""
         self.leave()
         self._ring = []
 
 
 class CollectiveStream(Stream):
-    """Payloads in a ring of two, or where they are wanted."""
+    """Stream whose payloads come into two buffers in turn, or into the memory that was offered."""
 
     def __init__(
         self,
         update: WeightUpdate,
         plan: BucketPlan,
-        bound: Bound,
+        deadline: Deadline,
         link: Link,
         notes: deque[Note],
         receiver: CollectiveReceiver,
     ) -> None:
-        """notes: heard before."""
+        """notes: the sender's messages that have come already."""
         assert receiver.group is not None
-        super().__init__(update, plan, bound)
+        super().__init__(update, plan, deadline)
         self._link = link
         self._receiver = receiver
         self._group = receiver.group
         self.device = self._group.device
         self._offsets = bucket_offsets(plan)
-        self._wanted: torch.Tensor | None = None
+        self._destination: torch.Tensor | None = None
         self._ring: list[torch.Tensor] = []
         self._num_in_ring = 0
         self._digests_due = False
-        """Whether the sender broadcasts digests before the end, which all have to take part in."""
+        """Whether the sender still has to broadcast its digests, in which all receivers must take part."""
         self._under_way: deque[tuple[BucketFrame, torch.Tensor, Broadcast | None]] = deque()
         self._notes = notes
         self._ended = False
         self._done = False
         self._failure: Exception | None = None
-        """Of reading ahead."""
+        """Error of `read_ahead`, raised by the iteration; None without one."""
 
     def receive_into(self, memory: torch.Tensor) -> None:
         if memory.device == self.device:
-            self._wanted = memory
+            self._destination = memory
 
     def read_ahead(self) -> None:
         try:
             while not self._ended and len(self._under_way) < _RING:
                 self._begin_next(_RING, wait=True)
-        except Exception as error:  # raised to who iterates
+        except Exception as error:  # raised by the iteration
             self._failure = error
 
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
@@ -150,7 +157,7 @@ class CollectiveStream(Stream):
                 break
             frame, payload, running = self._under_way.popleft()
             self._await(f"bucket {frame.bucket} of {len(self.plan.sizes)}", running)
-            self._begin_next(_RING - 1, wait=False)  # it arrives while this one, whose place it cannot have, is used
+            self._begin_next(_RING - 1, wait=False)  # one more arrives in the other buffer while this one is used
             yield frame, payload
             self._tell(Note("through", number=frame.bucket))
 
@@ -171,12 +178,15 @@ class CollectiveStream(Stream):
         self._done = True
 
     def _begin_next(self, num_places: int, *, wait: bool) -> None:
-        """Begin to receive what the sender has announced, into so many places; wait: for one at least, or the end."""
+        """Start receiving announced buckets until `num_places` are under way.
+
+        wait: whether to wait for at least one announcement, or the end.
+        """
         while not self._ended and len(self._under_way) < num_places:
-            self._hear(self.bound.left_s if wait and not self._notes else 0.0, "waiting for the next bucket")
+            self._hear(self.deadline.left_s if wait and not self._notes else 0.0, "waiting for the next bucket")
             if not self._notes:
                 if wait:
-                    raise self.bound.error("the next bucket did not come from the sender")
+                    raise self.deadline.error("the next bucket did not come from the sender")
                 return
             note = self._notes.popleft()
             self._ended = note.kind == "end"
@@ -185,23 +195,23 @@ class CollectiveStream(Stream):
             wait = False
 
     def _hear(self, wait_s: float, when: str) -> None:
-        """Take in what the sender has said, waiting for a word. Raises when it has ended the update or is lost."""
+        """Read the sender's messages, waiting `wait_s` for the first. Raises when it ended the update or is lost."""
         self.check_open()
         try:
-            while (note := next_note(self._link, self.bound, wait_s, when)) is not None:
+            while (note := next_note(self._link, self.deadline, wait_s, when)) is not None:
                 self._notes.append(note)
                 wait_s = 0.0
         except WeightTransferError:
-            self.check_open()  # the link is also closed here, by another thread
+            self.check_open()  # another thread of this process may have closed the link
             raise
 
     def _receive(self, frame: BucketFrame) -> tuple[BucketFrame, torch.Tensor, Broadcast | None]:
         if not frame.nbytes:
             return frame, torch.empty(0, dtype=torch.uint8, device=self.device), None
         self._digests_due = self.device.type == "cuda"
-        if self._wanted is not None and frame.encoding == "whole":
+        if self._destination is not None and frame.encoding == "whole":
             begin = self._offsets[frame.bucket]
-            payload = self._wanted[begin : begin + frame.nbytes]
+            payload = self._destination[begin : begin + frame.nbytes]
         else:
             if not self._ring:
                 self._ring = self._receiver.ring(max(self.plan.sizes), self.device)
@@ -216,8 +226,8 @@ class CollectiveStream(Stream):
         try:
             while running is not None and not running.ended(_SLICE_S):
                 self._hear(0.0, of)
-                if not self.bound.left_s:
-                    raise self.bound.error(f"{of} did not come from the sender")
+                if not self.deadline.left_s:
+                    raise self.deadline.error(f"{of} did not come from the sender")
         except RuntimeError as error:
             if isinstance(error, WeightTransferError):
                 raise
@@ -225,21 +235,21 @@ class CollectiveStream(Stream):
 
     def _broken(self, of: str, error: RuntimeError) -> WeightTransferError:
         reason = str(error).strip().splitlines()[0]
-        try:  # the sender may know better what happened
-            self._hear(min(1.0, self.bound.left_s), f"{of}: {reason}")
+        try:  # the sender may know what happened
+            self._hear(min(1.0, self.deadline.left_s), f"{of}: {reason}")
         except WeightTransferError as told:
             return told
-        return self.bound.error(f"{of} did not come from the sender: {reason}")
+        return self.deadline.error(f"{of} did not come from the sender: {reason}")
 
     def _tell(self, note: Note) -> None:
         self.check_open()
         try:
             self._link.send(note)
         except OSError as error:
-            raise self.bound.error(f"the sender is lost: {error}") from error
+            raise self.deadline.error(f"the sender is lost: {error}") from error
 
     def give_up(self, error: WeightTransferError) -> None:
-        """The rest is received all the same: the others' copies may come through this process."""
+        """Report the failure, and still receive the rest, as other receivers' copies may come through this process."""
         with contextlib.suppress(WeightTransferError):
             self._tell(Note("failed", str(error)))
             while True:
@@ -254,24 +264,27 @@ class CollectiveStream(Stream):
 
     def _close(self) -> None:
         if not self._done:
-            with contextlib.suppress(OSError):  # then the sender knows
+            with contextlib.suppress(OSError):  # a lost connection tells the sender as well
                 self._link.send(Note("gave up"))
         self._link.close()
         if not self._done and self._receiver.group is self._group:
             self._receiver.leave()
 
 
-def next_note(link: Link, bound: Bound, wait_s: float, when: str) -> Note | None:
-    """What the sender says next; None: nothing in that time. Raises WeightTransferError when it ends the update."""
+def next_note(link: Link, deadline: Deadline, wait_s: float, when: str) -> Note | None:
+    """Return the sender's next message, or None when none comes in `wait_s`.
+
+    Raises WeightTransferError when the sender ends the update or is lost.
+    """
     until = time.monotonic() + wait_s
     while True:
-        left_s = min(until - time.monotonic(), bound.left_s)
+        left_s = min(until - time.monotonic(), deadline.left_s)
         try:
             note = link.receive(Note, min(max(left_s, 0.0), _SLICE_S))
         except OSError as error:
-            raise bound.error(f"{when}: the sender is lost: {error}") from error
+            raise deadline.error(f"{when}: the sender is lost: {error}") from error
         assert note is None or isinstance(note, Note)
         if note is not None and note.kind == "abort":
-            raise bound.error(f"{when}: the sender has ended it: {note.text}")
+            raise deadline.error(f"{when}: the sender has ended it: {note.text}")
         if note is not None or left_s <= 0:
             return note

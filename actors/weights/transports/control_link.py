@@ -1,6 +1,7 @@
-"""Small messages between a sender and each of its receivers over TCP: who is there, what comes, how far one is.
+"""Carries small messages between a sender and each of its receivers over TCP: joining, announcements and progress.
 
-A connection lives as long as one update. Its end tells at once who is lost, which a broken collective does not.
+A connection lives as long as one update. When it ends early, the lost receiver is known at once, which a broken
+collective operation does not tell.
 """
 
 from __future__ import annotations
@@ -23,37 +24,38 @@ _BACKLOG = 1024
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A receiver's first words."""
+    """First message of a receiver, by which it joins an update."""
 
     update: int
-    """The sender's number of it."""
+    """Number that the sender gave the update."""
     rank: int
-    """1 and up."""
+    """Rank of the receiver, from 1."""
     group: str
-    """Name of the process group that it is in; "" for none."""
+    """Name of the process group that the receiver is in; "" for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """All that is said afterwards."""
+    """Any later message, of either end."""
 
     kind: str
-    """By the sender: `start`, `frame`, `end`, `abort`; by receivers: `through`, `failed`, `gave up`, `done`."""
+    """Kind of the message. The sender's are `start`, `frame`, `end` and `abort`; a receiver's are `through`, `failed`,
+    `gave up` and `done`."""
     text: str = ""
-    """`start`: the group's name; `abort`, `failed`: why."""
+    """Name and backend of the group in `start`; the reason in `abort` and `failed`."""
     number: int = 0
-    """`start`: port of the group's store; `through`: bucket."""
+    """Port of the group's store in `start`; the bucket in `through`."""
     data: bytes = b""
-    """`start`: the plan, a message."""
+    """Encoded plan in `start`."""
     frame: BucketFrame | None = None
-    """`frame` only."""
+    """Header of the next bucket in `frame`."""
 
 
 class Link:
-    """One end of a connection. `send` may be called by any thread, the rest by one."""
+    """One end of a connection. Any thread may call `send`, a single one the other methods."""
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
-        """timeout_s: most that a send may take: the other end reads, or is stopped."""
+        """timeout_s: seconds after which a send fails because the other end does not read."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(timeout_s)
         self._socket = connection
@@ -62,25 +64,28 @@ class Link:
 
     @staticmethod
     def connect(host: str, port: int, timeout_s: float) -> Link:
-        """Raises OSError."""
+        """Connect to a listening sender. Raises OSError."""
         return Link(socket.create_connection((host, port), timeout_s), timeout_s)
 
     @property
     def local_host(self) -> str:
-        """This host's address on the way to the other end."""
+        """Address of this host on the way to the other end."""
         return self._socket.getsockname()[0]
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def send(self, message: Hello | Note) -> None:
-        """Raises OSError when the connection is broken or the other end does not read."""
+        """Send a message. Raises OSError when the connection is broken or the other end does not read."""
         body = messages.encode(message)
         with self._lock:
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
 
     def receive(self, kind: type, wait_s: float) -> Hello | Note | None:
-        """The next message, of type `kind`; None when none comes in time. Raises OSError when the link is broken."""
+        """Return the next message, of type `kind`, or None when none comes in time.
+
+        Raises OSError when the connection is broken.
+        """
         deadline = time.monotonic() + wait_s
         while True:
             body = self._take()
@@ -88,7 +93,7 @@ class Link:
                 try:
                     return messages.decode(body, kind)
                 except ValueError as error:
-                    raise ConnectionError(f"no message of this protocol: {error}") from error
+                    raise ConnectionError(f"got bytes that are no message of this protocol: {error}") from error
             if not readable(self._socket, max(0.0, deadline - time.monotonic())):
                 return None
             data = self._socket.recv(_CHUNK)
@@ -108,7 +113,7 @@ class Link:
         return body
 
     def close(self) -> None:
-        """Idempotent; a `receive` of another thread ends."""
+        """Close the connection, which ends a `receive` of another thread. Idempotent."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -118,7 +123,7 @@ class Link:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A listening socket on `host`. Should `port` be taken, another is; 0: any that is free. Raises OSError."""
+    """Open a listening socket on `host`, on a free port when `port` is 0 or taken. Raises OSError."""
     for wanted in (port, 0):
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
@@ -133,10 +138,10 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def readable(thing: socket.socket | Link, wait_s: float) -> bool:
-    """Whether there is something to read (or an end to be seen) within the time."""
+    """Wait for something to read, or the connection's end; returns whether it came within the time."""
     poll = select.poll()
     try:
         poll.register(thing, select.POLLIN)
-    except ValueError as error:  # closed by another thread: its number is -1
+    except ValueError as error:  # another thread has closed it, which makes its file number -1
         raise ConnectionError("the connection was closed") from error
     return bool(poll.poll(max(0.0, wait_s) * 1e3))

@@ -1,13 +1,12 @@
-"""The `ipc` transport's part for GPUs: a ring of the sender's buffers, opened by receivers on any GPU of the host.
+"""The `ipc` transport for GPUs: receivers on any GPU of the host read a ring of two buffers on the sender's GPU.
 
-Bytes go from GPU to GPU (or stay on the one); only frames and counts go through the control page. The same GPU may
-serve both ends, which NCCL refuses.
+Bytes go from GPU to GPU (or stay on one); only frames and counts go through the status file. Both ends may be on the
+same GPU, which NCCL refuses.
 
-    sender     fill b, digest b (queued) ---- done on the GPU -> frame b on the page
-    receiver   frame b -> copy or read b (queued) ------------ done on the GPU -> count b on the page
+    sender     fill b, digest b (queued) ---- done on the GPU -> frame b in the status file
+    receiver   frame b -> copy or read b (queued) ------------ done on the GPU -> count b in the status file
 
-No stream ever waits for another process: that is done by threads, whose waits are bounded, while the GPUs have the
-next bucket's work.
+No CUDA stream ever waits for another process. Threads do, with a deadline, while the GPUs work on the next bucket.
 """
 
 from __future__ import annotations
@@ -23,23 +22,22 @@ import torch
 
 from ....codecs import messages
 from ....codecs.gpu_scatter import as_signed
-from ....dataplane.stores.shm_folder import ROOT
-from .bounds import Bound, worker_name
-from .control_page import ControlPage, Lease, lease_holders
-from .paged import Contents, PagedSender, PagedStream
+from ....codecs.owned_folder import SHARED_MEMORY
+from .deadline import Deadline, worker_name
+from .ipc_base import Contents, IpcSenderBase, IpcStreamBase
 from .protocol import BucketFrame, WeightUpdate
-from .receiving import bucket_offsets
-from .sending import OpenUpdate
+from .receiver import bucket_offsets
+from .sender import SenderUpdate
+from .shared_status import Lease, SharedStatus, lease_holders
 
-# ---------------- What the host does when a GPU has come to a point: told by a thread that waits there, for nobody
-# else.
+# ---------------- Calls that the host makes when a CUDA stream has come to an event.
 
 
 class EventCallbacks:
-    """Makes calls in order, each when a stream has done what was queued on it before."""
+    """Makes calls in order from one thread, each when a CUDA stream has done what was queued before it."""
 
     def __init__(self, device: torch.device, name: str) -> None:
-        """name: of the thread, which starts with the first call."""
+        """name: name of the thread, which starts with the first call."""
         self._device = device
         self._name = name
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], torch.cuda.Event] | None] = queue.SimpleQueue()
@@ -47,7 +45,7 @@ class EventCallbacks:
         self._thread: threading.Thread | None = None
 
     def put(self, call: Callable[[], None], stream: torch.cuda.Stream | None = None) -> None:
-        """Make `call`, which must not wait, when `stream` (the current one) has come to here."""
+        """Make `call`, which must not block, when `stream` (by default the current one) has done its present work."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -56,12 +54,12 @@ class EventCallbacks:
         self._calls.put((call, event))
 
     def check(self) -> None:
-        """Raises what the GPU failed with."""
+        """Raise the error that the GPU failed with, if it did."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Return when all calls were made. Idempotent."""
+        """Wait until all calls were made, and end the thread. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._calls.put(None)
@@ -73,22 +71,22 @@ class EventCallbacks:
             try:
                 event.synchronize()
                 call()
-            except RuntimeError as error:  # raised by whoever waits for what does not come
+            except RuntimeError as error:  # `check` raises it
                 self._failure = error
 
 
 RING = 2
 _TICK_S = 2e-5
-"""Between two looks at the page: a bucket takes a few hundred microseconds."""
+"""Seconds between two checks of the status file; a bucket takes a few hundred microseconds."""
 _JOINED = 1
-"""Added to a receiver's count: 0 stands for one that has not joined."""
+"""Number added to a receiver's count, so that 0 stands for a receiver that has not joined."""
 _DIGESTS = 4096
-"""Buckets that there is room for at first."""
+"""Number of buckets that the first array of digests has room for."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    """A buffer for other processes: what torch wants to open it again."""
+    """Handle of a GPU buffer: the values that torch needs to open it in another process."""
 
     handle: bytes
     nbytes: int
@@ -99,24 +97,25 @@ class _Handle:
     event_sync_required: bool
 
 
-class CudaIpcSender(PagedSender):
-    """Publishes from a GPU. See WeightSender."""
+class CudaIpcSender(IpcSenderBase):
+    """WeightSender that publishes from a GPU to receivers on this host."""
 
-    def __init__(self, run_id: str, timeout_s: float, device: torch.device, root: Path = ROOT) -> None:
-        """Raises ValueError when a living sender of the same run has the folder, or the host has no shared memory."""
+    def __init__(self, run_id: str, timeout_s: float, device: torch.device, root: Path = SHARED_MEMORY) -> None:
+        """Make the sender's folder. Raises ValueError when a living sender of the same run has it, or the host has no
+        shared memory."""
         super().__init__(run_id, timeout_s, root)
         self._device = device
         self._ring: list[torch.Tensor] = []
         self._digests = torch.empty(0, dtype=torch.int64, device=device)
         self._handles: tuple[bytes, ...] = ()
-        self._place = ""
-        self._page: ControlPage | None = None
+        self._gpu_uuid = ""
+        self._status: SharedStatus | None = None
         self._last: list[int | None] = [None] * RING
-        """The bucket that each buffer had last, of the open update."""
+        """Bucket of the open update that each buffer held last; None when it held none."""
         self._num_payloads = 0
         self._outbox = EventCallbacks(device, "headrace-ipc-frames")
 
-    def _begin(self, update: OpenUpdate) -> str:
+    def _begin(self, update: SenderUpdate) -> str:
         nbytes = max((1, *update.plan.sizes))
         if not self._ring or len(self._ring[0]) < nbytes or len(self._digests) < len(update.plan.sizes):
             self._ring = []
@@ -124,15 +123,17 @@ class CudaIpcSender(PagedSender):
             room = max(_DIGESTS, len(update.plan.sizes))
             self._digests = torch.zeros(room, dtype=torch.int64, device=self._device)
             self._handles = tuple(_export(one) for one in (*self._ring, self._digests.view(torch.uint8)))
-            self._place = _place(self._device)
+            self._gpu_uuid = _gpu_uuid(self._device)
         self._last = [None for _ in range(RING)]
         self._num_payloads = 0
-        if self._page is not None:
-            self._page.remove("another update was begun")
-        self._page = self._announce(update, Contents(update.plan.message, ring=self._handles, place=self._place))
-        return str(self._page.path)
+        if self._status is not None:
+            self._status.remove("another update was begun")
+        self._status = self._announce(
+            update, Contents(update.plan.message, ring=self._handles, gpu_uuid=self._gpu_uuid)
+        )
+        return str(self._status.path)
 
-    def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
+    def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         number = self._num_payloads % RING
         if nbytes > len(self._ring[number]):
             raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, the largest bucket is smaller")
@@ -141,34 +142,34 @@ class CudaIpcSender(PagedSender):
             self._wait(update, before + 1)
         return self._ring[number][:nbytes]
 
-    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
-        assert self._page is not None
+    def _send(self, update: SenderUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
+        assert self._status is not None
         if frame.nbytes:
             self._digests[frame.bucket] = as_signed(frame.checksum) if digest is None else digest()
             self._last[self._num_payloads % RING] = frame.bucket
             self._num_payloads += 1
-        self._outbox.put(partial(self._page.publish, frame))
+        self._outbox.put(partial(self._status.publish, frame))
 
-    def _finish(self, update: OpenUpdate) -> None:
-        assert self._page is not None
-        self._outbox.put(self._page.mark_whole)
+    def _finish(self, update: SenderUpdate) -> None:
+        assert self._status is not None
+        self._outbox.put(self._status.mark_whole)
         self._wait(update, len(update.plan.sizes))
 
-    def _abort(self, update: OpenUpdate, reason: str) -> None:
-        if self._page is not None:
-            self._page.withdraw(reason)
+    def _abort(self, update: SenderUpdate, reason: str) -> None:
+        if self._status is not None:
+            self._status.withdraw(reason)
 
     def _close(self) -> None:
-        if self._page is not None:
-            self._page.remove("the sender has closed")
+        if self._status is not None:
+            self._status.remove("the sender has closed")
         self._outbox.close()
         self._ring = []
         super()._close()
 
-    def _wait(self, update: OpenUpdate, num_buckets: int) -> None:
-        """Until every receiver is through with that many buckets."""
-        assert self._page is not None
-        page, bound = self._page, self._bound(update)
+    def _wait(self, update: SenderUpdate, num_buckets: int) -> None:
+        """Wait until every receiver has finished that many buckets."""
+        assert self._status is not None
+        status, deadline = self._status, self._deadline(update)
         names = [worker_name(group.engine, worker) for group in update.receivers for worker in range(group.num_workers)]
         engines = [group.engine for group in update.receivers for _ in range(group.num_workers)]
         late: list[int] = []
@@ -178,65 +179,68 @@ class CudaIpcSender(PagedSender):
             nonlocal late, looks
             self._check_ended(update)
             self._outbox.check()
-            late = [rank for rank, count in enumerate(page.counts.tolist()) if count < num_buckets + _JOINED]
+            late = [rank for rank, count in enumerate(status.counts.tolist()) if count < num_buckets + _JOINED]
             looks += 1
             if late and looks % 500 == 0:
-                held = [holder.rpartition(" (pid")[0] for holder in lease_holders(page.path)]
-                gone = [rank for rank in late if page.counts[rank] and names[rank] not in held]
+                held = [holder.rpartition(" (pid")[0] for holder in lease_holders(status.path)]
+                gone = [rank for rank in late if status.counts[rank] and names[rank] not in held]
                 if gone:
-                    raise bound.error(*told(gone, "has ended or given up"))
+                    raise deadline.error(*told(gone, "has ended or given up"))
             return not late
 
         def told(ranks: list[int], what: str) -> tuple[str, list[str]]:
             at = [
                 f"{names[rank]} {what} at bucket {int(count) - _JOINED}" if count else f"{names[rank]} did not join"
-                for rank, count in ((rank, page.counts[rank]) for rank in ranks)
+                for rank, count in ((rank, status.counts[rank]) for rank in ranks)
             ]
             return "; ".join(at), [engines[rank] for rank in ranks]
 
-        bound.wait(through, lambda: told(late, "is late"), _TICK_S)
+        deadline.wait(through, lambda: told(late, "is late"), _TICK_S)
 
 
-class CudaIpcStream(PagedStream):
-    """Payloads are views of the sender's ring; copies, when they are wanted elsewhere or the ring is on another GPU."""
+class CudaIpcStream(IpcStreamBase):
+    """Stream whose payloads are views of the sender's buffers, or copies when they are wanted elsewhere.
+
+    Payloads are always copied when the buffers are on another GPU.
+    """
 
     tick_s = _TICK_S
 
     def __init__(
         self,
         update: WeightUpdate,
-        page: ControlPage,
+        status: SharedStatus,
         lease: Lease,
         contents: Contents,
-        bound: Bound,
+        deadline: Deadline,
         cache: RingCache,
         rank: int,
     ) -> None:
-        super().__init__(update, page, lease, contents, bound)
-        ring = cache.open(contents.ring, bound)
+        super().__init__(update, status, lease, contents, deadline)
+        ring = cache.open(contents.ring, deadline)
         self._cache = cache
         self._ring, self._sent_digests = ring[:RING], ring[RING].view(torch.int64)
         self._rank = rank
         self.device = ring[0].device
         self._offsets = bucket_offsets(contents.plan)
-        self._far = contents.place != cache.place
-        self._wanted: torch.Tensor | None = None
+        self._on_other_gpu = contents.gpu_uuid != cache.gpu_uuid
+        self._destination: torch.Tensor | None = None
         self._used: list[torch.cuda.Event | None] = [None] * RING
-        """Until when copies of payloads from another GPU are used."""
+        """Event after which each local copy of a payload is no longer used; None before the first use."""
         self._num_payloads = 0
         self._copies = torch.cuda.Stream(self.device)
         self._counting = threading.Lock()
-        page.counts[rank] = _JOINED
+        status.counts[rank] = _JOINED
 
     def receive_into(self, memory: torch.Tensor) -> None:
         if memory.device == self.device:
-            self._wanted = memory
+            self._destination = memory
 
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
         current = torch.cuda.current_stream(self.device)
         for bucket in range(len(self.plan.sizes)):
             self._wait(bucket)
-            frame = self._page.frame(bucket)
+            frame = self._status.frame(bucket)
             assert frame is not None
             number = self._num_payloads % RING
             self._num_payloads += bool(frame.nbytes)
@@ -257,32 +261,32 @@ class CudaIpcStream(PagedStream):
             self._used[number] = _mark(current)
 
     def _target(self, frame: BucketFrame, number: int) -> torch.Tensor | None:
-        """Where the payload is to be copied; None: it is read where it is."""
+        """Return the memory that the payload is copied to; None when it is read where it is."""
         if not frame.nbytes:
             return None
-        if self._wanted is not None and frame.encoding == "whole":
+        if self._destination is not None and frame.encoding == "whole":
             begin = self._offsets[frame.bucket]
-            return self._wanted[begin : begin + frame.nbytes]
-        if not self._far:
+            return self._destination[begin : begin + frame.nbytes]
+        if not self._on_other_gpu:
             return None
-        return self._cache.near(number)[: frame.nbytes]
+        return self._cache.local_copy(number)[: frame.nbytes]
 
     def _through(self, bucket: int, stream: torch.cuda.Stream) -> None:
-        """What `stream` has by now been given to do with the sender's bytes of the bucket is all."""
-        if bucket < len(self.plan.sizes) - 1:  # the last counts when the digests were found right: `_confirm`
-            self._cache.afterwards.put(partial(self._count, bucket + 1), stream)
+        """Count the bucket as finished once `stream` has done its present work, which reads the sender's bytes."""
+        if bucket < len(self.plan.sizes) - 1:  # `_confirm` counts the last one, when the digests were found right
+            self._cache.callbacks.put(partial(self._count, bucket + 1), stream)
 
     def _count(self, num_buckets: int) -> None:
         with self._counting:
-            if self._page.counts[self._rank] < num_buckets + _JOINED:
-                self._page.counts[self._rank] = num_buckets + _JOINED
+            if self._status.counts[self._rank] < num_buckets + _JOINED:
+                self._status.counts[self._rank] = num_buckets + _JOINED
 
-    def _check_page(self, when: str) -> None:
-        super()._check_page(when)
-        self._cache.afterwards.check()
+    def _check_status(self, when: str) -> None:
+        super()._check_status(when)
+        self._cache.callbacks.check()
 
     def _digests(self) -> torch.Tensor:
-        # All are there: the sender publishes a frame after its digest.
+        # All digests are there, because the sender publishes a frame after its digest.
         return self._sent_digests[: len(self.plan.sizes)]
 
     def _confirm(self) -> None:
@@ -290,62 +294,62 @@ class CudaIpcStream(PagedStream):
         super()._confirm()
 
     def _close(self) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(self._copies)  # before its memory is used for other things
+        torch.cuda.current_stream(self.device).wait_stream(self._copies)  # else the memory could be reused too early
         super()._close()
 
 
 class RingCache:
-    """The sender's buffers as this process sees them, kept from update to update."""
+    """Keeps the sender's buffers open in this process from update to update."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._handles: tuple[bytes, ...] = ()
         self._ring: list[torch.Tensor] = []
-        self._near: list[torch.Tensor] = []
-        self.afterwards = EventCallbacks(device, "headrace-ipc-counts")
-        """Tells senders what was read."""
-        self.place = ""
-        """Which GPU this process is on."""
+        self._local_copies: list[torch.Tensor] = []
+        self.callbacks = EventCallbacks(device, "headrace-ipc-counts")
+        """Calls that count buckets as finished once the GPU has read them."""
+        self.gpu_uuid = ""
+        """UUID of the GPU that this process uses."""
 
-    def open(self, handles: tuple[bytes, ...], bound: Bound) -> list[torch.Tensor]:
-        """Raises WeightTransferError when they cannot be opened here."""
+    def open(self, handles: tuple[bytes, ...], deadline: Deadline) -> list[torch.Tensor]:
+        """Open the sender's buffers, or return those that are open. Raises WeightTransferError when that fails."""
         if self._device.type != "cuda":
-            raise bound.error(
+            raise deadline.error(
                 f"the sender's weights are on a GPU, this engine's on {self._device}: "
                 "use sync.transport=collective, store or disk"
             )
         if handles != self._handles:
             self._forget()
-            self.place = _place(self._device)
+            self.gpu_uuid = _gpu_uuid(self._device)
             try:
                 self._ring = [_import(handle, self._device) for handle in handles]
             except RuntimeError as error:
-                raise bound.error(f"the sender's GPU buffers cannot be opened on {self._device}: {error}") from error
+                raise deadline.error(f"the sender's GPU buffers cannot be opened on {self._device}: {error}") from error
             self._handles = handles
         return self._ring
 
-    def near(self, number: int) -> torch.Tensor:
-        """A buffer of this process, as long as the sender's of this number."""
-        if not self._near:
-            self._near = [torch.empty_like(buffer) for buffer in self._ring[:RING]]
-        return self._near[number]
+    def local_copy(self, number: int) -> torch.Tensor:
+        """Return a buffer on this process's GPU, as long as the sender's buffer of this number."""
+        if not self._local_copies:
+            self._local_copies = [torch.empty_like(buffer) for buffer in self._ring[:RING]]
+        return self._local_copies[number]
 
     def close(self) -> None:
-        self.afterwards.close()
+        self.callbacks.close()
         self._forget()
 
     def _forget(self) -> None:
-        self._ring, self._near, self._handles = [], [], ()
+        self._ring, self._local_copies, self._handles = [], [], ()
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """What is over when the stream has done what is queued on it now."""
+    """Record an event that is complete when the stream has done its present work."""
     event = torch.cuda.Event()
     event.record(stream)
     return event
 
 
-def _place(device: torch.device) -> str:
+def _gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -355,7 +359,7 @@ def _export(buffer: torch.Tensor) -> bytes:
 
 
 def _import(data: bytes, device: torch.device) -> torch.Tensor:
-    """The exported buffer; opened under this process's own device, which reads its peer's memory where they differ."""
+    """Open an exported buffer under this process's own device, which reads the other GPU's memory where they differ."""
     found = messages.decode(data, _Handle)
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):

@@ -1,12 +1,12 @@
-"""The `disk` transport: a version as safetensors files in a folder, for hosts that share nothing but a file system.
+"""The `disk` transport writes a version as safetensors files, for hosts that share nothing but a file system.
 
 `{folder}/headrace-{run_id}-weights/`
-  `owner`                       locked while the sender lives
-  `v{version}-{n}/plan`         the plan, a message; there first
-  `v{version}-{n}/bucket-*.safetensors`   one `payload` each, uint8; its frame is the file's metadata
-  `v{version}-{n}/manifest`     when all of them are on the disk
-  `v{version}-{n}/ended`        instead, when it was aborted: why
-Every file appears under its name when it is whole. The last two versions stay.
+  `owner`                       lock file, locked while the sender lives
+  `v{version}-{n}/plan`         encoded plan, written first
+  `v{version}-{n}/bucket-*.safetensors`   one tensor `payload` each, uint8, with the frame in the file's metadata
+  `v{version}-{n}/manifest`     written when all buckets are on the disk
+  `v{version}-{n}/ended`        written instead when the update was aborted, with the reason
+Every file gets its name when it is whole. The last two versions stay.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pathlib import Path
 import torch
 
 from ....codecs import messages
-from ....codecs.buckets import ALIGN, BucketPlan, read_plan
-from ....codecs.owned_folder import create_owned_folder
-from ....dataplane.stores.shm_folder import PREFIX
-from .bounds import Bound
+from ....codecs.buckets import BucketPlan, read_plan
+from ....codecs.memory import ALIGN
+from ....codecs.owned_folder import PREFIX, create_owned_folder
+from .deadline import Deadline
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
-from .receiving import Receiver, Stream
-from .sending import BackgroundSender, OpenUpdate
+from .receiver import Receiver, Stream
+from .sender import BackgroundSender, SenderUpdate
 
 KIND = "disk"
 _KEPT = 2
@@ -41,26 +41,26 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A version that is whole."""
+    """Contents of the file that marks a version as whole."""
 
     version: int
     frames: tuple[BucketFrame, ...]
 
 
 class DiskSender(BackgroundSender):
-    """Publishes to all that see the folder. See WeightSender."""
+    """WeightSender that publishes to all processes that can read the folder."""
 
     kind = KIND
 
     def __init__(self, folder: str, run_id: str, timeout_s: float) -> None:
-        """Raises ValueError when a living sender of the same run publishes in `folder`."""
+        """Make the sender's folder. Raises ValueError when a living sender of the same run publishes in `folder`."""
         super().__init__(timeout_s)
         self.folder = Path(folder).absolute() / f"{PREFIX}{run_id}-weights"
         self._owner = create_owned_folder(self.folder, run_id)
         self._kept: list[tuple[int, Path]] = []
         self._frames: list[BucketFrame] = []
 
-    def _open(self, update: OpenUpdate) -> str:
+    def _open(self, update: SenderUpdate) -> str:
         again = [kept for kept in self._kept if kept[0] == update.version or (kept[1] / "ended").exists()]
         others = [kept for kept in self._kept if kept not in again]
         for old in again + others[: 1 - _KEPT]:
@@ -76,14 +76,14 @@ class DiskSender(BackgroundSender):
         self._frames = []
         return str(path)
 
-    def _write(self, update: OpenUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
+    def _write(self, update: SenderUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
         try:
             _write_file(bucket_path(Path(update.location), frame.bucket), _header(frame), payload.numpy().data)
         except OSError as error:
             raise self._failed(update, f"bucket {frame.bucket} cannot be written", error) from error
         self._frames.append(frame)
 
-    def _complete(self, update: OpenUpdate) -> None:
+    def _complete(self, update: SenderUpdate) -> None:
         path = Path(update.location)
         try:
             _write_file(path / "manifest", messages.encode(Manifest(update.version, tuple(self._frames))))
@@ -92,9 +92,9 @@ class DiskSender(BackgroundSender):
         except OSError as error:
             raise self._failed(update, "cannot be completed", error) from error
 
-    def _withdraw(self, update: OpenUpdate, reason: str) -> None:
+    def _withdraw(self, update: SenderUpdate, reason: str) -> None:
         path = Path(update.location)
-        with contextlib.suppress(OSError):  # no room even for that: readers wait their time
+        with contextlib.suppress(OSError):  # without room even for that, readers wait until their deadline
             _write_file(path / "ended", reason.encode())
         for file in [path / "manifest", *path.glob("bucket-*")]:
             file.unlink(missing_ok=True)
@@ -107,26 +107,26 @@ class DiskSender(BackgroundSender):
 
 
 class DiskReceiver(Receiver):
-    """Maps the files. See WeightReceiver."""
+    """WeightReceiver that maps the files into memory."""
 
-    def _open(self, update: WeightUpdate, rank: int, bound: Bound) -> Stream:
+    def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> Stream:
         path = Path(update.location)
         try:
             plan = read_plan((path / "plan").read_bytes())
         except FileNotFoundError:
-            raise _gone(path, bound, "at the start") from None
+            raise _gone(path, deadline, "at the start") from None
         except ValueError as error:
-            raise bound.error(f"{path / 'plan'}: {error}") from error
-        return DiskStream(update, plan, bound, path)
+            raise deadline.error(f"{path / 'plan'}: {error}") from error
+        return DiskStream(update, plan, deadline, path)
 
 
 class DiskStream(Stream):
-    """Payloads are the files' pages."""
+    """Stream whose payloads are the mapped files themselves."""
 
     lasting = True
 
-    def __init__(self, update: WeightUpdate, plan: BucketPlan, bound: Bound, path: Path) -> None:
-        super().__init__(update, plan, bound)
+    def __init__(self, update: WeightUpdate, plan: BucketPlan, deadline: Deadline, path: Path) -> None:
+        super().__init__(update, plan, deadline)
         self._path = path
 
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
@@ -137,17 +137,17 @@ class DiskStream(Stream):
             try:
                 frame, payload = _read_bucket_file(path)
             except FileNotFoundError:
-                raise _gone(self._path, self.bound, f"at {of}") from None
+                raise _gone(self._path, self.deadline, f"at {of}") from None
             except (OSError, ValueError) as error:
-                raise self.bound.error(f"{of}: {path} cannot be read: {error}") from error
+                raise self.deadline.error(f"{of}: {path} cannot be read: {error}") from error
             yield frame, payload
         self._wait(self._path / "manifest", "the end")
         try:
             manifest = messages.decode((self._path / "manifest").read_bytes(), Manifest)
         except FileNotFoundError:
-            raise _gone(self._path, self.bound, "at the end") from None
+            raise _gone(self._path, self.deadline, "at the end") from None
         if manifest.version != self.update.version or len(manifest.frames) != len(self.plan.sizes):
-            raise self.bound.error(f"{self._path} holds version {manifest.version}")
+            raise self.deadline.error(f"{self._path} holds version {manifest.version}")
 
     def _wait(self, path: Path, what: str) -> None:
         def has_come() -> bool:
@@ -155,30 +155,30 @@ class DiskStream(Stream):
             if path.exists():
                 return True
             if (self._path / "manifest").exists() and not path.exists():
-                raise self.bound.error(f"{what} never came, though the sender finished")
+                raise self.deadline.error(f"{what} never came, though the sender finished")
             if (self._path / "ended").exists() or not self._path.exists():
-                raise _gone(self._path, self.bound, f"waiting for {what}")
+                raise _gone(self._path, self.deadline, f"waiting for {what}")
             return False
 
-        self.bound.wait(has_come, lambda: (f"{what} did not come from the sender: no {path}", ()), _TICK_S)
+        self.deadline.wait(has_come, lambda: (f"{what} did not come from the sender: no {path}", ()), _TICK_S)
 
     def _close(self) -> None:
-        """Mappings end with the last tensor on them."""
+        """Do nothing: a mapping ends with the last tensor on it."""
 
 
 def bucket_path(folder: Path, bucket: int) -> Path:
-    """Where a bucket is."""
+    """Return the path of a bucket's file."""
     return folder / f"bucket-{bucket:06d}.safetensors"
 
 
-def _gone(path: Path, bound: Bound, when: str) -> WeightTransferError:
+def _gone(path: Path, deadline: Deadline, when: str) -> WeightTransferError:
     with contextlib.suppress(FileNotFoundError):
-        return bound.error(f"{when}: the sender has ended it: {(path / 'ended').read_text(errors='replace')}")
-    return bound.error(f"{when}: {path} is not there (any more): the sender has closed or is two versions ahead")
+        return deadline.error(f"{when}: the sender has ended it: {(path / 'ended').read_text(errors='replace')}")
+    return deadline.error(f"{when}: {path} is not there (any more): the sender has closed or is two versions ahead")
 
 
 def _header(frame: BucketFrame) -> bytes:
-    """Of a safetensors file with one tensor, `payload`; padded so that the bytes start at a multiple of ALIGN."""
+    """Make the header of a safetensors file with one tensor, `payload`, padded so that its bytes are aligned."""
     told = {name: str(value) for name, value in asdict(frame).items()}
     entry = {"dtype": "U8", "shape": [frame.nbytes], "data_offsets": [0, frame.nbytes]}
     text = json.dumps({"__metadata__": told, "payload": entry}).encode()
@@ -187,7 +187,7 @@ def _header(frame: BucketFrame) -> bytes:
 
 
 def _read_bucket_file(path: Path) -> tuple[BucketFrame, torch.Tensor]:
-    """Raises OSError, and ValueError when it is no such file."""
+    """Map a bucket's file, and return its frame and payload. Raises OSError, and ValueError when it is no such file."""
     with open(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     try:
@@ -195,14 +195,14 @@ def _read_bucket_file(path: Path) -> tuple[BucketFrame, torch.Tensor]:
         told = json.loads(mapping[_LENGTH.size : _LENGTH.size + length])["__metadata__"]
         frame = BucketFrame(int(told["bucket"]), told["encoding"], int(told["nbytes"]), int(told["checksum"]))
     except (KeyError, TypeError, struct.error) as error:
-        raise ValueError(f"no bucket: {error!r}") from error
+        raise ValueError(f"it is not a bucket's file: {error!r}") from error
     if not frame.nbytes:
         return frame, torch.empty(0, dtype=torch.uint8)
     return frame, torch.frombuffer(mapping, dtype=torch.uint8, offset=_LENGTH.size + length)
 
 
 def _write_file(path: Path, *parts: bytes | memoryview) -> None:
-    """On the disk, then under its name."""
+    """Write a file to the disk, and then give it its name."""
     draft = path.with_name(f".{path.name}")
     with open(draft, "wb") as file:
         for part in parts:
@@ -221,5 +221,5 @@ def _sync_folder(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    (path / "manifest").unlink(missing_ok=True)  # first: a reader that looks afterwards knows that it is gone
+    (path / "manifest").unlink(missing_ok=True)  # removed first, so that a reader's last check finds it gone
     shutil.rmtree(path, ignore_errors=True)

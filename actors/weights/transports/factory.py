@@ -1,4 +1,4 @@
-"""Weight transports: which there are, and how the two ends are built."""
+"""Builds the sender and the receivers of the weight transport that a configuration names."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from .cuda_ipc import CudaIpcSender
 from .disk import DiskReceiver, DiskSender
 from .ipc import IpcReceiver, IpcSender
 from .protocol import ReceiverConfig, SenderConfig
-from .receiving import Receiver
-from .sending import Sender
+from .receiver import Receiver
+from .sender import Sender
 from .store import StoreReceiver, StoreSender
 
 TRANSPORT_KINDS = ("collective", "ipc", "store", "disk")
 LASTING_KINDS = ("ipc", "store", "disk")
-"""Those whose last versions stay readable on CPUs: see `WeightSender.lasting`."""
+"""Transports whose last versions stay readable on CPUs, as `WeightSender.lasting` says."""
 
 
 def resolve_kind(kind: str, *, one_host: bool) -> str:
-    """What `auto` stands for: ipc when trainer and engines share a host, else collective; other kinds as they are.
+    """Return the transport for `kind`: `auto` is ipc when trainer and engines share a host, else collective.
 
-    Raises ValueError for an unknown kind.
+    Other kinds are returned as they are. Raises ValueError for an unknown kind.
     """
     if kind == "auto":
         return "ipc" if one_host else "collective"
@@ -32,31 +32,31 @@ def resolve_kind(kind: str, *, one_host: bool) -> str:
 
 
 def build_sender(kind: str, config: SenderConfig) -> Sender:
-    """The publishing end, in train rank 0.
+    """Build the sender, in train rank 0.
 
     Raises ValueError for an unknown kind, or one that needs what the configuration or this host does not have; OSError
     when it cannot listen; DataPlaneError when the data plane cannot be joined.
     """
     device = torch.device(config.device)
     if kind == "collective":
-        return CollectiveSender(config.host, config.timeout_s, device)
+        return CollectiveSender(config.host, config.sync.timeout_s, device)
     if kind == "ipc":
         if device.type == "cuda":
-            return CudaIpcSender(config.run_id, config.timeout_s, device)
-        return IpcSender(config.run_id, config.timeout_s)
+            return CudaIpcSender(config.run_id, config.sync.timeout_s, device)
+        return IpcSender(config.run_id, config.sync.timeout_s)
     if kind == "store":
         if config.data_plane is None:
             raise ValueError("sync.transport='store' needs a data plane, the sender was given none")
-        return StoreSender(config.data_plane, config.timeout_s)
+        return StoreSender(config.data_plane, config.sync.timeout_s)
     if kind == "disk":
         if not config.folder:
             raise ValueError("sync.transport='disk' needs a folder, the sender was given none")
-        return DiskSender(config.folder, config.run_id, config.timeout_s)
+        return DiskSender(config.folder, config.run_id, config.sync.timeout_s)
     raise _unknown(kind, TRANSPORT_KINDS)
 
 
 def build_receiver(kind: str, config: ReceiverConfig, worker: int) -> Receiver:
-    """The fetching end, in every process of an engine. worker: its number in the engine, from 0.
+    """Build a receiver, in each process of an engine. worker: number of the process in its engine, from 0.
 
     Raises ValueError for an unknown kind, or `store` without a data plane.
     """

@@ -1,8 +1,8 @@
-"""The `ipc` transport: weights through the memory of one host, for trainers and engines that share it.
+"""The `ipc` transport carries weights through the memory of one host, for trainers and engines that share it.
 
-Here its part for CPUs: the last two versions in shared memory, written in turn, each tensor in one piece. Receivers
-verify the bytes and use them where they are; a version that one of them still holds is never overwritten: the sender
-leaves it the memory and takes new.
+This module is its part for CPUs. The last two versions lie in shared memory, written in turn, each tensor in one piece.
+Receivers verify the bytes and use them where they are. A version that a receiver still holds is never overwritten; the
+sender leaves that memory to the receiver and takes new memory.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pathlib import Path
 
 import torch
 
-from ....codecs.buckets import ALIGN
-from ....dataplane.stores.shm_folder import ROOT
-from .bounds import Bound
-from .control_page import WITHDRAWN, ControlPage, Lease, lease_holders
+from ....codecs.memory import ALIGN
+from ....codecs.owned_folder import SHARED_MEMORY
 from .cuda_ipc import CudaIpcStream, RingCache
-from .paged import Contents, PagedSender, PagedStream, join
+from .deadline import Deadline
+from .ipc_base import Contents, IpcSenderBase, IpcStreamBase, join
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
-from .receiving import Receiver, Stream, bucket_offsets
-from .sending import OpenUpdate
+from .receiver import Receiver, Stream, bucket_offsets
+from .sender import SenderUpdate
+from .shared_status import WITHDRAWN, Lease, SharedStatus, lease_holders
 
 _SLOTS = 2
 _GRACE_S = 0.2
-"""How long a receiver that still holds an old version is waited for before it is left its memory."""
+"""Seconds that the sender waits for a receiver that still holds an old version, before it leaves the memory to it."""
 _MADV_POPULATE_READ = 22
 
 _log = logging.getLogger(__name__)
@@ -39,118 +39,119 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Slot:
-    """The memory of one version."""
+    """Memory of one version."""
 
     path: Path
     memory: torch.Tensor
-    """uint8, writable; keeps its mapping alive."""
-    page: ControlPage | None = None
-    """Of the update that is, or was last, in it."""
+    """Writable bytes, uint8; keeps the mapping alive."""
+    status: SharedStatus | None = None
+    """Status of the update that is, or was last, in the slot; None before the first."""
 
     @property
     def rank(self) -> int:
-        """The slot of the lowest is written next: one without a readable version, else the older version's."""
-        return -1 if self.page is None or self.page.state == WITHDRAWN else self.page.version
+        """Order in which slots are written again: -1 without a readable version, else the version."""
+        return -1 if self.status is None or self.status.state == WITHDRAWN else self.status.version
 
 
-class IpcSender(PagedSender):
-    """Publishes to this host's receivers from CPU tensors. See WeightSender."""
+class IpcSender(IpcSenderBase):
+    """WeightSender that publishes CPU tensors to receivers on this host."""
 
     lasting = True
 
-    def __init__(self, run_id: str, timeout_s: float, root: Path = ROOT) -> None:
-        """Raises ValueError when a living sender of the same run has the folder, or the host has no shared memory."""
+    def __init__(self, run_id: str, timeout_s: float, root: Path = SHARED_MEMORY) -> None:
+        """Make the sender's folder. Raises ValueError when a living sender of the same run has it, or the host has no
+        shared memory."""
         super().__init__(run_id, timeout_s, root)
         self._slots: list[_Slot] = []
         self._num_slots = 0
         self._token = uuid.uuid4().hex[:8]
         self._offsets: list[int] = []
 
-    def _begin(self, update: OpenUpdate) -> str:
+    def _begin(self, update: SenderUpdate) -> str:
         self._offsets = bucket_offsets(update.plan)
         slot = self._free_slot(update, max(self._offsets[-1], ALIGN))
-        slot.page = self._announce(update, Contents(update.plan.message, slot.path.name))
+        slot.status = self._announce(update, Contents(update.plan.message, slot.path.name))
         self._slots.append(slot)
-        return str(slot.page.path)
+        return str(slot.status.path)
 
-    def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
+    def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         room = self._offsets[bucket + 1] - self._offsets[bucket]
         if nbytes > room:
             raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, planned are {room} at most")
         return self._slots[-1].memory[self._offsets[bucket] : self._offsets[bucket] + nbytes]
 
-    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
-        self._page.publish(frame)
+    def _send(self, update: SenderUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
+        self._status.publish(frame)
 
-    def _finish(self, update: OpenUpdate) -> None:
-        self._page.mark_whole()
+    def _finish(self, update: SenderUpdate) -> None:
+        self._status.mark_whole()
 
-    def _abort(self, update: OpenUpdate, reason: str) -> None:
-        self._page.withdraw(reason)
+    def _abort(self, update: SenderUpdate, reason: str) -> None:
+        self._status.withdraw(reason)
 
     def _close(self) -> None:
         for slot in self._slots:
-            if slot.page is not None:
-                slot.page.remove("the sender has closed")
+            if slot.status is not None:
+                slot.status.remove("the sender has closed")
         self._slots = []
         super()._close()
 
     @property
-    def _page(self) -> ControlPage:
-        page = self._slots[-1].page
-        assert page is not None
-        return page
+    def _status(self) -> SharedStatus:
+        status = self._slots[-1].status
+        assert status is not None
+        return status
 
     # ------------------------------------------------------------ memory
 
-    def _free_slot(self, update: OpenUpdate, nbytes: int) -> _Slot:
-        """Memory for a version that nobody reads; not among the slots until its update is announced."""
+    def _free_slot(self, update: SenderUpdate, nbytes: int) -> _Slot:
+        """Return memory that nobody reads, for a version; it joins the slots when its update is announced."""
         if len(self._slots) < _SLOTS:
             return self._new_slot(nbytes)
         again = [slot for slot in self._slots if slot.rank == update.version]
         slot = again[0] if again else min(self._slots, key=lambda slot: slot.rank)
         self._slots.remove(slot)
-        if slot.page is not None:
-            slot.page.remove(f"version {update.version} takes its place")
-            bound = Bound("sender", update.version, self.timeout_s)
-            if not self._let_go(slot.page, Bound("sender", update.version, min(_GRACE_S, self.timeout_s))):
-                return self._replaced(slot, slot.page, nbytes, bound)
+        if slot.status is not None:
+            slot.status.remove(f"version {update.version} takes its place")
+            deadline = Deadline("sender", update.version, self.timeout_s)
+            if not self._let_go(slot.status, Deadline("sender", update.version, min(_GRACE_S, self.timeout_s))):
+                return self._replaced(slot, slot.status, nbytes, deadline)
         if len(slot.memory) >= nbytes:
             return _Slot(slot.path, slot.memory)
         slot.path.unlink()
         return self._new_slot(nbytes)
 
-    def _let_go(self, page: ControlPage, bound: Bound) -> bool:
-        """Wait until no receiver holds the version of `page`. False: one does, after all that time."""
+    def _let_go(self, status: SharedStatus, deadline: Deadline) -> bool:
+        """Wait until no receiver holds the version of `status`; returns False when one still does at the deadline."""
         try:
-            bound.wait(lambda: not lease_holders(page.path), lambda: ("held", ()), 1e-3)
+            deadline.wait(lambda: not lease_holders(status.path), lambda: ("held", ()), 1e-3)
         except WeightTransferError:
             return False
         return True
 
-    def _replaced(self, slot: _Slot, page: ControlPage, nbytes: int, bound: Bound) -> _Slot:
-        """Another slot: the old one's memory is free when the last that holds it lets go or dies."""
-        holders = ", ".join(lease_holders(page.path))
+    def _replaced(self, slot: _Slot, status: SharedStatus, nbytes: int, deadline: Deadline) -> _Slot:
+        """Return another slot. The old one's memory is freed when the last receiver releases it or dies."""
+        holders = ", ".join(lease_holders(status.path))
         try:
             fresh = self._new_slot(nbytes)
         except OSError as error:
-            if self._let_go(page, bound):
+            if self._let_go(status, deadline):
                 return _Slot(slot.path, slot.memory) if len(slot.memory) >= nbytes else self._new_slot(nbytes)
             slot.path.unlink()
-            raise bound.error(
-                f"no room: version {page.version} is still held by {holders}, and there is none beside it ({error})",
-                [holder.rpartition(" worker ")[0] for holder in lease_holders(page.path)],
+            raise deadline.error(
+                f"no room: version {status.version} is still held by {holders}, and there is none beside it ({error})",
+                [holder.rpartition(" worker ")[0] for holder in lease_holders(status.path)],
             ) from error
         slot.path.unlink()
-        _log.warning("weights: version %d is left in memory, it is held by %s", page.version, holders)
+        _log.warning("weights: version %d is left in memory, it is held by %s", status.version, holders)
         return fresh
 
     def _new_slot(self, nbytes: int) -> _Slot:
         path = self.folder / f"slot-{self._token}-{self._num_slots}"
-        self._num_slots += 1  # never the same name again, in any process: receivers keep mappings by name
+        self._num_slots += 1  # no name is used twice in any process, because receivers keep mappings by name
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, nbytes)  # lack of room is an error here, not a SIGBUS at a later write
+            os.posix_fallocate(descriptor, 0, nbytes)  # makes lack of room an error here, not a SIGBUS at a later write
             mapping = mmap.mmap(descriptor, nbytes)
         except OSError as error:
             path.unlink()
@@ -161,31 +162,31 @@ class IpcSender(PagedSender):
 
 
 class IpcReceiver(Receiver):
-    """Reads what this host's sender published, from CPU or GPU. See WeightReceiver."""
+    """WeightReceiver of versions that a sender on this host published, from CPU or GPU."""
 
     def __init__(self, engine: str, worker: int, device: torch.device) -> None:
         super().__init__(engine, worker)
         self._mappings: OrderedDict[Path, torch.Tensor] = OrderedDict()
         self._rings = RingCache(device)
 
-    def _open(self, update: WeightUpdate, rank: int, bound: Bound) -> Stream:
-        page, lease, contents = join(update, bound)
+    def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> Stream:
+        status, lease, contents = join(update, deadline)
         try:
             if contents.ring:
-                return CudaIpcStream(update, page, lease, contents, bound, self._rings, rank)
-            memory = self._map(page.path.parent / contents.slot, bucket_offsets(contents.plan)[-1], bound)
-            return HostStream(update, page, lease, contents, bound, memory, self._mappings.clear)
+                return CudaIpcStream(update, status, lease, contents, deadline, self._rings, rank)
+            memory = self._map(status.path.parent / contents.slot, bucket_offsets(contents.plan)[-1], deadline)
+            return HostStream(update, status, lease, contents, deadline, memory, self._mappings.clear)
         except WeightTransferError:
             lease.release()
             raise
 
     def close(self) -> None:
-        """See the protocol."""
+        """Release all mappings. Idempotent."""
         self._mappings.clear()
         self._rings.close()
 
-    def _map(self, path: Path, nbytes: int, bound: Bound) -> torch.Tensor:
-        """The slot, as memory that is copied where somebody writes to it: the sender's stays as it is."""
+    def _map(self, path: Path, nbytes: int, deadline: Deadline) -> torch.Tensor:
+        """Map the slot privately: a write copies the page that it hits, and the sender's bytes stay as they are."""
         if path in self._mappings:
             self._mappings.move_to_end(path)
             return self._mappings[path]
@@ -194,13 +195,13 @@ class IpcReceiver(Receiver):
             try:
                 size = os.fstat(descriptor).st_size
                 if size < nbytes or not size:
-                    raise bound.error(f"{path} has {size} bytes, the update's are {nbytes}")
+                    raise deadline.error(f"{path} has {size} bytes, the update's are {nbytes}")
                 mapping = mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise bound.error(f"{path} cannot be mapped: {error}") from error
-        with contextlib.suppress(OSError):  # an older kernel: then every 64 KiB costs a page fault once
+            raise deadline.error(f"{path} cannot be mapped: {error}") from error
+        with contextlib.suppress(OSError):  # on an older kernel every 64 KiB costs one page fault instead
             mapping.madvise(_MADV_POPULATE_READ)
         self._mappings[path] = torch.frombuffer(mapping, dtype=torch.uint8)
         while len(self._mappings) > _SLOTS:
@@ -208,23 +209,23 @@ class IpcReceiver(Receiver):
         return self._mappings[path]
 
 
-class HostStream(PagedStream):
-    """A version in shared memory: payloads are the sender's own bytes, not copied."""
+class HostStream(IpcStreamBase):
+    """Stream of a version in shared memory, whose payloads are the sender's own bytes, without a copy."""
 
     lasting = True
 
     def __init__(
         self,
         update: WeightUpdate,
-        page: ControlPage,
+        status: SharedStatus,
         lease: Lease,
         contents: Contents,
-        bound: Bound,
+        deadline: Deadline,
         memory: torch.Tensor,
         forget: Callable[[], None],
     ) -> None:
-        """forget: drops the mapping, which may be what is damaged."""
-        super().__init__(update, page, lease, contents, bound)
+        """forget: drops the mapping, in case the damage is there."""
+        super().__init__(update, status, lease, contents, deadline)
         self._offsets = bucket_offsets(contents.plan)
         self._forget = forget
         self.memory = memory

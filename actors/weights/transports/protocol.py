@@ -1,11 +1,11 @@
-"""What brings weights from the trainer to the engines: a sender beside the one, receivers in all others.
+"""Protocols of a weight transport: a sender beside the trainer, and a receiver in every process of the engines.
 
     driver     open update ---> announcement ------+------------------------------> commit (or drop)
     trainer    begin(version, plan) -> buffer, send, buffer, send, ... -> finish
     engine                                         +-> open -> bucket, bucket, ... -> staged, verified
 
-A version is published bucket by bucket (`codecs.buckets`), at most two of them in flight between the two ends. Every
-wait on either side is bounded by the update's `timeout_s`; every error names version, bucket, peer and elapsed time.
+A version is published bucket by bucket (`codecs.buckets`), with at most two buckets in flight between the two ends.
+Every wait on either side ends after the update's `timeout_s`; every error names version, bucket, peer and elapsed time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import torch
 
 from ....codecs.buckets import BucketPlan
 from ....dataplane.handle import DataPlaneHandle
+from ..config import SyncConfig
 
 Encoding = Literal["whole", "same", "sparse"]
-"""How a bucket travels: all its bytes; none, as it equals the base version's; the elements that differ from it."""
+"""Form in which a bucket travels: `whole` is all its bytes, `same` is none because it equals the base version's bucket,
+and `sparse` is the elements that differ from that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,178 +30,180 @@ class ReceiverGroup:
     """An engine that takes part in an update."""
 
     engine: str
-    """Its name, unique in the run."""
+    """Name of the engine, unique in the run."""
     num_workers: int
-    """Its processes that receive."""
+    """Number of its processes that receive weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """The announcement of a version. Small and of constant size: it goes through the driver, weights do not."""
+    """Announcement of a version. It is small and goes through the driver; the weights themselves do not."""
 
     version: int
     base: int | None
-    """The version that `same` and `sparse` buckets refer to: receivers must have it staged; None: all are whole."""
+    """Version that `same` and `sparse` buckets refer to, which receivers must have kept; None when all are whole."""
     kind: str
-    """The transport's."""
+    """Kind of the transport."""
     location: str
-    """Where receivers find it: the transport's own."""
+    """Place where receivers find the version, in the transport's own notation."""
     num_bytes: int
-    """Of all weights, were every bucket whole."""
+    """Number of bytes of all weights, if every bucket travelled whole."""
     receivers: tuple[ReceiverGroup, ...]
-    """Who takes part, in order of their ranks."""
+    """Engines that take part, in order of their ranks."""
     timeout_s: float
-    """Bound of every wait for a peer."""
+    """Seconds after which a wait for a peer ends in an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketFrame:
-    """What precedes a bucket's bytes."""
+    """Header that describes a bucket's payload."""
 
     bucket: int
+    """Number of the bucket in the plan."""
     encoding: Encoding
     nbytes: int
-    """Of the payload; 0 for `same`."""
+    """Number of bytes of the payload; 0 for `same`."""
     checksum: int
-    """`codecs.buckets.checksum` of the payload; 0 where a digest was given to `send` instead."""
+    """Checksum of the payload (`codecs.buckets.checksum`); 0 where `send` was given a digest instead."""
 
 
 class WeightTransferError(RuntimeError):
-    """A version of the weights did not arrive whole; names version, bucket, peer and elapsed time."""
+    """A version of the weights did not arrive whole. The message names version, bucket, peer and elapsed time."""
 
     engines: tuple[str, ...] = ()
-    """Those known to be at fault, where a sender raises it; () when that is not known."""
+    """Names of the engines known to be at fault, where a sender raises the error; () when unknown."""
 
 
 class WeightSender(Protocol):
-    """The publishing end, in train rank 0. Used by one thread at a time.
+    """Publishes versions, in train rank 0. One thread uses it at a time.
 
-    begin -> (buffer -> send)* -> finish, or abort from anywhere in between.
+    The order of calls is begin -> (buffer -> send)* -> finish, with abort possible at any point.
     """
 
     def begin(
         self, version: int, plan: BucketPlan, receivers: Sequence[ReceiverGroup], base: int | None = None
     ) -> WeightUpdate:
-        """Announce `version`. Returns at once; nobody need listen yet. An update that is open is aborted.
+        """Announce `version`, and abort an update that is open. Returns at once, before any receiver has joined.
 
-        Raises ValueError unless versions rise (a version may be begun again while it is the newest), OSError when
-        there is no room for it, naming the bytes wanted.
+        Raises ValueError unless versions rise (the newest version may be begun again), OSError naming the bytes wanted
+        when there is no room for it.
         """
         ...
 
     def buffer(self, bucket: int, nbytes: int) -> torch.Tensor:
-        """uint8 `[nbytes]`, where the bucket's payload is to be written, on the sender's device.
+        """Return memory for the bucket's payload, uint8 `[nbytes]` on the sender's device.
 
         Waits while two buckets are in flight. Raises WeightTransferError when a receiver is gone or late.
         """
         ...
 
     def send(self, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None = None) -> None:
-        """Let receivers have what was written into the buffer of `frame.bucket`. Returns at once.
+        """Give receivers the payload written into the buffer of `frame.bucket`. Returns at once.
 
-        digest: of a payload on a GPU; queues its `gpu_digest.device_digest` on the current stream, as the payload was:
-        that then stands for `frame.checksum`, and nobody need wait for it before the update's end.
+        digest: for a payload on a GPU, a function that queues its `device_digest` on the current stream, as the payload
+        was queued. The digest then replaces `frame.checksum`, and is not needed before the update's end.
         """
         ...
 
     def finish(self) -> None:
-        """Return when the version is whole: readable by anyone who is announced it (`lasting`), or with all receivers.
+        """Wait until the version is whole: readable for every receiver (`lasting`), or received by all of them.
 
         Raises WeightTransferError naming the receivers that did not get it.
         """
         ...
 
     def abort(self, reason: str) -> None:
-        """End the open update: receivers raise WeightTransferError with `reason`, at the latest after the timeout.
-        What was published of it is gone. Idempotent; legal from another thread."""
+        """End the open update and remove what was published of it.
+
+        Receivers raise WeightTransferError with `reason`, at the latest after the timeout. Idempotent; legal from
+        another thread.
+        """
         ...
 
     @property
     def lasting(self) -> bool:
-        """Whether the last two finished versions stay readable: receivers may come late, and again."""
+        """Whether the last two finished versions stay readable, so that receivers may come late, and again."""
         ...
 
     def close(self) -> None:
-        """Remove what was published. Idempotent."""
+        """Remove all that was published. Idempotent."""
         ...
 
 
 class WeightStream(Protocol):
-    """One update on its way to one receiver. Iterate once; close always."""
+    """One update on its way to one receiver. It is iterated once and always closed."""
 
     @property
-    def plan(self) -> BucketPlan: ...
+    def plan(self) -> BucketPlan:
+        """Layout of the weights in buckets."""
+        ...
 
     @property
     def lasting(self) -> bool:
-        """Whether payloads stay as they are until `close`; else each only until the next is asked for."""
+        """Whether payloads stay valid until `close`; otherwise each is valid until the next one is asked for."""
         ...
 
     def __iter__(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
-        """(frame, payload uint8 `[nbytes]`) of every bucket in order; checksums verified: on the CPU before the payload
-        is given out, on a GPU all of them when the iteration ends, as nothing is to wait for the GPU in between. There
-        payloads are ready, and valid, in the order of the current stream. Nothing counts before the iteration ended.
+        """Yield frame and payload, uint8 `[nbytes]`, of every bucket in order, and verify their checksums.
 
-        Raises WeightTransferError naming what is missing, damaged or late. With a lasting sender the last check after
-        the last bucket is that the version was not withdrawn meanwhile.
+        On the CPU a payload is verified before it is yielded. On a GPU all payloads are verified when the iteration
+        ends, so that nothing waits for the GPU in between; there payloads are ready, and valid, in the order of the
+        current stream. No payload may be relied on before the iteration has ended.
+
+        Raises WeightTransferError naming what is missing, damaged or late. With a lasting sender, the last check is
+        that the version was not withdrawn meanwhile.
         """
         ...
 
     def close(self) -> None:
-        """Let go of buffers and mappings. Idempotent; legal from another thread, which ends the iteration."""
+        """Release buffers and mappings. Idempotent; legal from another thread, and then ends the iteration."""
         ...
 
 
 class WeightReceiver(Protocol):
-    """The fetching end, in every process that holds an engine's weights."""
+    """Receives versions, in every process that holds an engine's weights."""
 
     def open(self, update: WeightUpdate) -> WeightStream:
-        """Join `update`. Waits for the sender, bounded. Raises WeightTransferError."""
+        """Join `update`, waiting for the sender until the update's timeout. Raises WeightTransferError."""
         ...
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release memory and connections that were kept between updates. Idempotent."""
         ...
 
 
-# ---------------- What the two ends of a transport are built from: plain data that travels to the processes that
-# build them.
-
-Staging = Literal["auto", "full", "none"]
+# ---------------- Settings of the two ends of a transport, as plain data that travels to the processes that build them.
 
 
 @dataclass(frozen=True, slots=True)
 class SenderConfig:
-    """The publishing end's surroundings."""
+    """Settings of a sender."""
 
     run_id: str
-    """Names what is published; letters, digits, `-`, `_`, `.`."""
-    bucket_bytes: int
-    """The largest bucket, a multiple of 64."""
-    timeout_s: float
-    """Bound of every wait for receivers, from an update's first bucket on."""
+    """Id of the run, part of the names of what is published; letters, digits, `-`, `_`, `.`."""
+    sync: SyncConfig = SyncConfig()
+    """Settings of the section `sync`. All waits for receivers together may take `timeout_s`, from an update's first
+    bucket on."""
     host: str = "127.0.0.1"
-    """collective: the address of this host that receivers reach."""
+    """Address of this host that receivers can reach; used by `collective`."""
     folder: str = ""
-    """disk: where versions are written; made when missing."""
+    """Folder into which versions are written, made when missing; used by `disk`."""
     data_plane: DataPlaneHandle | None = None
-    """store: whose."""
+    """Data plane that holds the versions; used by `store`."""
     device: str = "cpu"
-    """Where weights come from: `cpu`, or `cuda:0`, whose buffers `collective` and `ipc` then hand out."""
+    """Device that the weights come from, `cpu` or `cuda:0`; the buffers of `collective` and `ipc` are on it, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverConfig:
-    """The fetching end's surroundings, the same for all workers of an engine."""
+    """Settings of a receiver, the same for all workers of an engine."""
 
     engine: str
-    """Its name, as in the announcement."""
-    staging: Staging = "auto"
-    """`full`: a version is received whole beside the one that is served; `none`: it is received while it is committed.
-    `auto`: full on the CPU; on a GPU full when what is free there holds the model twice, else none."""
+    """Name of the engine, as in the announcement."""
+    sync: SyncConfig
+    """Settings of the section `sync`. With `delta`, the served version stays staged as the base of deltas; without it,
+    every update must be whole."""
     device: str = "cpu"
-    """Where the engine's weights are: `cpu`, or `cuda:0`."""
+    """Device of the engine's weights: `cpu`, or `cuda:0`."""
     data_plane: DataPlaneHandle | None = None
-    """store: whose."""
-    keep_base: bool = True
-    """Keep the served version staged, which a delta refers to. Without, every update must be whole."""
+    """Data plane that holds the versions; used by `store`."""

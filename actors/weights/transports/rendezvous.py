@@ -1,6 +1,6 @@
-"""Process groups made and left at will, outside of torch's default group: gloo between CPUs, NCCL between GPUs.
+"""Makes and leaves process groups outside of torch's default group: gloo between CPUs, NCCL between GPUs.
 
-Members meet at a TCP store of the sender's, on a port of the system's choice.
+Members meet at a TCP store of the sender, on a port that the system chooses.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
-from .bounds import Bound
+from .deadline import Deadline
 
 T = TypeVar("T")
 _GPU_TICK_S = 5e-5
 _MOMENT_S = 0.05
 _EXIT_S = 5.0
-"""Most that a process waits at its end for groups that it has left."""
+"""Longest time in seconds that a process waits at its end for groups that it has left."""
 _GRACE_S = 30.0
-"""A group's own bounds lie behind those of whoever uses it."""
+"""Seconds by which a group's own timeout is longer than that of its user."""
 
 
-class MeetingPoint:
-    """A sender's TCP store; members of its groups are its clients."""
+class RendezvousStore:
+    """A sender's TCP store, through which the members of its groups find each other."""
 
     def __init__(self, listener: socket.socket, timeout_s: float) -> None:
-        """Takes `listener` over."""
+        """Serve the store on `listener`, which it takes over."""
         host, self.port = listener.getsockname()[:2]
         self.store = TCPStore(
             host,
@@ -44,41 +44,41 @@ class MeetingPoint:
         )
 
 
-def meet(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A member's access to the meeting point. May block; call within `bounded`."""
+def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    """Connect a member to the sender's store. It may block, so call it within `bounded`."""
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 class Group:
-    """Membership in a process group in which rank 0 broadcasts. One operation at a time may be begun; two may run."""
+    """Membership in a process group in which rank 0 broadcasts. Two broadcasts may run at the same time."""
 
     def __init__(
         self, store: TCPStore, name: str, rank: int, world: int, *, host: str, device: torch.device, timeout_s: float
     ) -> None:
-        """Blocks until all members are here; call within `bounded`. host: this member's own address."""
+        """Block until all members have joined; call it within `bounded`. host: this member's own address."""
         self.name = name
         self._store = store  # must outlive the group
         self.device = device
-        bound = timedelta(seconds=timeout_s + _GRACE_S)
+        deadline = timedelta(seconds=timeout_s + _GRACE_S)
         prefixed = PrefixStore(name, store)
         self._backend: Any
         if device.type == "cuda":
             from torch.distributed import ProcessGroupNCCL
 
             options = ProcessGroupNCCL.Options()
-            options._timeout = bound
+            options._timeout = deadline
             self._backend = ProcessGroupNCCL(prefixed, rank, world, options)
             self._backend._set_sequence_number_for_group()
             self._stream = torch.cuda.Stream(device)
         else:
             gloo: Any = cast(Any, ProcessGroupGloo)._Options()
             gloo._devices = [ProcessGroupGloo.create_device(hostname=host)]
-            gloo._timeout = bound
+            gloo._timeout = deadline
             gloo._threads = 2
             self._backend = ProcessGroupGloo(prefixed, rank, world, gloo)
 
     def broadcast(self, buffer: torch.Tensor) -> Broadcast:
-        """Begin to send, or receive, `buffer` (uint8 `[n]`). On a GPU it follows what the current stream has queued."""
+        """Start to send, or receive, `buffer` (uint8 `[n]`). On a GPU it runs after the current stream's work."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.asyncOp = True
@@ -88,12 +88,12 @@ class Group:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             work = self._backend.broadcast([buffer], options)
-            work.wait()  # of this stream for NCCL's, not of this thread
+            work.wait()  # makes this stream wait for NCCL's, and does not block the thread
             event.record(self._stream)
         return Broadcast(work, event, buffer)
 
     def leave(self) -> None:
-        """Leave in a thread of its own: what hangs in the group ends only with the group's own bound."""
+        """Leave the group in a thread of its own, because an operation that hangs ends only at the group's timeout."""
         backend, self._backend = self._backend, None
         if backend is not None:
             held = [backend, self._store]
@@ -104,7 +104,7 @@ class Group:
 
 
 class Broadcast:
-    """One operation under way."""
+    """A broadcast in progress."""
 
     def __init__(self, work: Any, event: torch.cuda.Event | None, buffer: torch.Tensor) -> None:
         self._work = work
@@ -112,7 +112,7 @@ class Broadcast:
         self._buffer = buffer  # must outlive the operation
 
     def ended(self, wait_s: float) -> bool:
-        """Whether it is over, waiting at most so long. Raises RuntimeError when it failed."""
+        """Wait at most `wait_s`, and tell whether the broadcast has ended. Raises RuntimeError when it failed."""
         if self._event is not None:
             until = time.monotonic() + wait_s
             while not (ended := self._event.query()) and time.monotonic() < until:
@@ -124,14 +124,14 @@ class Broadcast:
         except RuntimeError:
             if not self._work.is_completed():
                 return False
-            self._work.wait()  # it may have ended well just after the wait for it ran out
+            self._work.wait()  # it may have ended well just after the timeout
             return True
 
 
-def bounded(call: Callable[[], T], bound: Bound, what: str, look: Callable[[], None]) -> T:
-    """`call()` in a thread, which is left to itself when the bound runs out or `look` raises.
+def bounded(call: Callable[[], T], deadline: Deadline, what: str, look: Callable[[], None]) -> T:
+    """Run `call()` in a thread and return its result. The thread is abandoned at the deadline, or when `look` raises.
 
-    Raises WeightTransferError, also for what `call` raises.
+    look: is called again and again while the thread runs. Raises WeightTransferError, also for errors of `call`.
     """
     found: list[T] = []
     failed: list[Exception] = []
@@ -140,20 +140,20 @@ def bounded(call: Callable[[], T], bound: Bound, what: str, look: Callable[[], N
     def run() -> None:
         try:
             found.append(call())
-        except Exception as error:  # given to the caller below
+        except Exception as error:  # raised to the caller below
             failed.append(error)
         over.set()
 
     threading.Thread(target=run, daemon=True, name=f"headrace-{what.replace(' ', '-')}").start()
     while not over.wait(0.01):
         look()
-        if not bound.left_s:
-            raise bound.error(f"{what}: not all members came")
+        if not deadline.left_s:
+            raise deadline.error(f"{what}: not all members came")
     if failed:
         time.sleep(_MOMENT_S)
-        look()  # which knows better who is lost
+        look()  # raises a better error when it knows which member is lost
         reason = str(failed[0]).strip().splitlines() or [type(failed[0]).__name__]
-        raise bound.error(f"{what}: {reason[0]}") from failed[0]
+        raise deadline.error(f"{what}: {reason[0]}") from failed[0]
     return found[0]
 
 
@@ -162,14 +162,14 @@ _leaving: set[threading.Thread] = set()
 
 def _end(held: list[Any], device: torch.device) -> None:
     if device.type == "cuda":
-        held[0].abort()  # kernels that wait for a lost peer would block the device
+        held[0].abort()  # otherwise kernels that wait for a lost peer would block the device
     held.clear()
     _leaving.discard(threading.current_thread())
 
 
 @atexit.register
 def _wait_for_leaving() -> None:
-    """A thread that is in a group's destructor when the interpreter ends aborts the process."""
+    """Wait for the threads that leave groups: one in a group's destructor would abort the process at its end."""
     until = time.monotonic() + _EXIT_S
     for leaving in list(_leaving):
         leaving.join(max(0.0, until - time.monotonic()))

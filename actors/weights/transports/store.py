@@ -1,10 +1,10 @@
-"""The `store` transport: buckets as rows of the data plane. Who comes late reads them without any trainer rank.
+"""The `store` transport puts buckets into the data plane, where engines that come late read them without the trainer.
 
 Rows of the partition `weights`, for the update at location L:
-  `L.plan`    its plan, first
-  `L.{b}`     bucket b: frame and payload
-  `L.whole`   when all buckets are there
-  `L.ended`   instead, when it was aborted: why
+  `L.plan`    the plan, put first
+  `L.{b}`     frame and payload of bucket b
+  `L.whole`   put when all buckets are there
+  `L.ended`   put instead when the update was aborted, with the reason
 The last two versions stay.
 """
 
@@ -28,10 +28,10 @@ from ....dataplane.client import DataPlaneClient
 from ....dataplane.errors import DataPlaneError, KeysNotFound, RowsCleared
 from ....dataplane.factory import connect
 from ....dataplane.handle import DataPlaneHandle
-from .bounds import Bound
+from .deadline import Deadline
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
-from .receiving import Receiver, Stream
-from .sending import BackgroundSender, OpenUpdate
+from .receiver import Receiver, Stream
+from .sender import BackgroundSender, SenderUpdate
 
 KIND = "store"
 PARTITION = "weights"
@@ -39,15 +39,15 @@ SCHEMA = Schema([Field("payload", Kind.RAGGED, torch.uint8, ndim=1), Field("fram
 _KEPT = 2
 _TICK_S = 0.002
 _LONGEST_TICK_S = 0.02
-"""Asking the directory costs it something: who waits long asks seldom."""
+"""Longest pause in seconds between two questions to the directory; pauses grow up to it, to spare the directory."""
 _LOOK_S = 0.1
-"""How often it is looked whether the update was ended, while its next bucket is not there."""
+"""Seconds between two checks whether the update was ended, while its next bucket is missing."""
 _CLOSE_S = 5.0
 
 
 @dataclass(slots=True)
 class _Rows:
-    """What is in the store of one update."""
+    """Rows of one update that are in the store."""
 
     version: int
     nbytes: int
@@ -56,19 +56,19 @@ class _Rows:
 
 
 class StoreSender(BackgroundSender):
-    """Publishes to all that can join the data plane. See WeightSender."""
+    """WeightSender that publishes to all processes that can join the data plane."""
 
     kind = KIND
 
     def __init__(self, handle: DataPlaneHandle, timeout_s: float) -> None:
-        """Raises DirectoryLost or StoreLost when the data plane is not there."""
+        """Join the data plane. Raises DirectoryLost or StoreLost when it is not there."""
         super().__init__(timeout_s)
         self._client = connect(handle, name="weights sender")
         self._client.register(PARTITION, SCHEMA)
         self._name = uuid.uuid4().hex[:8]
         self._kept: list[_Rows] = []
 
-    def _open(self, update: OpenUpdate) -> str:
+    def _open(self, update: SenderUpdate) -> str:
         update.location = f"{self._name}-{update.number}"
         rows = _Rows(update.version, sum(update.plan.sizes))
         try:
@@ -84,47 +84,47 @@ class StoreSender(BackgroundSender):
             raise self._failed(update, "the store", error) from error
         return update.location
 
-    def _write(self, update: OpenUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
+    def _write(self, update: SenderUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
         try:
             self._put(update, str(frame.bucket), asdict(frame), payload)
         except DataPlaneError as error:
             raise self._failed(update, f"bucket {frame.bucket} cannot be stored", error) from error
 
-    def _complete(self, update: OpenUpdate) -> None:
+    def _complete(self, update: SenderUpdate) -> None:
         try:
             self._put(update, "whole", {"version": update.version})
         except DataPlaneError as error:
             raise self._failed(update, "cannot be completed", error) from error
 
-    def _withdraw(self, update: OpenUpdate, reason: str) -> None:
+    def _withdraw(self, update: SenderUpdate, reason: str) -> None:
         rows = self._kept[-1]
-        with contextlib.suppress(DataPlaneError):  # then readers find what is missing themselves
+        with contextlib.suppress(DataPlaneError):  # if it fails, readers still notice that rows are missing
             self._clear(rows)
             self._kept.append(rows)
             rows.keys, rows.ended = [], True
             self._put(update, "ended", {"reason": reason})
 
     def _remove_all(self) -> None:
-        with contextlib.suppress(DataPlaneError):  # the data plane was closed before, and everything with it
+        with contextlib.suppress(DataPlaneError):  # a data plane that was closed before has removed the rows
             for rows in list(self._kept):
                 self._clear(rows)
         self._client.close()
 
-    def _put(self, update: OpenUpdate, name: str, told: dict[str, Any], payload: torch.Tensor | None = None) -> None:
+    def _put(self, update: SenderUpdate, name: str, told: dict[str, Any], payload: torch.Tensor | None = None) -> None:
         values = torch.empty(0, dtype=torch.uint8) if payload is None else payload
         fields = {"payload": Ragged(values, np.array([[len(values)]], np.int64)), "frame": [told]}
         key = f"{update.location}.{name}"
-        left_s = self._bound(update).left_s if not update.ended else _CLOSE_S
+        left_s = self._deadline(update).left_s if not update.ended else _CLOSE_S
         self._client.put(PARTITION, [key], fields, versions=update.version, timeout_s=left_s)
         self._kept[-1].keys.append(key)
 
     def _clear(self, rows: _Rows) -> None:
         self._kept.remove(rows)
         if rows.keys:
-            # What says that it is whole goes first: a reader that looks between finds it gone.
+            # The row that marks it as whole was put last and goes first, so that a reader's last check finds it gone.
             self._client.clear(PARTITION, rows.keys[::-1], timeout_s=_CLOSE_S)
 
-    def _expect_room(self, update: OpenUpdate, nbytes: int) -> None:
+    def _expect_room(self, update: SenderUpdate, nbytes: int) -> None:
         capacity = self._client.status().bytes_capacity
         kept = sum(rows.nbytes for rows in self._kept)
         if nbytes + kept > capacity:
@@ -136,47 +136,47 @@ class StoreSender(BackgroundSender):
 
 
 class StoreReceiver(Receiver):
-    """Reads from the data plane. See WeightReceiver."""
+    """WeightReceiver that reads from the data plane."""
 
     def __init__(self, engine: str, worker: int, handle: DataPlaneHandle) -> None:
         super().__init__(engine, worker)
         self._handle = handle
         self._client: DataPlaneClient | None = None
 
-    def _open(self, update: WeightUpdate, rank: int, bound: Bound) -> Stream:
+    def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> Stream:
         try:
             if self._client is None:
-                self._client = connect(self._handle, name=bound.end)
+                self._client = connect(self._handle, name=deadline.end)
         except DataPlaneError as error:
-            raise bound.error(f"the data plane cannot be joined: {error}") from error
-        rows = _Reader(self._client, update.location, bound)
-        return StoreStream(update, rows.plan(), bound, rows)
+            raise deadline.error(f"the data plane cannot be joined: {error}") from error
+        rows = _Reader(self._client, update.location, deadline)
+        return StoreStream(update, rows.plan(), deadline, rows)
 
     def close(self) -> None:
-        """See the protocol."""
+        """Leave the data plane. Idempotent."""
         if self._client is not None:
             self._client.close()
             self._client = None
 
 
 class _Reader:
-    """Rows of one update."""
+    """Reads the rows of one update."""
 
-    def __init__(self, client: DataPlaneClient, location: str, bound: Bound) -> None:
+    def __init__(self, client: DataPlaneClient, location: str, deadline: Deadline) -> None:
         self._client = client
         self._location = location
-        self._bound = bound
+        self._deadline = deadline
 
     def row(self, name: str) -> tuple[dict[str, Any], torch.Tensor] | None:
-        """(what is told, payload); None when there is none. Raises WeightTransferError."""
+        """Return a row's frame and payload; None when there is no such row. Raises WeightTransferError."""
         try:
             batch = self._client.get_keys(
-                PARTITION, [f"{self._location}.{name}"], tuple(SCHEMA), timeout_s=max(self._bound.left_s, 1e-3)
+                PARTITION, [f"{self._location}.{name}"], tuple(SCHEMA), timeout_s=max(self._deadline.left_s, 1e-3)
             )
         except (KeysNotFound, RowsCleared):
             return None
         except DataPlaneError as error:
-            raise self._bound.error(f"bucket {name}: {error}") from error
+            raise self._deadline.error(f"bucket {name}: {error}") from error
         return batch.objects("frame")[0], batch.ragged("payload").values
 
     def plan(self) -> BucketPlan:
@@ -186,26 +186,26 @@ class _Reader:
         return read_plan(bytes(found[0]["plan"]))
 
     def expect_there(self, when: str) -> None:
-        """Raises when the update was ended or withdrawn."""
+        """Raise WeightTransferError when the update was ended or withdrawn."""
         if self.row("plan") is None:
             raise self._gone(when)
 
     def _gone(self, when: str) -> WeightTransferError:
         ended = self.row("ended")
         if ended is not None:
-            return self._bound.error(f"{when}: the sender has ended it: {ended[0]['reason']}")
-        return self._bound.error(
+            return self._deadline.error(f"{when}: the sender has ended it: {ended[0]['reason']}")
+        return self._deadline.error(
             f"{when}: {self._location} is not in the store (any more): two versions were published since, or it closed"
         )
 
 
 class StoreStream(Stream):
-    """Payloads are in memory of their own."""
+    """Stream whose payloads each have memory of their own."""
 
     lasting = True
 
-    def __init__(self, update: WeightUpdate, plan: BucketPlan, bound: Bound, rows: _Reader) -> None:
-        super().__init__(update, plan, bound)
+    def __init__(self, update: WeightUpdate, plan: BucketPlan, deadline: Deadline, rows: _Reader) -> None:
+        super().__init__(update, plan, deadline)
         self._rows = rows
 
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
@@ -219,17 +219,17 @@ class StoreStream(Stream):
         looked, tick_s = time.monotonic(), _TICK_S
         while (found := self._rows.row(name)) is None:
             self.check_open()
-            if not self.bound.left_s:
-                raise self.bound.error(f"{what} did not come from the sender")
+            if not self.deadline.left_s:
+                raise self.deadline.error(f"{what} did not come from the sender")
             if time.monotonic() >= looked + _LOOK_S:
                 looked = time.monotonic()
                 self._rows.expect_there(f"waiting for {what}")
                 if self._rows.row("whole") is not None and self._rows.row(name) is None:
-                    raise self.bound.error(f"{what} never came, though the sender finished")
+                    raise self.deadline.error(f"{what} never came, though the sender finished")
             time.sleep(tick_s)
             tick_s = min(tick_s * 1.5, _LONGEST_TICK_S)
         self.check_open()
         return found
 
     def _close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, as the stream holds nothing."""

@@ -1,1 +1,1 @@
-"""What the stores are measured against: one file per other way to bring the same rows from process to process."""
+"""The baselines that stores are compared with, each another way to bring the same rows from process to process."""

@@ -1,4 +1,4 @@
-"""The bytes of a workload as the byte-moving baselines see them: one part a field, no rows."""
+"""Gives the bytes of a workload to baselines that know no rows, as one part per field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..workloads import Load
 
 
 def parts_of(load: Load) -> list[np.ndarray]:
-    """uint8 1-D per field of the first put: the columns' own memory, objects as msgpack."""
+    """Return the bytes of each field of the first put as 1-D uint8: the columns' own memory, objects as msgpack."""
     parts = []
     for name in load.first:
         column = load.batch[name]
@@ -28,13 +28,13 @@ def parts_of(load: Load) -> list[np.ndarray]:
 
 
 def slices(parts: list[np.ndarray], share: Share) -> list[np.ndarray]:
-    """The share's piece of every part."""
+    """Return the share's piece of every part."""
     ranges = [share.byte_range(len(part)) for part in parts]
     return [part[start:stop] for part, (start, stop) in zip(parts, ranges, strict=True)]
 
 
 def digest(pieces: list[np.ndarray]) -> Digests:
-    """xxh3 over the pieces one after another."""
+    """Compute one xxh3 digest over all pieces in order."""
     state = xxhash.xxh3_64()
     for piece in pieces:
         state.update(piece.data)

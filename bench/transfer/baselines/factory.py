@@ -1,4 +1,4 @@
-"""The baselines by name: which can take part here, and how each is made."""
+"""Builds baselines by name, and says which of them cannot run on this machine."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from ..contenders import Contender
 from .served import Host, ServedContender
 
 SECOND_RUN = "transferqueue_mooncake"
-"""It cannot live in one Ray with `transferqueue`."""
+"""Baseline that is measured in a second run, because one Ray cannot host it together with `transferqueue`."""
 NAMES = ("transferqueue", SECOND_RUN, "ray", "memcpy", "tcp", "zmq")
 _NEED_RAY = ("transferqueue", SECOND_RUN, "ray")
 
 
 def contender_name(name: str) -> str:
-    """What a baseline is called beside the stores, one of which is called `ray` too."""
+    """Return the name of a baseline's contender, which differs for `ray`, as a store has that name too."""
     return "ray put" if name == "ray" else name
 
 
 def why_absent(name: str, in_process: bool) -> str:
-    """Why a baseline cannot take part, and what puts that right; "" when it can."""
+    """Return why a baseline cannot be measured and how to change that; "" when it can."""
     if in_process and name in _NEED_RAY:
-        return "needs Ray, which this run does without"
+        return "needs Ray, which this run does not use"
     if name != SECOND_RUN:
         return ""
     error = doctor.try_imports({name: ("mooncake.store",)})[name]
@@ -29,7 +29,7 @@ def why_absent(name: str, in_process: bool) -> str:
 
 
 def open_baseline(name: str, host: Host) -> Contender:
-    """Start one. `host`: where its server is to live, if it has one. Raises ValueError for an unknown name."""
+    """Start the baseline `name`, with its server, if it has one, on `host`. Raises ValueError for an unknown name."""
     if name == "transferqueue":
         from .transferqueue import TransferQueueContender
 

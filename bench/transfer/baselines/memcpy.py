@@ -1,4 +1,4 @@
-"""Baseline: one memcpy of the same bytes into warm memory of the same process. No way between processes beats it."""
+"""The memcpy baseline copies the same bytes into warm memory within one process, a limit that no contender can beat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .byte_parts import digest, parts_of, slices
 
 
 class MemcpyContender:
-    """Needs nothing."""
+    """A contender that starts nothing, as it copies within one process."""
 
     name = "memcpy"
     ops: frozenset[Op] = BYTE_OPS
@@ -27,11 +27,11 @@ class MemcpyContender:
         return token
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing, because nothing was started."""
 
 
 class MemcpyEndpoint:
-    """Copies between buffers that are touched before the clock runs (a warm-up goes first)."""
+    """Copies between buffers that a warm-up has touched before times are measured."""
 
     def __init__(self) -> None:
         self._parts: list[np.ndarray] = []
@@ -47,7 +47,7 @@ class MemcpyEndpoint:
         return tuple(len(part) for part in self._parts)
 
     def get(self, token: tuple[int, ...], share: Share, fields: Sequence[str] | None) -> list[np.ndarray]:
-        """Copies as many bytes as the share has, of this process's own: a pattern that `expected` knows."""
+        """Copy as many bytes as the share has, from this process's own memory with a pattern that `expected` knows."""
         if share.count not in self._sources:
             sources = _pattern(token, share)
             self._sources[share.count] = sources, [np.ones_like(piece) for piece in sources]

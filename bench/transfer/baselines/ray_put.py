@@ -1,4 +1,4 @@
-"""Baseline: the TensorDict through Ray's object store, as a Ray user would send it."""
+"""The Ray baseline sends the TensorDict through Ray's object store, as a Ray user would."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ..workloads import Load, LoadSpec
 
 @dataclass(frozen=True, slots=True)
 class RayToken:
-    """Where the object is."""
+    """A reference to the object and the schema of its rows."""
 
     refs: tuple[ray.ObjectRef, ...]
-    """One, in a tuple: bare, Ray would fetch it for every call that it is an argument of."""
+    """One reference in a tuple, because Ray would fetch a bare reference for every call that has it as an argument."""
     schema: Schema
 
 
 class RayPutContender:
-    """Needs nothing but Ray."""
+    """A contender that needs only Ray."""
 
     name = "ray put"
     ops: frozenset[Op] = BYTE_OPS
@@ -38,11 +38,11 @@ class RayPutContender:
         return token
 
     def close(self) -> None:
-        """Ray ends with the benchmark."""
+        """Do nothing, because Ray ends with the benchmark."""
 
 
 class RayPutEndpoint:
-    """Ray's own calls. A reader of a share must fetch all rows; it picks its own with the codecs' gather."""
+    """Uses Ray's own put and get. A reader of a share must fetch all rows and select its own."""
 
     def put(self, load: Load, values: TensorDict, keys: Sequence[str]) -> RayToken:
         return RayToken((ray.put(values),), load.schema.subset(load.first))
@@ -52,7 +52,7 @@ class RayPutEndpoint:
         return values if share.count == 1 else select_rows(pack(token.schema, values), share.rows)
 
     def fingerprint(self, got: TensorDict | Batch) -> Digests:
-        return row_digests({str(name): got[str(name)] for name in got.keys()})  # noqa: SIM118
+        return row_digests({str(name): got[str(name)] for name in got.keys()})
 
     def close(self) -> None:
-        """The driver's tokens hold the objects."""
+        """Do nothing, because the driver's tokens own the objects."""

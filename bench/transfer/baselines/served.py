@@ -1,4 +1,4 @@
-"""A contender whose bytes rest in a server of ours, in one of the benchmark's processes."""
+"""Implements contenders whose bytes are kept by a server in one of the benchmark's processes."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from ..workloads import LoadSpec
 
 
 class Server(Protocol):
-    """Serves from a thread of its own once it is made."""
+    """A server that runs in its own thread from its construction on."""
 
     address: tuple[str, int]
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """End the server's thread. Idempotent."""
         ...
 
 
 class Host(Protocol):
-    """Where a server can live."""
+    """A process that can run servers."""
 
     def serve(self, name: str, start: Callable[[], Server]) -> tuple[str, int]:
         """Start a server in the benchmark's serving process; returns its address."""
         ...
 
     def stop(self, name: str) -> None:
-        """End it."""
+        """End the server `name`."""
         ...
 
 
 class ServedContender:
-    """Starts the server and tells the endpoints where it is."""
+    """A contender that starts a server and gives the endpoints its address."""
 
     ops: frozenset[Op] = BYTE_OPS
 

@@ -1,4 +1,4 @@
-"""Baseline: raw TCP over loopback, all bytes in one stream, one byte of acknowledgement."""
+"""The TCP baseline sends all bytes in one raw stream over loopback and receives one byte of acknowledgement."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .byte_parts import digest, parts_of
 TIMEOUT_S = 60.0
 _PUT, _GET = 0, 1
 _REQUEST = struct.Struct("<BQQ")
-"""Kind, start, stop."""
+"""Format of a request: kind, start and stop."""
 
 
 class TcpServer:
-    """Keeps the last stream it was sent and hands out ranges of it. A thread per connection."""
+    """Keeps the last stream that it received and sends ranges of it, with a thread per connection."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -43,7 +43,7 @@ class TcpServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                return  # the listener is closed
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -55,14 +55,14 @@ class TcpServer:
                 if kind == _GET:
                     connection.sendall(self._held[start:stop].data)
                     continue
-                if len(self._held) != stop:  # else the warm memory of the last time
+                if len(self._held) != stop:  # otherwise the warm memory of the last put is used again
                     self._held = np.ones(stop, np.uint8)
                 _receive(connection, self._held.data)
                 connection.sendall(b"\1")
 
 
 class TcpEndpoint:
-    """One connection."""
+    """An endpoint with one connection to the server."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._socket = socket.create_connection(address, timeout=TIMEOUT_S)
@@ -103,7 +103,7 @@ class TcpEndpoint:
 
 
 def _receive(connection: socket.socket, into: memoryview) -> bool:
-    """Fill `into`; False when the peer has closed."""
+    """Fill `into` with received bytes; returns False when the other side has closed the connection."""
     at = 0
     while at < len(into):
         count = connection.recv_into(into[at:])

@@ -1,8 +1,8 @@
-"""Baseline: TransferQueue's own key-value API, rows as its users store them, on its SimpleStorage or MooncakeStore.
+"""The TransferQueue baseline uses its key-value API and stores rows as its users do, on SimpleStorage or MooncakeStore.
 
-Pinned to how release 0.1.11 behaves: its first user owns it and must be the only one to close it; its init hangs where
-Ray has fewer free CPUs than it takes (controller and unit: one each); a metadata request blocks its only thread for
-seconds unless `polling_mode` is on; its calls have no bound of their own, so that callers must give them one.
+The code follows the behaviour of release 0.1.11. The first user owns the queue and must be the only one to close it.
+Its init hangs when Ray has fewer free CPUs than it takes (one each for controller and unit). A metadata request blocks
+the queue's only thread for seconds unless `polling_mode` is on. Its calls have no timeouts, so callers must set them.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from ..workloads import Load, LoadSpec, column_bytes
 START_TIMEOUT_S = 90.0
 CLOSE_TIMEOUT_S = 30.0
 NUM_CPUS = 2
-"""Free CPUs that Ray must have for it."""
+"""Number of free CPUs that Ray must have for TransferQueue."""
 PROCESS_ENV = {"TQ_NUM_THREADS": "1"}
-"""For every process that uses it, from its start: read at import. Above 1 it switches torch's thread count around every
-request and the idle OpenMP threads spin: 12 MB then take 100 ms and not 13."""
+"""Environment of every process that uses TransferQueue, which reads it at import. Above 1 it changes torch's number of
+threads around every request, and the idle OpenMP threads spin, so that 12 MB take 100 ms instead of 13."""
 
 
 class TransferQueueContender:
-    """TransferQueue, owned by an actor of its own."""
+    """A contender that is one TransferQueue, owned by a separate actor."""
 
     ops: frozenset[Op] = ROW_OPS
 
     def __init__(self, name: str = "transferqueue", backend: dict[str, Any] | None = None) -> None:
-        """backend: TransferQueue's `backend` section; None: SimpleStorage in one unit.
+        """Start TransferQueue with its `backend` section; None means SimpleStorage in one unit.
 
-        Raises RuntimeError when it is not up within START_TIMEOUT_S.
+        Raises RuntimeError when Ray has too few free CPUs, and Ray's own error when the start takes longer than
+        START_TIMEOUT_S.
         """
         self.name = name
         section = backend or {
@@ -52,7 +53,7 @@ class TransferQueueContender:
         try:
             ray.get(self._owner.open.remote(section), timeout=START_TIMEOUT_S)
         except BaseException:
-            ray.kill(self._owner)  # what it started ends with it
+            ray.kill(self._owner)  # everything that it started ends with it
             raise
 
     def factory(self, spec: LoadSpec) -> Callable[[], TransferQueueEndpoint]:
@@ -80,7 +81,7 @@ class TransferQueueContender:
 
 
 class _Owner:
-    """The process that first called init: TransferQueue lives and ends with it."""
+    """The process that calls init first, with which TransferQueue lives and ends."""
 
     def open(self, backend: dict[str, Any]) -> None:
         import transfer_queue
@@ -94,7 +95,7 @@ class _Owner:
 
 
 class TransferQueueEndpoint:
-    """A process that has joined by its first call."""
+    """An endpoint of TransferQueue, which a process joins with its first call."""
 
     def __init__(self, partition: str) -> None:
         import transfer_queue
@@ -115,11 +116,11 @@ class TransferQueueEndpoint:
     def get(self, token: list[str], share: Share, fields: Sequence[str] | None) -> TensorDict:
         wanted = None if fields is None else list(fields)
         got = self._queue.kv_batch_get(keys=token, partition_id=self._partition, select_fields=wanted)
-        self._bytes_got += sum(column_bytes(_column(got, str(name))) for name in got.keys())  # noqa: SIM118
+        self._bytes_got += sum(column_bytes(_column(got, str(name))) for name in got.keys())
         return got
 
     def fingerprint(self, got: TensorDict) -> Digests:
-        return row_digests({str(name): got.get(name) for name in got.keys()})  # noqa: SIM118
+        return row_digests({str(name): got.get(name) for name in got.keys()})
 
     def clear(self, token: list[str]) -> None:
         self._queue.kv_clear(keys=token, partition_id=self._partition)
@@ -128,7 +129,7 @@ class TransferQueueEndpoint:
         return {"bytes_got": self._bytes_got}
 
     def close(self) -> None:
-        """Nothing: closing TransferQueue here would end it for all."""
+        """Do nothing, because closing TransferQueue here would end it for all processes."""
 
 
 def _column(got: TensorDict, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Baseline: TransferQueue's key-value API on its MooncakeStore, over TCP, with a mooncake master of our own.
+"""The second TransferQueue baseline uses its MooncakeStore over TCP, with a mooncake master that the benchmark starts.
 
 TransferQueue's own bootstrap (`auto_init`) ends every mooncake_master of the host, so it stays off.
 """
@@ -12,15 +12,18 @@ from ....dataplane.stores.mooncake_master import MooncakeMaster
 from .transferqueue import TransferQueueContender
 
 SEGMENT_BYTES = 2 << 30
-"""Of every process that joins: MooncakeStore keeps rows with whoever put them."""
+"""Number of bytes of every process's segment, as MooncakeStore keeps rows in the process that put them."""
 BUFFER_BYTES = 1 << 30
 
 
 class MooncakeContender(TransferQueueContender):
-    """TransferQueue on MooncakeStore; ends its master too."""
+    """A contender that is one TransferQueue on MooncakeStore, with its own mooncake master."""
 
     def __init__(self, name: str) -> None:
-        """Raises ValueError without mooncake, StoreLost or RuntimeError when master or TransferQueue do not start."""
+        """Start the master and TransferQueue.
+
+        Raises ValueError without mooncake, StoreLost or RuntimeError when the master or TransferQueue does not start.
+        """
         self._master = MooncakeMaster(f"bench-{uuid.uuid4().hex[:8]}", "127.0.0.1")
         section: dict[str, Any] = {
             "auto_init": False,

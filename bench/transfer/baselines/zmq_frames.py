@@ -1,4 +1,4 @@
-"""Baseline: zmq over TCP loopback, one frame per field, as one message."""
+"""The zmq baseline sends one message with a frame per field over TCP loopback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PUT, _ACK = b"put", b"ack"
 
 
 class ZmqServer:
-    """Keeps the frames of the last message it was sent and hands out pieces of them."""
+    """Keeps the frames of the last message that it received and sends pieces of them."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -55,7 +55,7 @@ class ZmqServer:
 
 
 class ZmqEndpoint:
-    """One REQ socket."""
+    """An endpoint with one REQ socket."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._context = zmq.Context()
@@ -71,7 +71,7 @@ class ZmqEndpoint:
         assert self._socket.recv() == _ACK
 
     def get(self, token: None, share: Share, fields: Sequence[str] | None) -> list[np.ndarray]:
-        """Views of the received frames."""
+        """Request the share's pieces and return views of the received frames."""
         self._socket.send_multipart([b"%d" % share.index, b"%d" % share.count])
         frames = self._socket.recv_multipart(copy=False)
         return [np.frombuffer(frame.buffer, np.uint8) for frame in frames]

@@ -23,7 +23,7 @@ from headrace.actors.engines.protocol import (
     PauseMode,
     SamplingParams,
 )
-from headrace.actors.engines.router import LeftOut, NoEngineLeft, Router
+from headrace.actors.engines.router import LeftOut, NoEngineAvailable, Router
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.weights.transports.protocol import WeightTransferError
 from headrace.tests.actors.weights.weight_updates import Publisher, receiver, scaled
@@ -228,7 +228,7 @@ def test_without_an_engine_requests_wait_bounded_and_say_who_died() -> None:
         await until(lambda: bool(engine.calls))
         engine.die(EngineDied("process 7 is gone"))
         with pytest.raises(
-            NoEngineLeft, match="request 'lost': no engine for 0.1 s .e0: EngineDied: process 7 is gone"
+            NoEngineAvailable, match="request 'lost': no engine for 0.1 s .e0: EngineDied: process 7 is gone"
         ):
             await lost
         router._timeout_s = 20.0
@@ -239,7 +239,7 @@ def test_without_an_engine_requests_wait_bounded_and_say_who_died() -> None:
         assert [c.finish_reason for c in await ended] == ["abort"] * 3
         await router.add("e1", MortalEngine())
         assert len((await waiting)[0].token_ids) == 20
-        with pytest.raises(NoEngineLeft, match="none was ever added"):
+        with pytest.raises(NoEngineAvailable, match="none was ever added"):
             await (await routed(timeout_s=0.01)).generate("a", [1], SamplingParams())
 
     run(main)
@@ -351,7 +351,7 @@ def test_an_engine_that_breaks_over_a_commit_is_left_out(tmp_path: Path) -> None
         await router.commit_weights(1)
         assert router.names == ("e0",) and "bucket 3 of 7" in router.left_out["e1"]
         alone = await routed(fragile)
-        with pytest.raises(NoEngineLeft, match="serves version 1.*bucket 3 of 7"):
+        with pytest.raises(NoEngineAvailable, match="serves version 1.*bucket 3 of 7"):
             await alone.commit_weights(1)
         await router.close()
         publisher.close()

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from headrace.actors.weights.config import SyncConfig
 from headrace.actors.weights.inbox import WeightInbox
-from headrace.actors.weights.publisher import PublisherConfig, WeightPublisher
+from headrace.actors.weights.publisher import WeightPublisher
 from headrace.actors.weights.transports.factory import TRANSPORT_KINDS, build_sender
 from headrace.actors.weights.transports.protocol import (
     ReceiverConfig,
@@ -39,13 +40,13 @@ class Ends:
 
     def __init__(self, kind: str, handle: DataPlaneHandle, folder: Path, *, delta: bool) -> None:
         self.handle = handle
-        config = SenderConfig(fresh_run_id(), BUCKET_BYTES, TIMEOUT_S, folder=str(folder), data_plane=handle)
-        published = PublisherConfig(BUCKET_BYTES, TIMEOUT_S, delta=delta, cache=True)
-        self.publisher = WeightPublisher(build_sender(kind, config), published)
+        sync = SyncConfig(timeout_s=TIMEOUT_S, delta=delta, cache=True)
+        config = SenderConfig(fresh_run_id(), sync, folder=str(folder), data_plane=handle)
+        self.publisher = WeightPublisher(build_sender(kind, config), sync, BUCKET_BYTES)
         self.inboxes = {group: [self.inbox(group, n) for n in range(group.num_workers)] for group in ENGINES}
 
     def inbox(self, group: ReceiverGroup, worker: int) -> WeightInbox:
-        return WeightInbox(ReceiverConfig(group.engine, data_plane=self.handle), worker)
+        return WeightInbox(ReceiverConfig(group.engine, SyncConfig(delta=True), data_plane=self.handle), worker)
 
     def sync(self, version: int, named: Mapping[str, torch.Tensor], base: int | None = None) -> WeightUpdate:
         """Publish, receive in all inboxes, compare, commit."""

@@ -16,12 +16,13 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from headrace.actors.engines.config import RolloutConfig
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.engines.router import Router
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments import tool_use
-from headrace.actors.environments.factory import EnvironmentConfig, build_environment
+from headrace.actors.environments.factory import build_environment
 from headrace.actors.environments.tool_use import ToolUse, find_call
 from headrace.actors.environments.tools import build_tools, calculator
 from headrace.actors.protocols import Prompt, Sample
@@ -63,7 +64,7 @@ def play(
 
 def test_an_episode_with_two_calls(ascii_tokenizer: Any) -> None:
     turns = ["first <tool>calculator: 12*3</tool>", "then <tool>calculator: {}+1</tool>", "it is {}"]
-    environment = build_environment(EnvironmentConfig("tool_use"))
+    environment = build_environment(RolloutConfig(environment="tool_use"))
     samples = play(environment, ascii_tokenizer, turns, n=3)
     assert [sample.index for sample in samples] == [0, 1, 2]
     pieces = [
@@ -150,7 +151,7 @@ def test_turns_of_an_episode_stay_with_their_engine_and_versions_move_on(ascii_t
         await router.prepare_weights(publisher.publish(1, {"w": torch.ones(1)}))
         params = SamplingParams(n=4, max_new_tokens=100)
         playing = asyncio.create_task(
-            build_environment(EnvironmentConfig("tool_use")).run(
+            build_environment(RolloutConfig(environment="tool_use")).run(
                 Prompt("p", "2+2?", "4", {}), router, ascii_tokenizer, params
             )
         )
@@ -172,7 +173,7 @@ def test_turns_of_an_episode_stay_with_their_engine_and_versions_move_on(ascii_t
 def test_a_real_model_plays(model_folder: str, tokenizer: Any) -> None:
     async def main() -> list[Sample]:
         engine = HfEngine(model_folder)
-        environment = build_environment(EnvironmentConfig("tool_use"))
+        environment = build_environment(RolloutConfig(environment="tool_use"))
         samples = await environment.run(Prompt("p", "12+3=", "15", {}), engine, tokenizer, SamplingParams(n=4, seed=1))
         await engine.close()
         return samples

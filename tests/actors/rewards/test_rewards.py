@@ -14,7 +14,8 @@ import torch
 
 from headrace.actors.protocols import Prompt
 from headrace.actors.rewards.builtin import Format, Overlong, exact_match, per_position
-from headrace.actors.rewards.factory import RewardConfig, build_reward, build_rubric
+from headrace.actors.rewards.config import RewardFunctionConfig
+from headrace.actors.rewards.factory import build_reward, build_rubric
 from headrace.actors.rewards.rubric import Rubric
 
 
@@ -25,6 +26,10 @@ def constant(value: Any) -> Any:
 
 def prompt(answer: str) -> Prompt:
     return Prompt("0", "text", answer, {})
+
+
+def term(kind: str, weight: float = 1.0, options: dict[str, Any] | None = None, name: str | None = None) -> Any:
+    return RewardFunctionConfig(kind=kind, weight=weight, options=options or {}, name=name)
 
 
 def test_exact_match() -> None:
@@ -78,10 +83,11 @@ def test_overlong_is_equation_13_of_dapo() -> None:
 def test_rewards_that_ask_for_the_number_of_tokens_get_it(user_module: str) -> None:
     rubric = build_rubric(
         [
-            RewardConfig("overlong", 2.0, {"max_length": 10, "cache": 4}),
-            RewardConfig(f"{user_module}:tokens_over", 1.0, {"limit": 3}, tagged=True),
-            RewardConfig("exact_match", tagged=True),
-        ]
+            term("overlong", 2.0, {"max_length": 10, "cache": 4}),
+            term(f"{user_module}:tokens_over", 1.0, {"limit": 3}),
+            term("exact_match"),
+        ],
+        tagged={"tokens_over", "exact_match"},
     )
     score = rubric.score(prompt("x"), "x", "stop", response_tokens=8)
     assert score.components == {"overlong": -0.5, "tokens_over": 5.0, "exact_match": 1.0} and score.reward == 5.0
@@ -138,10 +144,10 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
 def test_rewards_of_the_user(user_module: str) -> None:
     rubric = build_rubric(
         [
-            RewardConfig("exact_match", 0.5),
-            RewardConfig("format", 0.1, {"pattern": r"\d+"}),
-            RewardConfig(f"{user_module}:shorter", 1.0, {"limit": 5}),
-            RewardConfig(f"{user_module}:Constant", 1.0, {"value": 2.0}, name="constant"),
+            term("exact_match", 0.5),
+            term("format", 0.1, {"pattern": r"\d+"}),
+            term(f"{user_module}:shorter", 1.0, {"limit": 5}),
+            term(f"{user_module}:Constant", 1.0, {"value": 2.0}, name="constant"),
         ]
     )
     assert rubric.names == ["exact_match", "format", "shorter", "constant"]
@@ -151,23 +157,21 @@ def test_rewards_of_the_user(user_module: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (RewardConfig("exact_mach"), "got 'exact_mach', expected one of .*did you mean 'exact_match'"),
-        (RewardConfig("my_rewards:missing"), "module 'my_rewards' has no 'missing'"),
-        (RewardConfig("my_rewards:number"), "'my_rewards:number' is a int, expected a function or class"),
-        (RewardConfig("no_such_package.rewards:f"), "cannot be imported: ModuleNotFoundError"),
+        (term("my_rewards:missing"), "module 'my_rewards' has no 'missing'"),
+        (term("my_rewards:number"), "'my_rewards:number' is a int, expected a function or class"),
+        (term("no_such_package.rewards:f"), "cannot be imported: ModuleNotFoundError"),
         (
-            RewardConfig("broken_rewards:f"),
+            term("broken_rewards:f"),
             "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'",
         ),
-        (RewardConfig("my_rewards:"), "expected an import path like"),
-        (RewardConfig("my_rewards:shorter", options={"limt": 3}), "unexpected keyword argument 'limt'"),
-        (RewardConfig("my_rewards:tokens_over"), "missing a required argument: 'limit'"),
-        (RewardConfig("my_rewards:tokens_over", options={"limit": 1, "response_tokens": 2}), "response_tokens"),
-        (RewardConfig("overlong", options={"max_length": 9}), "missing a required argument: 'cache'"),
-        (RewardConfig("format"), "missing a required argument: 'pattern'"),
-        (RewardConfig("exact_match", options={"x": 1}), "unexpected keyword argument 'x'"),
+        (term("my_rewards:shorter", options={"limt": 3}), "unexpected keyword argument 'limt'"),
+        (term("my_rewards:tokens_over"), "missing a required argument: 'limit'"),
+        (term("my_rewards:tokens_over", options={"limit": 1, "response_tokens": 2}), "response_tokens"),
+        (term("overlong", options={"max_length": 9}), "missing a required argument: 'cache'"),
+        (term("format"), "missing a required argument: 'pattern'"),
+        (term("exact_match", options={"x": 1}), "unexpected keyword argument 'x'"),
     ],
 )
-def test_reward_mistakes_get_one_sentence(user_module: str, config: RewardConfig, message: str) -> None:
+def test_reward_mistakes_get_one_sentence(user_module: str, config: RewardFunctionConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_reward(config)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.actors.engines.protocol import GenerationEngine, SamplingParams
+from headrace.actors.engines.protocol import Generator, SamplingParams
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments.single_turn import SingleTurn
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt, Sample
@@ -69,9 +69,7 @@ class _Noted(SingleTurn):
     def __init__(self, note: Callable[[Prompt], None]) -> None:
         self._note = note
 
-    async def run(
-        self, prompt: Prompt, engine: GenerationEngine, tokenizer: Any, params: SamplingParams
-    ) -> list[Sample]:
+    async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
         self._note(prompt)
         return await super().run(prompt, engine, tokenizer, params)
 

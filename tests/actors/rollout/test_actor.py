@@ -4,7 +4,6 @@ actors of which some die."""
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import pickle
 from collections.abc import Iterator
@@ -15,13 +14,13 @@ import pytest
 import ray
 
 from headrace.actors.engine_actor import CONCURRENCY, EngineActor, EngineSetup
+from headrace.actors.engines.config import ModelConfig, RolloutConfig, ScriptedConfig
 from headrace.actors.engines.factory import EngineConfig
 from headrace.actors.engines.protocol import EngineDied, SamplingParams
-from headrace.actors.environments.factory import EnvironmentConfig
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA
-from headrace.actors.rewards.factory import RewardConfig
+from headrace.actors.rewards.config import RewardFunctionConfig
 from headrace.actors.rollout.actor import RolloutActor, RolloutSetup
-from headrace.actors.rollout.prompts import DataConfig
+from headrace.actors.rollout.config import DataConfig
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
 from headrace.dataplane.traffic import Traffic
@@ -33,17 +32,9 @@ T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
-def plane() -> Iterator[DataPlane]:
-    started = not ray.is_initialized()
-    if started:
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns about its coming default otherwise
-        ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
-    try:
-        with open_data_plane(DataPlaneConfig(store=StoreConfig(kind="local"))) as opened:
-            yield opened
-    finally:
-        if started:
-            ray.shutdown()
+def plane(ray_session: None) -> Iterator[DataPlane]:
+    with open_data_plane(DataPlaneConfig(store=StoreConfig(kind="local"))) as opened:
+        yield opened
 
 
 def setup(model_folder: str, plane: DataPlane) -> RolloutSetup:
@@ -51,13 +42,16 @@ def setup(model_folder: str, plane: DataPlane) -> RolloutSetup:
         name="rollout 0",
         threads=1,
         seed=0,
-        engine=EngineConfig("hf", model_folder, receiver=receiver()),
-        environment=EnvironmentConfig(),
+        engine=EngineConfig(RolloutConfig(), ModelConfig(path=model_folder), receiver=receiver()),
+        rollout=RolloutConfig(),
         tokenizer=model_folder,
-        rewards=(RewardConfig("exact_match"), RewardConfig("format", 0.1, {"pattern": r"\d+"})),
-        data=DataConfig("task:reverse"),
-        validation=DataConfig("task:reverse", held_out=True),
-        max_prompt_tokens=16,
+        rewards=(
+            RewardFunctionConfig(kind="exact_match"),
+            RewardFunctionConfig(kind="format", weight=0.1, options={"pattern": r"\d+"}),
+        ),
+        tagged_rewards=frozenset(),
+        data=DataConfig(max_prompt_tokens=16),
+        validates=True,
         check_prompts=True,
         data_plane=plane.handle,
     )
@@ -109,7 +103,7 @@ def test_an_actor_s_life(model_folder: str, plane: DataPlane, tmp_path: Path) ->
 
 def test_mistakes_reach_the_driver_in_one_sentence(model_folder: str, plane: DataPlane) -> None:
     good = setup(model_folder, plane)
-    wrong = dataclasses.replace(good, data=DataConfig("/no/such/prompts.jsonl"))
+    wrong = dataclasses.replace(good, data=DataConfig(train="/no/such/prompts.jsonl"))
     actor = start(wrong)
     with pytest.raises(ActorFailed, match="'/no/such/prompts.jsonl' cannot be read") as failed:
         got(actor.build())
@@ -122,7 +116,11 @@ def test_mistakes_reach_the_driver_in_one_sentence(model_folder: str, plane: Dat
 
 def test_over_engine_actors_of_which_one_dies(model_folder: str, plane: DataPlane) -> None:
     def start_engine(name: str) -> EngineHandle:
-        engine = EngineConfig("scripted", model_folder, latency_s=1.0, latency_sigma=0.3)
+        engine = EngineConfig(
+            RolloutConfig(engine="scripted"),
+            ModelConfig(path=model_folder),
+            ScriptedConfig(latency_s=1.0, latency_sigma=0.3),
+        )
         actor = ray.remote(EngineActor).options(num_cpus=0, max_concurrency=CONCURRENCY)
         handle = EngineHandle(lambda: actor.remote(EngineSetup(name, 1, engine)), name, DriverMeter())
         got(handle.build())

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.rollout.prompts import DataConfig, PromptStream, base36, check_prompt_lengths, open_source
+from headrace.actors.rollout.config import DataConfig
+from headrace.actors.rollout.prompts import PromptStream, base36, check_prompt_lengths, open_source
 from headrace.actors.rollout.tasks import TaskSource, is_held_out
 
 
@@ -60,7 +61,7 @@ def test_tasks_are_functions_of_seed_and_index() -> None:
 )
 def test_task_mistakes_get_one_sentence(task: str, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        open_source(DataConfig(f"task:{task}", options=options))
+        open_source(DataConfig(train=f"task:{task}", options=options))
 
 
 def test_jsonl_with_template_and_other_columns(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_jsonl_with_template_and_other_columns(tmp_path: Path) -> None:
         {"q": "é\u2028", "a": None, "hint": "", "tests": []}
     ]
     config = DataConfig(
-        jsonl(tmp_path / "p.jsonl", rows), prompt_field="q", answer_field="a", template="{hint} Q: {prompt}\nA:"
+        train=jsonl(tmp_path / "p.jsonl", rows), prompt_field="q", answer_field="a", template="{hint} Q: {prompt}\nA:"
     )
     source = open_source(config)
     assert source.size == 6
@@ -83,10 +84,10 @@ def test_dataset_folders(tmp_path: Path) -> None:
     table = datasets.Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"]})
     table.save_to_disk(str(tmp_path / "plain"))
     datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(str(tmp_path / "dict"))
-    assert open_source(DataConfig(str(tmp_path / "plain"))).row(1).answer == "4"
-    assert open_source(DataConfig(str(tmp_path / "dict"), split="test")).row(0).text == "2+2="
+    assert open_source(DataConfig(train=str(tmp_path / "plain"))).row(1).answer == "4"
+    assert open_source(DataConfig(train=str(tmp_path / "dict"), split="test")).row(0).text == "2+2="
     with pytest.raises(ValueError, match="has no split 'dev', expected one of train, test"):
-        open_source(DataConfig(str(tmp_path / "dict"), split="dev"))
+        open_source(DataConfig(train=str(tmp_path / "dict"), split="dev"))
 
 
 def test_chat_messages_use_the_tokenizer_s_template(tmp_path: Path, tokenizer: Any) -> None:
@@ -94,12 +95,12 @@ def test_chat_messages_use_the_tokenizer_s_template(tmp_path: Path, tokenizer: A
 
     source = jsonl(tmp_path / "chat.jsonl", [{"prompt": [{"role": "user", "content": "hi"}], "answer": "x"}])
     with pytest.raises(ValueError, match="row 0: the prompt is a list of chat messages, but .* no chat template"):
-        open_source(DataConfig(source), tokenizer)
+        open_source(DataConfig(train=source), tokenizer)
     chatty = copy.deepcopy(tokenizer)
     chatty.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
     )
-    assert open_source(DataConfig(source), chatty).row(0).text == "<user>hi<bot>"
+    assert open_source(DataConfig(train=source), chatty).row(0).text == "<user>hi<bot>"
 
 
 @pytest.mark.parametrize(
@@ -127,24 +128,26 @@ def test_chat_messages_use_the_tokenizer_s_template(tmp_path: Path, tokenizer: A
 )
 def test_bad_data_gets_one_sentence(tmp_path: Path, name: str, rows: list, change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        open_source(DataConfig(jsonl(tmp_path / name, rows), **change))
+        open_source(DataConfig(train=jsonl(tmp_path / name, rows), **change))
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
-        open_source(DataConfig(str(tmp_path / "missing.jsonl")))
+        open_source(DataConfig(train=str(tmp_path / "missing.jsonl")))
     with pytest.raises(ValueError, match="expected task:NAME, a .jsonl file or a folder that exists"):
-        open_source(DataConfig(str(tmp_path / "missing")))
+        open_source(DataConfig(train=str(tmp_path / "missing")))
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": \n')
     with pytest.raises(ValueError, match="line 2 of .* is not JSON"):
-        open_source(DataConfig(str(tmp_path / "broken.jsonl")))
+        open_source(DataConfig(train=str(tmp_path / "broken.jsonl")))
 
 
 # ---------------------------------------------------------------- the stream
 
 
 def test_stream_goes_through_epochs_each_in_its_own_order(tmp_path: Path) -> None:
-    source = open_source(DataConfig(jsonl(tmp_path / "p.jsonl", [{"prompt": f"{i}", "answer": ""} for i in range(50)])))
+    source = open_source(
+        DataConfig(train=jsonl(tmp_path / "p.jsonl", [{"prompt": f"{i}", "answer": ""} for i in range(50)]))
+    )
     stream, twin = PromptStream(source, seed=3), PromptStream(source, seed=3)
     texts = [stream[position].text for position in range(150)]
     assert texts == [twin[position].text for position in reversed(range(150))][::-1]
@@ -164,7 +167,7 @@ def test_uids_are_the_positions_in_base_36() -> None:
 
 def test_prompts_longer_than_the_context_are_named_at_the_start(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"prompt": "1" * n, "answer": ""} for n in (3, 9, 4, 12, 10, 11)]
-    source = open_source(DataConfig(jsonl(tmp_path / "p.jsonl", rows)))
+    source = open_source(DataConfig(train=jsonl(tmp_path / "p.jsonl", rows)))
     assert check_prompt_lengths(source, tokenizer, 12) == 12
     with pytest.raises(
         ValueError,

@@ -12,8 +12,9 @@ from headrace.actors.rewards.rubric import Rubric
 from headrace.actors.rollout.rows import rollout_rows
 from headrace.actors.rollout.worker import _score_all
 from headrace.dataplane.meta import KVBatchMeta
+from headrace.trainers.advantages.config import AdvantageConfig
 from headrace.trainers.advantages.estimator import RewardRows
-from headrace.trainers.advantages.factory import AdvantageConfig, build_advantages
+from headrace.trainers.advantages.factory import build_advantages
 from headrace.trainers.grpo.steps import with_advantages
 
 
@@ -62,7 +63,7 @@ def test_advantages_read_the_tags(kind: Any) -> None:
     tags = {name: rng.random(8).astype(np.float32) for name in ("reward", "reward/a", "reward/b")}
     tags["valid"] = np.array([1, 1, 0, 1, 1, 1, 1, 1], np.float32)
     groups = np.repeat([3, 9], 4)
-    estimate = build_advantages(AdvantageConfig(kind=kind, weights={"a": 1.0, "b": 0.5}))
+    estimate = build_advantages(AdvantageConfig(kind=kind), {"a": 1.0, "b": 0.5})
     got = with_advantages(estimate, cast(KVBatchMeta, Receipt(tags, groups))).tags["advantage"]
     components = {"a": tags["reward/a"], "b": tags["reward/b"]}
     np.testing.assert_array_equal(got, estimate(RewardRows(tags["reward"], tags["valid"], groups, components)))

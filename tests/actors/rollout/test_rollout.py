@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.actors.engines.config import RolloutConfig
 from headrace.actors.engines.hf.engine import HfEngine
 from headrace.actors.engines.protocol import SamplingParams
 from headrace.actors.engines.router import LeftOut
 from headrace.actors.engines.scripted import ScriptedEngine
-from headrace.actors.environments.factory import EnvironmentConfig, build_environment
+from headrace.actors.environments.factory import build_environment
 from headrace.actors.environments.single_turn import SingleTurn
 from headrace.actors.protocols import ROLLOUT_FIELDS, ROLLOUT_SCHEMA, Prompt
 from headrace.actors.rewards.builtin import exact_match, per_position
@@ -167,6 +168,7 @@ def test_a_real_model_end_to_end(plane: DataPlane, model_folder: str, tokenizer:
         await engine.commit_weights(1)
         second = await rollouts.rollout(range(16, 32), PARTITION, params)
         publisher.close()
+        await engine.close()
         await rollouts.close()
         assert first.rows == second.rows == 32 and 0 < first.response_tokens / first.rows <= 8
         merged = merge_reports([first, second])
@@ -370,9 +372,9 @@ def test_validation_needs_held_out_prompts(tokenizer: Any) -> None:
 
 
 def test_environment_factory() -> None:
-    assert isinstance(build_environment(EnvironmentConfig()), SingleTurn)
-    with pytest.raises(ValueError, match="environment: got 'multi', expected one of single_turn, tool_use"):
-        build_environment(EnvironmentConfig("multi"))
+    assert isinstance(build_environment(RolloutConfig()), SingleTurn)
+    with pytest.raises(ValueError, match="rollout.environment: got 'multi'"):
+        build_environment(RolloutConfig.model_construct(environment="multi"))
 
 
 def test_stop_texts_stay_in_the_response_and_stop_tokens_do_not(tokenizer: Any) -> None:

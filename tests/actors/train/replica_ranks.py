@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-import logging
-import multiprocessing
 import os
 import pickle
 import threading
@@ -36,6 +34,7 @@ from headrace.dataplane.rpc.frames import DirectoryAddress
 from headrace.dataplane.rpc.server import DirectoryServer
 from headrace.dataplane.topology import Topology
 from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.tests.process_pool import FORKSERVER, start_ray
 
 PARTITION = "train"
 
@@ -47,15 +46,10 @@ def data_plane(kind: str) -> Iterator[DataPlaneHandle]:
         with _served() as handle:
             yield handle
         return
-    import ray  # the GPU tests run where there is none
-
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    start_ray()
     config = DataPlaneConfig(store=StoreConfig.model_validate({"kind": kind, "capacity_mib": 64}), timeout_s=20)
-    try:
-        with open_data_plane(config, run_id=fresh_run_id()) as plane:
-            yield plane.handle
-    finally:
-        ray.shutdown()
+    with open_data_plane(config, run_id=fresh_run_id()) as plane:
+        yield plane.handle
 
 
 @contextlib.contextmanager
@@ -181,9 +175,9 @@ class Ranks:
     def __init__(self, scenario: Callable[..., Any], world: int, folder: Path, *arguments: Any) -> None:
         folder.mkdir(parents=True)
         self._folder = folder
-        context = multiprocessing.get_context("spawn")
         self.processes = [
-            context.Process(target=_rank, args=(rank, world, str(folder), scenario, arguments)) for rank in range(world)
+            FORKSERVER.Process(target=_rank, args=(rank, world, str(folder), scenario, arguments))
+            for rank in range(world)
         ]
         for process in self.processes:
             process.start()

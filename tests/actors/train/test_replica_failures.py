@@ -35,6 +35,8 @@ from headrace.tests.actors.train.replica_ranks import (
     ship,
 )
 
+pytestmark = pytest.mark.processes
+
 FIRST = ("input_ids", "response_mask")
 LENGTHS = [20] * 16
 TP2 = Topology(1, tp=2)
@@ -170,7 +172,7 @@ def test_mishaps_are_named_on_every_rank_within_the_bound(handle: DataPlaneHandl
         kind, text, seconds = found
         assert kind == "ReplicaLost" and 1.5 < seconds < 2 + GRACE_S
         assert re.search(
-            r"rank 0: worker 0 \(pid \d+ on here\): broadcast of microbatch [\d to]+: not taken by rank 1", text
+            r"rank 0: worker 0 \(pid \d+ on here\): broadcast of microbatch [\d to]+: not received by rank 1", text
         )
         assert re.search(r"worker 1 \(pid \d+ on here\) after 2\.\d s", text)
 
@@ -206,7 +208,7 @@ def test_siblings_name_a_leader_that_died_or_hangs(handle: DataPlaneHandle, how:
     client.clear(PARTITION)
     client.close()
     assert kind == "ReplicaLost"
-    assert f"nothing from the leader, rank 0: worker 0 (pid {leader} on here)" in text
+    assert f"nothing received from the leader, rank 0: worker 0 (pid {leader} on here)" in text
     assert re.search(r"broadcast of microbatch 5 to 7: .* after \d+\.\d s", text)
     # A connection that broke is seen at once, a silent one when the bound is over.
     assert when - killed < (1.5 if how == signal.SIGKILL else 2.0 + GRACE_S + 1.5)

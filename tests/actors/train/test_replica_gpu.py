@@ -49,7 +49,7 @@ def passes(rank: int, steps: list[Step]) -> list[Any]:
                 if not number and rank == step.topology.writer(0):
                     write(rank, step, reader, client)
                 dist.barrier()
-            found.append((seen, reader.figures().broadcast_bytes))
+            found.append((seen, reader.take_metrics().broadcast_bytes))
             dist.barrier()
     return found
 

@@ -65,7 +65,7 @@ def _passes(rank: int, step: Step) -> dict[str, Any]:
     topology = step.topology
     with reader_of(rank, step) as (reader, client):
         logprob = [content(micro) for micro in reader.stream(FIRST)]
-        between, got_first = reader.figures(), client.stats.bytes_got
+        between, got_first = reader.take_metrics(), client.stats.bytes_got
         if rank == topology.writer(topology.place(rank).dp):
             meta = step.receipt(rank)
             for index, rows in enumerate(step.shards[rank].ranges()):
@@ -78,7 +78,7 @@ def _passes(rank: int, step: Step) -> dict[str, Any]:
         dist.barrier()  # in a run the driver's calls order one rank's put before another's read
         before = client.stats.bytes_got
         train = [content(micro) for micro in reader.stream((*TRAIN_FIELDS, LATER))]
-        figures = reader.figures()
+        figures = reader.take_metrics()
         names = {span.name.split()[0] for span in (*between.spans, *figures.spans)}
         result = {
             "logprob": logprob,
@@ -139,12 +139,14 @@ def _value(name: str, tokens: np.ndarray) -> np.ndarray:
     }[name]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_rank_gets_exactly_its_rows(handle: DataPlaneHandle, world: int, tmp_path: Path) -> None:
     names = [name for name, mesh in MESHES.items() if mesh.world == world]
     check_meshes(handle, names, ("auto", "independent"), tmp_path)
 
 
+@pytest.mark.processes
 def test_rows_of_a_store_with_processes_of_its_own(tmp_path: Path) -> None:
     with data_plane("simple") as handle:
         check_meshes(handle, ["pp2"], ("auto",), tmp_path)
@@ -196,6 +198,7 @@ def _check_traffic(step: Step, seen: list[dict[str, Any]]) -> None:
             assert of_rank["got_in_train"] == tokens * (4 if writer == leader else 8)
 
 
+@pytest.mark.processes
 def test_a_replica_of_four_reads_its_rows_once_and_sends_little_more(handle: DataPlaneHandle, tmp_path: Path) -> None:
     client = connect(handle, name="driver")
     lengths = [int(length) for length in np.random.default_rng(5).integers(300, 1600, 24)]
@@ -240,7 +243,7 @@ def test_a_shard_must_agree_with_its_receipt(handle: DataPlaneHandle) -> None:
     step = ship(handle, meta, Topology(1))
     with reader_of(0, step) as (reader, _):
         assert [micro.lengths.tolist() for micro in reader.stream(FIRST)] == [[5, 6, 7]]
-        with pytest.raises(ValueError, match="plan abc: has 2 rows, its receipt 3"):
+        with pytest.raises(ValueError, match="plan abc: has 2 rows, but its receipt has 3"):
             reader.begin(TrainShard(1, meta.to_bytes(), np.array([2]), "abc", False))
         with pytest.raises(ValueError, match="plan abc: got no receipt, expected one, as rank 0 reads"):
             reader.begin(TrainShard(1, None, np.array([3]), "abc", False))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import threading
 import time
@@ -22,7 +21,7 @@ from headrace.actors.protocols import TRAIN_FIELDS, MicroBatch
 from headrace.actors.train.actor import CONCURRENCY_GROUPS, TrainActor
 from headrace.actors.train.step_rows import TrainShard
 from headrace.actors.train.worker import PREV, REF, TrainWorker, WorkerReport, WorkerSetup
-from headrace.actors.weights.publisher import PublisherConfig
+from headrace.actors.weights.config import SyncConfig
 from headrace.actors.weights.transports.protocol import ReceiverGroup
 from headrace.codecs import messages
 from headrace.dataplane.errors import DataPlaneError
@@ -37,7 +36,7 @@ from headrace.trainers.cluster.calls import Call, DriverMeter, ended, gather
 from headrace.trainers.cluster.handles import TrainHandle
 
 T = TypeVar("T")
-WEIGHTS = PublisherConfig(bucket_bytes=256, timeout_s=5.0, cache=True)
+SYNC = SyncConfig(timeout_s=5.0, cache=True)
 LENGTHS = [int(length) for length in np.random.default_rng(2).integers(1, 40, 24)]
 
 
@@ -65,7 +64,8 @@ def work(rank: int, folder: Path, steps: dict[str, Step]) -> dict[str, Any]:
             data_plane=step.handle,
             backend=lambda _rank, _world, backend=backend: backend,
             sender=lambda sender=sender: sender,
-            weights=WEIGHTS,
+            sync=SYNC,
+            bucket_bytes=256,
         )
         actor = TrainActor(setup)
         actor.build("127.0.0.1", _port(actor, rank, folder / name))
@@ -128,9 +128,10 @@ def _port(actor: TrainActor, rank: int, path: Path) -> int:
 
 def alone(handle: DataPlaneHandle, backend: Any) -> WorkerSetup:
     """The only rank there is."""
-    return WorkerSetup(0, Topology(1), "auto", 1, 1.0, 5.0, handle, backend, MemorySender, WEIGHTS)
+    return WorkerSetup(0, Topology(1), "auto", 1, 1.0, 5.0, handle, backend, MemorySender, SYNC, 256)
 
 
+@pytest.mark.processes
 def test_two_workers_in_each_mesh(handle: DataPlaneHandle, tmp_path: Path) -> None:
     client = connect(handle, name="driver")
     meshes = {"tp": Topology(1, tp=2), "pp": Topology(1, pp=2), "dp": Topology(2), "fails": Topology(1, tp=2)}
@@ -218,7 +219,7 @@ def _check_columns(client: Any, step: Step) -> None:
 def _check_failure(results: list[dict[str, Any]]) -> None:
     leader, sibling = (of_rank["fails"] for of_rank in results)
     assert sibling["error"][:2] == ("FloatingPointError", "by chance")
-    assert leader["error"][0] == "ReplicaLost" and "not taken by rank 1: train worker 1 (pid" in leader["error"][1]
+    assert leader["error"][0] == "ReplicaLost" and "not received by rank 1: train worker 1 (pid" in leader["error"][1]
     assert leader["error"][2] < 7
     assert leader["again"][0] == sibling["again"][0] == "ReplicaError"
     for found in (leader, sibling):
@@ -283,13 +284,14 @@ class ThreadBackend(RecordingBackend):
         return {"threads": len(self.threads), "torch": torch.get_num_threads()}
 
 
-def test_weights_are_sent_again_by_an_actor_that_trains(handle: DataPlaneHandle, tmp_path: Path) -> None:
+def test_weights_are_sent_again_by_an_actor_that_trains(
+    handle: DataPlaneHandle, tmp_path: Path, ray_session: None
+) -> None:
     """And whatever the backend does, it does in one thread."""
     for name in ("started", "go"):
         os.mkfifo(tmp_path / name)
     client = connect(handle, name="driver")
     step = ship(handle, put_rows(client, [3, 4, 5], "ray-r"), Topology(1))
-    ray.init(num_cpus=1, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
     try:
         folder = str(tmp_path)
         setup = alone(handle, lambda _rank, _world: ThreadBackend(folder))
@@ -318,9 +320,8 @@ def test_weights_are_sent_again_by_an_actor_that_trains(handle: DataPlaneHandle,
         got(worker.send_weights(got(worker.open_update(2, first, 1))))
         ray.get(actor.close.remote(), timeout=60)
     finally:
-        ray.shutdown()
-    client.clear(PARTITION)
-    client.close()
+        client.clear(PARTITION)
+        client.close()
 
 
 def test_a_step_of_several_shards_is_begun_and_finished_once(handle: DataPlaneHandle) -> None:

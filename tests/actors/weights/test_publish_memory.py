@@ -6,12 +6,17 @@ import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
-from headrace.actors.weights.publisher import PublisherConfig, WeightPublisher
+from headrace.actors.weights.config import SyncConfig
+from headrace.actors.weights.publisher import WeightPublisher
 from headrace.actors.weights.transports.protocol import BucketFrame, ReceiverGroup
 from headrace.codecs.buckets import checksum
 from headrace.tests.actors.weights.memory_sender import MemorySender
+from headrace.tests.process_pool import FORKSERVER
+
+pytestmark = pytest.mark.processes
 
 
 class DiscardingSender(MemorySender):
@@ -35,7 +40,7 @@ def _measure(queue: multiprocessing.Queue[int]) -> None:
     # One memory for all tensors: what malloc makes of frees and allocations by turns is not to be measured.
     lent = torch.zeros(TENSOR_BYTES, dtype=torch.uint8)
     sender = DiscardingSender()
-    target = WeightPublisher(sender, PublisherConfig(BUCKET_BYTES, 2.0))
+    target = WeightPublisher(sender, SyncConfig(timeout_s=2.0), BUCKET_BYTES)
     update = target.open(1, named, [ReceiverGroup("engine 0", 1)])
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is used now
     before = _status_bytes("VmRSS")
@@ -51,9 +56,8 @@ def _status_bytes(key: str) -> int:
 
 def test_extra_memory_is_two_buckets() -> None:
     """Beside the tensor in hand."""
-    context = multiprocessing.get_context("spawn")
-    queue: multiprocessing.Queue[int] = context.Queue()
-    process = context.Process(target=_measure, args=(queue,))
+    queue: multiprocessing.Queue[int] = FORKSERVER.Queue()
+    process = FORKSERVER.Process(target=_measure, args=(queue,))
     process.start()
     extra = queue.get(timeout=120)
     process.join(60)

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 import pytest
 import torch
 
-from headrace.actors.weights.publisher import PublisherConfig, SendReport, WeightPublisher
+from headrace.actors.weights.config import SyncConfig
+from headrace.actors.weights.publisher import SendReport, WeightPublisher
 from headrace.actors.weights.transports.protocol import ReceiverGroup, WeightTransferError
 from headrace.codecs import messages
 from headrace.tests.actors.weights.memory_sender import MemorySender
@@ -19,7 +20,7 @@ ENGINES = [ReceiverGroup("engine 0", 1), ReceiverGroup("engine 1", 2)]
 
 
 def publisher(sender: MemorySender, *, delta: bool = False, cache: bool = False) -> WeightPublisher:
-    return WeightPublisher(sender, PublisherConfig(256, 2.0, delta, cache))
+    return WeightPublisher(sender, SyncConfig(timeout_s=2.0, delta=delta, cache=cache), 256)
 
 
 def publish(
@@ -48,7 +49,7 @@ def assert_landed(sender: MemorySender, version: int, named: Mapping[str, torch.
 @pytest.mark.parametrize("cache", [False, True])
 def test_what_is_streamed_arrives(bucket_bytes: int, cache: bool) -> None:
     sender = MemorySender()
-    target = WeightPublisher(sender, PublisherConfig(bucket_bytes, 2.0, cache=cache))
+    target = WeightPublisher(sender, SyncConfig(timeout_s=2.0, cache=cache), bucket_bytes)
     for version in (1, 2, 5):
         report = publish(target, version, weights(version))
         assert_landed(sender, version, weights(version))
@@ -256,7 +257,7 @@ def test_a_version_is_sent_again_while_training_goes_on() -> None:
 
 def test_a_turn_is_waited_for_at_most_so_long() -> None:
     sender = MemorySender()
-    target = WeightPublisher(sender, PublisherConfig(256, 0.2, cache=True))
+    target = WeightPublisher(sender, SyncConfig(timeout_s=0.2, cache=True), 256)
     publish(target, 1, weights(1))
     sender.gate = threading.Event()
     thread = threading.Thread(target=publish_again, args=(target, 1))
@@ -300,13 +301,13 @@ def test_abort_from_another_thread(cache: bool) -> None:
 
 def test_memory_is_reserved_before_anything_is_announced() -> None:
     sender = MemorySender()
-    target = WeightPublisher(sender, PublisherConfig(1 << 40, 2.0, delta=True))
+    target = WeightPublisher(sender, SyncConfig(timeout_s=2.0, delta=True), 1 << 40)
     huge = {"w": (torch.float32, (1 << 45,))}
     for call in (lambda: target.reserve(huge), lambda: target.open(1, huge, ENGINES)):
         with pytest.raises(ValueError, match=r"want \d+ bytes, more than 80% of the \d+ available"):
             call()
     assert sender.calls == []
-    WeightPublisher(sender, PublisherConfig(1 << 40, 2.0)).reserve(huge)  # keeps nothing
+    WeightPublisher(sender, SyncConfig(timeout_s=2.0), 1 << 40).reserve(huge)  # keeps nothing
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from headrace.actors.weights.config import SyncConfig
 from headrace.actors.weights.transports.factory import build_sender
 from headrace.actors.weights.transports.protocol import (
     BucketFrame,
@@ -25,14 +26,14 @@ BUCKET_BYTES = 16 << 10
 
 def receiver() -> ReceiverConfig:
     """What an engine under test is built with."""
-    return ReceiverConfig(ENGINE, "full")
+    return ReceiverConfig(ENGINE, SyncConfig(staging="full", delta=True))
 
 
 class Publisher:
     """Publishes through the `disk` transport, whose versions stay readable: an engine may come for them later."""
 
     def __init__(self, folder: Path, num_workers: int = 1, timeout_s: float = 10.0) -> None:
-        config = SenderConfig(uuid.uuid4().hex[:8], BUCKET_BYTES, timeout_s, folder=str(folder))
+        config = SenderConfig(uuid.uuid4().hex[:8], SyncConfig(timeout_s=timeout_s), folder=str(folder))
         self._sender = build_sender("disk", config)
         self._receivers = [ReceiverGroup(ENGINE, num_workers)]
 

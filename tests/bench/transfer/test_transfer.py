@@ -1,4 +1,5 @@
-"""The transfer benchmark, small and in threads of one process: its files, its summary, its verification."""
+"""Tests the files, the summary and the verification of the transfer benchmark, in a small run with threads of one
+process."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from headrace.bench.transfer.report import failures, tables, write_report
 from headrace.bench.transfer.stores import StoreEndpoint
 from headrace.trainers.errors import UserError
 
+pytestmark = pytest.mark.processes
+
 SHARE = 1 / 32
 
 
@@ -24,7 +27,7 @@ def options(out: Path, **more: object) -> TransferOptions:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransferReport, TransferOptions]:
-    """One small run of everything that runs without Ray."""
+    """Run everything that needs no Ray once, with few rows."""
     chosen = options(tmp_path_factory.mktemp("bench"), workloads=("rl-256", "tiny", "wide-32", "narrow-1"))
     return run_transfer(chosen, lambda line: None), chosen
 

@@ -1,4 +1,4 @@
-"""The benchmark's rows and digests."""
+"""Tests the transfer benchmark's rows and digests."""
 
 from __future__ import annotations
 

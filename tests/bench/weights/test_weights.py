@@ -9,8 +9,12 @@ import pytest
 
 from headrace.bench.weights.benchmark import WeightOptions, run_weights, weights_table
 
+pytestmark = pytest.mark.processes
 
-@pytest.mark.parametrize("kind", ["collective", "ipc", "store", "disk"])
+
+@pytest.mark.parametrize(
+    "kind", ["collective", "store", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ipc", "disk"))]
+)
 def test_a_transport_is_measured_and_verified(tmp_path: Path, kind: str) -> None:
     options = WeightOptions(tmp_path, (kind,), sizes=("tiny",), engines=(2,), buckets_mib=(1,), repeats=2)
     results, skipped = run_weights(options, lambda line: None)

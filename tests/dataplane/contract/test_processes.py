@@ -20,7 +20,7 @@ from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, DirectoryLos
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane
 from headrace.dataplane.meta import KVBatchMeta
 from headrace.tests.dataplane.rows import BYTES, FIRST, SCHEMA, assert_rows, block_of, columns, fresh_run_id, keys_of
-from headrace.tests.dataplane.workers import start
+from headrace.tests.dataplane.workers import leave, start
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -49,12 +49,20 @@ def apart(kind: str, ray_session: None) -> Iterator[DataPlane]:
 
 
 @pytest.fixture(scope="module")
-def workers(apart: DataPlane) -> Iterator[list[Any]]:
-    """Four processes. Tests that kill one take it off the end of the list, and come last."""
-    workers = start(apart.handle, "worker0", "worker1", "worker2", "worker3")
-    yield workers
-    for worker in workers:
+def idle_workers(ray_session: None) -> Iterator[list[Any]]:
+    """Processes that go from one store's tests to the next."""
+    idle: list[Any] = []
+    yield idle
+    for worker in idle:
         ray.kill(worker)
+
+
+@pytest.fixture(scope="module")
+def workers(apart: DataPlane, idle_workers: list[Any]) -> Iterator[list[Any]]:
+    """Four processes. Tests that kill one take it off the end of the list, and come last."""
+    workers = start(apart.handle, idle_workers, "worker0", "worker1", "worker2", "worker3")
+    yield workers
+    idle_workers.extend(leave(workers))
 
 
 @pytest.fixture

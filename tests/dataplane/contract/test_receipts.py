@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import time
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.codecs.owned_folder import process_start
 from headrace.dataplane.errors import DataPlaneError, IntegrityError, KeysNotFound, RowsCleared
 from headrace.dataplane.factory import DataPlane, connect
 from headrace.dataplane.meta import KVBatchMeta
+from headrace.dataplane.stores.registry import store_entry
 from headrace.tests.dataplane.rows import BYTES, FIRST, assert_rows, block_of, columns, keys_of
 
 
@@ -31,6 +34,19 @@ def test_receipts_are_read_without_the_directory_and_cut_at_will(client: Any, pa
     for copy in (KVBatchMeta.from_bytes(meta.to_bytes()), pickle.loads(pickle.dumps(meta))):
         assert_rows(client.get(copy.select([9])), [keys[9]], FIRST)
     assert client.stats.directory_calls == calls
+
+
+def test_a_data_plane_lists_its_processes(plane: DataPlane) -> None:
+    processes = plane.processes()
+    assert processes.pop("directory") == os.getpid(), "it is in this process"
+    expected = {"local": 0, "shm": 0, "ray": 1, "simple": 2, "mooncake": 1}
+    assert len(processes) == expected[plane.handle.store.kind]
+    assert all(process_start(pid) is not None for pid in processes.values())
+
+
+def test_an_unknown_kind_of_store_is_refused() -> None:
+    with pytest.raises(ValueError, match="got 'tape', expected auto or one of local, shm, ray, simple, mooncake"):
+        store_entry("tape")
 
 
 def test_cleared_rows_are_refused_and_their_neighbours_stay(client: Any, partition: str) -> None:

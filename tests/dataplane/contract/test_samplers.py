@@ -17,6 +17,7 @@ from headrace.dataplane.client import DataPlaneClient
 from headrace.dataplane.directory.samplers import Candidates, TaskConfig
 from headrace.dataplane.errors import ClaimTimeout, SamplerError
 from headrace.dataplane.factory import DataPlane, connect_async
+from headrace.dataplane.meta import POSITION
 from headrace.tests.dataplane.rows import FIRST, SCHEMA, assert_rows, columns
 
 pytestmark = pytest.mark.parametrize("kind", ["local", "shm"], indirect=True, scope="package")
@@ -45,7 +46,8 @@ def group(number: int) -> list[str]:
 
 
 def put(client: Any, partition: str, number: int, version: int = 0) -> None:
-    client.put(partition, group(number), columns(group(number)), versions=version)
+    keys = group(number)
+    client.put(partition, keys, columns(keys), versions=version, tags={POSITION: np.full(len(keys), number)})
 
 
 @pytest.fixture
@@ -75,7 +77,7 @@ def waiting_claim(client: Any, call: Callable[[], Any]) -> tuple[threading.Threa
 def test_claims_in_order_wait_for_the_missing_prompt_and_are_woken_by_it(ordered: Any) -> None:
     client, partition = ordered
     put(client, partition, 1)
-    with pytest.raises(ClaimTimeout, match="'in_order' waits for prompt number 0"):
+    with pytest.raises(ClaimTimeout, match="'in_order' waits for the prompt at position 0"):
         claim(client, partition, 1, timeout_s=0.05)
     thread, result = waiting_claim(client, lambda: claim(client, partition, 2, timeout_s=10))
     put(client, partition, 0)
@@ -86,7 +88,7 @@ def test_claims_in_order_wait_for_the_missing_prompt_and_are_woken_by_it(ordered
 
 def test_clear_of_the_missing_prompt_wakes_a_claim_too(ordered: Any) -> None:
     client, partition = ordered
-    client.put(partition, group(0)[:3], columns(group(0)[:3]))
+    client.put(partition, group(0)[:3], columns(group(0)[:3]), tags={POSITION: np.zeros(3, int)})
     put(client, partition, 1)
     thread, result = waiting_claim(client, lambda: claim(client, partition, 1, timeout_s=10))
     client.clear(partition, group(0)[:3])
@@ -102,9 +104,9 @@ def test_options_travel_and_are_compared(ordered: Any) -> None:
             partition, SCHEMA, (*TASKS[::2], TaskConfig("wide", "windowed", {"window": 3}, 10)), group_size=4
         )
     for number in (11, 12):
-        client.put(partition, group(number), columns(group(number)))
+        put(client, partition, number)
     assert client.claim(partition, "wide", FIRST, 4, whole_groups=True).keys == tuple(group(11))
-    with pytest.raises(ClaimTimeout, match=r"'windowed' waits for prompt number 10 \('a'\)"):
+    with pytest.raises(ClaimTimeout, match="'windowed' waits for the prompt at position 10"):
         client.claim(partition, "wide", FIRST, 4, whole_groups=True, timeout_s=0.05)
 
 

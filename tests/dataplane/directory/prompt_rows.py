@@ -6,8 +6,8 @@ import numpy as np
 
 from headrace.dataplane.directory.directory import Directory
 from headrace.dataplane.directory.partition import ClaimRows
-from headrace.dataplane.directory.samplers import TaskConfig, prompt_numbers
-from headrace.dataplane.meta import KVBatchMeta
+from headrace.dataplane.directory.samplers import TaskConfig
+from headrace.dataplane.meta import POSITION, KVBatchMeta
 from headrace.tests.dataplane.directory.directory_puts import GROUP, SCHEMA, put
 
 FIELDS = ("ids",)
@@ -22,6 +22,11 @@ def keys_of(number: int) -> list[str]:
     return [f"{base36(number)}.{sample}" for sample in range(GROUP)]
 
 
+def placed(*numbers: int, rows: int = GROUP) -> dict[str, np.ndarray]:
+    """The tag that says where these prompts stand in the stream, for `rows` rows of each."""
+    return {POSITION: np.repeat(numbers, rows)}
+
+
 def opened(sampler: str, *, first_prompt: int = 0, group_size: int = GROUP, **options: object) -> Directory:
     directory = Directory(capacity_bytes=1 << 30, lease_s=1e9, reserve_s=5.0)
     tasks = (TaskConfig("a", sampler, dict(options), first_prompt), "b")
@@ -30,7 +35,7 @@ def opened(sampler: str, *, first_prompt: int = 0, group_size: int = GROUP, **op
 
 
 def put_prompt(directory: Directory, number: int, version: int = 0) -> None:
-    put(directory, keys_of(number), FIELDS, versions=np.full(GROUP, version))
+    put(directory, keys_of(number), FIELDS, versions=np.full(GROUP, version), tags=placed(number))
 
 
 def claim(directory: Directory, groups: int = 1, *, min_version: int | None = None) -> KVBatchMeta | None:
@@ -39,5 +44,4 @@ def claim(directory: Directory, groups: int = 1, *, min_version: int | None = No
 
 def taken(meta: KVBatchMeta | None) -> list[int]:
     """Numbers of the prompts claimed, in the receipt's order; of None, none."""
-    keys = () if meta is None else meta.keys
-    return prompt_numbers([key.rpartition(".")[0] for key in keys[::GROUP]]).tolist()
+    return [] if meta is None else [int(key.rpartition(".")[0], 36) for key in meta.keys[::GROUP]]

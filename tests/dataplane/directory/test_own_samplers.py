@@ -7,9 +7,9 @@ import pytest
 
 from headrace.dataplane.directory.partition import ClaimRows
 from headrace.dataplane.directory.samplers import Candidates, TaskConfig
-from headrace.dataplane.errors import SamplerError
+from headrace.dataplane.errors import SamplerError, SchemaMismatch
 from headrace.tests.dataplane.directory.directory_puts import GROUP, SCHEMA, make_put, put
-from headrace.tests.dataplane.directory.prompt_rows import FIELDS, claim, keys_of, opened, put_prompt, taken
+from headrace.tests.dataplane.directory.prompt_rows import FIELDS, claim, keys_of, opened, placed, put_prompt, taken
 
 # ------------------------------------------------------------------ one's own, and what is wrong with it
 
@@ -39,7 +39,10 @@ class Picks:
         if self.answer == "columns":
             shapes = {len(column) for column in (candidates.groups, candidates.versions, candidates.arrivals)}
             assert shapes == {len(candidates)} and candidates.tags["score"].shape == (len(candidates), GROUP)
-            assert list(candidates.tags) == ["score"] and candidates.prompts.tolist() == [0, 1][: len(candidates)]
+            assert (
+                sorted(candidates.tags) == ["position", "score"]
+                and candidates.prompts.tolist() == [0, 1][: len(candidates)]
+            )
             return np.flatnonzero(candidates.tags["score"].sum(axis=1) > 0)
         return np.array(self.answer)
 
@@ -51,7 +54,7 @@ def test_a_sampler_of_ones_own_sees_columns_and_decides() -> None:
     assert taken(claim(directory, 2)) == [1, 2]
     directory = opened(f"{__name__}:Picks", answer="columns")
     for number, score in ((0, 0.0), (1, 1.0)):
-        put(directory, keys_of(number), FIELDS, tags={"score": np.full(GROUP, score, np.float32)})
+        put(directory, keys_of(number), FIELDS, tags=placed(number) | {"score": np.full(GROUP, score, np.float32)})
     assert taken(claim(directory)) == [1]
     assert claim(directory) is None, "it takes none: the claim waits on"
 
@@ -77,11 +80,16 @@ def test_a_bad_sampler_is_named_and_nothing_is_leased(answer: object, words: str
     assert directory.status("p", 0.0).leased_rows == 0
 
 
-def test_groups_that_are_no_prompts_cannot_be_taken_in_order() -> None:
+def test_rows_without_a_position_cannot_be_taken_in_order() -> None:
     directory = opened("in_order")
     put(directory, ["v-0.0", "v-0.1"], FIELDS)
-    with pytest.raises(SamplerError, match="no base-36 number"):
+    with pytest.raises(SamplerError, match="group 0 have no tag 'position'"):
         claim(directory)
+
+
+def test_a_position_is_an_integer() -> None:
+    with pytest.raises(SchemaMismatch, match="tag 'position': got float32, expected integers"):
+        put(opened("in_order"), keys_of(0), FIELDS, tags={"position": np.zeros(GROUP, np.float32)})
 
 
 @pytest.mark.parametrize(

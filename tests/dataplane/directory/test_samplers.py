@@ -14,7 +14,7 @@ from headrace.dataplane.directory.directory import Directory
 from headrace.dataplane.directory.partition import ClaimRows
 from headrace.dataplane.directory.samplers import StreamProgress
 from headrace.tests.dataplane.directory.directory_puts import GROUP, put
-from headrace.tests.dataplane.directory.prompt_rows import FIELDS, claim, keys_of, opened, put_prompt, taken
+from headrace.tests.dataplane.directory.prompt_rows import FIELDS, claim, keys_of, opened, placed, put_prompt, taken
 
 # ------------------------------------------------------------------ orders
 
@@ -51,7 +51,7 @@ def test_in_order_waits_for_the_next_prompt_and_says_so() -> None:
     directory = opened("in_order", first_prompt=35)
     put_prompt(directory, 36)
     assert claim(directory) is None
-    assert "waits for prompt number 35 ('z')" in directory.shortage(ClaimRows("p", "a", FIELDS, GROUP, True))
+    assert "waits for the prompt at position 35" in directory.shortage(ClaimRows("p", "a", FIELDS, GROUP, True))
     put_prompt(directory, 35)
     assert taken(claim(directory, 2)) == [35, 36]
 
@@ -87,11 +87,11 @@ def test_windowed_takes_what_is_ready_within_its_window_only() -> None:
 
 def test_rows_without_groups_follow_the_stream_too() -> None:
     directory = opened("in_order", group_size=1)
-    put(directory, ["1", "2"], FIELDS)
+    put(directory, ["a", "b"], FIELDS, tags=placed(1, 2, rows=1))
     assert directory.claim(ClaimRows("p", "a", FIELDS, 1), 0.0) is None
-    put(directory, ["0"], FIELDS)
+    put(directory, ["c"], FIELDS, tags=placed(0, rows=1))
     meta = directory.claim(ClaimRows("p", "a", FIELDS, 3), 0.0)
-    assert meta is not None and meta.keys == ("0", "1", "2")
+    assert meta is not None and meta.keys == ("c", "a", "b")
 
 
 # ------------------------------------------------------------------ properties
@@ -251,8 +251,9 @@ def test_a_claim_costs_its_own_rows_however_many_are_ready(sampler: str) -> None
     directory = opened(sampler, **({"window": 64} if sampler == "windowed" else {}))
     order = shuffled(0, 30_000, 200)
     for start in range(0, len(order), 1000):
-        keys = [key for number in order[start : start + 1000] for key in keys_of(number)]
-        put(directory, keys, FIELDS, versions=np.full(len(keys), start // 1000))
+        numbers = order[start : start + 1000]
+        keys = [key for number in numbers for key in keys_of(number)]
+        put(directory, keys, FIELDS, versions=np.full(len(keys), start // 1000), tags=placed(*numbers))
     assert claim(directory) is not None  # builds the view
     started = time.perf_counter()
     for number in range(100):

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from headrace.codecs.blocks import BlockLayout
+from headrace.codecs.owned_folder import process_start, remove_stale_folders
 from headrace.dataplane.block_store import Want
 from headrace.dataplane.errors import RowsCleared, StoreLost
 from headrace.dataplane.meta import BlockRef
 from headrace.dataplane.stores import shared_memory
 from headrace.dataplane.stores.free_ranges import FreeRanges
 from headrace.dataplane.stores.shared_memory import SEGMENT_BYTES, SharedMemoryHost, SharedMemoryStore
-from headrace.dataplane.stores.shm_folder import WRITER_PID, process_start, remove_stale_folders
+from headrace.dataplane.stores.shm_folder import WRITER_PID
 from headrace.tests.dataplane.rows import fresh_run_id
 
 MIB = 1 << 20
@@ -174,6 +175,7 @@ def test_range_under_a_late_writer_waits_until_the_writer_is_out(
     assert host.usage_bytes() == 8192
 
 
+@pytest.mark.processes
 def test_range_of_a_writer_killed_half_way_is_reused(host: SharedMemoryHost) -> None:
     location = host.allocate(0, 4096)
     assert location is not None
@@ -214,6 +216,7 @@ def test_closed_pool_says_so_and_leaves_nothing() -> None:
     assert not list(Path("/dev/shm").glob(f"*{run_id}*"))
 
 
+@pytest.mark.processes
 def test_folder_of_a_killed_host_is_readable_then_removed_by_the_next(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"
@@ -236,6 +239,7 @@ def test_folder_of_a_killed_host_is_readable_then_removed_by_the_next(tmp_path: 
     host.close()
 
 
+@pytest.mark.processes
 def test_process_start_tells_processes_apart() -> None:
     own = process_start(os.getpid())
     assert own is not None and own == process_start(os.getpid())

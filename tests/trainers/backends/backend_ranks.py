@@ -1,10 +1,10 @@
-"""Shared by the train backends' tests: a tiny model, random rows, and scenarios that run on several ranks."""
+"""Provides a tiny model, random rows and runs over several ranks to the tests of the train backends."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -24,14 +24,15 @@ from transformers import (
 
 from headrace.actors.protocols import ROLLOUT_SCHEMA, MicroBatch, TrainBackend
 from headrace.codecs.batch import Batch, Jagged
-from headrace.trainers.backends.config import BackendConfig, OptimizerConfig
+from headrace.dataplane.topology import Topology
+from headrace.trainers.backends.config import BackendConfig, TrainerConfig
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
-from headrace.trainers.losses.factory import LossConfig
+from headrace.trainers.losses.config import LossConfig
 
 VOCAB = 23
 COLUMNS = ("rollout_logprobs", "prev_logprobs", "ref_logprobs")
 MEASURED = {"train/tokens_per_s", "train/tflops", "memory/peak_gib"}
-"""Metrics that depend on the clock or the machine."""
+"""Metrics whose values depend on the clock or the machine."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,15 @@ TINY: dict[str, Any] = {
 
 
 def save_tiny_model(folder: Path, *, tied: bool = True) -> str:
-    """A random 2-layer Qwen3 as a HF folder."""
+    """Write a random 2-layer Qwen3 as a HF folder."""
     torch.manual_seed(3)
     Qwen3ForCausalLM(Qwen3Config(**TINY, tie_word_embeddings=tied)).save_pretrained(folder)
     return str(folder)
 
 
 def save_tiny_moe(folder: Path) -> str:
-    """A random Qwen3-MoE: a dense layer, then one of 4 experts, 2 a token; its padding token is among the rows'."""
+    """Write a random Qwen3-MoE as a HF folder: a dense layer, then one with 4 experts of which a token uses 2. The rows
+    contain its padding token."""
     torch.manual_seed(3)
     experts: dict[str, Any] = {
         "num_experts": 4,
@@ -82,7 +84,8 @@ def save_tiny_moe(folder: Path) -> str:
 
 
 def save_tiny_llama(folder: Path) -> str:
-    """A random 2-layer Llama with biases; its padding token, among the rows', is in the vocabulary's second half."""
+    """Write a random 2-layer Llama with biases as a HF folder. The rows contain its padding token, which is in the
+    second half of the vocabulary."""
     torch.manual_seed(3)
     biases: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
     model = LlamaForCausalLM(LlamaConfig(**{**TINY, "pad_token_id": 15}, **biases, tie_word_embeddings=False))
@@ -94,7 +97,7 @@ def save_tiny_llama(folder: Path) -> str:
 
 
 def random_rows(seed: int, num: int) -> list[Row]:
-    """Rows of 3 to 14 tokens in groups of 4; log-probs like a random policy's; every fifth failed."""
+    """Make rows of 3 to 14 tokens in groups of 4, with log-probs like a random policy's; every fifth row has failed."""
     rng = np.random.default_rng(seed)
     rows = []
     for index in range(num):
@@ -110,7 +113,7 @@ def random_rows(seed: int, num: int) -> list[Row]:
 
 
 def micro_batch(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> MicroBatch:
-    """`rows` packed, with the named log-prob columns."""
+    """Pack `rows` into a batch with the named log-prob columns."""
     lengths = np.array([len(row.ids) for row in rows], np.int64)
     schema = ROLLOUT_SCHEMA.subset(("input_ids", "response_mask", *columns))
     parts = {name: [row.columns[name] for row in rows] for name in columns}
@@ -131,18 +134,24 @@ def micro_batch(rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> MicroB
 
 
 def backend_config(model: str, **changes: Any) -> BackendConfig:
-    """Large steps, tight clip bounds and clipping norm, so that every part of a step shows in the figures."""
-    settings: dict[str, Any] = {
+    """Make a config with large steps, tight clip bounds and a small clipping norm, so that every part of a step shows
+    in the metrics.
+
+    changes: fields of BackendConfig, keys of TrainerConfig, or a `topology`.
+    """
+    own = {
         "loss": LossConfig(clip_low=0.1, clip_high=0.15, kl_coef=0.05),
-        "optimizer": OptimizerConfig(lr=2e-3, weight_decay=0.1, grad_clip=0.05, warmup_steps=2),
         "prev": "recompute",
         "with_reference": True,
     }
-    return BackendConfig(model=model, **{**settings, **changes})
+    keys = {"lr": 2e-3, "weight_decay": 0.1, "grad_clip": 0.05, "warmup_steps": 2}
+    mesh = asdict(changes.pop("topology", Topology(1)))
+    own |= {name: changes.pop(name) for name in list(changes) if name in BackendConfig.__dataclass_fields__}
+    return BackendConfig(model, TrainerConfig.model_validate({**keys, **mesh, **changes}), **own)
 
 
 def summed_gradients(backend: FsdpBackend) -> dict[str, torch.Tensor]:
-    """The open step's gradients, full and unscaled. Collective."""
+    """Return the open step's gradients, full and unscaled. Collective."""
     return {
         name: param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad.clone()
         for name, param in backend._policy.model.named_parameters()
@@ -151,13 +160,13 @@ def summed_gradients(backend: FsdpBackend) -> dict[str, torch.Tensor]:
 
 
 def logprobs_of(backend: FsdpBackend, micro: MicroBatch, **options: Any) -> torch.Tensor:
-    """Of one microbatch."""
+    """Return the log-probs of one microbatch as a packed column."""
     [column] = backend.logprobs([micro], 1, **options)
     return column
 
 
 def weights_of(backend: TrainBackend) -> dict[str, torch.Tensor]:
-    """Copies of all weights on rank 0, {} elsewhere; checks that they come as `weight_specs` says. Collective."""
+    """Return copies of all weights on rank 0 and {} elsewhere, checking them against `weight_specs`. Collective."""
     specs, kept, names = backend.weight_specs(), {}, []
     for name, tensor in backend.weights():
         names.append(name)
@@ -170,7 +179,8 @@ def weights_of(backend: TrainBackend) -> dict[str, torch.Tensor]:
 
 
 def run_step(backend: TrainBackend, chunks: Sequence[Sequence[Row]]) -> dict[str, float]:
-    """One train step, a microbatch a chunk; its metrics without those that a clock or the machine gives."""
+    """Run one train step with a microbatch per chunk; returns its metrics without those that depend on the clock or the
+    machine."""
     backend.begin_step(1.3)
     for chunk in chunks:
         backend.accumulate([micro_batch(chunk)], 1)
@@ -178,9 +188,10 @@ def run_step(backend: TrainBackend, chunks: Sequence[Sequence[Row]]) -> dict[str
 
 
 def run_on_ranks(scenario: Callable[..., Any], world: int, folder: Path, *arguments: Any) -> list[Any]:
-    """`scenario(rank, world, *arguments)` in `world` processes joined by gloo; what each returned, by rank."""
+    """Run `scenario(rank, world, *arguments)` in `world` processes joined by gloo; returns each rank's result, by
+    rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    spawn(_rank, args=(world, str(folder), scenario, arguments), nprocs=world)
+    start_processes(_rank, (world, str(folder), scenario, arguments), world, start_method="forkserver")
     return [torch.load(folder / f"result.{rank}", weights_only=False) for rank in range(world)]
 
 

@@ -1,4 +1,4 @@
-"""One train step written by hand: HF model, one row at a time, no padding, torch's own clipping and AdamW."""
+"""Computes a train step by hand: HF model, one row at a time, no padding, torch's own clipping and AdamW."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LR, WEIGHT_DECAY, MAX_NORM, WARMUP = 2e-3, 0.1, 0.05, 2
 
 
 def mismatch_of(rows: Sequence[Row], trainer: Sequence[np.ndarray]) -> dict[str, float]:
-    """The mismatch metrics of a step on `rows` whose tokens have the log-probs `trainer`, in float64."""
+    """Compute the mismatch metrics of a step in float64, from the log-probs `trainer` of the tokens of `rows`."""
     deltas = [
         (ours.astype(np.float64) - row.columns["rollout_logprobs"])[row.mask > 0]
         for row, ours in zip(rows, trainer, strict=True)
@@ -30,12 +30,12 @@ def mismatch_of(rows: Sequence[Row], trainer: Sequence[np.ndarray]) -> dict[str,
 
 
 def recomputed_mismatch(rows: Sequence[Row]) -> dict[str, float]:
-    """Those of a step with `prev` "recompute"."""
+    """Compute the mismatch metrics of a step with `prev` "recompute"."""
     return mismatch_of(rows, [row.columns["prev_logprobs"] for row in rows])
 
 
 class ReferenceTrainer:
-    """The formulas of `backend_ranks.backend_config`, in the plainest form."""
+    """Trains with the formulas of `backend_ranks.backend_config` in their plainest form."""
 
     def __init__(self, folder: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -46,14 +46,14 @@ class ReferenceTrainer:
         self.steps = 0
 
     def row_logprobs(self, row: Row, temperature: float = TEMPERATURE) -> torch.Tensor:
-        """float32 `[L]`, 0 at the first token."""
+        """Return the log-probs of the row's tokens, float32 `[L]`, 0 at the first token."""
         ids = torch.from_numpy(row.ids).long()
         logits = self.model(input_ids=ids[None]).logits[0, :-1] / temperature
         picked = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
         return torch.cat([torch.zeros(1), picked])
 
     def loss_sum(self, rows: Sequence[Row]) -> tuple[torch.Tensor, int]:
-        """(summed loss, response tokens)."""
+        """Return (summed loss, number of response tokens) of a row."""
         total, tokens = torch.zeros(()), 0
         for row in rows:
             mask = torch.from_numpy(row.mask).bool()
@@ -67,7 +67,7 @@ class ReferenceTrainer:
         return total, tokens
 
     def step(self, rows: Sequence[Row]) -> tuple[float, float]:
-        """(loss, gradient norm before clipping) of one optimizer step."""
+        """Take one optimizer step; returns (loss, gradient norm before clipping)."""
         total, tokens = self.loss_sum(rows)
         loss = total / tokens
         loss.backward()

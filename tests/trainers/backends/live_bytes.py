@@ -1,4 +1,4 @@
-"""How much tensor memory a piece of code holds at most, counted exactly: what the allocator sees, in any process."""
+"""Counts exactly how many bytes of tensors a piece of code holds at most, as the allocator sees them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from headrace.actors.protocols import TrainBackend
 
 
 class LiveBytes(TorchDispatchMode):
-    """In its context, `peak` is the most bytes of storage alive at once that operations in it have made; storage of
-    `known` tensors does not count."""
+    """A context whose `peak` is the largest number of bytes of storage, made by operations inside it, that are alive at
+    once; storage of `known` tensors does not count."""
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def gathering_share(backend: TrainBackend, model: nn.Module) -> float:
-    """The most that a pass over the backend's weights holds on this rank, over the bytes of the largest weight.
-    `model`: whose parameters they are. Collective."""
+    """Return the largest number of bytes that a pass over the backend's weights holds on this rank, divided by the
+    bytes of the largest weight. `model` has the parameters. Collective."""
     params = [param.to_local() if isinstance(param, DTensor) else param for param in model.parameters()]
     sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in backend.weight_specs().values()]
     with LiveBytes(params) as live:

@@ -1,4 +1,4 @@
-"""The fsdp backend on two ranks: gradients, steps and checkpoints are those of one rank."""
+"""Tests that gradients, steps and checkpoints of the fsdp backend on two data-parallel ranks are those of one rank."""
 
 from __future__ import annotations
 
@@ -33,20 +33,22 @@ from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.train_step import TrainStep
 from headrace.trainers.losses.terms import LossInputs, PolicyLoss, TermSums
 
+pytestmark = pytest.mark.processes
+
 STEPS = 3
 ZEROS = {name: np.zeros(2, np.float32) for name in COLUMNS}
 POISONED = Row(np.array([3, 4], np.int32), np.array([0, 1], np.uint8), ZEROS, float("nan"), 0)
 
 
 def chunks_of(rows: Sequence[Row], seed: int, rank: int) -> list[list[Row]]:
-    """Rank's share of a random split of `rows` over two ranks and three microbatches, of which some are empty."""
+    """Return the rank's share of a random split of `rows` over two ranks and three microbatches, some of them empty."""
     rng = np.random.default_rng(seed)
     place = rng.permutation(np.repeat([0, 1, 2, 4, 5], len(rows) // 5))  # no row goes to microbatch 3: rank 1's first
     return [[row for row, at in zip(rows, place, strict=True) if at == rank * 3 + micro] for micro in range(3)]
 
 
 class GroupCount:
-    """A loss over groups, for counting them."""
+    """A loss over groups, to count them with."""
 
     name, denominator, metrics = "group_count", "groups", ()
 
@@ -55,7 +57,7 @@ class GroupCount:
 
 
 def count_groups(rank: int) -> float:
-    """Rank 0 has groups 1 and 2, rank 1 has 2, 3 and 4, of which 4 has failed."""
+    """Give rank 0 the groups 1 and 2 and rank 1 the groups 2, 3 and 4, of which 4 has failed."""
     step = TrainStep(PolicyLoss([(1.0, GroupCount())]), torch.device("cpu"), dist.group.WORLD)  # type: ignore[list-item]
     step.begin(1.0)
     tokens, groups = ([1, 1], [1, 2]) if rank == 0 else ([1, 1, 0], [2, 3, 4])
@@ -84,7 +86,7 @@ def error_of(call: Any) -> str:
 
 
 def on_two_ranks(rank: int, world: int, model: str, folder: str) -> dict[str, Any]:
-    """Everything that needs two ranks, in one start of two processes."""
+    """Run everything that needs two ranks in one start of two processes."""
     backend = FsdpBackend(backend_config(model, topology=Topology(world)), rank, world)
     rows = random_rows(20, 10)
     result: dict[str, Any] = {"groups": count_groups(rank)}
@@ -112,7 +114,7 @@ def on_two_ranks(rank: int, world: int, model: str, folder: str) -> dict[str, An
     result["next of one"] = run_step(backend, chunks_of(random_rows(9, 10), 9, rank))
 
     untied = FsdpBackend(
-        backend_config(f"{folder}/untied", mixed_precision="bf16", topology=Topology(world)), rank, world
+        backend_config(f"{folder}/untied", mixed_precision=True, topology=Topology(world)), rank, world
     )
     result["half"] = run_step(untied, chunks_of(rows, 1, rank))
     result["untied"] = weights_of(untied)
@@ -132,7 +134,7 @@ def model(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def one(model: str, folder: Path) -> FsdpBackend:
-    """One rank after the same steps, saved as `one`."""
+    """Run the same steps on one rank, saved as `one`."""
     backend = FsdpBackend(backend_config(model), 0, 1)
     for step in range(STEPS):
         run_step(backend, [random_rows(step, 10)])

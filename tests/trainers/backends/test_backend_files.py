@@ -1,4 +1,4 @@
-"""Checkpoints, exported weights and HF folders of the fsdp backend on one rank."""
+"""Tests checkpoints, exported weights and HF folders of the fsdp backend on one rank."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_save_that_fails_leaves_the_last_one_whole(
         with pytest.raises(OSError, match="disk full"):
             backend.save(str(path))
     assert not path.exists() and (tmp_path / "next.tmp" / "half").exists()
-    with pytest.raises(ValueError, match="not there or not whole"):
+    with pytest.raises(ValueError, match="missing or incomplete"):
         backend.load(str(path))
     backend.load(str(tmp_path / "good"))
     backend.save(str(path))

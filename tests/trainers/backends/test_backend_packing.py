@@ -1,4 +1,4 @@
-"""Packed rows: one row of all tokens computes what padded rows compute."""
+"""Tests that rows packed into one row of all tokens compute what padded rows compute."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from headrace.tests.trainers.backends.backend_ranks import (
     save_tiny_moe,
     summed_gradients,
 )
-from headrace.trainers.backends.config import BackendConfig
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.fsdp.causal_lm import CausalLM
 from headrace.trainers.backends.row_layout import lay_out
@@ -34,14 +33,14 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[FsdpBackend, FsdpBackend]:
-    """A padded and a packed backend of the same weights, whose steps are all aborted."""
+    """A padded and a packed backend with the same weights; the tests abort every step that they open."""
     torch.set_num_threads(1)
     model = save_tiny_model(tmp_path_factory.mktemp("tied"))
     return FsdpBackend(backend_config(model), 0, 1), FsdpBackend(backend_config(model, packing="packed"), 0, 1)
 
 
 def gradient(backend: FsdpBackend, chunks: list[list[Row]]) -> torch.Tensor:
-    """The summed gradient of a step that is then aborted, flat."""
+    """Return the flat summed gradient of a step, which is then aborted."""
     backend.begin_step(1.3)
     backend.accumulate(iter([micro_batch(chunk) for chunk in chunks]), len(chunks))
     flat = torch.cat([grad.flatten() for grad in summed_gradients(backend).values()])
@@ -50,7 +49,7 @@ def gradient(backend: FsdpBackend, chunks: list[list[Row]]) -> torch.Tensor:
 
 
 def short_row(length: int) -> Row:
-    """Too short to have a response."""
+    """Rows of one token are too short to have a response."""
     columns = {name: np.zeros(length, np.float32) for name in COLUMNS}
     return Row(np.full(length, 4, np.int32), np.zeros(length, np.uint8), columns, 1.0, 0)
 
@@ -127,12 +126,3 @@ def test_a_model_whose_packed_rows_see_each_other_is_refused(tmp_path: Path, mon
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
     with pytest.raises(ValueError, match="trainer.packing: got 'packed', expected 'none' or 'dynamic' for Qwen3ForCau"):
         CausalLM(model, "selected", packed=True)
-
-
-def test_mistakes_are_told() -> None:
-    with pytest.raises(ValueError, match="trainer.packing: got 'yes', expected 'none', 'packed' or 'dynamic'"):
-        BackendConfig(model="", packing="yes")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="trainer.recompute: got 'some', expected 'none' or 'full'"):
-        BackendConfig(model="", recompute="some")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="trainer.offload: got True, expected False with trainer.backend = 'fsdp' and"):
-        BackendConfig(model="", offload=True)

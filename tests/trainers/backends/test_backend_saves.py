@@ -1,8 +1,7 @@
-"""Checkpoints written behind the training, and processes killed while they write one."""
+"""Tests checkpoints that are written in the background, and processes that are killed while they write one."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from headrace.tests.process_pool import FORKSERVER
 from headrace.tests.trainers.backends.backend_ranks import backend_config, random_rows, run_step, save_tiny_model
 from headrace.trainers.backends import checkpointer
 from headrace.trainers.backends.checkpointer import Checkpointer
@@ -97,7 +97,8 @@ def test_a_checkpoint_caught_between_its_renames_is_found(model: str, tmp_path: 
 
 
 def train_and_save(model: str, path: str, saved: Connection) -> None:
-    """Resume if there is a checkpoint, then a step and a save for ever; tells each step that is surely on disk."""
+    """Resume if there is a checkpoint, then train and save steps forever; prints each step whose checkpoint is on
+    disk."""
     torch.set_num_threads(1)
     backend = FsdpBackend(backend_config(model), 0, 1)
     if os.path.exists(path) or os.path.exists(f"{path}.old"):
@@ -110,13 +111,12 @@ def train_and_save(model: str, path: str, saved: Connection) -> None:
         saved.send(done)
 
 
+@pytest.mark.processes
 def test_a_process_killed_while_it_saves_always_resumes(model: str, tmp_path: Path) -> None:
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["headrace.tests.trainers.backends.test_backend_saves"])
     path, chance, reached = str(tmp_path / "latest"), random.Random(11), 0
     for _ in range(KILLS):
-        told, tell = processes.Pipe(duplex=False)
-        child = processes.Process(target=train_and_save, args=(model, path, tell))
+        told, tell = FORKSERVER.Pipe(duplex=False)
+        child = FORKSERVER.Process(target=train_and_save, args=(model, path, tell))
         child.start()
         tell.close()
         assert told.poll(60), "the child does not start"

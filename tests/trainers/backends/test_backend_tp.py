@@ -1,4 +1,4 @@
-"""The fsdp backend with tensor parallelism: steps, log-probs and checkpoints are those of one rank."""
+"""Tests that steps, log-probs and checkpoints of the fsdp backend with tensor parallelism are those of one rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ from headrace.tests.trainers.backends.live_bytes import gathering_share
 from headrace.trainers.backends import vocab_logprobs
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
 from headrace.trainers.backends.fsdp.tensor_parallel import check_fits
-from headrace.trainers.losses.factory import LossConfig
+from headrace.trainers.losses.config import LossConfig
+
+pytestmark = pytest.mark.processes
 
 STEPS = 3
 TP2, DP2 = Topology(1, tp=2), Topology(2)
@@ -51,7 +53,7 @@ BONUS = LossConfig(clip_low=0.1, clip_high=0.15, entropy_coef=0.3)
 
 
 def share(rows: Sequence[Row], topology: Topology, rank: int) -> list[list[Row]]:
-    """The rank's rows in three microbatches, one of them empty; tensor-parallel ranks have the same."""
+    """Return the rank's rows in three microbatches, one of them empty; tensor-parallel ranks get the same rows."""
     mine = list(rows[topology.place(rank).dp :: topology.dp])
     return [mine[:2], [], mine[2:]]
 
@@ -61,7 +63,7 @@ def three_steps(backend: FsdpBackend, topology: Topology, rank: int) -> list[dic
 
 
 def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Everything that needs two ranks, in one start of two processes."""
+    """Run everything that needs two ranks in one start of two processes."""
     result: dict[str, Any] = {"cases": {}}
     for name, (model, topology, changes) in CASES.items():
         config = backend_config(f"{folder}/{model}", topology=topology, **changes)
@@ -83,7 +85,7 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     bonus = FsdpBackend(backend_config(qwen, topology=TP2, loss=BONUS), rank, world)
     result["bonus"] = [run_step(bonus, [rows]) for _ in range(2)]
     vocab_logprobs.LOGIT_ELEMENTS = whole
-    reported = FsdpBackend(backend_config(qwen, topology=TP2, entropy=True, mixed_precision="bf16"), rank, world)
+    reported = FsdpBackend(backend_config(qwen, topology=TP2, entropy=True, mixed_precision=True), rank, world)
     result["half"] = run_step(reported, [rows])
 
     sharded = FsdpBackend(backend_config(qwen, topology=DP2), rank, world)
@@ -240,5 +242,5 @@ def test_what_cannot_be_split_is_told(folder: Path) -> None:
     config.num_experts, config.vocab_size = 8, 5
     with pytest.raises(ValueError, match="trainer.tp: got 4, which leaves a rank no token of vocab_size = 5"):
         check_fits(config, "Qwen3MoeForCausalLM", 4)
-    with pytest.raises(ValueError, match="trainer.tp: got 2, expected 1 for GemmaForCausalLM; it fits Qwen3ForCausal"):
+    with pytest.raises(ValueError, match="trainer.tp: got 2, expected 1 for GemmaForCausalLM; Qwen3ForCausal"):
         check_fits(config, "GemmaForCausalLM", 2)

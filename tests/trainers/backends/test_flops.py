@@ -1,4 +1,4 @@
-"""FLOPs against torch's own counter, and what a step reports of its speed."""
+"""Tests FLOP counts against torch's own counter, and the speed metrics that a step reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The train step's state machine, sums and counts, without a model."""
+"""Tests the train step's state machine, sums and counts, without a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.trainers.backends.config import OptimizerConfig
+from headrace.trainers.backends.config import TrainerConfig
 from headrace.trainers.backends.optimizer import clip_coefficient, learning_rate
 from headrace.trainers.backends.train_step import TrainStep
 from headrace.trainers.losses.terms import Denominator, LossInputs, PolicyLoss, TermSums
@@ -114,29 +114,14 @@ def test_half_a_microbatch_is_never_applied() -> None:
 
 
 def test_learning_rate_schedules() -> None:
-    warm = OptimizerConfig(lr=1.0, warmup_steps=4)
-    assert [learning_rate(warm, step) for step in (0, 1, 3, 4, 900)] == [0.25, 0.5, 1.0, 1.0, 1.0]
-    line = OptimizerConfig(lr=1.0, warmup_steps=2, schedule="linear", total_steps=6)
-    assert [learning_rate(line, step) for step in (0, 2, 3, 6, 9)] == [0.5, 1.0, 0.75, 0.0, 0.0]
-    cosine = OptimizerConfig(lr=2.0, schedule="cosine", total_steps=4)
-    assert [learning_rate(cosine, step) for step in (0, 2, 4, 5)] == pytest.approx([2.0, 1.0, 0.0, 0.0])
+    warm = TrainerConfig(lr=1.0, warmup_steps=4)
+    assert [learning_rate(warm, step, 0) for step in (0, 1, 3, 4, 900)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+    line = TrainerConfig(lr=1.0, warmup_steps=2, schedule="linear")
+    assert [learning_rate(line, step, 6) for step in (0, 2, 3, 6, 9)] == [0.5, 1.0, 0.75, 0.0, 0.0]
+    cosine = TrainerConfig(lr=2.0, schedule="cosine")
+    assert [learning_rate(cosine, step, 4) for step in (0, 2, 4, 5)] == pytest.approx([2.0, 1.0, 0.0, 0.0])
 
 
 def test_clipping_only_shrinks() -> None:
-    assert clip_coefficient(0.5, 1.0) == clip_coefficient(50.0, None) == 1.0
+    assert clip_coefficient(0.5, 1.0) == 1.0
     assert clip_coefficient(4.0, 1.0) == pytest.approx(0.25, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"lr": 0.0}, "trainer.lr: got 0.0, expected a number above 0"),
-        ({"weight_decay": -0.1}, "trainer.weight_decay: got -0.1, expected 0 or more"),
-        ({"betas": (0.9, 1.0)}, r"trainer.betas: got \(0.9, 1.0\), expected two numbers in \[0, 1\)"),
-        ({"grad_clip": 0.0}, "trainer.grad_clip: got 0.0, expected a number above 0"),
-        ({"schedule": "step"}, "trainer.schedule: got 'step'"),
-    ],
-)
-def test_optimizer_mistakes(changes: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        OptimizerConfig(**changes)

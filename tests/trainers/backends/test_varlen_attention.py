@@ -1,4 +1,4 @@
-"""Packed attention by torch's variable-length kernel, against dense attention row by row."""
+"""Tests packed attention by torch's variable-length kernel against dense attention row by row."""
 
 from __future__ import annotations
 

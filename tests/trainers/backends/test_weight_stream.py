@@ -1,4 +1,4 @@
-"""Weights put together from pieces on three ranks: in order, whole, in little memory, and whoever stops early."""
+"""Tests weights streamed from pieces on three ranks: their order and values, the memory they take, and early ends."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from headrace.tests.trainers.backends.live_bytes import LiveBytes
 from headrace.trainers.backends import weight_stream
 from headrace.trainers.backends.weight_stream import Cut, Piece, SpreadWeight, stream_weights
 
+pytestmark = pytest.mark.processes
+
 CPU = torch.device("cpu")
 RANKS = 3
 
@@ -25,7 +27,7 @@ def rows(num: int, dim: int = 0) -> tuple[Piece, ...]:
 
 
 def squares() -> tuple[Piece, ...]:
-    """Columns over two ranks, rows of those of rank 1 over ranks 1 and 2."""
+    """Pieces of a weight whose columns are split over two ranks, the second half of them by rows over ranks 1 and 2."""
     left, right = Cut(1, 2, 0), Cut(1, 2, 1)
     return (Piece(0, (left,)), Piece(1, (right, Cut(0, 2, 0))), Piece(2, (right, Cut(0, 2, 1))))
 
@@ -54,7 +56,7 @@ def some_weights(seed: int) -> list[SpreadWeight]:
 
 
 def whole(weight: SpreadWeight) -> torch.Tensor:
-    """What it is, from its name; float32 becomes bfloat16 on the way without loss."""
+    """Return the value of the weight of this name; float32 becomes bfloat16 without loss on the way."""
     start = int(weight.name.split()[0])
     count = torch.Size(weight.shape).numel()
     return (torch.arange(start, start + count) % 250).view(weight.shape).to(weight.dtype)
@@ -70,7 +72,7 @@ def own_pieces(rank: int) -> Any:
 
 
 def differing(weights: list[SpreadWeight], stream: Any, rank: int) -> list[str]:
-    """Names that do not come as they should."""
+    """Return the names of the weights that do not arrive as they should."""
     wrong = []
     for weight, (name, tensor) in zip(weights, stream, strict=True):
         expected = whole(weight) if rank == 0 else torch.empty(0, dtype=weight.dtype)

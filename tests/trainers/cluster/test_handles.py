@@ -20,7 +20,6 @@ from headrace.codecs import messages
 from headrace.trainers.cluster import calls, handles
 from headrace.trainers.cluster.calls import ActorFailed, DriverMeter, gather, gather_each
 from headrace.trainers.cluster.handles import EngineHandle, RolloutHandle, TrainHandle
-from headrace.trainers.grpo.feed import prompt_order
 
 SHARD = TrainShard(1, b"receipt", np.array([3, 4]), "digest", False)
 
@@ -125,8 +124,3 @@ def test_an_actor_that_does_not_answer_is_named(ray: None) -> None:
         gather([engine.num_workers() for engine in engines], "start", 0.01)
     first, second = gather_each([engine.num_workers() for engine in engines], "start", 0.01)
     assert first == 3 and isinstance(second, ActorFailed) and second.cause is None and not second.died
-
-
-def test_prompt_order_follows_the_stream_and_the_sample() -> None:
-    keys = ["10.1", "z.0", "10.0", "2.11", "2.9"]
-    assert sorted(keys, key=prompt_order) == ["2.9", "2.11", "z.0", "10.0", "10.1"]

@@ -70,6 +70,16 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("sync.xyz=1", "sync.xyz: unknown key; sync has transport, bucket_mib, in_flight,"),
         ("dataplane.store.kind=shmm", "expected one of auto, local, shm, ray, simple, mooncake (did you mean shm?)"),
         ("trainer.lr=fast", "trainer.lr: got 'fast', expected a finite number"),
+        ("trainer.weight_decay=-0.1", "trainer.weight_decay: got -0.1, expected a number >= 0"),
+        ("trainer.betas=[0.9, 1.0]", "trainer.betas.1: got 1.0, expected a number < 1"),
+        ("trainer.grad_clip=0", "trainer.grad_clip: got 0, expected a number > 0"),
+        ("trainer.schedule=step", "trainer.schedule: got 'step', expected one of constant, cosine, linear"),
+        ("scripted.train_row_s=-1", "scripted.train_row_s: got -1, expected a number >= 0"),
+        ("model.dtype=int8", "model.dtype: got 'int8', expected one of float32, bfloat16"),
+        ("rollout.engine=scriptd", "expected one of hf, vllm, scripted (did you mean scripted?)"),
+        ("rollout.environment=multi", "got 'multi', expected one of single_turn, tool_use"),
+        ("trainer.recompute=some", "trainer.recompute: got 'some', expected one of none, full"),
+        ("algorithm.prev_logprobs=old", "algorithm.prev_logprobs: got 'old', expected one of rollout, recompute"),
         ("trainer.lr=.inf", "trainer.lr: got inf, expected a finite number"),
         ("trainer.lr=0", "trainer.lr: got 0, expected a number > 0"),
         ("trainer.dp=1.5", "trainer.dp: got 1.5, expected a whole number"),
@@ -85,14 +95,14 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("trainer.dp=3", "algorithm.prompts_per_step: got 32, expected a multiple of trainer.dp=3"),
         ("rollout.num_engines=33", "got 32, expected at least rollout.num_engines=33, so that every rollout actor"),
         ("rollout.num_actors=33", "got 32, expected at least rollout.num_actors=33, so that every rollout actor"),
-        ("rollout.tp=2", "rollout.tp: got 2 with rollout.engine='hf', expected 1, as only vllm splits"),
+        ("rollout.tp=2", "rollout.tp: got 2 with rollout.engine='hf', expected 1, as it has an effect only with"),
         ("sync.transport=nccl", "sync.transport: got 'nccl', expected one of auto, collective, ipc, store, disk"),
         ("sync.timeout_s=400", "sync.timeout_s: got 400, expected less than resources.stage_timeout_s=300"),
         ("algorithm.chunk_groups=4", "algorithm.chunk_groups: got 4 with algorithm.mode='sync', expected it unset"),
         ("algorithm.mode=pipelined", "algorithm.mode: got 'pipelined', expected one of sync, async, streaming"),
         ("sync.dir=/weights", "sync.dir: got '/weights' with sync.transport='auto', expected it unset"),
         ("rollout.max_new_tokens=20000", "trainer.tokens_per_microbatch: got 16384, expected at least 20512"),
-        ("trainer.cp=2", "trainer.cp: got 2 with trainer.backend='fsdp', expected 1, as only megatron has it"),
+        ("trainer.cp=2", "trainer.cp: got 2 with trainer.backend='fsdp', expected 1, as it has an effect only with"),
         ("trainer.pp=2", "trainer.pp: got 2 with trainer.backend='fsdp', expected 1"),
         ("trainer.sequence_parallel=true", "trainer.sequence_parallel: got true with trainer.backend='fsdp', expected"),
         ("trainer.distributed_optimizer=false", "trainer.distributed_optimizer: got false with trainer.backend='fsdp'"),
@@ -149,7 +159,7 @@ def test_a_dataset_needs_its_own_validation_set(tmp_path: Path) -> None:
 
 def test_only_the_builtin_model_is_warmed_up(tmp_path: Path) -> None:
     [sentence] = problems(tmp_path, "", "warmup.corpus=digit_skills", "model.path=org/model")
-    assert "only the built-in model is warmed up" in sentence
+    assert "it has an effect only with the built-in model" in sentence
     assert load(tmp_path, "", "warmup.corpus=digit_skills").warmup.corpus == "digit_skills"
 
 
@@ -162,7 +172,7 @@ def test_reward_names_are_unique(tmp_path: Path) -> None:
 
 def test_resolved_yaml_reads_back_equal(tmp_path: Path) -> None:
     config = load(
-        tmp_path, "", "trainer.lr=3e-5", "data.template='{prompt} = '", "run.name=off", "data.options={a: '1'}"
+        tmp_path, "", "trainer.lr=3e-5", "sync.in_flight=keep", "run.name=off", "data.options={a: '1', b: '{x} = '}"
     )
     config = with_run_dir(config)
     assert load(tmp_path, resolved_yaml(config)) == config

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
-from headrace.actors.rewards.factory import REWARD_KINDS as BUILT_REWARDS
-from headrace.trainers.advantages.factory import AdvantageConfig
-from headrace.trainers.cluster.actor_specs import advantage_config, backend_config, loss_config, rewards
-from headrace.trainers.config.config import REWARD_KINDS, Config
+from headrace.actors.rewards.config import REWARD_KINDS
+from headrace.actors.rewards.factory import BUILT_REWARDS
+from headrace.trainers.advantages.config import AdvantageConfig
+from headrace.trainers.cluster.actor_specs import backend_config, reward_weights, tagged_rewards
+from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import ConfigError
-from headrace.trainers.losses.factory import LossConfig
+from headrace.trainers.losses.config import LossConfig
 
 RECOMPUTE = {"algorithm": {"prev_logprobs": "recompute"}}
 TWO = {"reward": {"functions": [{"kind": "exact_match", "weight": 0.5}, {"kind": "per_position", "weight": 2}]}}
 
 
-def test_both_configs_have_the_same_keys() -> None:
-    config = Config()
-    assert set(type(config.loss).model_fields) == {field.name for field in dataclasses.fields(LossConfig)}
-    fields = {field.name for field in dataclasses.fields(AdvantageConfig)}
-    assert {*type(config.advantage).model_fields, "weights"} == fields
+def test_the_kinds_of_rewards_are_those_that_can_be_built() -> None:
     assert set(REWARD_KINDS) == set(BUILT_REWARDS)
 
 
@@ -44,23 +40,23 @@ def test_every_key_arrives() -> None:
         "entropy_coef": 0.001,
     }
     config = build_config({"loss": keys, **RECOMPUTE})
-    assert loss_config(config) == LossConfig(**keys) == backend_config(config, "model").loss
+    assert backend_config(config, "model").loss == LossConfig(**keys)
 
 
 def test_the_longest_answer_is_dr_grpos_constant_by_default() -> None:
     config = build_config({"loss": {"aggregation": "sequence_sum"}, "rollout": {"max_new_tokens": 77}})
-    assert loss_config(config).length_norm == 77
-    assert loss_config(Config()).length_norm is None
+    assert backend_config(config, "model").loss.length_norm == 77
+    assert backend_config(Config(), "model").loss.length_norm is None
 
 
 def test_gdpo_gets_the_weights_and_asks_for_tags() -> None:
     config = build_config({"advantage": {"kind": "gdpo"}, **TWO})
-    assert advantage_config(config).weights == {"exact_match": 0.5, "per_position": 2.0}
-    assert [reward.tagged for reward in rewards(config)] == [True, True]
-    assert [reward.tagged for reward in rewards(build_config(TWO))] == [False, False]
+    assert reward_weights(config) == {"exact_match": 0.5, "per_position": 2.0}
+    assert tagged_rewards(config) == {"exact_match", "per_position"}
+    assert tagged_rewards(build_config(TWO)) == set()
     functions = [*TWO["reward"]["functions"], {"kind": "format", "weight": 0, "options": {"pattern": "x"}}]
     config = build_config({"advantage": {"kind": "gdpo"}, "reward": {"functions": functions}})
-    assert [reward.tagged for reward in rewards(config)] == [True, True, False]
+    assert tagged_rewards(config) == {"exact_match", "per_position"}
 
 
 @pytest.mark.parametrize(
@@ -70,18 +66,38 @@ def test_gdpo_gets_the_weights_and_asks_for_tags() -> None:
             {"loss": {"correction": "tis"}},
             "loss.correction: got 'tis' with algorithm.prev_logprobs='rollout', expected",
         ),
-        ({"loss": {"correction_high": 2}}, "loss.correction_high: got 2.0 with loss.correction='none', expected null"),
+        (
+            {"loss": {"correction_high": 2}},
+            "loss.correction_high: got 2 with loss.correction='none', expected it unset",
+        ),
         (
             {"loss": {"correction": "sequence", "correction_low": 0.5}, **RECOMPUTE},
-            "loss.correction_low: got 0.5 with loss.correction='sequence', expected null",
+            "loss.correction_low: got 0.5 with loss.correction='sequence', expected it unset",
         ),
         (
             {"loss": {"correction": "icepop", "correction_low": 6}, **RECOMPUTE},
             "loss.correction_high: got 5.0, expected a number above loss.correction_low=6.0",
         ),
-        ({"loss": {"kind": "gspo", "clip_dual": 3}}, "loss.clip_dual: got 3.0 with loss.kind='gspo', expected null"),
-        ({"loss": {"length_norm": 9}}, "loss.length_norm: got 9 with loss.aggregation='token', expected null"),
+        (
+            {"loss": {"kind": "gspo", "clip_dual": 3}},
+            "loss.clip_dual: got 3 with loss.kind='gspo', expected it unset",
+        ),
+        ({"loss": {"length_norm": 9}}, "loss.length_norm: got 9 with loss.aggregation='token', expected it unset"),
         ({"loss": {"clip_dual": 1}}, "loss.clip_dual: got 1, expected a number > 1"),
+        ({"loss": {"clip_low": 0}}, "loss.clip_low: got 0, expected a number > 0"),
+        ({"loss": {"clip_high": 0}}, "loss.clip_high: got 0, expected a number > 0"),
+        ({"loss": {"length_norm": 0, "aggregation": "sequence_sum"}}, "length_norm: got 0, expected a number >= 1"),
+        ({"loss": {"kl_coef": -1}}, "loss.kl_coef: got -1, expected a number >= 0"),
+        ({"loss": {"kl_kind": "k4"}}, "loss.kl_kind: got 'k4', expected one of k1, k2, k3"),
+        ({"loss": {"kl_in": "rewards"}}, "loss.kl_in: got 'rewards', expected one of loss, reward"),
+        ({"loss": {"entropy_coef": -0.1}}, "loss.entropy_coef: got -0.1, expected a number >= 0"),
+        ({"loss": {"aggregation": "tokens"}}, "expected one of token, sequence, sequence_sum, prompt"),
+        ({"loss": {"correction": "is"}}, "expected one of none, tis, icepop, sequence, sequence_mask"),
+        (
+            {"loss": {"correction": "tis", "correction_high": -1.0}, **RECOMPUTE},
+            "loss.correction_high: got -1.0, expected a number > 0",
+        ),
+        ({"advantage": {"baseline": "none"}}, "advantage.baseline: got 'none', expected one of step, group"),
         ({"loss": {"clip_low": 1.5}}, "loss.clip_low: got 1.5, expected a number <= 1"),
         ({"loss": {"length_norm": True}}, "loss.length_norm: got true, expected a number"),
         ({"loss": {"kind": "gspo_"}}, "expected one of ppo_clip, gspo, cispo, reinforce (did you mean gspo?)"),
@@ -102,5 +118,5 @@ def test_one_sentence_for_each_mistake(data: dict[str, Any], sentence: str) -> N
 
 def test_the_defaults_of_a_run_are_the_quickstarts() -> None:
     """Nothing new is on unless asked for."""
-    assert loss_config(Config()) == LossConfig(clip_low=0.2, clip_high=0.28)
-    assert advantage_config(Config()) == AdvantageConfig(weights={"exact_match": 1.0})
+    assert backend_config(Config(), "model").loss == LossConfig(clip_low=0.2, clip_high=0.28)
+    assert Config().advantage == AdvantageConfig() and reward_weights(Config()) == {"exact_match": 1.0}

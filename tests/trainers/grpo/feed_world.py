@@ -21,13 +21,13 @@ from headrace.actors.rollout.worker import RolloutWorker
 from headrace.codecs.batch import Batch, Jagged, Ragged
 from headrace.dataplane.client import DataPlaneClient
 from headrace.dataplane.factory import DataPlane, connect
-from headrace.dataplane.meta import KVBatchMeta
+from headrace.dataplane.meta import POSITION, KVBatchMeta
 from headrace.dataplane.traffic import Traffic
 from headrace.trainers.cluster.calls import ActorFailed, Call, DriverMeter
 from headrace.trainers.cluster.handles import RolloutHandle
 from headrace.trainers.config.config import Config
 from headrace.trainers.grpo import steps as grpo
-from headrace.trainers.grpo.feed import Feed, position_of
+from headrace.trainers.grpo.feed import Feed
 from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.observe.trace import Tracer
 from headrace.trainers.supervision.heartbeat import Heartbeat
@@ -160,7 +160,7 @@ class World:
         }  # fmt: skip
         keys = [f"{base36(position)}.{sample}" for sample in range(size)]
         tags = {"reward": reward, "valid": np.ones(size, np.float32), "response_length": lengths.astype(np.float32)}
-        tags["reward/exact_match"] = reward
+        tags |= {"reward/exact_match": reward, POSITION: np.full(size, position)}
         batch = Batch(ROLLOUT_SCHEMA.subset(ROLLOUT_FIELDS), size, columns)
         self.inner.put(self.partition, keys, batch, versions=np.full(size, version), tags=tags)
 
@@ -198,4 +198,4 @@ def saved(state: grpo.State) -> str:
 
 def positions_of(meta: KVBatchMeta) -> list[int]:
     """Of the groups, in order."""
-    return list(dict.fromkeys(position_of(key) for key in meta.keys))
+    return list(dict.fromkeys(meta.tags[POSITION].tolist()))

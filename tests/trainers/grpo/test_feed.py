@@ -120,7 +120,7 @@ def test_bounds_hold_while_actors_die_and_runs_are_resumed(plane: DataPlane, nam
     drill(plane, name, 100)
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["async in order", "async ready first", "async ready first, dynamic"])
 def test_bounds_hold_for_ten_thousand_steps(plane: DataPlane, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The published formulas of every loss, row by row in float64 numpy, and random rows to try them on."""
+"""Computes the published formula of every loss row by row in float64 numpy, and makes random rows to test with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.trainers.losses.factory import LossConfig
+from headrace.trainers.losses.config import LossConfig
 from headrace.trainers.losses.terms import LossInputs
 
 KINDS = ("ppo_clip", "gspo", "cispo", "reinforce")
@@ -37,7 +37,7 @@ def config_of(kind: str, aggregation: str = "token", correction: str = "none", *
 
 @dataclass(frozen=True)
 class Row:
-    """Arrays are float64 `[tokens]`."""
+    """The tokens of one row, as float64 arrays `[tokens]`."""
 
     now: np.ndarray
     prev: np.ndarray
@@ -49,7 +49,7 @@ class Row:
 
 
 def random_rows(seed: int, num_rows: int = 9) -> list[Row]:
-    """Three groups, one row without tokens, ratios from about 0.5 to 2 per token."""
+    """Make random rows in three groups, one row without tokens, with ratios from about 0.5 to 2 per token."""
     rng = np.random.default_rng(seed)
     lengths = rng.permutation([0, 1, *rng.integers(1, 7, num_rows - 2)])
     rows = []
@@ -61,12 +61,12 @@ def random_rows(seed: int, num_rows: int = 9) -> list[Row]:
 
 
 def group_tokens(rows: Sequence[Row]) -> dict[int, int]:
-    """Response tokens of each group."""
+    """Count the response tokens of each group."""
     return {group: sum(len(row.now) for row in rows if row.group == group) for group in {row.group for row in rows}}
 
 
 def loss_inputs(rows: Sequence[Row], groups: dict[int, int], dtype: torch.dtype = torch.float64) -> LossInputs:
-    """The rows as one microbatch; `groups` counts those of the whole step."""
+    """Make one microbatch of the rows; `groups` has the token counts of the whole step's groups."""
     tokens = torch.tensor([len(row.now) for row in rows], dtype=torch.int64)
     ids = torch.repeat_interleave(torch.arange(len(rows)), tokens)
 
@@ -99,7 +99,7 @@ def clip(ratio: float, config: LossConfig) -> float:
 
 
 def token_gain(config: LossConfig, row: Row, now: np.ndarray, t: int, advantage: float) -> tuple[float, bool]:
-    """(what is maximised at token t, whether a bound acts there); `row.now` is what stop-gradients see."""
+    """Return (the objective at token t, True when a bound acts there); stop-gradients use `row.now`."""
     ratio = math.exp(now[t] - row.prev[t])
     if config.kind == "reinforce":
         return advantage * now[t], False
@@ -115,7 +115,7 @@ def token_gain(config: LossConfig, row: Row, now: np.ndarray, t: int, advantage:
 
 
 def correction_weight(config: LossConfig, row: Row, t: int) -> tuple[float, bool]:
-    """(weight, whether a bound acts)."""
+    """Return (the correction's weight, True when a bound acts)."""
     if config.correction == "none":
         return 1.0, False
     low, high = BOUNDS[config.correction]
@@ -139,7 +139,7 @@ def reference_loss(
     now: Sequence[np.ndarray],
     entropy: Sequence[np.ndarray],
 ) -> float:
-    """The step's summed loss with log-probs `now` and `entropy` of each row, by which it may be differentiated."""
+    """Compute the step's summed loss as a function of each row's log-probs `now` and `entropy`."""
     groups, total = group_tokens(rows), 0.0
     for row, own, spread in zip(rows, now, entropy, strict=True):
         for t in range(len(own)):
@@ -154,7 +154,7 @@ def reference_loss(
 
 
 def reference_metrics(config: LossConfig, rows: Sequence[Row]) -> dict[str, float]:
-    """Sums over the step's tokens; metrics that a loss does not have are left out by the caller."""
+    """Sum every metric over the step's tokens; the caller leaves out those that a loss does not have."""
     sums = dict.fromkeys(("ratio_mean", "clip_fraction", "approx_kl", "rollout_kl", "reference_kl"), 0.0)
     sums |= {"correction_weight": 0.0, "correction_fraction": 0.0}
     for row in rows:
@@ -176,7 +176,7 @@ def reference_metrics(config: LossConfig, rows: Sequence[Row]) -> dict[str, floa
 
 
 def finite_differences(config: LossConfig, rows: Sequence[Row], step: float = 1e-6) -> tuple[np.ndarray, np.ndarray]:
-    """Gradients of the reference by every token's log-prob and entropy, rows one after another."""
+    """Differentiate the reference with respect to every token's log-prob and entropy, row after row."""
     now, entropy = [row.now.copy() for row in rows], [row.entropy.copy() for row in rows]
     gradients = []
     for columns in (now, entropy):

@@ -1,4 +1,4 @@
-"""Trainer against engine log-probs: sums of a microbatch, against float64 by hand."""
+"""Tests the mismatch metrics of a microbatch against sums computed by hand in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.trainers.losses.terms import LossInputs
 
 
 def inputs(now: np.ndarray, prev: np.ndarray, rollout: np.ndarray) -> LossInputs:
-    """All tokens of one row."""
+    """Make the inputs of a microbatch whose tokens all belong to one row."""
     ours, before, engine = (torch.from_numpy(values.astype(np.float32)) for values in (now, prev, rollout))
     num = len(now)
     return LossInputs(

@@ -1,4 +1,4 @@
-"""Every loss, aggregation and correction against the formulas of `reference`: value, gradient, metrics."""
+"""Tests value, gradient and metrics of every loss, aggregation and correction against the formulas of `reference`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from headrace.tests.trainers.losses.reference import (
     reference_loss,
     reference_metrics,
 )
-from headrace.trainers.losses.factory import LossConfig, build_loss
+from headrace.trainers.losses.config import LossConfig
+from headrace.trainers.losses.factory import build_loss
 
 EXTRAS = (
     {},
@@ -69,7 +70,7 @@ def test_no_second_clip_and_no_lower_bound() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rows_meet_every_branch(kind: str) -> None:
-    """A bound that never acts would make the comparison above an empty one."""
+    """Every bound acts on some of the random rows; otherwise the comparison above would test nothing."""
     rows = [row for seed in range(len(EXTRAS)) for row in random_rows(seed)]
     tokens = sum(len(row.now) for row in rows)
     for correction in CORRECTIONS[1:]:
@@ -104,7 +105,7 @@ def test_a_correction_of_equal_policies_changes_nothing(correction: str) -> None
 
 @pytest.mark.parametrize("correction", ["icepop", "sequence_mask"])
 def test_a_nan_is_not_masked_away(correction: str) -> None:
-    """It has to skip the step; a weight of 0 would hide it."""
+    """A NaN must skip the step; a weight of 0 would hide it."""
     inputs = loss_inputs(random_rows(5), group_tokens(random_rows(5)))
     inputs.rollout_logprobs[3] = float("nan")
     assert build_loss(config_of("ppo_clip", correction=correction))(inputs).loss.isnan()

@@ -1,4 +1,4 @@
-"""The driver's sums over processes, and what stands in the data plane, as flat figures."""
+"""Tests the driver's sums over all processes' calls, and the metrics of what is in the data plane."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STATUS = DataPlaneStatus({"train": 64}, 64, {"ids": 64}, 2, 32, 1.5, 4, 1000, 20
 
 
 class FakeClient:
-    """The driver's client: its own counters, and a directory that always says the same."""
+    """A stand-in for the driver's client, with its own counters and a directory whose answer never changes."""
 
     def __init__(self) -> None:
         self.stats = ClientStats()

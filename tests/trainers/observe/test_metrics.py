@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard: what is written, what is read back, what a dead writer leaves."""
+"""Tests writing metrics.jsonl and TensorBoard, reading metrics back, and the partial line of a dead writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live view: lines without a terminal, a panel on one."""
+"""Tests the live view, which prints lines without a terminal and a panel on one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ASYNC = {
 
 
 def shown(*steps: dict[str, float], terminal: bool) -> str:
-    """What a view prints last for these steps, without its colours."""
+    """Return what a view prints last for these steps, without colours."""
     console = Console(file=io.StringIO(), force_terminal=terminal, width=140)
     with Progress("tiny", len(steps), console=console) as progress:
         for number, step in enumerate(steps, start=1):

@@ -1,4 +1,4 @@
-"""The Prometheus endpoint over real HTTP: what a scrape gets, live, and that the dashboard and the docs speak of it."""
+"""Tests the Prometheus endpoint over real HTTP, and that the dashboard and the docs use the metrics that it serves."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STEP = {key: 0.25 for _, key, _ in STEP_GAUGES} | {
 
 
 class FakeWatch:
-    """A data plane with 20 gets on a line and one claim; its directory can be lost."""
+    """A data plane with 20 gets whose costs are on a line and one claim; its directory can be made to fail."""
 
     def __init__(self) -> None:
         self.lost = False
@@ -74,7 +74,7 @@ def endpoint(tmp_path: Path) -> Iterator[PrometheusEndpoint]:
 
 
 def scrape(address: str) -> dict[tuple[str, str], float]:
-    """(sample, the values of its labels) -> value."""
+    """Scrape the endpoint; returns the values by (sample name, label values)."""
     with urllib.request.urlopen(address, timeout=10) as reply:
         assert reply.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         text = reply.read().decode()
@@ -203,4 +203,4 @@ def test_the_dashboard_queries_only_what_is_exported(endpoint: PrometheusEndpoin
 def test_the_docs_name_every_metric_and_no_other(endpoint: PrometheusEndpoint) -> None:
     exported = {name for name, _ in full_scrape(endpoint)}
     families = {re.sub(r"^(headrace_dataplane_call_seconds)_(bucket|sum|count)$", r"\1", name) for name in exported}
-    assert names_in((DOCS / "observability.md").read_text()) == families
+    assert names_in((DOCS / "reference" / "metrics.md").read_text()) == families

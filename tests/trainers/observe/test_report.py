@@ -1,4 +1,4 @@
-"""The report page: stands alone, shows what there is, survives what is missing."""
+"""Tests that the report page needs nothing else, shows the metrics that there are, and works without the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.trainers.config.config import Config, resolved_yaml, with_run_dir
 from headrace.trainers.errors import UserError
 from headrace.trainers.observe.metrics import MetricsWriter
 from headrace.trainers.observe.plots import MAX_BARS, all_plots
-from headrace.trainers.observe.report import final_figures, write_report
+from headrace.trainers.observe.report import summary_cards, write_report
 
 
 def step_record(step: int) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def run_folder(folder: Path, num_steps: int, *, finished: bool = True) -> Path:
 
 
 def ahead_record(step: int) -> dict[str, Any]:
-    """Of a run whose rollouts are ahead of its training, and that has lost something."""
+    """Make the record of a run whose rollouts are ahead of its training and that has lost something."""
     return step_record(step) | {
         "queue/groups_in_flight": 64,
         "queue/groups_ready": step % 7,
@@ -74,7 +74,7 @@ def ahead_record(step: int) -> dict[str, Any]:
 
 
 class Page(HTMLParser):
-    """Tags that were opened and not closed, and everything that would need a network."""
+    """Collects tags that were opened and not closed, and everything that would need a network."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -141,19 +141,19 @@ def test_missing_and_null_figures_are_left_out(tmp_path: Path) -> None:
         {"step": 2, "train/loss": None, "reward/mean": 0.25},
     ]
     assert [plot.title for plot in all_plots(records)] == ["Learning", "Where a step's time goes, seconds"]
-    assert ("Reward", "0.250", "first 0.250, best 0.250") in final_figures(records)
-    assert all_plots([]) == [] and final_figures([]) == []
+    assert ("Reward", "0.250", "first 0.250, best 0.250") in summary_cards(records)
+    assert all_plots([]) == [] and summary_cards([]) == []
 
 
-def test_final_figures_are_last_first_best_and_medians() -> None:
+def test_summary_cards_are_last_first_best_and_medians() -> None:
     records = [step_record(step) for step in range(1, 41)]
     records[0]["time/step_s"] = 9.0
-    figures = {label: (figure, small) for label, figure, small in final_figures(records)}
-    assert figures["Held-out exact match"] == ("80.0%", "first 42.5%, best 80.0%")
-    assert figures["Time a step"] == ("400 ms", "median; largest 9.0 s")
-    assert figures["Put a step"][0] == "61.0 kB"
-    assert figures["Through the driver"][0] == "61 B a row"
-    assert "Failed rows" not in figures
+    cards = {label: (value, small) for label, value, small in summary_cards(records)}
+    assert cards["Held-out exact match"] == ("80.0%", "first 42.5%, best 80.0%")
+    assert cards["Time per step"] == ("400 ms", "median; largest 9.0 s")
+    assert cards["Put per step"][0] == "61.0 kB"
+    assert cards["Through the driver"][0] == "61 B per row"
+    assert "Failed rows" not in cards
 
 
 def test_rollouts_beside_the_training_have_a_plot_and_lock_step_has_none() -> None:
@@ -175,12 +175,12 @@ def test_rollouts_beside_the_training_have_a_plot_and_lock_step_has_none() -> No
 
 
 def test_what_a_run_lost_is_added_up_or_counted_already() -> None:
-    figures = {label: (figure, small) for label, figure, small in final_figures([ahead_record(s) for s in range(1, 9)])}
-    assert figures["Staleness"] == ("1.5", "versions, mean of rows; oldest 2")
-    assert figures["Training idle"] == ("25%", "of a step, median; rollouts 2%")
-    assert figures["Groups dropped"][0] == "16" and figures["Actors replaced"][0] == "1"
-    assert "Restarts" not in figures and "Groups too old" not in figures
-    assert "Staleness" not in {label for label, _, _ in final_figures([step_record(1)])}
+    cards = {label: (value, small) for label, value, small in summary_cards([ahead_record(s) for s in range(1, 9)])}
+    assert cards["Staleness"] == ("1.5", "versions, mean of rows; oldest 2")
+    assert cards["Training idle"] == ("25%", "of a step, median; rollouts 2%")
+    assert cards["Groups dropped"][0] == "16" and cards["Actors replaced"][0] == "1"
+    assert "Restarts" not in cards and "Groups too old" not in cards
+    assert "Staleness" not in {label for label, _, _ in summary_cards([step_record(1)])}
 
 
 def test_a_long_run_is_drawn_in_bounded_bars_and_a_slow_step_is_cut_off() -> None:

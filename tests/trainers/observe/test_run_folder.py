@@ -1,4 +1,4 @@
-"""The run folder: what is made, what is refused, what is kept."""
+"""Tests what a run folder contains, which folders it refuses, and what it keeps."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def test_a_live_run_is_refused_with_and_without_resume(tmp_path: Path) -> None:
             RunFolder(config_for(tmp_path), resume=True)
 
 
+@pytest.mark.processes
 def test_the_lock_of_a_killed_run_is_free(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"

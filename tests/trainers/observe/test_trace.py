@@ -1,4 +1,4 @@
-"""The timeline: which spans are kept, and that viewers can draw them."""
+"""Tests which spans the timeline keeps, and that viewers can draw them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.trainers.observe.trace import JITTER_S, Tracer, trace_events
 
 
 def drawn(*spans: Span) -> list[dict[str, Any]]:
-    """Events of one process that has told of them in one report."""
+    """Return the events of one process whose spans came in one report."""
     return trace_events({"p": [spans]})
 
 

@@ -1,4 +1,4 @@
-"""What tests ask of a timeline's events."""
+"""Reads lanes, names and overlaps from a timeline's events, for tests."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ def complete(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def names(events: list[dict[str, Any]], what: str) -> dict[Any, str]:
-    """(pid, tid) -> the name that metadata gives it; what: process or thread."""
+    """Return the names that metadata gives to processes or threads, by (pid, tid)."""
     return {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == f"{what}_name"}
 
 
 def lanes(events: list[dict[str, Any]]) -> dict[str, str]:
-    """Span -> its lane's name."""
+    """Return the name of each span's lane."""
     threads = names(events, "thread")
     return {event["name"]: threads[event["pid"], event["tid"]] for event in complete(events)}
 
 
 def crossing(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Pairs of spans of one lane that neither nest nor stay apart."""
+    """Return the pairs of spans of one lane that overlap without nesting."""
     found = []
     drawn = complete(events)
     for i, a in enumerate(drawn):

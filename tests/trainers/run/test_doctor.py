@@ -25,6 +25,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.processes
 def test_imports_are_tried_in_a_child_and_errors_are_one_line(library: Path) -> None:
     (library / "fine_lib.py").write_text("print('noise')\n")
     (library / "broken_lib.py").write_text("raise ImportError('libibverbs.so.1: cannot open\\nmore')\n")
@@ -33,6 +34,7 @@ def test_imports_are_tried_in_a_child_and_errors_are_one_line(library: Path) -> 
     assert "fine_lib" not in sys.modules
 
 
+@pytest.mark.processes
 def test_a_library_that_kills_or_hangs_its_process_is_named(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (library / "fine_lib.py").write_text("")
     (library / "crashing_lib.py").write_text("import os\nos._exit(139)\n")
@@ -85,6 +87,7 @@ def test_no_shared_memory_and_rdma_devices(tmp_path: Path) -> None:
     assert doctor._rdma(tmp_path / "none")[0].state is State.NOTE
 
 
+@pytest.mark.processes
 def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor._gpus()[0].state is State.NOTE
@@ -118,6 +121,7 @@ def test_the_exit_code_is_0_unless_nothing_works(
     assert "fix the store" in text and "[red]not markup[/red]" in text
 
 
+@pytest.mark.processes
 def test_this_machine_can_be_examined() -> None:
     findings = doctor.examine()
     assert {finding.area for finding in findings} == {"software", "machine", "store", "engine"}

@@ -49,6 +49,7 @@ def test_an_error_of_its_own_is_none(error: Exception, monkeypatch: pytest.Monke
     assert lost_process(error, ALIVE) is None
 
 
+@pytest.mark.processes
 def test_an_error_beside_a_dead_process_is_of_its_death() -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()

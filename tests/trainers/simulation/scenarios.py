@@ -1,4 +1,5 @@
-"""A small scenario whose figures a test replaces: constant lengths, one engine with room for one step, nothing else."""
+"""Provides a small scenario whose values a test replaces: constant lengths, one engine with room for one step, no other
+costs."""
 
 from __future__ import annotations
 
@@ -34,11 +35,11 @@ PLAIN = replace(
     put_bytes=0.0,
     got_bytes=0.0,
 )
-"""Generation of a step takes 10 s, training 7, the sync 2."""
+"""A scenario in which generating a step takes 10 s, training 7 s and the sync 2 s."""
 
 
 def scenario(**changes: Any) -> Scenario:
-    """`sampler`: the same for all modes."""
+    """Return the plain scenario with changes; `sampler` applies to all modes."""
     if "sampler" in changes:
         changes["sampler"] = dict.fromkeys(MODES, changes["sampler"])
     return replace(PLAIN, **changes)

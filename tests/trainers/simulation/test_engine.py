@@ -1,4 +1,4 @@
-"""The simulated engine against one that goes row by row."""
+"""Tests the simulated engine against one that computes row by row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ CHANGES = st.lists(
 
 
 def plainly(changes: list[tuple[str, float, np.ndarray | float]], decode_s: float, row_s: float) -> tuple[list, float]:
-    """(when each group ends, seconds in which rows decoded), row by row. changes: (kind, time, lengths or pause)."""
+    """Compute row by row (when each group ends, seconds in which rows decoded). Changes are (kind, time, lengths or
+    pause)."""
     now, stands_until, busy = 0.0, 0.0, 0.0
     left: list[list[float]] = []
     ends: list[float] = []

@@ -1,4 +1,4 @@
-"""`run_simulation`: files, summary, what a run's figures become, and users' mistakes."""
+"""Tests the files and the summary of `run_simulation`, scenarios from a measured run, and users' mistakes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_summary_files_and_table_agree(tmp_path: Path) -> None:
 
 
 def test_figures_of_a_run_stand_in_for_what_is_left_open(tmp_path: Path) -> None:
-    """A run's metrics, made from a simulated one: the simulation of its figures takes as long."""
+    """A scenario measured from the metrics of a simulated run takes as long as that run."""
     sizes = {"steps": 12, "prompts_per_step": 32, "group_size": 8}
     config = build_config({"algorithm": sizes, "rollout": {"max_new_tokens": 4000, "max_batch": 512}})
     truth = build_scenario(config, SECTION, {})

@@ -1,4 +1,4 @@
-"""The simulation of runs on the scripted engine and backend: their own latencies, and what a sync run took besides."""
+"""Tests simulations of runs on the scripted engine and backend, with their own latencies and measured overheads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_groups_take_the_engines_latencies_whatever_else_it_does() -> None:
 
 
 def test_streaming_trains_on_chunks_of_what_is_ready() -> None:
-    """A chunk is of exactly `chunk_groups` groups, as the controller claims them: by default a quarter of a step."""
+    """The trainer takes chunks of exactly `chunk_groups` groups, as the controller does; the default is a quarter of a
+    step."""
     run = simulate(build_scenario(CONFIG, SimulationConfig(**BARE), {}), "streaming")
     for step, latencies in zip(run.steps, LATENCIES, strict=True):
         at = 0.0
@@ -50,7 +51,8 @@ def test_streaming_trains_on_chunks_of_what_is_ready() -> None:
 
 
 def test_async_replaces_groups_that_grow_too_old_while_they_are_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt a step, two under way; the first takes for ever. Once it is too old, another has its place."""
+    """With one prompt per step and two in flight, another prompt replaces a prompt that takes very long once that is
+    too old."""
     latencies = np.full(60, 1.0)
     latencies[0] = 1000.0
     monkeypatch.setattr(Scenario, "draw_latencies", lambda _, num_prompts: latencies[:num_prompts])
@@ -62,7 +64,7 @@ def test_async_replaces_groups_that_grow_too_old_while_they_are_generated(monkey
 
 
 def test_what_a_sync_run_took_besides_is_found_again(tmp_path: Path) -> None:
-    """A run's metrics, made from known overheads: the simulation has them back, and the run's step times."""
+    """From a run's metrics with known overheads, the simulation recovers the overheads and the run's step times."""
     claim_s, wait_s, put_s, plan_s, calls_s, sync_s, rest_s = 0.01, 0.01, 0.04, 0.02, 0.03, 0.25, 0.05
     records = [
         {

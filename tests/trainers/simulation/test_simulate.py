@@ -1,4 +1,4 @@
-"""The simulation against what can be worked out by hand, and what must hold whatever the figures are."""
+"""Tests the simulation against results worked out by hand, and against rules that hold for any numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GENERATE, TRAIN, SYNC = 10.0, 7.0, 2.0
 
 
 def step_s(case: Scenario, mode: Mode) -> float:
-    """Of the last step, when the run has settled."""
+    """Return the seconds of the last step, when the run has settled."""
     return simulate(case, mode).steps[-1].seconds
 
 
@@ -38,7 +38,8 @@ def test_async_takes_the_longer_of_generation_and_the_trainer(train: float) -> N
 
 
 def test_with_room_for_two_steps_async_overlaps_generations() -> None:
-    """Batch k + 1 begins when version k is served: then (generation + trainer) / 2, and no less than the trainer."""
+    """Batch k + 1 begins when version k is served, so a step takes (generation + trainer) / 2, but at least the
+    trainer's time."""
     case = scenario(num_engines=2, train_step_s=3.0)
     run = simulate(case, "async")
     assert (run.steps[-1].end_s - run.steps[-3].end_s) / 2 == pytest.approx((GENERATE + 3.0 + SYNC) / 2)
@@ -78,7 +79,8 @@ def test_data_plane_and_tokens_cost_what_they_should() -> None:
 
 @pytest.mark.parametrize("sampler", ["in_order", "ready_first"])
 def test_streaming_hides_training_under_the_tail(sampler: str) -> None:
-    """Work-conserving: a step ends at the latest of (k-th ready group + training of it and all later ones)."""
+    """The trainer works whenever groups are ready, so a step ends at the maximum over k of (time of the k-th ready
+    group + training of it and all later ones)."""
     case = scenario(
         sampler=sampler, response_sigma=1.0, prompt_share=1.0, train_step_s=0.5, train_token_s=0.02, steps=5,
     )  # fmt: skip
@@ -179,7 +181,7 @@ def test_the_same_seed_is_the_same_run_and_strict_streaming_is_no_slower_than_sy
 
 
 def test_a_cluster_of_thousands_takes_seconds() -> None:
-    """Engines on 2048 GPUs, 32768 rows a step; a tenth of a run of 100 steps."""
+    """The case is a tenth of a run of 100 steps with engines on 2048 GPUs and 32768 rows per step."""
     case = scenario(
         steps=10, prompts_per_step=2048, group_size=16, num_engines=256, engine_rows=192, response_sigma=1.0,
         response_tokens=2000.0, decode_row_s=1e-4, train_row_s=1e-3, max_response_tokens=30_000.0,

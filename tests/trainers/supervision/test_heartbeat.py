@@ -1,4 +1,4 @@
-"""The heartbeat: what is written is read, whole or not at all, from another process."""
+"""Tests that another process reads each heartbeat record either whole or not at all."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def test_a_record_that_does_not_add_up_is_not_believed(memory: int) -> None:
     assert reader.read().stage == "sync"
 
 
+@pytest.mark.processes
 def test_no_record_is_ever_read_half(memory: int) -> None:
     reader = HeartbeatReader(memory)
     command = [sys.executable, "-c", WRITER, str(memory), "100000"]

@@ -1,4 +1,4 @@
-"""The watchdog beside a driver of its own: one that stands still, one that will not stop, one that is killed."""
+"""Tests the watchdog beside a driver that makes no progress, does not stop, or is killed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from pathlib import Path
 import psutil
 import pytest
 
+from headrace.codecs.owned_folder import process_start
 from headrace.trainers.config.load import build_config
 from headrace.trainers.run.under_watchdog import under_watchdog
 from headrace.trainers.supervision import heartbeat
-from headrace.trainers.supervision.cleanup import Family, is_running, start_ticks
+from headrace.trainers.supervision.cleanup import Family, is_running
 from headrace.trainers.supervision.heartbeat import Heartbeat, HeartbeatReader
 from headrace.trainers.supervision.report import write_actors
 from headrace.trainers.supervision.watchdog import Watchdog
 
+pytestmark = pytest.mark.processes
+
 DRIVER = """
 import json, os, signal, subprocess, sys, threading
-from headrace.trainers import heartbeat, stacks
+from headrace.trainers.supervision import heartbeat, stack_dumps
 
 folder, run_id, manner = sys.argv[1:]
 signal.signal(signal.SIGUSR2, signal.default_int_handler)
@@ -80,7 +83,8 @@ watchdog.wait()
 
 
 class Driver:
-    """A driver that ends as its manner is, with a watchdog, a child of the run and one that is none of it."""
+    """A driver that ends in the given manner, with a watchdog, a child of the run and a child that is not part of
+    it."""
 
     def __init__(self, folder: Path, manner: str) -> None:
         self.folder = folder
@@ -105,7 +109,7 @@ class Driver:
         return self.process.stdout.readline()
 
     def end(self) -> tuple[str, str]:
-        """What is left of both outputs, once the driver and its watchdog are gone: both hold standard error open."""
+        """Return the rest of both outputs, once the driver and its watchdog, which share standard error, are gone."""
         return self.process.communicate(timeout=120)
 
     @property
@@ -147,7 +151,7 @@ def test_a_stage_that_does_not_end_is_reported_once_and_the_run_is_told_to_stop(
     assert "the directory does not answer: " in report
     assert "train worker 0" in report and "gone" in report
     assert "in stand_still" in report, "the driver's stack"
-    assert report.endswith("The run stopped by itself when it was told to.\n")
+    assert report.endswith("The run stopped by itself when the watchdog asked it to.\n")
     assert driver.stranger.is_running() and driver.shared_memory.exists(), "the driver's own to end"
 
 
@@ -155,7 +159,7 @@ def test_a_driver_that_does_not_stop_is_killed_with_all_that_is_the_runs(start: 
     driver = start("does not stop")
     _, errors = driver.end()
     assert driver.process.returncode == -signal.SIGKILL
-    assert f"the driver (pid {driver.process.pid}) did not stop when it was told to end" in errors
+    assert f"the driver (pid {driver.process.pid}) did not stop when the watchdog asked it to stop" in errors
     assert "in stand_still" in driver.report and f"(pid {driver.member.pid})" in driver.report
     assert not is_running(driver.member.pid) and not driver.shared_memory.exists()
     assert is_running(driver.stranger.pid)
@@ -166,7 +170,9 @@ def test_what_a_killed_driver_leaves_behind_is_ended(start: Callable[[str], Driv
     assert driver.line() == "waiting\n"
     driver.process.kill()
     _, errors = driver.end()
-    assert f"the driver (pid {driver.process.pid}) is gone without a word, step 3, stage 'train'" in errors
+    assert (
+        f"the driver (pid {driver.process.pid}) ended without notice (last heartbeat: step 3, stage 'train'" in errors
+    )
     assert f"(pid {driver.member.pid})" in driver.report and driver.shared_memory.name in driver.report
     assert not is_running(driver.member.pid) and not driver.shared_memory.exists()
     assert is_running(driver.stranger.pid)
@@ -181,7 +187,7 @@ def test_a_run_that_ends_takes_its_watchdog_along(start: Callable[[str], Driver]
 
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that does nothing."""
+    """Start a process that does nothing."""
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()
@@ -211,7 +217,7 @@ def test_a_run_that_somebody_has_suspended_does_not_stand_still(tmp_path: Path, 
 
 
 def test_a_pid_that_another_process_has_now_is_not_hit(other: subprocess.Popen[bytes]) -> None:
-    ticks = start_ticks(other.pid)
+    ticks = process_start(other.pid)
     assert ticks is not None
     family = Family(driver_pid=_gone())
     family.add([(other.pid, ticks - 1)])
@@ -222,7 +228,7 @@ def test_a_pid_that_another_process_has_now_is_not_hit(other: subprocess.Popen[b
 
 
 def _gone() -> int:
-    """The pid of a process that is no more."""
+    """Return the pid of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid

@@ -1,1 +1,1 @@
-"""The fsdp train backend: FSDP2 with tensor parallelism over Hugging Face models."""
+"""The fsdp train backend trains Hugging Face models with FSDP2 and tensor parallelism."""

@@ -1,4 +1,4 @@
-"""The FSDP2 backend: a HF causal LM over data- and tensor-parallel ranks, on CPU (gloo) or GPU (NCCL)."""
+"""The fsdp backend trains a HF causal LM over data- and tensor-parallel ranks, on CPUs (gloo) or GPUs (NCCL)."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from .tensor_parallel import split_dim, sum_per_head_gradients
 
 
 class FsdpBackend:
-    """See `TrainBackend`. Collective calls wait until all ranks make them, bounded by the process group's timeout."""
+    """The FSDP2 `TrainBackend`. Collective calls wait for all ranks, at most for the process group's timeout."""
 
     def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
         """Load and shard the model. Needs a default process group of `world` ranks when `world` > 1.
 
-        Raises ValueError for a model that is not there, needs another `head` or cannot be split as the topology says;
-        RuntimeError without the process group.
+        Raises ValueError for a model that does not exist, needs another `head` or cannot be split as the topology says,
+        and RuntimeError without the process group.
         """
         if world > 1 and (not dist.is_initialized() or dist.get_world_size() != world):
             raise RuntimeError(f"fsdp backend: needs a default process group of {world} ranks before it is built")
         self._config = config
         self._rank, self._world = rank, world
         self._place = config.topology.place(rank)
-        self._half = config.mixed_precision == "bf16"
-        self._packed = config.packing == "packed"
+        self._half = config.trainer.mixed_precision
+        self._packed = config.trainer.packing == "packed"
         self._device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
@@ -57,13 +57,13 @@ class FsdpBackend:
         self._reference: CausalLM | None = None
         if config.with_reference:
             reference = copy.deepcopy(policy).requires_grad_(False)
-            self._reference = self._spread(reference, offload=config.offload or self._device.type == "cuda")
-        if config.recompute == "full":
+            self._reference = self._spread(reference, offload=config.trainer.offload or self._device.type == "cuda")
+        if config.trainer.recompute == "full":
             recompute_layers(policy.layers())
-        self._policy = self._spread(policy, offload=config.offload)
+        self._policy = self._spread(policy, offload=config.trainer.offload)
         dtype = torch.bfloat16 if self._half else torch.float32
         self._weights = spread_weights(self._policy.model, config.topology, dtype)
-        self._optimizer = build_adamw(self._policy.model, config.optimizer)
+        self._optimizer = build_adamw(self._policy.model, config.trainer)
         self._steps = torch.zeros((), dtype=torch.int64)
         self._checkpointer = Checkpointer(rank, world)
         group = None if self._mesh is None else self._mesh["dp"].get_group()
@@ -86,10 +86,11 @@ class FsdpBackend:
         self._optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
-        """See `TrainBackend`. Every rank must have as many microbatches; one of no rows is legal.
+        """See `TrainBackend`. Every rank must pass the same number of microbatches; one without rows is allowed.
 
-        Needs `input_ids`, `response_mask`, `rollout_logprobs`; `prev_logprobs` with `prev` "recompute"; `ref_logprobs`
-        with a KL term. Raises RuntimeError when no step is open, ValueError naming a column that is missing.
+        Needs the columns `input_ids`, `response_mask` and `rollout_logprobs`, also `prev_logprobs` with `prev`
+        "recompute", and `ref_logprobs` with a KL term. Raises RuntimeError when no step is open, ValueError naming a
+        missing column.
         """
         with self._meter.working():
             for micro in itertools.islice(micros, count):
@@ -112,7 +113,8 @@ class FsdpBackend:
     def logprobs(
         self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
     ) -> list[torch.Tensor]:
-        """See `TrainBackend`. Legal while a step is open. Raises ValueError for `reference` without a reference."""
+        """See `TrainBackend`. Allowed while a step is open. Raises ValueError for `reference` without a reference
+        model."""
         model = self._reference if reference else self._policy
         if model is None:
             raise ValueError("trainer.with_reference: got False, expected True for log-probs of the reference model")
@@ -122,8 +124,8 @@ class FsdpBackend:
     # ------------------------------------------------------------ weights and state
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """See `TrainBackend`. In the HF model's own order; bfloat16 with `mixed_precision`, as forward computes with,
-        else float32."""
+        """See `TrainBackend`. Weights are in the HF model's order, in bfloat16 with `mixed_precision`, which is what
+        forward computes with, else in float32."""
         return {weight.name: (weight.dtype, weight.shape) for weight in self._weights}
 
     def weights(self) -> Generator[tuple[str, torch.Tensor], None, None]:
@@ -134,10 +136,10 @@ class FsdpBackend:
         return stream_weights(self._weights, lambda weight: own_piece(params[weight.name]), self._rank, self._device)
 
     def save(self, path: str, *, wait: bool = True) -> None:
-        """See `TrainBackend`. A checkpoint of that name is replaced once the new one is whole.
+        """See `TrainBackend`. An older checkpoint at `path` is replaced once the new one is whole.
 
-        Without `wait` it is written while training goes on: see `Checkpointer.save`. Raises RuntimeError while a
-        step is open, ValueError when `path` exists and is no checkpoint.
+        Without `wait` the checkpoint is written while training goes on (see `Checkpointer.save`). Raises RuntimeError
+        while a step is open, ValueError when `path` exists and is not a checkpoint.
         """
         self._step.require_closed("save")
         self._checkpointer.save(path, self._state(), wait=wait)
@@ -147,15 +149,15 @@ class FsdpBackend:
         self._checkpointer.wait()
 
     def load(self, path: str) -> None:
-        """See `TrainBackend`. The reference stays the config's model; learning rate and the like stay the config's.
+        """See `TrainBackend`. The reference model and hyperparameters such as the learning rate come from the config.
 
-        Raises RuntimeError while a step is open, ValueError when `path` is no whole checkpoint of this model.
+        Raises RuntimeError while a step is open, ValueError when `path` is not a whole checkpoint of this model.
         """
         self._step.require_closed("load")
         self._checkpointer.load(path, self._state())
 
     def export_model(self, path: str) -> None:
-        """See `TrainBackend`. Weights as `weights` gives them, which rank 0 collects in host memory before it writes.
+        """See `TrainBackend`. Rank 0 collects the weights that `weights` yields in host memory before it writes them.
         Raises ValueError when `path` exists."""
         weights = collect(self.weights(), keep=self._rank == 0)
         on_first_rank(
@@ -163,8 +165,8 @@ class FsdpBackend:
         )
 
     def close(self) -> None:
-        """Drop an open step; finish a checkpoint that is being written, or raise why it is not there. The process group
-        is its owner's to end."""
+        """Drop an open step and wait for a checkpoint that is being written, raising its error. The process group stays
+        open, as its owner closes it."""
         self.abort_step()
         self._checkpointer.close()
 
@@ -174,7 +176,7 @@ class FsdpBackend:
         model = load_causal_lm(self._config.model)
         module = CausalLM(model, self._config.head, packed=self._packed)
         if self._packed and self._half and self._device.type == "cuda":
-            from .varlen_attention import use_varlen_attention  # its kernels exist on GPUs only, in half precision
+            from .varlen_attention import use_varlen_attention  # its kernels need a GPU and half precision
 
             use_varlen_attention(model)
         return module
@@ -205,7 +207,7 @@ class FsdpBackend:
             sum_per_head_gradients(self._policy, self._tp, self._device)
         params = list(self._policy.parameters())
         grads = local_gradients(params)
-        # What all tensor-parallel ranks have alike counts once, with the first of them.
+        # Gradients that are the same on all tensor-parallel ranks count once, on the first of them.
         own = grads if self._place.tp == 0 else local_gradients(p for p in params if split_dim(p) is not None)
         square = square_norm(own, self._device)
         if self._tp is not None:
@@ -217,7 +219,7 @@ class FsdpBackend:
                 group["lr"] = rate
             self._optimizer.step()
 
-        metrics = self._step.finish(square).apply(self._config.optimizer, self._steps, update)
+        metrics = self._step.finish(square).apply(self._config, self._steps, update)
         self._optimizer.zero_grad(set_to_none=True)
         return metrics
 
@@ -226,13 +228,13 @@ class FsdpBackend:
         with self._precision():
             values, _ = model(layout, temperature)
         if isinstance(model, FSDPModule):
-            model.reshard()  # the root keeps its parameters gathered for a backward that does not come
+            model.reshard()  # the root keeps its parameters gathered for a backward pass, but none follows
         result = torch.zeros(len(batch.jagged("input_ids").values), dtype=torch.float32)
         result[layout.index] = values.cpu()
         return result
 
     def _precision(self) -> AbstractContextManager[object]:
-        """One rank has no FSDP to cast for it."""
+        """Return an autocast context for one rank in bfloat16, which has no FSDP to cast for it; else an empty one."""
         if self._mesh is None and self._half:
             return torch.autocast(self._device.type, torch.bfloat16)
         return nullcontext()

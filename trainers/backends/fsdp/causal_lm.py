@@ -1,4 +1,4 @@
-"""A HF causal language model from token ids to log-probs: rows in, logits only where they are used."""
+"""Wraps a HF causal language model so that it maps rows to log-probs and computes logits only for wanted tokens."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from ..vocab_logprobs import Entropy, VocabShard, token_logprobs
 
 
 class CausalLM(nn.Module):
-    """Wraps a HF model so that one forward, which is what FSDP hooks on to, ends in log-probs instead of logits."""
+    """Wraps a HF model so that its forward returns log-probs instead of logits, all inside one module for FSDP's
+    hooks."""
 
     def __init__(self, model: Any, head: Head, *, packed: bool = False) -> None:
-        """`head` "selected" applies the output layer to the wanted positions only; "full" lets the model compute all
-        logits, for architectures that do something to them behind that layer. `packed`: layouts will be packed.
+        """Wrap `model` and check that its outputs stay the same.
 
-        Raises ValueError when "selected" would give other logits than the model itself, or when packed rows see each
-        other.
+        `head` "selected" applies the output layer to the wanted positions only. "full" lets the model compute all
+        logits, for architectures that change them after that layer. `packed` says that layouts will be packed.
+
+        Raises ValueError when "selected" would give other logits than the model itself, or when packed rows would see
+        each other.
         """
         super().__init__()
         self.model = model
         self.vocab: int | VocabShard = model.config.get_text_config().vocab_size
-        """Logits that the output layer gives; tensor parallelism puts this rank's part here."""
+        """Size of the vocabulary of the output layer, or this rank's part of it under tensor parallelism."""
         self._selected = head == "selected"
         if self._selected:
             self._check_head()
@@ -38,7 +41,7 @@ class CausalLM(nn.Module):
     def forward(
         self, layout: RowLayout, temperature: float, entropy: Entropy = "off"
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs and entropies of the layout's wanted tokens: see `token_logprobs`."""
+        """Return log-probs and entropies of the layout's wanted tokens, as `token_logprobs` does."""
         places = {}
         if layout.position_ids is not None:
             places = {"position_ids": layout.position_ids, "row_ends": layout.ends, "longest_row": layout.longest}
@@ -52,7 +55,7 @@ class CausalLM(nn.Module):
         return token_logprobs(hidden, layout.targets, head, self.vocab, temperature=temperature, entropy=entropy)
 
     def layers(self) -> list[nn.Module]:
-        """The decoder layers. Raises ValueError when the model does not name them."""
+        """Return the decoder layers. Raises ValueError when the model does not name them."""
         names = self.model._no_split_modules or ()
         found = [child for child in self.model.modules() if type(child).__name__ in names]
         if not found:
@@ -82,16 +85,16 @@ class CausalLM(nn.Module):
         if not torch.allclose(packed[:, 3:].float(), alone.float(), rtol=1e-3, atol=1e-3):
             raise ValueError(
                 f"trainer.packing: got 'packed', expected 'none' or 'dynamic' for {type(self.model).__name__}, whose "
-                "rows see each other when they stand in one"
+                "rows see each other when they are packed into one"
             )
 
 
 def recompute_layers(layers: Sequence[nn.Module]) -> None:
-    """Keep of each layer only its input for backward, which computes the layer again (Chen et al. 2016,
+    """Keep only each layer's input for backward, which then computes the layer again (Chen et al. 2016,
     arXiv:1604.06174).
 
-    Wraps forward itself, inside of FSDP's hooks: a layer's parameters are then gathered once for both its second
-    forward and its backward. HF's own switch works in training mode only, where dropout would be on too.
+    The wrapper is inside FSDP's hooks, so a layer's parameters are gathered once for both its second forward and its
+    backward. HF's own option works in training mode only, which would also turn dropout on.
     """
     for layer in layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -1,5 +1,4 @@
-"""The fsdp backend's mesh, how a model is spread over it (tensor parallelism, then FSDP2 over each rank's part), and
-which rank has which piece of a weight then."""
+"""Builds the fsdp backend's mesh, shards a model over it, and lists which rank has which piece of each weight."""
 
 from __future__ import annotations
 
@@ -15,18 +14,20 @@ from .tensor_parallel import split_dim, split_over
 
 
 def build_mesh(topology: Topology, device: torch.device) -> DeviceMesh | None:
-    """Dimensions "dp" and "tp", ranks counted as `Topology` does; None for one rank, which has no process group."""
+    """Build a mesh with dimensions "dp" and "tp" and the rank order of `Topology`; None for one rank, which has no
+    process group."""
     if topology.world == 1:
         return None
     return init_device_mesh(device.type, (topology.dp, topology.tp), mesh_dim_names=("dp", "tp"))
 
 
 def spread(module: CausalLM, mesh: DeviceMesh | None, device: torch.device, *, half: bool, offload: bool) -> CausalLM:
-    """Split `module` over the tensor-parallel ranks, then shard each decoder layer and the rest over the data-parallel
-    ones; in place. `half`: compute in bfloat16. `offload`: shards stay in host memory between uses.
+    """Split `module` over the tensor-parallel ranks, then shard it over the data-parallel ones, in place.
 
-    Gradients come out summed over the data-parallel ranks. One rank alone is not wrapped: there is nothing to shard,
-    and hooks and copies would only cost. Raises ValueError when the model cannot be split or sharded.
+    Each decoder layer is sharded on its own, and so is the rest. `half` computes in bfloat16. `offload` keeps shards in
+    host memory between uses. Gradients are summed over the data-parallel ranks. A single rank is not wrapped, as there
+    is nothing to shard and hooks and copies would only cost time. Raises ValueError when the model cannot be split or
+    sharded.
     """
     if mesh is None:
         return module.to(device)
@@ -46,20 +47,20 @@ def spread(module: CausalLM, mesh: DeviceMesh | None, device: torch.device, *, h
 
 
 def _sum_gradients(module: FSDPModule) -> None:
-    """Have a shard's gradients summed over the ranks, not averaged: the step divides once, by N of all ranks."""
+    """Make FSDP sum a shard's gradients over the ranks, not average them, because the step divides once by N."""
     module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, which a factor asks for otherwise
+    module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, the default for a factor
 
 
 def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtype) -> list[SpreadWeight]:
-    """The parameters of a HF `model` that `spread` has spread, tied ones once; those in floating point as `dtype`."""
+    """List the parameters of a HF `model` that `spread` has sharded, tied ones once, floating-point ones as `dtype`."""
     found = []
     for name, param in model.named_parameters():
         tp_dim = split_dim(param)
         pieces = []
         for tp in range(1 if tp_dim is None else topology.tp):
             for dp in range(topology.dp):
-                # FSDP2 splits along dimension 0 what tensor parallelism has left of it.
+                # FSDP2 splits each tensor-parallel part along dimension 0.
                 cuts = ((tp_dim or 0, topology.tp if tp_dim is not None else 1, tp), (0, topology.dp, dp))
                 rank = topology.rank(Place(dp, tp))
                 pieces.append(Piece(rank, tuple(Cut(*cut) for cut in cuts if cut[1] > 1)))
@@ -69,5 +70,5 @@ def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtyp
 
 
 def own_piece(param: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it."""
+    """Return this rank's piece of a parameter."""
     return (param.to_local() if isinstance(param, DTensor) else param).detach()

@@ -1,11 +1,13 @@
-"""Tensor parallelism of HF Qwen3, Qwen3-MoE and Llama: weights are DTensors, each rank computes with its own part.
+"""Splits HF Qwen3, Qwen3-MoE and Llama models over tensor-parallel ranks, each of which computes with its own part.
 
-As in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): projections into a block split by columns, those out of it by
-rows, one all-reduce a block and direction; embedding and output layer split by vocabulary. Experts are split among the
-ranks whole: each computes its own experts' share of every token, which one all-reduce adds up.
+The method is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053). Projections into a block are split by
+columns, projections out of it by rows, and each block has one all-reduce per direction. Embedding and output layer are
+split by vocabulary. Each rank has some of the experts, whole; it computes their share of every token, and one
+all-reduce adds the shares up.
 
-DTensors are only how weights are stored, which FSDP and checkpoints go by; nothing is computed on them. That would give
-every rank the whole vocabulary's embedding gradient, does not know fused experts, and costs a dispatch per operation.
+Weights are stored as DTensors for FSDP and checkpoints, but nothing is computed on DTensors. Computing on them would
+give every rank the whole vocabulary's embedding gradient, does not support fused experts, and costs a dispatch per
+operation.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from ....codecs.integers import ceil_div
 from ..vocab_logprobs import VocabShard
 from .causal_lm import CausalLM
 
@@ -30,9 +33,11 @@ _PER_HEAD = ("q_norm", "k_norm")
 
 
 def check_fits(config: Any, architecture: str, tp: int) -> None:
-    """Raises ValueError when a model with HF `config` cannot be split `tp`-fold."""
+    """Raise ValueError when a model with HF `config` cannot be split over `tp` ranks."""
     if architecture not in ARCHITECTURES:
-        raise ValueError(f"trainer.tp: got {tp}, expected 1 for {architecture}; it fits {', '.join(ARCHITECTURES)}")
+        raise ValueError(
+            f"trainer.tp: got {tp}, expected 1 for {architecture}; {', '.join(ARCHITECTURES)} can be split"
+        )
     sizes = ["num_attention_heads", "num_key_value_heads", "intermediate_size"]
     if getattr(config, "num_experts", 0):
         sizes.append("num_experts")
@@ -41,15 +46,15 @@ def check_fits(config: Any, architecture: str, tp: int) -> None:
             raise ValueError(
                 f"trainer.tp: got {tp}, expected a divisor of the model's {name} = {getattr(config, name)}"
             )
-    if config.vocab_size <= (tp - 1) * -(-config.vocab_size // tp):
+    if config.vocab_size <= (tp - 1) * ceil_div(config.vocab_size, tp):
         raise ValueError(f"trainer.tp: got {tp}, which leaves a rank no token of vocab_size = {config.vocab_size}")
 
 
 def split_over(module: CausalLM, mesh: DeviceMesh) -> None:
-    """Split the weights of `module` over the 1-d `mesh`, in place; every rank of it holds the same ones before.
+    """Split the weights of `module`, which all ranks of the 1-d `mesh` hold alike, over these ranks, in place.
 
-    The output layer then gives this rank's logits, and `module.vocab` says which they are.
-    Raises ValueError when the model cannot be split so.
+    The output layer then computes this rank's logits only, and `module.vocab` says which they are. Raises ValueError
+    when the model cannot be split.
     """
     model, group = module.model, mesh.get_group()
     check_fits(model.config, type(model).__name__, mesh.size())
@@ -72,7 +77,7 @@ def split_over(module: CausalLM, mesh: DeviceMesh) -> None:
 
 
 def split_dim(param: torch.Tensor) -> int | None:
-    """Along which dimension tensor-parallel ranks hold different parts of it; None when they hold the same."""
+    """Return the dimension along which `param` is split over tensor-parallel ranks; None when all hold the same."""
     if not isinstance(param, DTensor) or "tp" not in (names := param.device_mesh.mesh_dim_names or ()):
         return None
     placement = param.placements[names.index("tp")]
@@ -80,9 +85,10 @@ def split_dim(param: torch.Tensor) -> int | None:
 
 
 def sum_per_head_gradients(module: CausalLM, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Add up the gradients of weights that every rank has whole but applies to its own heads only. Collective.
+    """Sum the gradients of weights that every rank has whole but applies to its own heads only. Collective.
 
-    Once a step, over sums: these are a few hundred numbers a layer. `device`: the group's; gradients may be offloaded.
+    It is called once per step on summed gradients, which are a few hundred numbers per layer. `device` is the group's
+    device; the gradients may be offloaded to the host.
     """
     params = [p for name, p in module.named_parameters() if name.rpartition(".")[0].endswith(_PER_HEAD)]
     grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params if p.grad is not None]
@@ -98,7 +104,7 @@ def sum_per_head_gradients(module: CausalLM, group: dist.ProcessGroup, device: t
 
 
 class _Share(torch.autograd.Function):
-    """The same tensor on all ranks, used differently by each: their gradients add up."""
+    """Passes on a tensor that all ranks hold alike but use differently; backward sums the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -113,7 +119,7 @@ class _Share(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The ranks' parts added up: each part's gradient is that of the sum."""
+    """Sums the ranks' parts; in backward each part gets the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -134,7 +140,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _block(forward: Any, group: dist.ProcessGroup, hidden_states: torch.Tensor, **arguments: Any) -> Any:
-    """Attention or MLP: one all-reduce of its input's gradient, whichever projections it goes to."""
+    """Run an attention or MLP block so that one all-reduce sums its input's gradient over all its projections."""
     return forward(_Share.apply(hidden_states, group), **arguments)
 
 
@@ -160,7 +166,7 @@ def _embedding(embedding: nn.Embedding, group: dist.ProcessGroup, start: int, in
 
 
 class _ExpertsPart:
-    """A HF experts module as one rank sees it: some of its experts, everything else as it is."""
+    """A HF experts module that shows one rank's experts only; all other attributes are the module's own."""
 
     def __init__(self, module: nn.Module, **own: Any) -> None:
         self.__dict__.update(own)
@@ -180,7 +186,7 @@ def _experts(
 ) -> torch.Tensor:
     weights = {name: _local(param) for name, param in experts.named_parameters(recurse=False)}
     count = len(next(iter(weights.values())))
-    # HF's own convention for experts that are elsewhere: the index behind the last, and `_is_expert_parallel`.
+    # HF marks experts on other ranks by an index one past the last and by `_is_expert_parallel`.
     part = _ExpertsPart(experts, num_experts=count, _is_expert_parallel=True, **weights)
     local = top_k_index - start
     elsewhere = (local < 0) | (local >= count)
@@ -197,10 +203,10 @@ def _experts(
 
 
 def _split(module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
-    """Weights by `dim`; biases, which belong to output features, with the columns or not at all."""
+    """Split a module's weights along `dim`. Biases belong to output features, so they are split only with `dim` 0."""
     for name, param in list(module.named_parameters(recurse=False)):
         if dim == 0 or name == "weight":
-            # No source rank: all have the same weights, and each takes its part of them without communication.
+            # Without a source rank each rank takes its part of the weights, which all hold, without communication.
             part = distribute_tensor(param.detach(), mesh, [Shard(dim)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(part, requires_grad=param.requires_grad))
 
@@ -213,10 +219,10 @@ def _split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _split_vocabulary(model: Any, mesh: DeviceMesh) -> int:
-    """Returns the most tokens that a rank has."""
+    """Split the embedding and the output layer by vocabulary; returns the largest number of tokens on a rank."""
     embedding, head, group = model.get_input_embeddings(), model.get_output_embeddings(), mesh.get_group()
     tied = head.weight is embedding.weight
-    width = -(-model.config.vocab_size // mesh.size())
+    width = ceil_div(model.config.vocab_size, mesh.size())
     _split(embedding, mesh, 0)
     if tied:
         head.weight = embedding.weight

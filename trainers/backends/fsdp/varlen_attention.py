@@ -1,7 +1,7 @@
-"""Attention over packed rows on a GPU: torch's variable-length flash attention, as an attention function of HF models.
+"""Lets HF models attend within packed rows on a GPU through torch's variable-length flash attention.
 
-Elsewhere packed rows take HF's own way: it sees from the position ids where rows begin and gives SDPA a dense
-block-diagonal causal mask of S x S, S being the microbatch's tokens, which `trainer.tokens_per_microbatch` bounds.
+Without it, HF finds where packed rows begin from the position ids and gives SDPA a dense block-diagonal causal mask of
+S x S, where S is the number of tokens of the microbatch, which `trainer.tokens_per_microbatch` bounds.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ def attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each packed row. `query` `[1, heads, S, D]`; `key`, `value` `[1, kv_heads, S, D]`.
+    """Compute causal attention within each packed row.
 
-    `row_ends` int32 `[rows + 1]` and `longest_row` as in `RowLayout`. Returns `[1, S, heads, D]` in the dtype of
-    `value`. Raises ValueError for sliding-window layers, whose rows it would give the whole past.
+    `query` is `[1, heads, S, D]`, `key` and `value` are `[1, kv_heads, S, D]`. `row_ends` int32 `[rows + 1]` and
+    `longest_row` are as in `RowLayout`. Returns `[1, S, heads, D]` in the dtype of `value`. Raises ValueError for
+    sliding-window layers, because every token would see the whole past of its row.
     """
     if sliding_window is not None:
         raise ValueError(
             f"trainer.packing: got 'packed', expected 'none' or 'dynamic' for a model with sliding-window attention "
             f"(window {sliding_window})"
         )
-    assert attention_mask is None, "HF makes no mask for an attention function that it has no mask function for"
-    # Under autocast normalised queries and keys come in float32; flash attention takes half precision only.
+    assert attention_mask is None, "HF makes a mask only for attention functions that have a mask function"
+    # Under autocast normalised queries and keys are float32, but flash attention takes half precision only.
     q, k, v = (part[0].transpose(0, 1).to(value.dtype) for part in (query, key, value))
     options: dict[str, Any] = {"enable_gqa": True} if _SHARED_HEADS else {}
     if not _SHARED_HEADS:
@@ -54,14 +55,14 @@ def attend(
 
 
 def use_varlen_attention(model: Any) -> None:
-    """Have a HF model attend through `attend`; its forward then needs `row_ends` and `longest_row`.
+    """Make a HF model use `attend`; its forward then needs `row_ends` and `longest_row`.
 
-    Raises ValueError for a model whose attention cannot be exchanged.
+    Raises ValueError for a model whose attention function cannot be replaced.
     """
     if not model._supports_attention_backend:
         raise ValueError(
             f"trainer.packing: got 'packed', expected 'none' or 'dynamic' for {type(model).__name__}, whose attention "
-            "cannot be exchanged"
+            "function cannot be replaced"
         )
     AttentionInterface.register(NAME, attend)
     model.set_attn_implementation(NAME)

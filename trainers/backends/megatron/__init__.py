@@ -1,1 +1,1 @@
-"""The megatron train backend: megatron-core with tensor, sequence, context, pipeline and expert parallelism."""
+"""The megatron train backend uses megatron-core with tensor, sequence, context, pipeline and expert parallelism."""

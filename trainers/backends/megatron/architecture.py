@@ -1,4 +1,4 @@
-"""HF config to Megatron config: which models fit, how the mesh splits them, and what Megatron is told of both."""
+"""Translates a HF config and the mesh to a Megatron config, and checks that the model can be trained so."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ....codecs.integers import ceil_div
 from ....dataplane.topology import Topology
 from ..config import BackendConfig
 from .library import TransformerConfig
@@ -16,23 +17,23 @@ MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
 
 
 def expert_tensor_size(topology: Topology) -> int:
-    """Ranks that split one expert's weights: whole experts on each rank as soon as experts are spread over ranks.
+    """Return the number of ranks that split one expert's weights: 1 with expert parallelism, else `tp`.
 
-    With `ep` = 1 they are split like everything else; replicas on tensor-parallel ranks would each see only their own
-    tokens, and Megatron would not add up their gradients.
+    With `ep` > 1 each rank has whole experts. With `ep` = 1 experts are split like everything else. Copies of them on
+    all tensor-parallel ranks would each see only their own tokens, and Megatron would not sum their gradients.
     """
     return topology.tp if topology.ep == 1 else 1
 
 
 def is_expert_layer(config: Any, layer: int) -> bool:
-    """Whether decoder layer `layer` (from 0) of a model with HF `config` has experts in place of an MLP."""
+    """Return whether decoder layer `layer` (from 0) of a model with HF `config` has experts in place of an MLP."""
     if not getattr(config, "num_experts", 0) or layer in config.mlp_only_layers:
         return False
     return (layer + 1) % config.decoder_sparse_step == 0
 
 
 def check_fits(config: BackendConfig, model: Any) -> None:
-    """Raises ValueError, naming the key, when the model with HF config `model` cannot be trained so."""
+    """Raise ValueError naming the key when the model with HF config `model` cannot be trained with `config`."""
     topology = config.topology
     _check_model(config, model)
     has_experts = any(is_expert_layer(model, layer) for layer in range(model.num_hidden_layers))
@@ -48,22 +49,24 @@ def check_fits(config: BackendConfig, model: Any) -> None:
             raise ValueError(
                 f"trainer.{key}: got {size}, expected a divisor of the model's {name} = {getattr(model, name)}"
             )
-    if model.vocab_size <= (topology.tp - 1) * -(-model.vocab_size // topology.tp):
+    if model.vocab_size <= (topology.tp - 1) * ceil_div(model.vocab_size, topology.tp):
         raise ValueError(f"trainer.tp: got {topology.tp}, which leaves a rank no token of {model.vocab_size}")
     if topology.ep > 1 and not has_experts:
         raise ValueError(f"trainer.ep: got {topology.ep}, expected 1 for a model without experts")
-    if has_experts and topology.tp > 1 and not config.sequence_parallel:
+    if has_experts and topology.tp > 1 and not config.trainer.sequence_parallel:
         raise ValueError(
             "trainer.sequence_parallel: got False, expected True for a model with experts and trainer.tp > 1"
         )
-    if config.sequence_parallel and topology.tp == 1:
+    if config.trainer.sequence_parallel and topology.tp == 1:
         raise ValueError("trainer.sequence_parallel: got True, expected False with trainer.tp = 1")
-    if topology.cp > 1 and config.packing != "packed":
-        raise ValueError(f"trainer.packing: got {config.packing!r}, expected 'packed' with trainer.cp = {topology.cp}")
+    if topology.cp > 1 and config.trainer.packing != "packed":
+        raise ValueError(
+            f"trainer.packing: got {config.trainer.packing!r}, expected 'packed' with trainer.cp = {topology.cp}"
+        )
 
 
 def _check_model(config: BackendConfig, model: Any) -> None:
-    if config.offload:
+    if config.trainer.offload:
         raise ValueError("trainer.offload: got True, expected False with trainer.backend = 'megatron'")
     if config.head != "selected":
         raise ValueError(f"trainer.head: got {config.head!r}, expected 'selected' with trainer.backend = 'megatron'")
@@ -84,18 +87,20 @@ def _check_model(config: BackendConfig, model: Any) -> None:
                 "trainer.backend = 'megatron'"
             )
     if getattr(model, "num_experts_per_tok", 2) == 1 and model.norm_topk_prob:
-        raise ValueError(f"trainer.model: got {config.model!r} with one expert a token, expected two or more")
+        raise ValueError(f"trainer.model: got {config.model!r} with one expert per token, expected two or more")
     rotary_frequencies(model)
 
 
 def head_width(model: Any) -> int:
-    """Numbers in one attention head."""
+    """Return the width of one attention head."""
     return getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
 
 
 def rotary_frequencies(model: Any) -> torch.Tensor:
-    """float32 `[head_width / 2]`: radians a position, as HF computes them. Raises ValueError for rotary embeddings that
-    are scaled, or change with the length."""
+    """Return the rotary frequencies in radians per position, float32 `[head_width / 2]`, as HF computes them.
+
+    Raises ValueError for rotary embeddings that are scaled or change with the length.
+    """
     settings = model.rope_parameters
     kind = settings["rope_type"]
     if kind == "default":
@@ -112,12 +117,12 @@ def rotary_frequencies(model: Any) -> torch.Tensor:
 
 
 def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
-    """What Megatron is told of the model and the mesh. Dropout is off, as in the other backends."""
+    """Build Megatron's config of the model and the mesh. Dropout is off, as in the other backends."""
     topology = config.topology
-    half = config.mixed_precision == "bf16"
+    half = config.trainer.mixed_precision
     dtype = torch.bfloat16 if half else torch.float32
     recompute: dict[str, Any] = {}
-    if config.recompute == "full":
+    if config.trainer.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=model.num_hidden_layers,
@@ -140,13 +145,13 @@ def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
         use_cpu_initialization=True,
         perform_initialization=False,  # every weight is read from the HF folder
         tensor_model_parallel_size=topology.tp,
-        sequence_parallel=config.sequence_parallel,
+        sequence_parallel=config.trainer.sequence_parallel,
         pipeline_model_parallel_size=topology.pp,
         context_parallel_size=topology.cp,
         expert_model_parallel_size=topology.ep,
         expert_tensor_parallel_size=expert_tensor_size(topology),
         variable_seq_lengths=True,
-        calculate_per_token_loss=True,  # losses and gradients stay sums: nothing is divided on the way
+        calculate_per_token_loss=True,  # losses and gradients stay sums, nothing divides them
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,

@@ -1,8 +1,9 @@
-"""Causal attention over packed rows for Megatron layers, with context parallelism, and without TransformerEngine.
+"""Computes causal attention over packed rows in Megatron layers, with context parallelism, without TransformerEngine.
 
-With context parallelism keys and values of all ranks are gathered, one all-gather a layer, and each of a rank's two
-chunks of a row sees the row up to its own end (Llama 3, arXiv:2407.21783, section 3.3.2): every rank has room for the
-whole microbatch's keys. Queries are the last ones of what they see, so one kernel, causal at the lower right, does all.
+With context parallelism the keys and values of all ranks are gathered, one all-gather per layer, and each of a rank's
+two chunks of a row sees the row up to the chunk's end (Llama 3, arXiv:2407.21783, section 3.3.2). Every rank therefore
+needs memory for the keys of the whole microbatch. The queries of a chunk are always the last of the tokens that they
+see, so one kernel with a causal mask aligned at the lower right covers all cases.
 """
 
 from __future__ import annotations
@@ -25,34 +26,38 @@ _SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # tor
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """One call of a kernel: spans of queries, each with the keys it may see; the last query sees all of them."""
+    """The input of one attention kernel: spans of queries, each with the keys that the span's last query sees."""
 
     queries: torch.Tensor | None
-    """int64: which of the rank's tokens, span by span; None for all of them."""
+    """Indices of the queries among the rank's tokens, span by span: int64; None for all tokens."""
     keys: torch.Tensor | None
-    """int64: which of all ranks' tokens; None for all of them."""
+    """Indices of the keys among all ranks' tokens, span by span: int64; None for all tokens."""
     query_sizes: tuple[int, ...]
-    """Queries of each span, 1 or more."""
+    """Number of queries of each span, 1 or more."""
     key_sizes: tuple[int, ...]
-    """Keys of each span, as many as queries or more."""
+    """Number of keys of each span, at least its number of queries."""
     query_ends: torch.Tensor
-    """int32 `[spans + 1]`: 0, and where each span's queries end."""
+    """Offsets of the spans among the queries, 0 and the end of each: int32 `[spans + 1]`."""
     key_ends: torch.Tensor
-    """int32 `[spans + 1]`: the same of keys."""
+    """Offsets of the spans among the keys, 0 and the end of each: int32 `[spans + 1]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What Megatron carries to its layers as `packed_seq_params`."""
+    """The attention of one microbatch, which Megatron passes to its layers as `packed_seq_params`."""
 
     reaches: tuple[Reach, ...]
-    """Together they have every query once."""
+    """Kernel inputs that together contain every query once."""
     qkv_format: str = "rows"
-    """Anything but Megatron's `thd`, for which it would rotate queries and keys row by row itself."""
+    """Format name that Megatron reads. It must differ from `thd`, with which Megatron would apply rotary embeddings row
+    by row itself."""
 
 
 def plan_attention(padded: np.ndarray, cp: int, rank: int, device: torch.device) -> AttentionPlan:
-    """Of rows of `padded` int64 `[N]` tokens, multiples of 2 * cp with context parallelism, on context rank `rank`."""
+    """Plan the attention of context-parallel rank `rank` over rows with `padded` tokens each (int64 `[N]`).
+
+    With context parallelism the numbers of tokens must be multiples of 2 * cp.
+    """
     if cp == 1:
         sizes = padded[padded > 0]
         return AttentionPlan((_reach(None, None, sizes, sizes, device),))
@@ -89,12 +94,12 @@ def _reach(
 
 
 def runs(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """int64 `[sum(sizes)]`: starts[0], starts[0] + 1, ... for each run."""
+    """Return the concatenated ranges `start, start + 1, ...` of each size, int64 `[sum(sizes)]`."""
     return np.arange(int(sizes.sum())) + np.repeat(starts - exclusive_cumsum(sizes), sizes)
 
 
 class PackedAttention(nn.Module):
-    """A Megatron `core_attention`: scaled dot products within rows."""
+    """A Megatron `core_attention` that computes scaled dot-product attention within rows."""
 
     def __init__(self, config: Any, *, pg_collection: Any, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -111,7 +116,8 @@ class PackedAttention(nn.Module):
         packed_seq_params: AttentionPlan,
         **_: Any,
     ) -> torch.Tensor:
-        """`[S, 1, heads * D]` from this rank's `query` `[S, 1, heads, D]`, `key` and `value` `[S, 1, kv_heads, D]`."""
+        """Compute `[S, 1, heads * D]` from this rank's `query` `[S, 1, heads, D]`, and `key` and `value`
+        `[S, 1, kv_heads, D]`."""
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
         if self._group.size() > 1:
             k, v = _Gather.apply(torch.stack([k, v]), self._group)
@@ -133,9 +139,10 @@ class PackedAttention(nn.Module):
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scale: float) -> torch.Tensor:
-    """`[Q, heads, D]` from `q` `[Q, heads, D]` and `k`, `v` `[K, kv_heads, D]`, span by span.
+    """Compute `[Q, heads, D]` from `q` `[Q, heads, D]` and `k`, `v` `[K, kv_heads, D]`, span by span.
 
-    On GPUs in half precision one variable-length flash kernel; else SDPA, once for rows of one length, or row by row.
+    On GPUs in half precision it uses one variable-length flash kernel. Otherwise it uses SDPA, once for spans of one
+    length, else span by span.
     """
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         options: dict[str, Any] = {"enable_gqa": True} if _SHARED_HEADS else {}
@@ -156,10 +163,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scal
 
 
 def _spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """Spans of one size: `[n, Q, heads, D]` from `[n, Q, heads, D]` and `[n, K, kv_heads, D]`."""
+    """Attend within n spans of one size: `[n, Q, heads, D]` from `[n, Q, heads, D]` and `[n, K, kv_heads, D]`."""
     more = k.shape[1] - q.shape[1]
     mask = None
-    if more:  # SDPA's own causal mask begins at the upper left
+    if more:  # SDPA's own causal mask is aligned at the upper left
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(more)
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     return F.scaled_dot_product_attention(
@@ -168,7 +175,7 @@ def _spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' keys and values, one rank behind the other; each rank's gradient is the sum of all ranks'."""
+    """Gathers all ranks' keys and values, one rank after the other; backward sums the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, both: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The megatron backend: a HF causal LM over tensor-, context-, data-, pipeline- and expert-parallel ranks."""
+"""The megatron backend trains a HF causal LM over tensor-, context-, data-, pipeline- and expert-parallel ranks."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from .updates import Swapped, apply, build_optimizer, clear_gradients, reference
 
 
 class MegatronBackend:
-    """See `TrainBackend`. Collective calls wait until all ranks make them, bounded by the process group's timeout.
+    """The Megatron `TrainBackend`. Collective calls wait for all ranks, at most for the process group's timeout.
 
-    One at a time in a process, as Megatron's process groups are global to it. With `mixed_precision` the optimizer
+    A process can have only one at a time, as Megatron's process groups are global. With `mixed_precision` the optimizer
     keeps float32 copies of the parameters, made from their bfloat16 values.
     """
 
     def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
         """Load this rank's part of the model. Needs a default process group of `world` ranks when `world` > 1.
 
-        Raises ValueError for a model that is not there or cannot be split as the topology says; RuntimeError without
-        the process group, or while another backend of the process is open.
+        Raises ValueError for a model that does not exist or cannot be split as the topology says, and RuntimeError
+        without the process group or while another backend of the process is open.
         """
         self._config, self._topology = config, config.topology
         self._rank, self._world = rank, world
-        self._half = config.mixed_precision == "bf16"
+        self._half = config.trainer.mixed_precision
         cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._source = HfSource(config.model)
@@ -75,7 +75,7 @@ class MegatronBackend:
         self._weights = spread_weights(self._source, self._topology, dtype)
         self._state = TrainingState(self._policy, self._optimizer, self._steps, model, self._mesh)
         self._checkpointer = Checkpointer(self._rank, self._world)
-        first = self._mesh.place.cp == 0  # context-parallel ranks share their rows, which count with the first
+        first = self._mesh.place.cp == 0  # context-parallel ranks share their rows, which the first one counts
         group, reported = self._mesh.tokens, self._entropy != "off"
         self._step = TrainStep(
             build_loss(config.loss),
@@ -96,12 +96,11 @@ class MegatronBackend:
         self._clear()
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
-        """See `TrainBackend`. Every rank must have as many microbatches; one of no rows is legal.
+        """See `TrainBackend`. Every rank must pass the same number of microbatches; one without rows is allowed.
 
-        The pipeline fills and drains once a call.
-
-        The last stage needs `input_ids`, `response_mask`, `rollout_logprobs`; `prev_logprobs` with `prev` "recompute";
-        `ref_logprobs` with a KL term. Raises RuntimeError when no step is open, ValueError naming a missing column.
+        The pipeline fills and drains once per call. The last stage needs the columns `input_ids`, `response_mask` and
+        `rollout_logprobs`, also `prev_logprobs` with `prev` "recompute", and `ref_logprobs` with a KL term. Raises
+        RuntimeError when no step is open, ValueError naming a missing column.
         """
         with self._meter.working(), self._step.accumulating() as temperature:
             self._run(micros, count, partial(self._train, temperature), forward_only=False)
@@ -123,7 +122,8 @@ class MegatronBackend:
     def logprobs(
         self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
     ) -> list[torch.Tensor]:
-        """See `TrainBackend`. Legal while a step is open. Raises ValueError for `reference` without a reference."""
+        """See `TrainBackend`. Allowed while a step is open. Raises ValueError for `reference` without a reference
+        model."""
         if reference and self._reference is None:
             raise ValueError("trainer.with_reference: got False, expected True for log-probs of the reference model")
         columns: list[torch.Tensor] = []
@@ -135,8 +135,8 @@ class MegatronBackend:
     # ------------------------------------------------------------ weights and state
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """See `TrainBackend`. In the HF model's own order; bfloat16 with `mixed_precision`, as forward computes with,
-        else float32."""
+        """See `TrainBackend`. Weights are in the HF model's order, in bfloat16 with `mixed_precision`, which is what
+        forward computes with, else in float32."""
         return {weight.name: (weight.dtype, weight.shape) for weight in self._weights}
 
     def weights(self) -> Generator[tuple[str, torch.Tensor], None, None]:
@@ -145,10 +145,10 @@ class MegatronBackend:
         return stream_weights(self._weights, own, self._rank, self._device)
 
     def save(self, path: str, *, wait: bool = True) -> None:
-        """See `TrainBackend`. A checkpoint of that name is replaced once the new one is whole.
+        """See `TrainBackend`. An older checkpoint at `path` is replaced once the new one is whole.
 
-        Without `wait` it is written while training goes on: see `Checkpointer.save`. Raises RuntimeError while a step
-        is open, ValueError when `path` exists and is no checkpoint.
+        Without `wait` the checkpoint is written while training goes on (see `Checkpointer.save`). Raises RuntimeError
+        while a step is open, ValueError when `path` exists and is not a checkpoint.
         """
         self._step.require_closed("save")
         with megatron_calls(self._device):
@@ -160,9 +160,9 @@ class MegatronBackend:
         self._checkpointer.wait()
 
     def load(self, path: str) -> None:
-        """See `TrainBackend`. The reference stays the config's model; learning rate and the like stay the config's.
+        """See `TrainBackend`. The reference model and hyperparameters such as the learning rate come from the config.
 
-        Raises RuntimeError while a step is open, ValueError when `path` is no whole checkpoint of this model.
+        Raises RuntimeError while a step is open, ValueError when `path` is not a whole checkpoint of this model.
         """
         self._step.require_closed("load")
         state = self._state.blank()
@@ -170,7 +170,7 @@ class MegatronBackend:
         self._state.restore(state)
 
     def export_model(self, path: str) -> None:
-        """See `TrainBackend`. Weights as `weights` gives them, which rank 0 collects in host memory before it writes.
+        """See `TrainBackend`. Rank 0 collects the weights that `weights` yields in host memory before it writes them.
         Raises ValueError when `path` exists."""
         weights = collect(self.weights(), keep=self._rank == 0)
         on_first_rank(
@@ -178,8 +178,8 @@ class MegatronBackend:
         )
 
     def close(self) -> None:
-        """Drop an open step; finish a checkpoint that is being written, or raise why it is not there; give Megatron's
-        process groups up. The default one is its owner's to end."""
+        """Drop an open step, wait for a checkpoint that is being written, raising its error, and close Megatron's
+        process groups. The default process group stays open, as its owner closes it."""
         self._step.abort()
         try:
             self._checkpointer.close()
@@ -193,7 +193,7 @@ class MegatronBackend:
             clear_gradients(self._model, self._optimizer)
 
     def _run(self, micros: Iterable[MicroBatch], count: int, forward: Any, *, forward_only: bool) -> None:
-        """Push `count` microbatches through the pipeline; Megatron's schedules call `forward(iterator, model)`."""
+        """Run `count` microbatches through the pipeline; Megatron's schedules call `forward(iterator, model)`."""
         if count < 1:
             return
         with megatron_calls(self._device):
@@ -202,7 +202,7 @@ class MegatronBackend:
                 data_iterator=iter(micros),
                 model=self._model,
                 num_microbatches=count,
-                seq_length=1,  # lengths vary: stages tell each other
+                seq_length=1,  # lengths vary, and stages send them to each other
                 micro_batch_size=1,
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
@@ -212,7 +212,7 @@ class MegatronBackend:
         micro = next(micros, None)
         if micro is None:
             raise ValueError("microbatches: there are fewer than `count`, which all ranks must agree on")
-        packed = self._config.packing == "packed"
+        packed = self._config.trainer.packing == "packed"
         return micro, pack_rows(micro, self._topology, self._mesh.place, self._device, packed=packed)
 
     def _train(self, temperature: float, micros: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
@@ -222,7 +222,10 @@ class MegatronBackend:
     def _loss(
         self, micro: MicroBatch, rows: PackedRows, output: tuple[torch.Tensor, torch.Tensor | None]
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Called on the last stage only. Megatron's second value, a count to divide by, is not used: see `updates`."""
+        """Compute a microbatch's loss; Megatron calls this on the last stage only.
+
+        Megatron expects a count to divide by as the second value, which is not used (see `updates`).
+        """
         logprobs, entropy = output
         cp = self._mesh.cp
         row_tokens = whole_counts(rows.row_tokens, cp, self._device)
@@ -237,7 +240,7 @@ class MegatronBackend:
             reduce_rows=partial(sum_rows, cp) if cp.size() > 1 else None,
         )
         loss = self._step.add(inputs, row_tokens.numpy(), micro.group_ids, entropy)
-        # Context-parallel ranks share their rows, which count with the first of them.
+        # Context-parallel ranks share their rows, which the first of them counts.
         lengths = micro.lengths if self._mesh.place.cp == 0 else micro.lengths[:0]
         self._meter.add(lengths, len(rows.index))
         return loss, torch.zeros((), dtype=torch.int32, device=self._device), None
@@ -253,7 +256,11 @@ class MegatronBackend:
     def _collect(
         self, micro: MicroBatch, rows: PackedRows, columns: list[torch.Tensor], values: torch.Tensor, **_: Any
     ) -> None:
-        """Called on the last stage only. Of whole rows each context-parallel rank has some tokens, and 0 elsewhere."""
+        """Append a microbatch's log-probs to `columns`; Megatron calls this on the last stage only.
+
+        Each context-parallel rank fills in its tokens of the whole rows and has 0 elsewhere, so that a sum combines
+        them.
+        """
         column = torch.zeros(int(micro.lengths.sum()), dtype=torch.float32, device=self._device)
         column[rows.whole_index] = values
         if self._mesh.cp.size() > 1:
@@ -262,10 +269,10 @@ class MegatronBackend:
 
     def _finish(self) -> dict[str, float]:
         norm = sum_gradients(self._model, self._optimizer)
-        # The norm is of all ranks already, so the first of those that add up their parts brings it.
+        # The norm already covers all ranks, so only the first rank contributes it to the sum.
         whole = norm**2 if dist.get_rank(self._mesh.tokens) == 0 else 0.0
         totals = self._step.finish(torch.tensor(whole, dtype=torch.float64, device=self._device))
-        config = self._config.optimizer
-        metrics = totals.apply(config, self._steps, partial(apply, self._optimizer, config.weight_decay))
+        update = partial(apply, self._optimizer, self._config.trainer.weight_decay)
+        metrics = totals.apply(self._config, self._steps, update)
         self._clear()
         return metrics

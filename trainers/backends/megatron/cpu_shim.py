@@ -1,7 +1,7 @@
-"""Lets megatron-core 0.16.1, which asks for CUDA in many places, train on CPU tensors; nothing in it is edited.
+"""Lets megatron-core 0.16.1, which requests CUDA in many places, train on CPU tensors, for tests and laptops.
 
-For tests and laptops. Patches hold only while a call of the backend runs (`on_cpu`), so that nothing else in the
-process, an inference engine least of all, sees a CUDA that is not there.
+Megatron's files are not changed. Patches are active only while a call of the backend runs (`on_cpu`), so that nothing
+else in the process, such as an inference engine, sees CUDA where there is none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Within it this thread's CUDA requests become CPU ones. Nests."""
+    """Turn this thread's CUDA requests into CPU requests inside the context. May be nested."""
     patches: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: CPU),
         (torch.cuda, "synchronize", _nothing),
@@ -33,9 +33,9 @@ def on_cpu() -> Iterator[None]:
         (torch.cuda, "stream", lambda _: nullcontext()),
         (torch.cuda.nvtx, "range_push", _nothing),
         (torch.cuda.nvtx, "range_pop", _nothing),
-        # Splits of an all-to-all must leave the device as numpy; on the CPU Megatron leaves them tensors.
+        # An all-to-all needs its splits as numpy arrays, but on the CPU Megatron leaves them as tensors.
         (token_dispatcher, "maybe_move_tensor_to_cpu", _to_cpu),
-        # Recomputation saves and restores the CUDA generator; the CPU's it keeps anyway.
+        # Recomputation saves and restores the CUDA generator; it handles the CPU generator anyway.
         (tensor_parallel_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (tensor_parallel_random, "_set_cuda_rng_state", _nothing),
     ]
@@ -48,7 +48,7 @@ def on_cpu() -> Iterator[None]:
 
 
 class _CpuMode(TorchFunctionMode):
-    """Rewrites the arguments of torch functions that name CUDA. A mode is of one thread."""
+    """Rewrites arguments of torch functions that name CUDA, in the thread that entered the mode."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -66,13 +66,13 @@ class _CpuMode(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and args[1] == "cuda":
             args = (args[0], CPU, *args[2:])
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # The optimizers know a parameter's precision from its type's name, of which they expect the CUDA one.
+            # The optimizers tell a parameter's precision by its type's name and expect the CUDA name.
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)
 
 
 class _Stream:
-    """A stream or event of a device that does everything at once."""
+    """A stream or event of a device that runs everything synchronously."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass

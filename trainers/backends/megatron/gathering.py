@@ -1,4 +1,4 @@
-"""Which rank of a Megatron mesh has which piece of each HF weight, and this rank's own pieces."""
+"""Lists which rank of a Megatron mesh has which piece of each HF weight, and extracts this rank's own pieces."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .weights import EMBEDDING, Split, boxes, entries_of, hf_layer, split_of
 
 
 def spread_weights(source: HfSource, topology: Topology, dtype: torch.dtype) -> list[SpreadWeight]:
-    """The HF model's weights in its own order, tied ones once, the same on every rank; all as `dtype`.
+    """List the HF model's weights in its own order, tied ones once, all as `dtype`; the list is the same on every rank.
 
-    Of ranks that have the same the first gives: it has data- and context-parallel index 0.
+    When several ranks hold the same piece, the one with data- and context-parallel index 0 provides it.
     """
     config = source.config
     etp = expert_tensor_size(topology)
     found = []
     for name, param in source.empty_model().named_parameters():
         layer = hf_layer(name)
-        stage = topology.pp - 1 if name != EMBEDDING else 0  # tied, the last stage has a copy of the first one's
+        stage = topology.pp - 1 if name != EMBEDDING else 0  # when tied, the last stage has a copy
         if layer is not None:
             stage = layer // (config.num_hidden_layers // topology.pp)
         first = topology.rank(Place(0, pp=stage))
@@ -37,7 +37,8 @@ def spread_weights(source: HfSource, topology: Topology, dtype: torch.dtype) -> 
 def spread_weight(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int, num_tp: int, num_etp: int, num_ep: int
 ) -> SpreadWeight:
-    """One weight on the ranks of a stage from `first` on, which count through tp first; of experts, through etp, ep."""
+    """Describe one weight on the ranks of a stage, numbered from `first` through tp, or for experts through etp, then
+    ep."""
     split = split_of(name)
     pieces = tuple(Piece(first + index, cuts) for index, cuts in enumerate(_cuts(split, num_tp, num_etp, num_ep)))
     boxed = (shape[0], 2, shape[1] // 2, *shape[2:]) if split == "expert_gated" else ()
@@ -45,7 +46,7 @@ def spread_weight(
 
 
 def _cuts(split: Split, num_tp: int, num_etp: int, num_ep: int) -> Iterator[tuple[Cut, ...]]:
-    """Of each rank that has a piece, in their order: how it lies in the tensor, or its boxed view."""
+    """Yield, for each rank that has a piece of a weight, the cuts of the weight (or its boxed view) that give it."""
     if split.startswith("expert"):
         for index in range(num_etp * num_ep):
             ep, etp = divmod(index, num_etp)
@@ -58,10 +59,10 @@ def _cuts(split: Split, num_tp: int, num_etp: int, num_ep: int) -> Iterator[tupl
 
 
 class OwnPieces:
-    """This rank's pieces of HF weights, from its part of the model: see `weights.boxes`."""
+    """Extracts this rank's pieces of HF weights from its part of the model, with `weights.boxes`."""
 
     def __init__(self, model: PolicyModel, config: Any, mesh: Mesh) -> None:
-        """config: of HF."""
+        """Index the parameters of `model` by HF name. `config` is the HF config."""
         self._config, self._part = config, mesh.part
         self._params = {name: param.detach() for name, param in model.named_parameters()}
         entries = entries_of(list(self._params), model.first_layer, tied=config.tie_word_embeddings)
@@ -69,8 +70,11 @@ class OwnPieces:
         self._rest: Iterator[tuple[str, torch.Tensor]] = iter(())
 
     def __call__(self, weight: SpreadWeight) -> torch.Tensor:
-        """In the shape in which `weight` is cut. Fast in the order of `spread_weights`: q, k, v are one after the other
-        in one parameter. Raises KeyError for a weight that the rank has nothing of."""
+        """Return this rank's piece of `weight`, in the shape in which the weight is cut.
+
+        Calls are fast in the order of `spread_weights`, as q, k and v follow each other in one parameter. Raises
+        KeyError for a weight of which the rank has no piece.
+        """
         for name, box in self._rest:
             if name == weight.name:
                 return box

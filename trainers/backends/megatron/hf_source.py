@@ -1,4 +1,4 @@
-"""A HF model folder as a source of single tensors: each rank reads what its part of the model is made of, no more."""
+"""Reads single tensors from a HF model folder, so that each rank reads only the weights of its part of the model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 class HfSource:
-    """Config and weights of a local folder or hub id whose weights are safetensors."""
+    """Gives access to the config and the safetensors weights of a local folder or hub id."""
 
     def __init__(self, model: str) -> None:
-        """Reads the config and where each tensor is. Raises ValueError when there is no such model."""
+        """Read the config and the file of each tensor. Raises ValueError when there is no such model."""
         self._model = model
         try:
             self.config: Any = AutoConfig.from_pretrained(model)
@@ -33,16 +33,16 @@ class HfSource:
             ) from error
 
     def tensor(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
-        """float32: the tensor `name` of the model, or its `[start:stop]` along dimension 0.
+        """Return the tensor `name` of the model in float32, or its `[start:stop]` along dimension 0.
 
-        Names are the model's own; a folder that has experts one by one gives them stacked. Raises ValueError when it
-        is not there.
+        Names are the HF model's own. Experts that the folder stores one by one are stacked. Raises ValueError when the
+        tensor does not exist.
         """
         if name in self._files:
             return self._read(name, start, stop)
         match = _EXPERTS.fullmatch(name)
         if match is None:
-            raise ValueError(f"trainer.model: {self._model!r} has no tensor {name!r}, expected one of safetensors")
+            raise ValueError(f"trainer.model: {self._model!r} has no tensor {name!r} in its safetensors files")
         prefix, kind = match.groups()
         experts = range(self.config.num_experts)[start:stop]
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
@@ -51,20 +51,20 @@ class HfSource:
         )
 
     def empty_model(self) -> Any:
-        """The HF model without weights, for writing a folder of it."""
+        """Return the HF model without weights, for writing a model folder."""
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(self.config)
 
     def _read(self, name: str, start: int | None, stop: int | None) -> torch.Tensor:
         if name not in self._files:
-            raise ValueError(f"trainer.model: {self._model!r} has no tensor {name!r}, expected one of safetensors")
+            raise ValueError(f"trainer.model: {self._model!r} has no tensor {name!r} in its safetensors files")
         with safe_open(self._files[name], framework="pt") as opened:
             whole = start is None and stop is None
             found = opened.get_tensor(name) if whole else opened.get_slice(name)[start:stop]
         return found.float()
 
     def _locate(self) -> dict[str, str]:
-        """Tensor name -> file. Raises OSError when there are no safetensors."""
+        """Map each tensor's name to its file. Raises OSError when there are no safetensors files."""
         index = self._path(INDEX)
         if index is None:
             path = self._path(ONE_FILE)

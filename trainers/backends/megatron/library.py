@@ -1,11 +1,13 @@
-"""All of megatron-core that Headrace uses, imported in this one place; without TransformerEngine and Apex."""
+"""Imports everything that Headrace uses of megatron-core; TransformerEngine and Apex are not needed."""
 
+# pyright: reportMissingImports=false
+# megatron-core need not be installed where types are checked.
 from __future__ import annotations
 
 import warnings
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it says of a dozen optional packages that they are not there
+    warnings.simplefilter("ignore")  # it warns about a dozen missing optional packages
     try:
         from megatron.core import parallel_state
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Megatron's process groups for a `Topology`: made, held by one backend at a time in a process, and given up."""
+"""Opens and closes Megatron's process groups for a `Topology`, of which a process can have one set at a time."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from .weights import Entry, Part
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Groups that this rank is in."""
+    """The process groups that this rank is in."""
 
     place: Place
     part: Part
-    """Which parts of the weights it holds."""
+    """Parts of the weights that this rank holds."""
     tokens: dist.ProcessGroup
-    """All ranks of the same tensor-parallel index: their losses add up, each token counted once."""
+    """All ranks of the same tensor-parallel index, whose losses add up with each token counted once."""
     tp: dist.ProcessGroup
     cp: dist.ProcessGroup
     pp: dist.ProcessGroup
     experts: dist.ProcessGroup
-    """Ranks that hold all of a stage's experts together: expert-tensor-parallel ones count first."""
+    """Ranks that together hold all of a stage's experts; the expert-tensor-parallel index varies fastest."""
     replicas: dist.ProcessGroup
-    """Ranks that hold the same part of the weights, experts' aside: data- and context-parallel ones."""
+    """Data- and context-parallel ranks, which hold the same part of the weights, except for experts."""
     expert_replicas: dist.ProcessGroup
     """Ranks that hold the same part of the same experts."""
     owns_default: bool
-    """The default process group is this mesh's own, made for one rank alone."""
+    """Whether this mesh made the default process group, which it does for one rank alone."""
 
     def sharers(self, entry: Entry) -> dist.ProcessGroup:
-        """The ranks that hold `entry` together, or each alike."""
+        """Return the ranks that share `entry`, each holding a part or a copy of it."""
         return self.experts if entry.is_expert else self.tp
 
     def parts(self, entry: Entry) -> list[Part]:
-        """Which parts those ranks hold, in their order."""
+        """Return the parts that the sharers of `entry` hold, in rank order."""
         num = self.sharers(entry).size()
         if entry.is_expert:
             etp = self.part.num_etp
@@ -48,10 +48,10 @@ class Mesh:
         return [replace(self.part, tp=index) for index in range(num)]
 
     def close(self) -> None:
-        """Let another backend have Megatron's global state. Idempotent."""
+        """Close the groups and free Megatron's global state for another backend. Idempotent."""
         if not parallel_state.model_parallel_is_initialized():
             return
-        # Megatron only forgets its groups; their threads and connections would stay.
+        # Megatron only drops its references to the groups; their threads and connections would stay.
         made = [group for group in parallel_state._global_process_group_list or () if group is not None]
         parallel_state.destroy_model_parallel()
         for group in (*made, self.tokens):
@@ -61,12 +61,15 @@ class Mesh:
 
 
 def open_mesh(topology: Topology, rank: int) -> Mesh:
-    """Make the groups. Collective over the default process group, which must have `topology.world` ranks; one rank
-    alone needs none. Raises RuntimeError when that is not so, or another backend of the process is open."""
+    """Make the groups. Collective over the default process group.
+
+    The default process group must have `topology.world` ranks; one rank alone needs none. Raises RuntimeError when that
+    is not so, or when another backend of the process is open.
+    """
     if parallel_state.model_parallel_is_initialized():
-        raise RuntimeError("megatron backend: another one of this process is open; close it first")
+        raise RuntimeError("megatron backend: another one is open in this process; close it first")
     owns_default = topology.world == 1 and not dist.is_initialized()
-    if owns_default:  # Megatron has process groups for one rank, too
+    if owns_default:  # Megatron needs process groups even for one rank
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -81,16 +84,16 @@ def open_mesh(topology: Topology, rank: int) -> Mesh:
         context_parallel_size=topology.cp,
         expert_model_parallel_size=topology.ep,
         expert_tensor_parallel_size=etp,
-        order="tp-cp-ep-dp-pp",  # as `Topology` counts
+        order="tp-cp-ep-dp-pp",  # the rank order of `Topology`
         create_gloo_process_groups=False,
     )
-    # There is no dropout, so the tracker has nothing to track; this one does not ask for a CUDA generator.
+    # There is no dropout, so the tracker has nothing to track; this kind does not request a CUDA generator.
     tensor_parallel_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     place = topology.place(rank)
     members = [
         [other for other in range(topology.world) if topology.place(other).tp == tp] for tp in range(topology.tp)
     ]
-    groups = [dist.new_group(ranks) for ranks in members]  # all ranks make all of them
+    groups = [dist.new_group(ranks) for ranks in members]  # every rank must make all groups
     part = Part(
         *(place.tp, topology.tp),
         *(_group(parallel_state.get_expert_tensor_parallel_group()).rank(), etp),
@@ -113,7 +116,7 @@ def open_mesh(topology: Topology, rank: int) -> Mesh:
 
 
 def _group(found: Any) -> dist.ProcessGroup:
-    assert isinstance(found, dist.ProcessGroup), f"this rank is outside of a group of its own: {found}"
+    assert isinstance(found, dist.ProcessGroup), f"this rank is not in its own group: {found}"
     return found
 
 

@@ -1,4 +1,5 @@
-"""One pipeline stage of a causal LM in Megatron modules, from packed rows to hidden states or log-probs."""
+"""Builds one pipeline stage of a causal LM from Megatron modules, which maps packed rows to hidden states or
+log-probs."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ....codecs.integers import ceil_div
 from ..config import BackendConfig
 from ..vocab_logprobs import Entropy, VocabShard, token_logprobs
 from .architecture import is_expert_layer, rotary_frequencies, transformer_config
@@ -27,17 +29,17 @@ from .weights import cut, entries_of, expert_range
 
 
 class PolicyModel(GPTModel):
-    """Megatron's GPT, which ends in log-probs of the wanted tokens instead of all tokens' logits."""
+    """Megatron's GPT model, whose last stage returns log-probs of the wanted tokens instead of all tokens' logits."""
 
     _frequencies: torch.Tensor
 
     def __init__(self, config: BackendConfig, model: Any, mesh: Mesh) -> None:
-        """This rank's stage of the model with HF config `model`, its weights not set yet."""
+        """Build this rank's stage of the model with HF config `model`, without setting its weights."""
         settings = transformer_config(config, model)
         topology = config.topology
-        self._width = -(-model.vocab_size // topology.tp)
+        self._width = ceil_div(model.vocab_size, topology.tp)
         self.first_layer = mesh.place.pp * (model.num_hidden_layers // topology.pp)
-        """Index in the whole model of the stage's first layer."""
+        """Index of the stage's first layer in the whole model."""
         layers: Any = _layers(settings, model, self.first_layer, topology.pp)
         super().__init__(
             config=settings,
@@ -47,7 +49,7 @@ class PolicyModel(GPTModel):
             pre_process=mesh.place.pp == 0,
             post_process=mesh.place.pp == topology.pp - 1,
             share_embeddings_and_output_weights=model.tie_word_embeddings,
-            position_embedding_type="none",  # angles are given to the decoder below
+            position_embedding_type="none",  # `forward` passes the angles to the decoder
         )
         start = mesh.place.tp * self._width
         self._tokens = min(self._width, model.vocab_size - start)
@@ -61,8 +63,11 @@ class PolicyModel(GPTModel):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # only our own steps call it
         self, rows: PackedRows, temperature: float, entropy: Entropy
     ) -> Any:
-        """On the last stage (log-probs, entropies) of the wanted tokens as `token_logprobs` gives them; on the others
-        hidden states `[S, 1, H]`, the tensor-parallel rank's part of S under sequence parallelism."""
+        """Return the wanted tokens' (log-probs, entropies) on the last stage, as `token_logprobs` does.
+
+        Other stages return hidden states `[S, 1, H]`, where S is the tensor-parallel rank's part under sequence
+        parallelism.
+        """
         hidden = self._embed(rows.input_ids) if self.pre_process else None
         angles = torch.outer(rows.positions.float(), self._frequencies)
         hidden = self.decoder(
@@ -73,14 +78,14 @@ class PolicyModel(GPTModel):
         )
         if not self.post_process:
             return hidden
-        # Each rank's logits give it a part of the hidden states' gradient; backward of these two adds the parts up.
+        # Each rank's logits give a part of the hidden states' gradient; backward of these calls sums the parts.
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self._group)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self._group)
         weight = self.shared_embedding_or_output_weight() if self._is_tied_here() else self.output_layer.weight
         assert weight is not None, "the last stage has an output layer or shares the embedding"
-        weight = weight[: self._tokens]  # behind them is the padding that makes the parts equal
+        weight = weight[: self._tokens]  # padding follows, which makes the ranks' parts equal
 
         def head(states: torch.Tensor) -> torch.Tensor:
             return F.linear(states, weight)
@@ -89,8 +94,8 @@ class PolicyModel(GPTModel):
         return token_logprobs(states, rows.targets, head, self._vocab, temperature=temperature, entropy=entropy)
 
     def _embed(self, ids: torch.Tensor | None) -> torch.Tensor:
-        """As HF's embedding does, not training the padding token's vector."""
-        assert ids is not None, "the first stage is sent token ids"
+        """Embed the tokens without training the padding token's vector, as HF's embedding does."""
+        assert ids is not None, "the first stage receives token ids"
         hidden = self.embedding(input_ids=ids, position_ids=None)
         if self._padding is None:
             return hidden
@@ -100,12 +105,12 @@ class PolicyModel(GPTModel):
         return hidden.detach().where(fixed[:, None, None], hidden)
 
     def _is_tied_here(self) -> bool:
-        """Whether this stage has one parameter for both, rather than the last stage's copy of the first one's."""
+        """Return whether embedding and output layer are one parameter of this stage, not a copy on the last stage."""
         return self.share_embeddings_and_output_weights and self.pre_process
 
 
 def build_model(config: BackendConfig, source: HfSource, mesh: Mesh, device: torch.device) -> PolicyModel:
-    """This rank's stage with the weights of `source`."""
+    """Build this rank's stage with the weights of `source`."""
     model = PolicyModel(config, source.config, mesh)
     params = dict(model.named_parameters())
     with torch.no_grad():
@@ -115,8 +120,8 @@ def build_model(config: BackendConfig, source: HfSource, mesh: Mesh, device: tor
             for name, value in zip(entry.names, cut(entry, tensors, source.config, mesh.part), strict=True):
                 assert params[name].shape == value.shape, (name, params[name].shape, value.shape)
                 params[name].copy_(value)
-                # Megatron marks what it initialises itself; the gradient's norm counts what is not so marked only with
-                # the first tensor-parallel rank.
+                # Megatron marks only parameters that it initialises itself. In the gradient's norm, parameters without
+                # the mark count on the first tensor-parallel rank only.
                 params[name].tensor_model_parallel = entry.split != "whole"  # type: ignore[attr-defined]
     return model.to(device)
 

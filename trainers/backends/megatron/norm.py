@@ -1,4 +1,4 @@
-"""RMSNorm that Megatron layers may use without TransformerEngine, under sequence parallelism too."""
+"""Provides an RMSNorm for Megatron layers without TransformerEngine, which also supports sequence parallelism."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ class RMSNorm(nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # Megatron adds up, over the tensor-parallel ranks, the gradients of parameters so marked.
+        # Megatron sums the gradients of parameters with this mark over the tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Sums over rows whose tokens stand on several context-parallel ranks."""
+"""Computes sums over rows whose tokens are split over context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def whole_counts(counts: torch.Tensor, cp: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """int64 `[N]`, CPU: tokens of whole rows, from this rank's `counts`. Collective over `cp`."""
+    """Sum the ranks' token `counts` of N rows: int64 `[N]`, on the CPU. Collective over `cp`."""
     if cp.size() == 1:
         return counts
     total = counts.to(device)
@@ -18,15 +18,15 @@ def whole_counts(counts: torch.Tensor, cp: dist.ProcessGroup, device: torch.devi
 
 
 def sum_rows(cp: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:
-    """`LossInputs.reduce_rows`: `values` `[N]` summed over `cp`, differentiable. Collective, in backward too."""
+    """Sum `values` `[N]` over `cp`, differentiably, as `LossInputs.reduce_rows` needs. Collective, also in backward."""
     summed = _SumRows.apply(values, cp)
     assert isinstance(summed, torch.Tensor)
     return summed
 
 
 class _SumRows(torch.autograd.Function):
-    """Every rank's loss uses the sum, and what is differentiated is the losses' sum; so its gradient is the sum of
-    theirs."""
+    """Sums values over ranks in forward and gradients in backward, as every rank's loss uses the sum and the losses are
+    summed too."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

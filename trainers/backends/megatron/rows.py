@@ -1,8 +1,8 @@
-"""How rows stand in a Megatron model: one packed sequence of padded rows, or a context-parallel rank's part of it.
+"""Packs rows for a Megatron model into one sequence of padded rows, or a context-parallel rank's part of it.
 
-Every row is padded to a multiple of `Topology.pad_multiple` tokens (all to the longest one without packing), and with
-context parallelism cut into 2 * cp chunks of which this rank computes two: see `codecs.context_slices`. Padding stands
-behind its row, where causal attention keeps it unseen.
+Every row is padded to a multiple of `Topology.pad_multiple` tokens, or without packing to the longest row. With context
+parallelism it is cut into 2 * cp chunks, of which this rank computes two (see `codecs.context_slices`). Padding follows
+its row, where causal attention hides it.
 """
 
 from __future__ import annotations
@@ -15,56 +15,58 @@ import torch
 from ....actors.protocols import MicroBatch
 from ....codecs.context_slices import chunks
 from ....codecs.gather import exclusive_cumsum
+from ....codecs.integers import round_up
 from ....dataplane.topology import Place, Topology
 from .attention import AttentionPlan, plan_attention, runs
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """A microbatch as one rank computes it: S tokens, and T tokens whose log-probs are wanted."""
+    """The part of a microbatch of N rows that one rank computes: S tokens, of which T are wanted with log-probs."""
 
     input_ids: torch.Tensor | None
-    """int64 `[1, S]`; None where no token ids were sent."""
+    """Token ids: int64 `[1, S]`; None when this rank received no token ids."""
     positions: torch.Tensor
-    """int64 `[S]`: each token's position in its row."""
+    """Position of each token in its row: int64 `[S]`."""
     attention: AttentionPlan
-    """Which tokens see which."""
+    """Plan that says which tokens see which."""
     source: torch.Tensor
-    """int64 `[T]`: positions in the S tokens whose hidden state predicts the token."""
+    """Positions among the S tokens whose hidden states predict the wanted tokens: int64 `[T]`."""
     targets: torch.Tensor
-    """int64 `[T]`: the tokens."""
+    """Token ids of the wanted tokens: int64 `[T]`."""
     row_ids: torch.Tensor
-    """int64 `[T]`: 0..N-1, ascending."""
+    """Row of each wanted token: int64 `[T]`, 0..N-1, ascending."""
     row_tokens: torch.Tensor
-    """int64 `[N]`, CPU: wanted tokens of each row, of this rank's alone."""
+    """Number of wanted tokens of each row on this rank: int64 `[N]`, on the CPU."""
     index: torch.Tensor
-    """int64 `[T]`, CPU: where they stand in the batch's packed columns."""
+    """Positions of the wanted tokens in this rank's packed columns: int64 `[T]`, on the CPU."""
     whole_index: torch.Tensor
-    """int64 `[T]`: where they stand in the packed columns of whole rows."""
+    """Positions of the wanted tokens in packed columns of whole rows: int64 `[T]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """The pieces of the rows that one rank computes, row by row: C = N, or 2 * N with context parallelism."""
+    """The C pieces of the rows that one rank computes, row by row: one per row, or two with context parallelism."""
 
     rows: np.ndarray
-    """int64 `[C]`: whose piece it is."""
+    """Row of each piece: int64 `[C]`."""
     starts: np.ndarray
-    """int64 `[C]`: its first position in the row."""
+    """Position in the row at which each piece starts: int64 `[C]`."""
     sizes: np.ndarray
-    """int64 `[C]`: its tokens, padding included."""
+    """Number of tokens of each piece, including padding: int64 `[C]`."""
 
     @property
     def offsets(self) -> np.ndarray:
-        """int64 `[C]`: where it begins in the rank's S tokens."""
+        """Position among the rank's S tokens at which each piece starts: int64 `[C]`."""
         return exclusive_cumsum(self.sizes)
 
 
 def pack_rows(micro: MicroBatch, topology: Topology, place: Place, device: torch.device, *, packed: bool) -> PackedRows:
-    """Lay out what this rank computes, with columns on any device; what is where is worked out on the CPU.
+    """Pack the part of a microbatch that this rank computes.
 
-    A microbatch without tokens gets one of padding, so that it takes part in the collectives. Raises ValueError when a
-    row's first token is to be trained on, or columns are not what was to be sent.
+    Columns may be on any device; positions are computed on the CPU. A microbatch without tokens gets one token of
+    padding, so that the rank takes part in the collectives. Raises ValueError when a row's first token is to be trained
+    on, or when the columns do not have this rank's tokens.
     """
     lengths = micro.lengths if micro.lengths.sum() else np.ones(1, np.int64)
     pieces, padded = _chunks_of(lengths, topology, place, packed=packed)
@@ -91,9 +93,9 @@ def pack_rows(micro: MicroBatch, topology: Topology, place: Place, device: torch
 
 
 def _chunks_of(lengths: np.ndarray, topology: Topology, place: Place, *, packed: bool) -> tuple[_Chunks, np.ndarray]:
-    """This rank's pieces, and int64 `[N]`: tokens of each row with its padding."""
+    """Return this rank's pieces, and the number of tokens of each row with its padding (int64 `[N]`)."""
     multiple = topology.pad_multiple
-    padded = -(-lengths // multiple) * multiple
+    padded = round_up(lengths, multiple)
     if not packed:
         padded = np.full_like(padded, padded.max())
     rows = np.arange(len(lengths))
@@ -105,7 +107,7 @@ def _chunks_of(lengths: np.ndarray, topology: Topology, place: Place, *, packed:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """The wanted tokens' columns of `PackedRows`, on the CPU."""
+    """The fields of `PackedRows` about the wanted tokens, on the CPU."""
 
     source: torch.Tensor
     targets: torch.Tensor
@@ -115,9 +117,10 @@ class _Wanted:
 
 
 def _place_tokens(micro: MicroBatch, pieces: _Chunks, size: int) -> tuple[torch.Tensor, _Wanted]:
-    """int64 `[S]` token ids, 0 at padding, and the tokens whose log-probs are wanted.
+    """Return the token ids, int64 `[S]` with 0 at padding, and the tokens whose log-probs are wanted.
 
-    Of each piece [a, b) the tokens [a, b + 1) were sent: all but the last are put in, all but the first are predicted.
+    For each piece [a, b) the rank received the tokens [a, b + 1). All but the last are inputs, and all but the first
+    are predicted.
     """
     ends = micro.lengths[pieces.rows] if len(micro.lengths) else np.zeros_like(pieces.rows)
     begins = np.minimum(pieces.starts, ends)
@@ -141,7 +144,7 @@ def _place_tokens(micro: MicroBatch, pieces: _Chunks, size: int) -> tuple[torch.
         if len(orphans):
             raise ValueError(f"response_mask: row {int(orphans[0])} marks its first token, expected a prompt before it")
         wanted = marked
-    index = (wanted & (within > 0)).nonzero().flatten()  # another rank predicts a later piece's first token
+    index = (wanted & (within > 0)).nonzero().flatten()  # another rank predicts the first token of a later piece
     row_starts = torch.from_numpy(exclusive_cumsum(micro.lengths))
     return ids, _Wanted(
         source=(offsets + within)[index] - 1,

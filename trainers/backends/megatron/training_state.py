@@ -1,8 +1,8 @@
-"""Model and optimizer as sharded tensors under HF names, whatever the mesh: what a checkpoint holds.
+"""Converts model and optimizer to the sharded tensors of a checkpoint, whose HF names do not depend on the mesh.
 
-A rank's part of a parameter is boxes of HF tensors (`weights.boxes`), so another mesh, or for models without experts
-the fsdp backend, finds its own parts in what this one wrote. The distributed optimizer has flat pieces of a parameter
-on each data-parallel rank; they are put together first.
+A rank's part of a parameter consists of boxes of HF tensors (`weights.boxes`). Another mesh can therefore read its own
+parts from the checkpoint, and so can the fsdp backend for models without experts. The distributed optimizer has flat
+pieces of each parameter on the data-parallel ranks, which are assembled first.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What this rank's optimizer has of one parameter: elements `start` to `stop` of it, flat."""
+    """The elements `start` to `stop` of one flat parameter, which this rank's optimizer has."""
 
     start: int
     stop: int
     values: dict[str, torch.Tensor]
-    """float32 `[stop - start]`: `weight`, and each of MOMENTS; writing to them writes to the optimizer."""
+    """Values of `weight` and of each of MOMENTS, float32 `[stop - start]`; writing to them writes to the optimizer."""
 
 
 class TrainingState:
-    """The tensors that training changes, of one rank."""
+    """Collects and restores the tensors of one rank that training changes."""
 
     def __init__(
         self, model: PolicyModel, optimizer: ChainedOptimizer, steps: torch.Tensor, config: Any, mesh: Mesh
     ) -> None:
-        """config: of HF. Puts the optimizer's state in place: a checkpoint before the first step is whole, too."""
+        """Allocate the optimizer's state, so that a checkpoint before the first step is whole too. `config` is the HF
+        config."""
         self._params = dict(model.named_parameters())
         self._entries = entries_of(list(self._params), model.first_layer, tied=config.tie_word_embeddings)
         self._steps, self._config, self._mesh = steps, config, mesh
@@ -55,7 +56,7 @@ class TrainingState:
 
     @torch.no_grad()
     def collect(self) -> dict[str, torch.Tensor]:
-        """A copy of everything, by name. Collective."""
+        """Return a copy of all tensors by name. Collective."""
         state: dict[str, torch.Tensor] = {STEPS: self._steps.clone()}
         for entry in self._entries:
             wholes = [self._whole(self._params[name]) for name in entry.names]
@@ -69,7 +70,7 @@ class TrainingState:
 
     @torch.no_grad()
     def blank(self) -> dict[str, torch.Tensor]:
-        """Room for everything that `restore` takes."""
+        """Return empty tensors by name, to be filled from a checkpoint and passed to `restore`."""
         state: dict[str, torch.Tensor] = {STEPS: torch.zeros_like(self._steps)}
         for entry in self._entries:
             room = [torch.zeros_like(self._params[name], dtype=torch.float32) for name in entry.names]
@@ -79,7 +80,7 @@ class TrainingState:
 
     @torch.no_grad()
     def restore(self, state: dict[str, torch.Tensor]) -> None:
-        """Set model and optimizer to what has been read into `blank`."""
+        """Set model and optimizer to the values that were read into the tensors of `blank`."""
         self._steps.copy_(state[STEPS])
         for entry in self._entries:
             for kind in ("weight", *MOMENTS):
@@ -99,7 +100,7 @@ class TrainingState:
             share.values[kind].copy_(value.flatten()[share.start : share.stop])
 
     def _whole(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """float32, in the parameter's shape."""
+        """Return a parameter's weight and moments, each whole in float32 and in the parameter's shape."""
         kinds = ("weight", *MOMENTS)
         every = torch.zeros(len(kinds), param.numel(), dtype=torch.float32, device=param.device)
         share = self._shares.get(param)
@@ -108,7 +109,7 @@ class TrainingState:
                 row[share.start : share.stop] = share.values[kind]
         if isinstance(self._optimizer.chained_optimizers[0], DistributedOptimizer):
             group = self._mesh.replicas if getattr(param, "allreduce", True) else self._mesh.expert_replicas
-            dist.all_reduce(every, group=group)  # of each element one rank has the value, the others 0
+            dist.all_reduce(every, group=group)  # each element has its value on one rank and 0 on the others
         return {kind: row.view(param.shape) for kind, row in zip(kinds, every, strict=True)}
 
     def _boxed(self, entry: Entry, tensors: list[torch.Tensor], kind: str) -> dict[str, torch.Tensor]:

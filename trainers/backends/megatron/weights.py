@@ -1,7 +1,7 @@
-"""HF weights to Megatron's and back: which HF tensors a Megatron parameter is made of, and each rank's part of it.
+"""Converts HF weights to Megatron parameters and back, and computes each rank's part of them.
 
-Pure functions on whole tensors and their parts; who reads or gathers them is no matter here. HF names are those of the
-HF model's own parameters (experts stacked), without tied ones.
+All functions are pure and work on tensors and their parts, however these are read or gathered. HF names are those of
+the HF model's own parameters (experts stacked), without tied ones.
 """
 
 from __future__ import annotations
@@ -13,46 +13,48 @@ from typing import Any, Literal
 
 import torch
 
-Split = Literal["whole", "vocabulary", "columns", "heads", "gated", "expert_gated", "expert_columns"]
-"""How a parameter is split over tensor-parallel ranks:
+from ....codecs.integers import ceil_div
 
-whole            not at all: norms and routers
+Split = Literal["whole", "vocabulary", "columns", "heads", "gated", "expert_gated", "expert_columns"]
+"""The ways in which a parameter is split over tensor-parallel ranks.
+
+whole            not split (norms and routers)
 vocabulary       by tokens, padded with zeros to equal parts
 columns          along dimension 1 of the matrix
-heads            query, key and value matrices in one, by groups of heads that share a key
-gated            gate and up matrices in one, along dimension 0 of each
-expert_gated     stacked experts' `gated`, experts over expert-parallel ranks, each over expert-tensor-parallel ones
-expert_columns   stacked experts' `columns`, likewise
+heads            query, key and value matrices in one parameter, by groups of heads that share a key
+gated            gate and up matrices in one parameter, along dimension 0 of each
+expert_gated     `gated` of stacked experts: experts over expert-parallel ranks, each over expert-tensor-parallel ranks
+expert_columns   `columns` of stacked experts, over the same ranks as `expert_gated`
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One Megatron parameter, or the same one of every expert, and the HF tensors it is made of."""
+    """One Megatron parameter, or the same parameter of every expert, and the HF tensors that it consists of."""
 
     names: tuple[str, ...]
-    """Names in the Megatron model of this rank."""
+    """Names of the parameters in this rank's Megatron model."""
     hf_names: tuple[str, ...]
-    """Names in the HF model."""
+    """Names of the tensors in the HF model."""
     split: Split
 
     @property
     def is_expert(self) -> bool:
-        """Whether it is spread over the expert-parallel ranks."""
+        """Whether the parameter is split over the expert-parallel ranks."""
         return self.split.startswith("expert")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which of how many equal parts, along each way of splitting."""
+    """A rank's part of the weights: its index and the number of equal parts for each kind of parallelism."""
 
     tp: int = 0
     num_tp: int = 1
     etp: int = 0
-    """Of one expert's matrices."""
+    """Index of the part of one expert's matrices, from 0 to `num_etp` - 1."""
     num_etp: int = 1
     ep: int = 0
-    """Of the experts."""
+    """Index of the part of the experts, from 0 to `num_ep` - 1."""
     num_ep: int = 1
 
 
@@ -82,13 +84,13 @@ _HF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
 def hf_layer(hf_name: str) -> int | None:
-    """The decoder layer that the HF tensor is in; None for those outside of layers."""
+    """Return the decoder layer of a HF tensor; None for a tensor outside the layers."""
     found = _HF_LAYER.fullmatch(hf_name)
     return int(found[1]) if found else None
 
 
 def split_of(hf_name: str) -> Split:
-    """How the parameter is split that has this HF tensor. Raises ValueError when no parameter has."""
+    """Return how the parameter with this HF tensor is split. Raises ValueError when no parameter has the tensor."""
     if hf_name in (EMBEDDING, HEAD):
         return "vocabulary"
     if hf_name == NORM:
@@ -100,9 +102,9 @@ def split_of(hf_name: str) -> Split:
 
 
 def entries_of(names: Sequence[str], first_layer: int, *, tied: bool) -> list[Entry]:
-    """Entries of a pipeline stage's parameter `names`, in a fixed order, its layers counted from `first_layer`.
+    """Return the entries of a pipeline stage's parameter `names` in a fixed order; its layers start at `first_layer`.
 
-    `tied`: the output layer is the embedding. Raises ValueError for a name that has no HF counterpart.
+    `tied` says that the output layer is the embedding. Raises ValueError for a name without a HF counterpart.
     """
     found: dict[tuple[str, ...], tuple[list[str], Split]] = {}
     for name in names:
@@ -138,13 +140,14 @@ def _expert_index(name: str) -> int:
 
 
 def expert_range(config: Any, part: Part) -> tuple[int, int]:
-    """(first, behind the last) of the experts on an expert-parallel rank."""
+    """Return the range (first, one past the last) of the experts on an expert-parallel rank."""
     size = config.num_experts // part.num_ep
     return part.ep * size, (part.ep + 1) * size
 
 
 def split_dim(entry: Entry, part: Part) -> int | None:
-    """Along which dimension of their HF tensors the ranks' boxes lie side by side; None when each has the whole."""
+    """Return the dimension of the HF tensors along which the ranks' boxes are split; None when each rank has the
+    whole."""
     if entry.is_expert:
         if part.num_etp == 1:
             return 0 if part.num_ep > 1 else None
@@ -155,11 +158,11 @@ def split_dim(entry: Entry, part: Part) -> int | None:
 
 
 def boxes(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part) -> Iterator[torch.Tensor]:
-    """The rank's part of an entry, a tensor for each of its `names`, as boxes of the HF tensors `hf_names`, each made
-    (some are copies) when it is asked for.
+    """Yield the rank's part of an entry, given as a tensor for each of its `names`, as boxes of the HF tensors
+    `hf_names`.
 
-    Of a vector of tokens without the padding. Of gate and up matrices of experts, which HF has in one,
-    `[experts, 2, rows, columns]`.
+    Each box, some of which are copies, is made when it is requested. Vocabulary boxes come without the padding. Gate
+    and up matrices of experts, which are one HF tensor, are a box `[experts, 2, rows, columns]`.
     """
     first = tensors[0]
     if entry.is_expert:
@@ -181,12 +184,12 @@ def boxes(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part
 
 
 def unbox(entry: Entry, parts: Sequence[torch.Tensor], config: Any, part: Part) -> list[torch.Tensor]:
-    """Inverse of `boxes`."""
+    """Turn boxes of HF tensors back into the rank's parameters; the inverse of `boxes`."""
     first = parts[0]
     if entry.is_expert:
         return list(first.flatten(1, 2) if entry.split == "expert_gated" else first)
     if entry.split == "vocabulary":
-        missing = -(-config.vocab_size // part.num_tp) - len(first)
+        missing = ceil_div(config.vocab_size, part.num_tp) - len(first)
         return [torch.cat([first, first.new_zeros(missing, *first.shape[1:])])]
     if entry.split == "gated":
         return [torch.cat(list(parts))]
@@ -198,9 +201,9 @@ def unbox(entry: Entry, parts: Sequence[torch.Tensor], config: Any, part: Part) 
 
 
 def cut(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part) -> list[torch.Tensor]:
-    """The rank's part of an entry, a tensor for each of its `names`, from HF `tensors` in the order of `hf_names`.
+    """Cut the rank's part of an entry, a tensor for each of its `names`, from HF `tensors` in the order of `hf_names`.
 
-    Of stacked experts `tensors` have the rank's own only (`expert_range`).
+    For stacked experts `tensors` have only the rank's own (`expert_range`).
     """
     wholes = [tensor.unflatten(1, (2, -1)) if entry.split == "expert_gated" else tensor for tensor in tensors]
     dim = split_dim(entry, part)
@@ -211,6 +214,6 @@ def cut(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part) 
 
 
 def _tokens(config: Any, part: Part) -> int:
-    """How many of the rank's vocabulary rows are tokens."""
-    width = -(-config.vocab_size // part.num_tp)
+    """Return how many of the rank's vocabulary rows are tokens and not padding."""
+    width = ceil_div(config.vocab_size, part.num_tp)
     return min(width, config.vocab_size - part.tp * width)

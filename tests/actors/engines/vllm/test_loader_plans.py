@@ -64,7 +64,7 @@ def test_a_plan_does_what_vllms_loaders_do(model: tuple[str, int]) -> None:
     async def main() -> list[str]:
         engine = build(folder, tp=tp)
         try:
-            return await engine._process.call_function(repeat_plan, folder)
+            return await engine.call_workers(repeat_plan, folder)
         finally:
             await engine.close()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.actors.weights.config import SyncConfig
 from headrace.actors.weights.transports.factory import TRANSPORT_KINDS
 from headrace.actors.weights.transports.protocol import ReceiverConfig, SenderConfig
 from headrace.dataplane.handle import DataPlaneHandle
@@ -46,8 +47,7 @@ def sender_config(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..
     def build(kind: str, timeout_s: float = 30.0) -> SenderConfig:
         return SenderConfig(
             run_id=f"test{os.getpid()}-w{next(_NUMBER)}",
-            bucket_bytes=BUCKET_BYTES,
-            timeout_s=timeout_s,
+            sync=SyncConfig(timeout_s=timeout_s),
             folder=str(tmp_path / "weights"),
             data_plane=request.getfixturevalue("plane") if kind == "store" else None,
         )
@@ -62,7 +62,8 @@ def group(tmp_path: Path, sender_config: Callable[..., SenderConfig]) -> Iterato
 
         def build(kind: str, timeout_s: float = 30.0) -> PeerGroup:
             config = sender_config(kind, timeout_s)
-            made = PeerGroup(kind, config, ReceiverConfig("", "full", "cpu", config.data_plane))
+            sync = SyncConfig(staging="full", delta=True)
+            made = PeerGroup(kind, config, ReceiverConfig("", sync, "cpu", config.data_plane))
             stack.callback(made.close)
             return made
 

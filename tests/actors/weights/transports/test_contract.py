@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from headrace.actors.weights.config import SyncConfig
 from headrace.actors.weights.transports.factory import build_receiver, build_sender
 from headrace.actors.weights.transports.protocol import (
     BucketFrame,
@@ -17,6 +18,8 @@ from headrace.actors.weights.transports.protocol import (
 )
 from headrace.tests.actors.weights.transports.sample_weights import plan_of, publish, weights
 from headrace.tests.actors.weights.transports.transport_peers import PeerGroup, outcome
+
+pytestmark = pytest.mark.processes
 
 LASTING = ("ipc", "store", "disk")
 
@@ -220,10 +223,10 @@ def test_unknown_kinds(sender_config: Callable[..., SenderConfig]) -> None:
     with pytest.raises(ValueError, match="sync.transport: got 'nccl', expected one of collective, ipc, store, disk"):
         build_sender("nccl", sender_config("ipc"))
     with pytest.raises(ValueError, match="sync.transport: got 'nccl'"):
-        build_receiver("nccl", ReceiverConfig("e"), 0)
+        build_receiver("nccl", ReceiverConfig("e", SyncConfig()), 0)
     for kind, what in (("store", "data plane"), ("disk", "folder")):
         with pytest.raises(ValueError, match=f"'{kind}' needs a {what}"):
-            build_sender(kind, SenderConfig("run", 64, 1.0))
+            build_sender(kind, SenderConfig("run"))
 
 
 def test_more_than_there_is_room_for(sender_config: Callable[..., SenderConfig], kind: str) -> None:

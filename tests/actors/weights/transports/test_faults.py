@@ -17,7 +17,7 @@ import torch
 from headrace.actors.weights.transports.collective import CollectiveSender
 from headrace.actors.weights.transports.control_link import listen
 from headrace.actors.weights.transports.protocol import BucketFrame, ReceiverGroup, SenderConfig
-from headrace.actors.weights.transports.sending import OpenUpdate, Sender
+from headrace.actors.weights.transports.sender import Sender, SenderUpdate
 from headrace.tests.actors.weights.transports.sample_weights import plan_of, publish, weights
 from headrace.tests.actors.weights.transports.transport_peers import (
     GRACE_S,
@@ -27,6 +27,8 @@ from headrace.tests.actors.weights.transports.transport_peers import (
     SenderHost,
     outcome,
 )
+
+pytestmark = pytest.mark.processes
 
 ROWS = 20_000
 BUCKET_BYTES = 1 << 16
@@ -134,13 +136,13 @@ def test_the_sender_is_killed(group: Callable[..., PeerGroup], kind: str, dice: 
     _kill_senders(group(kind, 1.5), kind, dice, 3 if kind in ("store", "disk") else TIMES)
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_the_sender_is_killed_ten_times(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
     _kill_senders(group(kind, 3.0), kind, dice, TIMES)
 
 
 def _kill_senders(peers: PeerGroup, kind: str, dice: random.Random, times: int) -> None:
-    bound_s = peers.config.timeout_s
+    bound_s = peers.config.sync.timeout_s
     peers.sender.close()
     for number in range(times):
         sender = PeerProcess(SenderHost, kind, peers.config)
@@ -178,7 +180,7 @@ def losing(sender: Sender, bucket: int) -> Iterator[None]:
     """Bucket `bucket` never leaves the sender, which does not know."""
     original = sender._send
 
-    def send(update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
+    def send(update: SenderUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
         if frame.bucket != bucket:
             original(update, frame, digest)
 
@@ -260,13 +262,13 @@ def test_a_receiver_is_stopped(group: Callable[..., PeerGroup], kind: str, dice:
     _stop(group(kind, 2.5 if kind == "collective" else 20.0), kind, dice, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_a_receiver_is_stopped_ten_times(group: Callable[..., PeerGroup], kind: str, dice: random.Random) -> None:
     _stop(group(kind, 3.0 if kind == "collective" else 20.0), kind, dice, TIMES)
 
 
 def _stop(peers: PeerGroup, kind: str, dice: random.Random, times: int) -> None:
-    bound_s = peers.config.timeout_s
+    bound_s = peers.config.sync.timeout_s
     version = 1
     peers.update(version, BUCKET_BYTES)
     for _ in range(times):

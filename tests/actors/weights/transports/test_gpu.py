@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from headrace.actors.weights.config import SyncConfig
 from headrace.actors.weights.transports.protocol import ReceiverConfig, SenderConfig
 from headrace.tests.actors.weights.transports.sample_weights import plan_of, publish, weights
 from headrace.tests.actors.weights.transports.transport_peers import PeerGroup, outcome
@@ -36,8 +37,10 @@ def gpu_group() -> Iterator[Callable[..., PeerGroup]]:
     ) -> PeerGroup:
         if torch.cuda.device_count() < len(set(devices.values()) | {"cuda:0"}):
             pytest.skip("needs two GPUs")
-        config = SenderConfig(f"gpu{os.getpid()}-{len(made)}", 1 << 26, timeout_s, device="cuda:0")
-        made.append(PeerGroup(kind, config, ReceiverConfig("", staging, "cuda:0"), devices))  # pyright: ignore[reportArgumentType]
+        config = SenderConfig(f"gpu{os.getpid()}-{len(made)}", SyncConfig(timeout_s=timeout_s), device="cuda:0")
+        keeping = SyncConfig(staging=staging, delta=True)  # pyright: ignore[reportArgumentType]
+        receiver = ReceiverConfig("", keeping, "cuda:0")
+        made.append(PeerGroup(kind, config, receiver, devices))
         return made[-1]
 
     yield build

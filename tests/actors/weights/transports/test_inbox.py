@@ -10,8 +10,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from headrace.actors.weights.config import SyncConfig
 from headrace.actors.weights.inbox import WeightInbox
-from headrace.actors.weights.transports.control_page import lease_holders
 from headrace.actors.weights.transports.factory import build_sender, resolve_kind
 from headrace.actors.weights.transports.ipc import IpcSender
 from headrace.actors.weights.transports.protocol import (
@@ -21,6 +21,7 @@ from headrace.actors.weights.transports.protocol import (
     WeightTransferError,
     WeightUpdate,
 )
+from headrace.actors.weights.transports.shared_status import lease_holders
 from headrace.tests.actors.weights.transports.sample_weights import equal, plan_of, publish, weights
 
 GROUPS = (ReceiverGroup("e", 1),)
@@ -43,7 +44,10 @@ def sent(sender: IpcSender, version: int, base: int | None = None, bucket_bytes:
 
 
 def test_a_staged_version_is_the_sender_s_memory_and_read_only_in_effect(sender: IpcSender) -> None:
-    inbox, other = WeightInbox(ReceiverConfig("e"), 0), WeightInbox(ReceiverConfig("e"), 0)
+    inbox, other = (
+        WeightInbox(ReceiverConfig("e", SyncConfig(delta=True)), 0),
+        WeightInbox(ReceiverConfig("e", SyncConfig(delta=True)), 0),
+    )
     update = sent(sender, 1)
     for box in (inbox, other):
         assert box.staging == "auto"
@@ -58,7 +62,7 @@ def test_a_staged_version_is_the_sender_s_memory_and_read_only_in_effect(sender:
 
 def test_leases_end_with_what_is_let_go_of(sender: IpcSender) -> None:
     for keep_base in (True, False):
-        inbox = WeightInbox(ReceiverConfig("e", keep_base=keep_base), 0)
+        inbox = WeightInbox(ReceiverConfig("e", SyncConfig(delta=keep_base)), 0)
         first = 10 if keep_base else 20
         one = sent(sender, first)
         inbox.prepare(one)
@@ -81,7 +85,7 @@ def test_leases_end_with_what_is_let_go_of(sender: IpcSender) -> None:
 
 
 def test_a_delta_after_a_drop_refers_to_what_is_served(sender: IpcSender) -> None:
-    inbox = WeightInbox(ReceiverConfig("e"), 0)
+    inbox = WeightInbox(ReceiverConfig("e", SyncConfig(delta=True)), 0)
     inbox.prepare(sent(sender, 1))
     inbox.committed(1)
     inbox.prepare(sent(sender, 2, base=1))
@@ -99,7 +103,7 @@ def test_a_delta_after_a_drop_refers_to_what_is_served(sender: IpcSender) -> Non
 
 
 def test_without_staging_there_is_no_base(sender: IpcSender) -> None:
-    inbox = WeightInbox(ReceiverConfig("e", "none"), 0)
+    inbox = WeightInbox(ReceiverConfig("e", SyncConfig(staging="none", delta=True)), 0)
     update = sent(sender, 1)
     with pytest.raises(ValueError, match="version 1 was not joined"):
         next(inbox.arriving(update))
@@ -115,7 +119,7 @@ def test_without_staging_there_is_no_base(sender: IpcSender) -> None:
 
 
 def test_damage_in_shared_memory_is_named(sender: IpcSender) -> None:
-    inbox = WeightInbox(ReceiverConfig("e"), 0)
+    inbox = WeightInbox(ReceiverConfig("e", SyncConfig(delta=True)), 0)
     update = sent(sender, 1)
     slot = next(sender.folder.glob("slot-*"))
     damaged = bytearray(slot.read_bytes())
@@ -127,13 +131,13 @@ def test_damage_in_shared_memory_is_named(sender: IpcSender) -> None:
     with pytest.raises(WeightTransferError, match="slot-.* has 100 bytes, the update's are"):
         inbox.prepare(update)
     Path(update.location).write_bytes(b"noise")
-    with pytest.raises(WeightTransferError, match="5 bytes are no control page"):
+    with pytest.raises(WeightTransferError, match="its 5 bytes are not an update's status file"):
         inbox.prepare(update)
     inbox.close()
 
 
 def test_a_version_withdrawn_while_it_is_read_is_refused(sender: IpcSender) -> None:
-    inbox = WeightInbox(ReceiverConfig("e", "none"), 0)
+    inbox = WeightInbox(ReceiverConfig("e", SyncConfig(staging="none", delta=True)), 0)
     update = sent(sender, 1)
     inbox.prepare(update)
     arriving = inbox.arriving(update)
@@ -156,7 +160,7 @@ def test_files_on_disk_are_safetensors(sender_config: Callable[..., SenderConfig
     broken = bytearray(files[2].read_bytes())
     broken[-1] ^= 1
     files[2].write_bytes(broken)
-    inbox = WeightInbox(ReceiverConfig("e"), 0)
+    inbox = WeightInbox(ReceiverConfig("e", SyncConfig(delta=True)), 0)
     with pytest.raises(WeightTransferError, match="bucket 2 of .* is damaged"):
         inbox.prepare(update)
     files[2].write_bytes(b"noise")
@@ -188,7 +192,7 @@ def test_two_senders_of_one_run(sender_config: Callable[..., SenderConfig]) -> N
 
 
 def test_payloads_do_not_move_when_they_lie_in_place(sender: IpcSender) -> None:
-    inbox = WeightInbox(ReceiverConfig("e"), 0)
+    inbox = WeightInbox(ReceiverConfig("e", SyncConfig(delta=True)), 0)
     inbox.prepare(sent(sender, 1, bucket_bytes=64))
     staged = inbox.staged
     assert staged is not None

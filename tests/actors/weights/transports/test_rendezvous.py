@@ -5,13 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.processes
+
 LEAVES_AND_ENDS = """
 import torch
 from headrace.actors.weights.transports.control_link import listen
-from headrace.actors.weights.transports.rendezvous import Group, MeetingPoint, meet
+from headrace.actors.weights.transports.rendezvous import Group, RendezvousStore, join_store
 
-point = MeetingPoint(listen("127.0.0.1"), 20.0)
-store = meet("127.0.0.1", point.port, 20.0)
+point = RendezvousStore(listen("127.0.0.1"), 20.0)
+store = join_store("127.0.0.1", point.port, 20.0)
 group = Group(store, "alone", 0, 1, host="127.0.0.1", device=torch.device("cpu"), timeout_s=20.0)
 assert group.broadcast(torch.zeros(8, dtype=torch.uint8)).ended(20.0)
 group.leave()

@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from headrace.actors.weights.config import SyncConfig
 from headrace.actors.weights.transports.protocol import ReceiverConfig, SenderConfig
 from headrace.tests.actors.train.replica_ranks import data_plane
 from headrace.tests.actors.weights.transports.transport_peers import PeerGroup
+
+pytestmark = pytest.mark.processes
 
 
 @pytest.mark.parametrize("store", [pytest.param("local", marks=pytest.mark.slow), "simple"])
 def test_versions_arrive_whole(store: str, tmp_path: Path) -> None:
     with data_plane(store) as handle:
-        config = SenderConfig(f"test{os.getpid()}-w-{store}", 1 << 20, 30.0, data_plane=handle)
-        peers = PeerGroup("store", config, ReceiverConfig("", "full", "cpu", handle))
+        config = SenderConfig(f"test{os.getpid()}-w-{store}", SyncConfig(timeout_s=30.0), data_plane=handle)
+        peers = PeerGroup("store", config, ReceiverConfig("", SyncConfig(staging="full", delta=True), "cpu", handle))
         try:
             for version in (1, 2, 3):
                 peers.update(version, 1 << 18, rows=10_000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import threading
@@ -16,20 +15,19 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.actors.weights.config import Staging, SyncConfig
 from headrace.actors.weights.inbox import WeightInbox
 from headrace.actors.weights.transports.factory import build_sender
 from headrace.actors.weights.transports.protocol import (
     ReceiverConfig,
     ReceiverGroup,
     SenderConfig,
-    Staging,
     WeightTransferError,
     WeightUpdate,
 )
 from headrace.tests.actors.weights.transports.sample_weights import equal, plan_of, publish, weights
+from headrace.tests.process_pool import FORKSERVER
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["headrace.actors.weights.inbox", "headrace.codecs.bucket_delta"])
 GRACE_S = 2.5
 """Beyond its bound that a call may take on a machine with other things to do."""
 START_S = 60.0
@@ -56,8 +54,8 @@ class PeerProcess:
     """A process that serves calls of `host`'s methods, one after another."""
 
     def __init__(self, host: Callable[..., Any], *args: Any) -> None:
-        self._pipe, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=_serve, args=(theirs, host, args), daemon=True)
+        self._pipe, theirs = FORKSERVER.Pipe()
+        self.process = FORKSERVER.Process(target=_serve, args=(theirs, host, args), daemon=True)
         self.process.start()
         theirs.close()
         self._calls = 0
@@ -140,18 +138,18 @@ class ReceiverHost:
         if damage is None:
             self._inbox.prepare(update)
             return
-        from headrace.actors.weights.transports import receiving
+        from headrace.actors.weights.transports import receiver
 
-        original, count = receiving.checksum, iter(range(1 << 30))
+        original, count = receiver.checksum, iter(range(1 << 30))
 
         def damaged(payload: torch.Tensor) -> int:
             return original(payload) ^ (1 if next(count) == damage else 0)
 
-        receiving.checksum = damaged
+        receiver.checksum = damaged
         try:
             self._inbox.prepare(update)
         finally:
-            receiving.checksum = original
+            receiver.checksum = original
 
     def arrive(self, update: WeightUpdate, seed: int, rows: int, *, ahead: bool = False) -> bool:
         """Without staging: whether the tensors that came are those of `weights(seed, rows)`. ahead: receive what comes
@@ -315,7 +313,7 @@ _RESTING: list[PeerProcess] = []
 
 
 def _rest(peer: PeerProcess) -> None:
-    if peer.is_free and not peer.call("become", ReceiverConfig("nobody"), 0).error:
+    if peer.is_free and not peer.call("become", ReceiverConfig("nobody", SyncConfig(delta=True)), 0).error:
         _RESTING.append(peer)
     else:
         peer.end()

@@ -1,11 +1,10 @@
-"""Shared by the megatron backend's tests: microbatches as each rank of a mesh is sent them, and runs over a mesh."""
+"""Provides microbatches for each rank of a mesh, and runs over a mesh, to the tests of the megatron backend."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,17 +33,13 @@ from headrace.tests.trainers.backends.live_bytes import gathering_share
 if TYPE_CHECKING:
     from headrace.trainers.backends.megatron.backend import MegatronBackend
 
-NEEDS_MEGATRON = [
-    pytest.mark.megatron,
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core: pip install 'headrace[megatron]'"),
-]
 STEPS = 3
 NUM_ROWS = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One mesh and what differs in its config."""
+    """One mesh and the differences in its config."""
 
     name: str
     model: str
@@ -53,15 +48,15 @@ class Case:
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def build(self, rank: int, folder: str) -> MegatronBackend:
-        """This rank's backend."""
+        """Build this rank's backend."""
         from headrace.trainers.backends.megatron.backend import MegatronBackend
 
-        settings = {"kind": "megatron", "packing": "packed", "topology": self.topology, **self.changes}
+        settings = {"backend": "megatron", "packing": "packed", "topology": self.topology, **self.changes}
         return MegatronBackend(backend_config(f"{folder}/{self.model}", **settings), rank, self.topology.world)
 
 
 def save_plain_llama(folder: Path) -> str:
-    """A random 2-layer Llama without biases, its positions scaled as Llama 3's are."""
+    """Write a random 2-layer Llama without biases as a HF folder, its positions scaled as those of Llama 3."""
     torch.manual_seed(4)
     scaled = {
         "rope_type": "llama3",
@@ -76,7 +71,8 @@ def save_plain_llama(folder: Path) -> str:
 
 
 def sent(rows: Sequence[Row], topology: Topology, place: Place, step_rows: Sequence[Row] = ()) -> MicroBatch:
-    """`rows`, which are some of `step_rows`, as the rank at `place` is sent them: its pieces, its stage's columns."""
+    """Return what the rank at `place` receives of `rows`, which are some of `step_rows`: its pieces, its stage's
+    columns."""
     micro = micro_batch(rows)
     batch = micro.batch
     if topology.cp > 1:
@@ -88,20 +84,21 @@ def sent(rows: Sequence[Row], topology: Topology, place: Place, step_rows: Seque
 
 
 def shares(rows: Sequence[Row], num: int) -> list[list[list[Row]]]:
-    """Each of `num` replicas' three microbatches, of different sizes; the first replica's second one is empty."""
+    """Return three microbatches of different sizes for each of `num` replicas; the second one of the first replica is
+    empty."""
     parts = [[list(rows[replica::num][micro::2]) for micro in (0, 1)] for replica in range(num)]
     return [[first, [], second] if not index else [first, second[:1], second[1:]]
             for index, (first, second) in enumerate(parts)]  # fmt: skip
 
 
 def train(backend: MegatronBackend, topology: Topology, rank: int, rows: Sequence[Row]) -> dict[str, float]:
-    """One step in two calls of accumulate, of one and of two microbatches."""
+    """Run one step in two calls of accumulate, of one and of two microbatches."""
     accumulate(backend, topology, rank, rows)
     return {name: value for name, value in backend.finish_step().items() if name not in MEASURED}
 
 
 def accumulate(backend: MegatronBackend, topology: Topology, rank: int, rows: Sequence[Row]) -> None:
-    """`train` without the end."""
+    """Open a step and accumulate its microbatches as `train` does, without finishing it."""
     place = topology.place(rank)
     micros = [sent(part, topology, place, rows) for part in shares(rows, topology.dp)[place.dp]]
     backend.begin_step(TEMPERATURE)
@@ -110,25 +107,25 @@ def accumulate(backend: MegatronBackend, topology: Topology, rank: int, rows: Se
 
 
 def logprobs(backend: MegatronBackend, topology: Topology, rank: int, **options: Any) -> list[torch.Tensor]:
-    """Of two microbatches, the same on every replica."""
+    """Return the log-probs of two microbatches that are the same on every replica."""
     rows = random_rows(50, NUM_ROWS)
     micros = [sent(part, topology, topology.place(rank)) for part in (rows[:6], rows[6:])]
     return backend.logprobs(micros, 2, temperature=TEMPERATURE, **options)
 
 
 def run_cases(rank: int, world: int, cases: Sequence[Case], folder: str) -> dict[str, dict[str, Any]]:
-    """Steps, log-probs and weights of all of them, one after the other in the same processes."""
+    """Return steps, log-probs and weights of all cases, run one after the other in the same processes."""
     return {case.name: run_case(rank, case, folder) for case in cases if case.topology.world == world}
 
 
 def run_case(rank: int, case: Case, folder: str) -> dict[str, Any]:
-    """Of one case, on one rank."""
+    """Return the steps, log-probs and weights of one case on one rank."""
     with contextlib.closing(case.build(rank, folder)) as backend:
         return measure(rank, case, backend)
 
 
 def measure(rank: int, case: Case, backend: MegatronBackend) -> dict[str, Any]:
-    """See `run_case`."""
+    """Return the results of one case, as `run_case` computes them."""
     result: dict[str, Any] = {"weights before": weights_of(backend)}
     result["logprobs before"] = logprobs(backend, case.topology, rank)
     result["steps"] = [train(backend, case.topology, rank, random_rows(step, NUM_ROWS)) for step in range(STEPS)]
@@ -140,7 +137,7 @@ def measure(rank: int, case: Case, backend: MegatronBackend) -> dict[str, Any]:
 
 
 def run_reference(folder: str) -> dict[str, Any]:
-    """The same by hand: see `ReferenceTrainer`."""
+    """Compute the same results by hand with `ReferenceTrainer`."""
     trainer = ReferenceTrainer(folder)
 
     def of_rows() -> torch.Tensor:
@@ -157,7 +154,7 @@ def run_reference(folder: str) -> dict[str, Any]:
 
 
 def assert_as_reference(case: Case, ranks: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """`ranks`: what `run_case` gave on each."""
+    """Compare `ranks`, the results of `run_case` on each rank, with those computed by hand."""
     for rank in ranks:
         figures = [(step["train/loss"], step["train/grad_norm"]) for step in rank["steps"]]
         assert np.array(figures) == pytest.approx(np.array(expected["steps"]), rel=1e-5, abs=1e-7)

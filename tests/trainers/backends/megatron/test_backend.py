@@ -1,4 +1,4 @@
-"""The megatron backend on one rank: steps as by hand, what it refuses, and that nothing half-done is applied."""
+"""Tests the megatron backend on one rank: steps as computed by hand, errors, and that no partial step is applied."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from headrace.tests.trainers.backends.backend_ranks import (
 )
 from headrace.tests.trainers.backends.backend_reference import TEMPERATURE, ReferenceTrainer
 from headrace.tests.trainers.backends.megatron.mesh_ranks import (
-    NEEDS_MEGATRON,
     Case,
     assert_as_reference,
     run_case,
@@ -39,7 +38,7 @@ from headrace.trainers.backends.factory import build_backend
 if TYPE_CHECKING:
     from headrace.trainers.backends.megatron.backend import MegatronBackend
 
-pytestmark = NEEDS_MEGATRON
+pytestmark = pytest.mark.megatron
 
 ZEROS = {name: np.zeros(2, np.float32) for name in COLUMNS}
 POISONED = Row(np.array([3, 4], np.int32), np.array([0, 1], np.uint8), ZEROS, float("nan"), 0)
@@ -83,7 +82,7 @@ def test_as_by_hand(folder: Path, case: Case) -> None:
 
 
 def test_half_precision_is_close(folder: Path) -> None:
-    backend = build(folder, mixed_precision="bf16")
+    backend = build(folder, mixed_precision=True)
     reference = ReferenceTrainer(str(folder / "tied"))
     for step in range(3):
         rows = random_rows(step, 10)
@@ -151,9 +150,9 @@ def test_log_probs_while_a_step_is_open_change_nothing(folder: Path, backend: Me
 
 
 def test_no_reference_is_said(folder: Path) -> None:
-    from headrace.trainers.losses.factory import LossConfig
+    from headrace.trainers.losses.config import LossConfig
 
-    backend = build(folder, with_reference=False, loss=LossConfig())
+    backend = build(folder, with_reference=False, loss=LossConfig(clip_high=0.2))
     with pytest.raises(ValueError, match="trainer.with_reference: got False"):
         backend.logprobs([], 0, reference=True)
     backend.close()
@@ -174,7 +173,7 @@ def test_an_exported_folder_is_the_model(folder: Path, tmp_path: Path, model: st
 
 
 def test_one_backend_at_a_time(folder: Path, backend: MegatronBackend) -> None:
-    with pytest.raises(RuntimeError, match="another one of this process is open"):
+    with pytest.raises(RuntimeError, match="another one is open in this process"):
         build(folder)
     backend.close()
     backend.close()
@@ -249,9 +248,9 @@ def test_positions_that_change_with_length_are_refused(folder: Path) -> None:
 
 
 def test_the_factory_builds_it(folder: Path) -> None:
-    config = backend_config(str(folder / "tied"), kind="megatron", packing="packed")
+    config = backend_config(str(folder / "tied"), backend="megatron", packing="packed")
     backend = build_backend(config, 0, 1)
     assert type(backend).__name__ == "MegatronBackend"
     backend.close()
     with pytest.raises(ValueError, match="world: got 1 ranks, expected the 2"):
-        build_backend(dataclasses.replace(config, topology=Topology(2)), 0, 1)
+        build_backend(dataclasses.replace(config, trainer=config.trainer.model_copy(update={"dp": 2})), 0, 1)

@@ -1,6 +1,6 @@
-"""The megatron backend on two GPUs over NCCL, without the CPU shim: float32 as by hand, bfloat16 close to it.
+"""Tests the megatron backend on two GPUs over NCCL, without the CPU shim: float32 as by hand, bfloat16 close to it.
 
-Needs no Ray: `mkdir -p .pyright && ln -sfn .. .pyright/headrace`, then, where megatron-core is installed,
+The tests need no Ray: `mkdir -p .pyright && ln -sfn .. .pyright/headrace`, then, where megatron-core is installed,
 `PYTHONPATH=.pyright python -m pytest tests/trainers/backends/megatron/test_gpu.py -m gpu`.
 """
 
@@ -20,7 +20,6 @@ from torch.multiprocessing.spawn import spawn
 from headrace.dataplane.topology import Topology
 from headrace.tests.trainers.backends.backend_ranks import random_rows, save_tiny_model, save_tiny_moe
 from headrace.tests.trainers.backends.megatron.mesh_ranks import (
-    NEEDS_MEGATRON,
     NUM_ROWS,
     Case,
     run_case,
@@ -30,13 +29,13 @@ from headrace.tests.trainers.backends.megatron.mesh_ranks import (
 )
 
 pytestmark = [
-    *NEEDS_MEGATRON,
+    pytest.mark.megatron,
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
 SP: dict[str, Any] = {"sequence_parallel": True}
-HALF: dict[str, Any] = {"mixed_precision": "bf16"}
+HALF: dict[str, Any] = {"mixed_precision": True}
 CASES = (
     Case("tp2", "tied", Topology(1, tp=2)),
     Case("tp2 sp recompute", "untied", Topology(1, tp=2), {**SP, "recompute": "full"}),
@@ -57,7 +56,7 @@ HALF_CASES = (
 
 
 def on_two_gpus(rank: int, folder: str) -> None:
-    """Every case, one after the other, then a checkpoint of one mesh on another."""
+    """Run every case one after the other, then load a checkpoint of one mesh on another."""
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl",
@@ -73,7 +72,7 @@ def on_two_gpus(rank: int, folder: str) -> None:
 
 
 def resumed(rank: int, folder: str) -> list[dict[str, float]]:
-    """The second step on the mesh that has saved after the first, and on another that has loaded."""
+    """Return the second step on the mesh that saved after the first one, and on another mesh that loaded."""
     found = []
     first, second = CASES[0], CASES[4]
     with contextlib.closing(first.build(rank, folder)) as backend:
@@ -98,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, dict[str, Any]]:
-    """In float32 on the CPU."""
+    """Compute the expected results in float32 on the CPU."""
     return {model: run_reference(str(folder / model)) for model in ("tied", "untied", "experts", "llama")}
 
 
@@ -109,7 +108,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 
 
 def assert_near(case: Case, ranks: list[dict[str, Any]], expected: dict[str, Any], step: float, logprob: float) -> None:
-    """Losses and gradient norms of all steps to `step`, log-probs to `logprob`."""
+    """Compare losses and gradient norms of all steps to within `step`, and log-probs to within `logprob`."""
     for rank in ranks:
         figures = [(step["train/loss"], step["train/grad_norm"]) for step in rank["steps"]]
         assert np.array(figures) == pytest.approx(np.array(expected["steps"]), rel=step, abs=step / 10)

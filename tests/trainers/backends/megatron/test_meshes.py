@@ -1,4 +1,5 @@
-"""The megatron backend on meshes of two and four ranks: steps, log-probs and weights are those of one HF model."""
+"""Tests that steps, log-probs and weights of the megatron backend on meshes of two and four ranks are those of one HF
+model."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ import torch
 from headrace.dataplane.topology import Topology
 from headrace.tests.trainers.backends.backend_ranks import run_on_ranks, save_tiny_model, save_tiny_moe
 from headrace.tests.trainers.backends.megatron.mesh_ranks import (
-    NEEDS_MEGATRON,
     Case,
     assert_as_reference,
     run_cases,
@@ -19,7 +19,7 @@ from headrace.tests.trainers.backends.megatron.mesh_ranks import (
     save_plain_llama,
 )
 
-pytestmark = NEEDS_MEGATRON
+pytestmark = [pytest.mark.megatron, pytest.mark.processes]
 
 SP: dict[str, Any] = {"sequence_parallel": True}
 CASES = (
@@ -60,7 +60,7 @@ def expected(folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Of each size of mesh what each rank's cases gave."""
+    """Return what each rank's cases gave, for each size of mesh."""
     return {world: run_on_ranks(run_cases, world, folder / f"run{world}", CASES, str(folder)) for world in (2, 4)}
 
 

@@ -1,4 +1,5 @@
-"""Rows packed for Megatron and what sees what in them, without processes: all context-parallel ranks in turn."""
+"""Tests how rows are packed for Megatron and which tokens see which, simulating all context-parallel ranks in one
+process."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def test_columns_of_another_rank_are_refused() -> None:
 
 
 def whole_attention(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Of rows `[L, 3, 4, 8]` (queries with four heads; keys and values with two), each alone."""
+    """Compute the attention of each row alone, from `[L, 3, 4, 8]` (queries with four heads; keys and values with
+    two)."""
     out = []
     for row in rows:
         q, k, v = row[:, 0], row[:, 1, :2], row[:, 2, :2]
@@ -132,7 +134,7 @@ def test_a_layer_gets_its_own_shape_back() -> None:
 
 
 class OneRank:
-    """A process group of one."""
+    """A stand-in for a process group of one rank."""
 
     def size(self) -> int:
         return 1

@@ -1,4 +1,5 @@
-"""HF weights to Megatron's and back, without processes: the identity for every split; files read tensor by tensor."""
+"""Tests that weights converted from HF to Megatron and back are unchanged for every split, and reading files tensor by
+tensor."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ from headrace.trainers.backends.megatron.weights import (
     split_of,
     unbox,
 )
+
+pytestmark = pytest.mark.megatron
 
 CONFIG = Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
 HIDDEN, VOCAB = CONFIG.hidden_size, CONFIG.vocab_size
@@ -62,7 +65,7 @@ def names_on(part: Part) -> list[str]:
 
 
 def whole_tensors(entry: Entry) -> list[torch.Tensor]:
-    """Numbers that tell where they stood."""
+    """Make a tensor of numbers that tell their original positions."""
     shapes = [SHAPES[_tail(name)] for name in entry.hf_names]
     return [torch.randperm(torch.Size(shape).numel()).view(shape).float() for shape in shapes]
 

@@ -1,4 +1,4 @@
-"""What all streams have in common: buckets in order, of the planned size, verified; an end from any thread."""
+"""Base classes of all receivers: they check order, size and checksum of every bucket, and any thread can end them."""
 
 from __future__ import annotations
 
@@ -7,33 +7,39 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from ....codecs.buckets import ALIGN, BucketPlan, checksum
+from ....codecs.buckets import BucketPlan, checksum
 from ....codecs.gpu_scatter import device_digest
-from .bounds import Bound, worker_name
+from ....codecs.integers import round_up
+from ....codecs.memory import ALIGN
+from .deadline import Deadline, worker_name
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
 
 
 class Stream:
-    """A WeightStream but for how bytes travel: subclasses have `_arrivals` and `_close`."""
+    """Implements WeightStream, except for the way in which bytes travel.
+
+    Subclasses implement `_arrivals` and `_close`.
+    """
 
     lasting = False
     device = torch.device("cpu")
-    """Where payloads are."""
+    """Device of the payloads."""
     memory: torch.Tensor | None = None
-    """uint8: payloads of whole buckets lie there, bucket b at `bucket_offsets(plan)[b]`, until `close`."""
+    """Memory in which payloads of whole buckets lie until `close`, uint8, bucket b at `bucket_offsets(plan)[b]`; None
+    when they are not in one piece."""
 
     take: Callable[[BucketFrame, torch.Tensor], torch.Tensor] | None = None
-    """Called instead of `device_digest` with every payload on a GPU: it finds the digest on the way to where the bytes
-    belong."""
+    """Function called with every payload on a GPU instead of `device_digest`. It returns the digest too, which it
+    computes while it copies the bytes to where they belong."""
 
-    def __init__(self, update: WeightUpdate, plan: BucketPlan, bound: Bound) -> None:
+    def __init__(self, update: WeightUpdate, plan: BucketPlan, deadline: Deadline) -> None:
         self.update = update
         self.plan = plan
-        self.bound = bound
+        self.deadline = deadline
         self.closed = False
 
     def __iter__(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
-        """See the protocol."""
+        """Yield verified buckets in order: `WeightStream.__iter__`."""
         expected = 0
         found: dict[int, torch.Tensor] = {}
         for frame, payload in self._arrivals():
@@ -47,76 +53,76 @@ class Stream:
             expected += 1
             yield frame, payload
         if expected != len(self.plan.sizes):
-            raise self.bound.error(f"bucket {expected} of {len(self.plan.sizes)} never came")
+            raise self.deadline.error(f"bucket {expected} of {len(self.plan.sizes)} never came")
         if found and (damage := self._damage(found)):
             try:
-                raise self.bound.error(damage)
+                raise self.deadline.error(damage)
             except WeightTransferError as error:
                 self.give_up(error)
                 raise
         self._confirm()
 
     def receive_into(self, memory: torch.Tensor) -> None:
-        """Offer the place where whole buckets are wanted, as for `memory`; call before iterating. May be ignored."""
+        """Offer memory, laid out as `memory`, for whole buckets. Only called before iterating; it may be ignored."""
 
     def read_ahead(self) -> None:
-        """Begin to receive before anybody iterates, as far as there is room for it. May be ignored."""
+        """Start receiving before the iteration starts, as far as there is room. It may be ignored."""
 
     def close(self) -> None:
-        """See the protocol."""
+        """Release buffers and mappings. Idempotent; legal from another thread, and then ends the iteration."""
         if not self.closed:
             self.closed = True
-            self.bound.stop()
+            self.deadline.stop()
             self._close()
 
     # ------------------------------------------------------------ for subclasses
 
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
-        """Frames and payloads as they come, not verified; ends after the last one when the update is whole."""
+        """Yield frames and payloads as they come, not verified; ends after the last one when the update is whole."""
         raise NotImplementedError
 
     def _digests(self) -> torch.Tensor:
-        """int64 `[buckets]`: the sender's digests of payloads on a GPU, there when all buckets have come."""
+        """Return the sender's digests of payloads on a GPU, int64 `[buckets]`, once all buckets have come."""
         raise NotImplementedError
 
     def _confirm(self) -> None:
-        """All of it came, and is right: let the sender know."""
+        """Confirm to the sender that all buckets have come and are right."""
 
     def give_up(self, error: WeightTransferError) -> None:
-        """What comes cannot be used here: let the sender know; other receivers must not suffer from it."""
+        """Report to the sender that this receiver cannot use the update. Other receivers must still get it."""
 
     def _close(self) -> None:
         raise NotImplementedError
 
     def check_open(self) -> None:
-        """Raises when the stream was closed by another thread."""
+        """Raise WeightTransferError when another thread has closed the stream."""
         if self.closed:
-            raise self.bound.error("the reception was ended")
+            raise self.deadline.error("the reception was ended")
 
     # ------------------------------------------------------------ inside
 
     def _check(self, frame: BucketFrame, payload: torch.Tensor, expected: int) -> None:
         name = f"bucket {frame.bucket} of {len(self.plan.sizes)}"
         if frame.bucket != expected:
-            raise self.bound.error(f"bucket {expected} of {len(self.plan.sizes)} never came, {name} did")
+            raise self.deadline.error(f"bucket {expected} of {len(self.plan.sizes)} never came, {name} did")
         if frame.encoding == "whole" and frame.nbytes != self.plan.sizes[frame.bucket]:
-            raise self.bound.error(f"{name} has {frame.nbytes} bytes, planned are {self.plan.sizes[frame.bucket]}")
+            raise self.deadline.error(f"{name} has {frame.nbytes} bytes, planned are {self.plan.sizes[frame.bucket]}")
         if frame.encoding != "whole" and self.update.base is None:
-            raise self.bound.error(f"{name} is a delta, but the update has no base")
+            raise self.deadline.error(f"{name} is a delta, but the update has no base")
         if len(payload) != frame.nbytes:
-            raise self.bound.error(f"{name} has {len(payload)} bytes, announced were {frame.nbytes}")
+            raise self.deadline.error(f"{name} has {len(payload)} bytes, announced were {frame.nbytes}")
         if frame.nbytes and not payload.is_cuda:
             found = checksum(payload)
             if found != frame.checksum:
-                raise self.bound.error(
+                raise self.deadline.error(
                     f"{name} is damaged: the checksum of its {frame.nbytes} bytes is {found:016x}, "
                     f"{frame.checksum:016x} was sent"
                 )
 
     def _damage(self, found: dict[int, torch.Tensor]) -> str:
-        """found: digests of payloads on a GPU, which is waited for. What is wrong with them; "" when nothing is."""
+        """Compare digests of payloads on a GPU with the sender's; returns what is wrong, "" when nothing is."""
         sent = self._digests()
-        # All of them as a rule: to pick some takes the GPU another round trip.
+        # Usually all of them are compared; picking some would cost the GPU another round trip.
         same = torch.stack([*found.values()]) == (sent if len(found) == len(sent) else sent[list(found)])
         damaged = [bucket for bucket, right in zip(found, same.tolist(), strict=True) if not right]
         if not damaged:
@@ -126,41 +132,42 @@ class Stream:
 
 
 def bucket_offsets(plan: BucketPlan) -> list[int]:
-    """First byte of each bucket, and the end of the last, where whole buckets lie one after another.
+    """Return the first byte of each bucket, and the end of the last, in memory that holds all whole buckets in order.
 
-    Tensors that go on in the next bucket are in one piece there: such a bucket is full, a multiple of ALIGN.
+    A tensor that continues in the next bucket is in one piece there, because its first bucket is full and a multiple of
+    ALIGN long.
     """
-    aligned = [-(-size // ALIGN) * ALIGN for size in plan.sizes]
+    aligned = [round_up(size, ALIGN) for size in plan.sizes]
     return np.cumsum([0, *aligned]).tolist()
 
 
 class Receiver:
-    """A WeightReceiver but for how it joins: subclasses have `_open` and `close`."""
+    """Implements WeightReceiver, except for joining: subclasses implement `_open`, and `close` if they need it."""
 
     def __init__(self, engine: str, worker: int) -> None:
         self.engine = engine
         self.worker = worker
-        self._bound: Bound | None = None
+        self._deadline: Deadline | None = None
 
     def open(self, update: WeightUpdate) -> Stream:
-        """See the protocol."""
-        bound = self._bound = Bound(worker_name(self.engine, self.worker), update.version, update.timeout_s)
+        """Join `update`: `WeightReceiver.open`."""
+        deadline = self._deadline = Deadline(worker_name(self.engine, self.worker), update.version, update.timeout_s)
         before = 0
         for group in update.receivers:
             if group.engine == self.engine and self.worker < group.num_workers:
-                return self._open(update, before + self.worker, bound)
+                return self._open(update, before + self.worker, deadline)
             before += group.num_workers
         named = ", ".join(f"{group.engine} ({group.num_workers})" for group in update.receivers)
-        raise bound.error(f"takes no part in the update, which is for {named or 'nobody'}")
+        raise deadline.error(f"takes no part in the update, which is for {named or 'nobody'}")
 
     def interrupt(self) -> None:
         """End an `open` that waits, from another thread."""
-        if self._bound is not None:
-            self._bound.stop()
+        if self._deadline is not None:
+            self._deadline.stop()
 
-    def _open(self, update: WeightUpdate, rank: int, bound: Bound) -> Stream:
-        """rank: of this worker among all receivers of the update; the first is 0."""
+    def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> Stream:
+        """Join the update. rank: number of this worker among all receivers of the update, from 0."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """See the protocol."""
+        """Release what was kept between updates. Idempotent."""

@@ -1,4 +1,4 @@
-"""Bounded waits of one end of an update, and the errors that they end in."""
+"""`Deadline` limits the time that one end of an update may wait, and makes the errors of waits that fail."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from .protocol import WeightTransferError
 
 TICK_S = 0.0005
-"""Between two looks at what another process is to do."""
+"""Seconds between two checks of another process's progress."""
 
 
-class Bound:
-    """The time that one end of an update may take for all its waits together."""
+class Deadline:
+    """Limits the time that one end of an update may take for all its waits together."""
 
     def __init__(self, end: str, version: int, timeout_s: float) -> None:
-        """end: who waits, for errors."""
+        """Start the clock. end: name of the end that waits, for errors."""
         self.end = end
         self.version = version
         self.timeout_s = timeout_s
@@ -23,19 +23,21 @@ class Bound:
         self._stopped = False
 
     def stop(self) -> None:
-        """Time is up: whoever waits raises at once. For another thread."""
+        """End all waits at once with an error. Called by another thread."""
         self._stopped = True
 
     @property
     def elapsed_s(self) -> float:
+        """Seconds since the clock was started."""
         return time.monotonic() - self._started
 
     @property
     def left_s(self) -> float:
+        """Seconds left until the deadline; 0.0 after it."""
         return 0.0 if self._stopped else max(0.0, self.timeout_s - self.elapsed_s)
 
     def error(self, what: str, engines: Sequence[str] = ()) -> WeightTransferError:
-        """engines: those known to be at fault."""
+        """Make the error that says `what` failed. engines: names of those known to be at fault."""
         what += " (given up here)" if self._stopped else ""
         error = WeightTransferError(f"weights: version {self.version}: {self.end}: {what} after {self.elapsed_s:.1f} s")
         error.engines = tuple(dict.fromkeys(engines))
@@ -47,7 +49,8 @@ class Bound:
         late: Callable[[], tuple[str, Sequence[str]]],
         tick_s: float = TICK_S,
     ) -> None:
-        """Until `ready`. late: what is missing, and which engines are at fault, for the error when time is up."""
+        """Wait until `ready`. late: returns what is missing and which engines are at fault, for the error at the
+        deadline."""
         while not ready():
             if not self.left_s:
                 what, engines = late()
@@ -56,5 +59,5 @@ class Bound:
 
 
 def worker_name(engine: str, worker: int) -> str:
-    """What errors call one process of an engine."""
+    """Return the name of one process of an engine, for errors."""
     return f"{engine} worker {worker}"

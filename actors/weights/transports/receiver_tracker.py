@@ -1,4 +1,4 @@
-"""A sender's view of its receivers in one update: who has joined, how far each is, who failed or is lost."""
+"""Tracks the receivers of one update for their sender: which have joined, how far each is, which failed or are lost."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import socket
 import threading
 from collections.abc import Sequence
 
-from .bounds import worker_name
 from .control_link import Hello, Link, Note, readable
+from .deadline import worker_name
 from .protocol import ReceiverGroup
 
 
-class RollCall:
-    """Receivers have ranks from 1 on. Used by one thread, but for `end`."""
+class ReceiverTracker:
+    """Keeps the state of every receiver of one update. Receivers have ranks from 1 on.
+
+    One thread uses it, except that any may call `end`.
+    """
 
     def __init__(self, number: int, receivers: Sequence[ReceiverGroup], listener: socket.socket, send_s: float) -> None:
-        """number: of the update; who says hello for another is turned away. send_s: bound of a message."""
+        """number: number of the update; receivers that join another one are turned away. send_s: longest time in
+        seconds that sending a message may take."""
         members = [(group.engine, worker) for group in receivers for worker in range(group.num_workers)]
         self._number = number
         self._listener = listener
@@ -27,32 +31,33 @@ class RollCall:
         self._strangers: list[Link] = []
         self._lock = threading.RLock()
         self.groups: dict[int, str] = {}
-        """Of those that have joined: the process group that each is in."""
+        """Name of the process group that each receiver is in, by rank, for those that have joined."""
         self.through: dict[int, int] = dict.fromkeys(self._names, -1)
-        """The last bucket that each is through with."""
+        """Last bucket that each receiver has finished, by rank; -1 for none."""
         self.done: set[int] = set()
+        """Ranks of the receivers that have the whole version."""
         self.failed: dict[int, str] = {}
-        """Who has told why it failed, or was lost on the way."""
+        """Reason, by rank, of each receiver that failed or was lost."""
         self.gave_up: set[int] = set()
-        """Who has left because something else did not come in time."""
+        """Ranks of the receivers that left because something else did not come in time."""
 
     @property
     def world(self) -> int:
-        """Processes of the group: the sender and all receivers."""
+        """Number of processes in the group: the sender and all receivers."""
         return len(self._names) + 1
 
     @property
     def lost(self) -> bool:
-        """Whether one is gone, so that no collective will end any more."""
+        """Whether a receiver is gone, so that no collective operation can end any more."""
         return any(rank not in self._links for rank in self.failed) or bool(self.gave_up)
 
     @property
     def over(self) -> bool:
-        """Whether all are done, or have failed."""
+        """Whether all receivers are done or have failed."""
         return len(self.done | self.gave_up | set(self.failed)) == len(self._names)
 
     def poll(self) -> None:
-        """Take in all that has come."""
+        """Read all messages that have come."""
         with self._lock:
             self._poll()
 
@@ -82,7 +87,7 @@ class RollCall:
             else:
                 self._links[hello.rank] = link
                 self.groups[hello.rank] = hello.group
-        except OSError:  # whoever it was, it did not come to stay
+        except OSError:  # the connection broke before it said what it is
             link.close()
         self._strangers.remove(link)
 
@@ -104,20 +109,20 @@ class RollCall:
             self.failed.setdefault(rank, f"{reason}, {self._place(rank)}")
 
     def tell(self, note: Note) -> None:
-        """Send to all that have joined; who cannot be reached is lost at the next `poll`."""
+        """Send a message to all that have joined. A receiver that cannot be reached is lost at the next `poll`."""
         for link in list(self._links.values()):
             with contextlib.suppress(OSError):
                 link.send(note)
 
     def end(self, reason: str) -> None:
-        """Tell all who are here, joined or not yet, that the update has ended. Legal from another thread."""
+        """Tell all receivers that are connected that the update has ended. Legal from another thread."""
         with self._lock:
             with contextlib.suppress(OSError):
                 self._poll()
             self.tell(Note("abort", reason))
 
     def close(self) -> None:
-        """End all connections. Idempotent."""
+        """Close all connections. Idempotent."""
         for link in [*self._links.values(), *self._strangers]:
             link.close()
 
@@ -129,7 +134,10 @@ class RollCall:
         return f"after bucket {self.through[rank]}" if self.through[rank] >= 0 else "before its first bucket"
 
     def blame(self, what: str) -> tuple[str, list[str]]:
-        """Who is at fault, for an error, and their engines: those that failed or were lost, else those behind."""
+        """Describe which receivers are at fault, for an error, and list their engines.
+
+        These are the receivers that failed or were lost, else those furthest behind.
+        """
         at_fault = sorted(self.failed)
         told = [f"{self._names[rank]} {self.failed[rank]}" for rank in at_fault]
         if not at_fault:
@@ -139,7 +147,7 @@ class RollCall:
         return f"{what}: {'; '.join(told)}", [self._engines[rank] for rank in at_fault]
 
     def _behind(self) -> list[int]:
-        """Receivers that have not joined, or are the furthest back of those that are not done."""
+        """List the ranks that have not joined, else those furthest behind of the ones that are not done."""
         behind = [rank for rank in self._names if rank not in self.done | self.gave_up]
         if any(rank not in self.groups for rank in behind):
             return [rank for rank in behind if rank not in self.groups]

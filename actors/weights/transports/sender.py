@@ -1,4 +1,4 @@
-"""What all senders have in common: the order of calls, versions that rise, and an abort from any thread."""
+"""Base classes of all senders: they check the order of calls and versions, and allow an abort from any thread."""
 
 from __future__ import annotations
 
@@ -10,35 +10,38 @@ from typing import Any
 
 import torch
 
-from ....codecs.buckets import ALIGN, BucketPlan, expect_all
-from .bounds import Bound
+from ....codecs.buckets import BucketPlan, expect_all
+from ....codecs.memory import ALIGN
+from .deadline import Deadline
 from .protocol import BucketFrame, ReceiverGroup, WeightTransferError, WeightUpdate
 
 
 @dataclass(slots=True)
-class OpenUpdate:
-    """The update under way."""
+class SenderUpdate:
+    """An update that a sender has begun and not finished."""
 
     number: int
-    """Of the updates of this sender, the first is 1; a version that is sent again has another number."""
+    """Number of the update among this sender's, from 1; a version that is sent again has another number."""
     version: int
     plan: BucketPlan
     receivers: tuple[ReceiverGroup, ...]
     base: int | None
-    bound: Bound | None = None
-    """Runs from the first bucket on."""
+    deadline: Deadline | None = None
+    """Deadline of all waits, which runs from the first bucket on; None before."""
     num_sent: int = 0
+    """Number of buckets sent."""
     buffered: int | None = None
-    """The bucket whose buffer was handed out and not sent."""
+    """Bucket whose buffer was handed out and not sent; None when there is none."""
     ended: str = ""
-    """Why it was aborted."""
+    """Reason why the update was aborted; "" when it was not."""
     location: str = field(default="", kw_only=True)
 
 
 class Sender:
-    """A WeightSender but for how bytes travel: subclasses have the methods with a leading underscore.
+    """Implements WeightSender, except for the way in which bytes travel.
 
-    `_abort` may be called by another thread while any other of them runs.
+    Subclasses implement the methods with a leading underscore. Another thread may call `_abort` while any other of them
+    runs.
     """
 
     kind = ""
@@ -48,13 +51,13 @@ class Sender:
         self.timeout_s = timeout_s
         self._newest: int | None = None
         self._number = 0
-        self._update: OpenUpdate | None = None
+        self._update: SenderUpdate | None = None
         self._closed = False
 
     def begin(
         self, version: int, plan: BucketPlan, receivers: Sequence[ReceiverGroup], base: int | None = None
     ) -> WeightUpdate:
-        """See the protocol."""
+        """Announce `version`: `WeightSender.begin`."""
         if self._closed:
             raise RuntimeError("weights: the sender is closed")
         if self._newest is not None and version < self._newest:
@@ -65,7 +68,7 @@ class Sender:
             raise ValueError(f"weights: got receivers {[group.engine for group in receivers]}, expected each once")
         self.abort("another update was begun")
         self._number += 1
-        update = OpenUpdate(self._number, version, plan, tuple(receivers), base)
+        update = SenderUpdate(self._number, version, plan, tuple(receivers), base)
         update.location = self._begin(update)
         self._newest = version
         self._update = update
@@ -80,7 +83,7 @@ class Sender:
         )
 
     def buffer(self, bucket: int, nbytes: int) -> torch.Tensor:
-        """See the protocol."""
+        """Return memory for a payload: `WeightSender.buffer`."""
         update = self._expect_open()
         if bucket != update.num_sent or bucket >= len(update.plan.sizes):
             raise self._out_of_order(update, bucket)
@@ -90,7 +93,7 @@ class Sender:
         return buffer
 
     def send(self, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None = None) -> None:
-        """See the protocol. `same` buckets need no buffer."""
+        """Send the bucket last written: `WeightSender.send`. Buckets encoded as `same` need no buffer."""
         update = self._expect_open()
         if frame.bucket != update.num_sent or (frame.nbytes and frame.bucket != update.buffered):
             raise self._out_of_order(update, frame.bucket)
@@ -98,13 +101,13 @@ class Sender:
         update.num_sent, update.buffered = frame.bucket + 1, None
 
     def finish(self) -> None:
-        """See the protocol."""
+        """Wait until the version is whole: `WeightSender.finish`."""
         update = self._expect_open()
         try:
             expect_all(update.plan, range(update.num_sent))
         except ValueError as error:
             self.abort(str(error))
-            raise self._bound(update).error(f"not whole: {error}") from None
+            raise self._deadline(update).error(f"not whole: {error}") from None
         try:
             self._finish(update)
             self._check_ended(update)
@@ -114,7 +117,7 @@ class Sender:
         self._update = None
 
     def abort(self, reason: str) -> None:
-        """See the protocol."""
+        """End the open update: `WeightSender.abort`."""
         update = self._update
         if update is None or update.ended:
             return
@@ -122,7 +125,7 @@ class Sender:
         self._abort(update, update.ended)
 
     def close(self) -> None:
-        """See the protocol."""
+        """Abort the open update and remove all that was published. Idempotent."""
         if not self._closed:
             self.abort("the sender closes")
             self._closed = True
@@ -131,59 +134,62 @@ class Sender:
 
     # ------------------------------------------------------------ for subclasses
 
-    def _begin(self, update: OpenUpdate) -> str:
-        """Announce. Returns the location."""
+    def _begin(self, update: SenderUpdate) -> str:
+        """Announce the update, and return the location."""
         raise NotImplementedError
 
-    def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
+    def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         raise NotImplementedError
 
-    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
+    def _send(self, update: SenderUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
         raise NotImplementedError
 
-    def _finish(self, update: OpenUpdate) -> None:
+    def _finish(self, update: SenderUpdate) -> None:
         raise NotImplementedError
 
-    def _abort(self, update: OpenUpdate, reason: str) -> None:
+    def _abort(self, update: SenderUpdate, reason: str) -> None:
         raise NotImplementedError
 
     def _close(self) -> None:
         raise NotImplementedError
 
-    def _bound(self, update: OpenUpdate) -> Bound:
-        if update.bound is None:
-            update.bound = Bound("sender", update.version, self.timeout_s)
-        return update.bound
+    def _deadline(self, update: SenderUpdate) -> Deadline:
+        if update.deadline is None:
+            update.deadline = Deadline("sender", update.version, self.timeout_s)
+        return update.deadline
 
-    def _check_ended(self, update: OpenUpdate) -> None:
-        """Raises when the update was aborted meanwhile."""
+    def _check_ended(self, update: SenderUpdate) -> None:
+        """Raise WeightTransferError when the update was aborted meanwhile."""
         if update.ended:
-            raise self._bound(update).error(f"aborted: {update.ended}")
+            raise self._deadline(update).error(f"aborted: {update.ended}")
 
     # ------------------------------------------------------------ inside
 
-    def _expect_open(self) -> OpenUpdate:
+    def _expect_open(self) -> SenderUpdate:
         update = self._update
         if update is None:
             raise ValueError("weights: no update is open, call begin first")
-        self._bound(update)
+        self._deadline(update)
         self._check_ended(update)
         return update
 
-    def _out_of_order(self, update: OpenUpdate, bucket: int) -> WeightTransferError:
-        error = self._bound(update).error(f"got bucket {bucket}, but bucket {update.num_sent} was never sent")
+    def _out_of_order(self, update: SenderUpdate, bucket: int) -> WeightTransferError:
+        error = self._deadline(update).error(f"got bucket {bucket}, but bucket {update.num_sent} was never sent")
         self.abort(str(error))
         return error
 
 
-# ---------------- A sender that writes in a thread of its own: while one bucket is written the next one is filled.
+# ---------------- A sender that writes in a thread of its own, so that the next bucket is filled while one is written.
 
 _RING = 2
 _SLICE_S = 0.05
 
 
 class BackgroundSender(Sender):
-    """Has two buffers in host memory. The methods of subclasses run in the thread, one after another."""
+    """Writes buckets in a background thread, from two buffers in host memory.
+
+    The methods of subclasses run in that thread, one after another.
+    """
 
     lasting = True
 
@@ -193,29 +199,29 @@ class BackgroundSender(Sender):
         self._ring: list[torch.Tensor] = []
         self._writes: list[Future[Any] | None] = [None] * _RING
         self._pending: list[Future[Any]] = []
-        """Writes without a buffer."""
+        """Writes of frames without payload that are in progress."""
         self._num_payloads = 0
 
-    def _begin(self, update: OpenUpdate) -> str:
+    def _begin(self, update: SenderUpdate) -> str:
         nbytes = max((ALIGN, *update.plan.sizes))
         for write in [*filter(None, self._writes), *self._pending]:
-            write.exception(self._bound(update).left_s)  # of an update that was aborted, and told to who sent it
+            write.exception(self._deadline(update).left_s)  # errors of an aborted update were raised to its caller
         self._writes = [None for _ in range(_RING)]
         self._pending, self._num_payloads = [], 0
         location = self._thread.submit(self._open, update).result()
         if not self._ring or len(self._ring[0]) < nbytes:
             self._ring = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(_RING)]
-        update.bound = None  # it runs from the first bucket on
+        update.deadline = None  # it runs from the first bucket on
         return location
 
-    def _buffer(self, update: OpenUpdate, bucket: int, nbytes: int) -> torch.Tensor:
+    def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
         number = self._num_payloads % _RING
         if nbytes > len(self._ring[number]):
             raise ValueError(f"bucket {bucket}: got a payload of {nbytes} bytes, the largest bucket is smaller")
         self._await(update, self._writes[number], f"no room for bucket {bucket}: an earlier one is being written")
         return self._ring[number][:nbytes]
 
-    def _send(self, update: OpenUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
+    def _send(self, update: SenderUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
         if frame.nbytes:
             number = self._num_payloads % _RING
             payload = self._ring[number][: frame.nbytes]
@@ -224,12 +230,12 @@ class BackgroundSender(Sender):
         else:
             self._pending.append(self._thread.submit(self._write_open, update, frame, self._ring[0][:0]))
 
-    def _finish(self, update: OpenUpdate) -> None:
+    def _finish(self, update: SenderUpdate) -> None:
         for write in [*self._writes, *self._pending]:
             self._await(update, write, "the last buckets are being written")
         self._await(update, self._thread.submit(self._complete, update), "the version is being completed")
 
-    def _abort(self, update: OpenUpdate, reason: str) -> None:
+    def _abort(self, update: SenderUpdate, reason: str) -> None:
         self._thread.submit(self._withdraw, update, reason)
 
     def _close(self) -> None:
@@ -237,41 +243,41 @@ class BackgroundSender(Sender):
         self._thread.shutdown(wait=True)
         self._ring = []
 
-    def _await(self, update: OpenUpdate, write: Future[Any] | None, what: str) -> None:
-        """Until it is over; raises what it raised."""
-        bound = self._bound(update)
+    def _await(self, update: SenderUpdate, write: Future[Any] | None, what: str) -> None:
+        """Wait until the write has ended; raises what it raised."""
+        deadline = self._deadline(update)
         while write is not None:
             self._check_ended(update)
             try:
-                return write.result(min(_SLICE_S, bound.left_s))
+                return write.result(min(_SLICE_S, deadline.left_s))
             except FutureTimeout:
-                if write.done():  # the write itself has raised one
+                if write.done():  # the write itself has raised a TimeoutError
                     raise
-                if not bound.left_s:
-                    raise bound.error(what) from None
+                if not deadline.left_s:
+                    raise deadline.error(what) from None
         self._check_ended(update)
 
-    def _write_open(self, update: OpenUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
+    def _write_open(self, update: SenderUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
         if not update.ended:
             self._write(update, frame, payload)
 
-    def _failed(self, update: OpenUpdate, what: str, error: Exception) -> WeightTransferError:
-        return self._bound(update).error(f"{what}: {error}")
+    def _failed(self, update: SenderUpdate, what: str, error: Exception) -> WeightTransferError:
+        return self._deadline(update).error(f"{what}: {error}")
 
     # ------------------------------------------------------------ for subclasses
 
-    def _open(self, update: OpenUpdate) -> str:
+    def _open(self, update: SenderUpdate) -> str:
         """Make room and publish the plan. Returns the location."""
         raise NotImplementedError
 
-    def _write(self, update: OpenUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
+    def _write(self, update: SenderUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
         raise NotImplementedError
 
-    def _complete(self, update: OpenUpdate) -> None:
-        """All buckets are written: make the version whole."""
+    def _complete(self, update: SenderUpdate) -> None:
+        """Make the version whole, as all buckets are written."""
         raise NotImplementedError
 
-    def _withdraw(self, update: OpenUpdate, reason: str) -> None:
+    def _withdraw(self, update: SenderUpdate, reason: str) -> None:
         raise NotImplementedError
 
     def _remove_all(self) -> None:

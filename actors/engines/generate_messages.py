@@ -1,4 +1,4 @@
-"""A generate call between two processes: prompt out, completions back, columns of numbers as one message each."""
+"""Messages of a generate call between processes: `GenerateCall` carries the prompt, `GenerateReply` the completions."""
 
 from __future__ import annotations
 
@@ -12,33 +12,35 @@ from .protocol import Completion, EngineStats, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """The arguments of `GenerationEngine.generate`."""
+    """Arguments of `Generator.generate`."""
 
     request_id: str
     prompt_ids: np.ndarray
-    """int32 `[L]`."""
+    """Token ids of the prompt, int32 `[L]`."""
     params: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateReply:
-    """Completions of a request, one after another, and what the engine has done so far."""
+    """Completions of one request as concatenated columns, and the engine's counters."""
 
     lengths: np.ndarray
-    """int32 `[n]`: tokens of each."""
+    """Number of tokens of each completion, int32 `[n]`."""
     token_ids: np.ndarray
-    """int32 `[sum(lengths)]`."""
+    """Token ids of all completions, int32 `[sum(lengths)]`."""
     logprobs: np.ndarray
-    """float32 `[sum(lengths)]`."""
+    """Log-prob of each token, float32 `[sum(lengths)]`."""
     versions: np.ndarray
-    """int32 `[sum(lengths)]`."""
+    """Policy version of each token, int32 `[sum(lengths)]`."""
     reasons: tuple[str, ...]
+    """Finish reason of each completion."""
     version: int
-    """That the engine serves now."""
+    """Version of the weights that the engine serves now."""
     stats: EngineStats
 
     @staticmethod
     def of(completions: Sequence[Completion], version: int, stats: EngineStats) -> GenerateReply:
+        """Encode completions as columns."""
         return GenerateReply(
             lengths=np.array([len(completion.token_ids) for completion in completions], dtype=np.int32),
             token_ids=np.concatenate([completion.token_ids for completion in completions]),
@@ -50,7 +52,7 @@ class GenerateReply:
         )
 
     def completions(self) -> list[Completion]:
-        """Inverse of `of`."""
+        """Decode the columns into completions."""
         bounds = np.cumsum(self.lengths)[:-1]
         return [
             Completion(token_ids, logprobs, reason, versions)

@@ -1,4 +1,4 @@
-"""The base of the configuration's sections, and the types of their numbers."""
+"""`Section` is the base class of every section of the configuration; the types of its numbers stand beside it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def _takes_number(annotation: Any) -> bool:
-    """Whether a field's type is int, float, or one of them behind Annotated or `| None`."""
+    """Return whether a field's type is int, float, or one of them behind Annotated or `| None`."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, Annotated):
         return any(_takes_number(part) for part in typing.get_args(annotation))
     return annotation in (int, float)
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values never change, numbers are finite."""
+    """A section refuses unknown keys and infinite numbers, and its values never change.
+
+    A section stands beside the code that reads it, and travels to that code's process as it is. The docstring under
+    each key is its entry in the configuration reference.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
 

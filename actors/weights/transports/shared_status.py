@@ -1,13 +1,13 @@
-"""A file in shared memory by which a sender and its receivers on one host follow an update: states, frames, counts.
+"""`SharedStatus` is a file in shared memory that shows a sender and its receivers on one host the state of an update.
 
-    words 0-7          state, version, buckets, receivers, bytes of the reason, of the contents; 2 unused
-    512 bytes          why the update was aborted
+    words 0-7          state, version, buckets, receivers, bytes of the reason, bytes of the contents; 2 unused
+    512 bytes          reason why the update was aborted
     4 words a bucket   state, encoding, bytes, checksum
-    1 word a receiver  how many buckets it is through with
-    the rest           what the transport says about the update, a message
+    1 word a receiver  number of buckets that it has finished
+    the rest           the transport's description of the update, an encoded message
 
-Words are written whole, in the order in which they are to be seen. A reader that sees one too early on a machine that
-reorders stores finds a checksum that does not fit: an error, never a wrong weight.
+Words are written whole, in the order in which readers must see them. On a machine that reorders stores, a reader may
+see a word too early; it then finds a checksum that does not fit, which is an error and never a wrong weight.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ....codecs.owned_folder import try_lock
 from .protocol import BucketFrame, Encoding
 
 OPEN, WHOLE, WITHDRAWN = 1, 2, 3
@@ -34,8 +35,8 @@ _BUCKET_WORDS = 4
 _NUMBER = itertools.count()
 
 
-class ControlPage:
-    """One process's mapping of the file. The sender writes all but the receivers' counts."""
+class SharedStatus:
+    """One process's mapping of the file. The sender writes everything except the receivers' counts."""
 
     def __init__(self, path: Path, memory: mmap.mmap) -> None:
         self.path = path
@@ -47,12 +48,12 @@ class ControlPage:
         end = counts + int(self._words[_NUM_RECEIVERS])
         self._buckets = self._words[buckets:counts].reshape(self.num_buckets, _BUCKET_WORDS)
         self.counts = self._words[counts:end]
-        """uint64 `[receivers]`: buckets that each is through with."""
+        """Number of buckets that each receiver has finished, uint64 `[receivers]`."""
         self._contents_at = end * _WORD
 
     @staticmethod
-    def create(path: Path, version: int, num_buckets: int, num_receivers: int, contents: bytes) -> ControlPage:
-        """Make the file, whole when it has its name. Raises OSError when there is no room for it."""
+    def create(path: Path, version: int, num_buckets: int, num_receivers: int, contents: bytes) -> SharedStatus:
+        """Make the file, which gets its name when it is whole. Raises OSError when there is no room for it."""
         words = _BUCKETS_AT // _WORD + num_buckets * _BUCKET_WORDS + num_receivers
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -65,28 +66,28 @@ class ControlPage:
         head[:6] = (OPEN, version, num_buckets, num_receivers, 0, len(contents))
         memory[words * _WORD :] = contents
         os.rename(draft, path)
-        return ControlPage(path, memory)
+        return SharedStatus(path, memory)
 
     @staticmethod
-    def open(path: Path) -> ControlPage:
-        """Raises FileNotFoundError, and ValueError when this is no such file."""
+    def open(path: Path) -> SharedStatus:
+        """Map an existing file. Raises FileNotFoundError, and ValueError when it is no such file."""
         descriptor = os.open(path, os.O_RDWR)
         try:
             size = os.fstat(descriptor).st_size
             if size < _BUCKETS_AT:
-                raise ValueError(f"{path}: {size} bytes are no control page")
+                raise ValueError(f"{path}: its {size} bytes are not an update's status file")
             memory = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
         head = [int(word) for word in np.frombuffer(memory, np.uint64, count=8)]
         planned = head[_NUM_BUCKETS] * _BUCKET_WORDS * _WORD + head[_NUM_RECEIVERS] * _WORD + head[_CONTENTS_BYTES]
         if size != _BUCKETS_AT + planned or head[_STATE] not in (OPEN, WHOLE, WITHDRAWN):
-            raise ValueError(f"{path}: {size} bytes are no control page")
-        return ControlPage(path, memory)
+            raise ValueError(f"{path}: its {size} bytes are not an update's status file")
+        return SharedStatus(path, memory)
 
     @property
     def state(self) -> int:
-        """OPEN, WHOLE or WITHDRAWN."""
+        """State of the update: OPEN, WHOLE or WITHDRAWN."""
         return int(self._words[_STATE])
 
     @property
@@ -95,11 +96,12 @@ class ControlPage:
 
     @property
     def contents(self) -> bytes:
+        """Encoded description of the update by its transport."""
         return self._bytes[self._contents_at :].tobytes()
 
     @property
     def reason(self) -> str:
-        """Why it was withdrawn."""
+        """Reason why the update was withdrawn."""
         told = self._bytes[_REASON_AT : _REASON_AT + int(self._words[_REASON_BYTES])].tobytes()
         return told.decode(errors="replace")
 
@@ -108,7 +110,7 @@ class ControlPage:
             self._words[_STATE] = WHOLE
 
     def withdraw(self, reason: str) -> None:
-        """End it for all who read, and for who comes later. Idempotent."""
+        """End the update for all present and later receivers. Idempotent."""
         if self.state != WITHDRAWN:
             told = np.frombuffer(reason.encode()[:_REASON_ROOM], np.uint8)
             self._bytes[_REASON_AT : _REASON_AT + len(told)] = told
@@ -116,55 +118,56 @@ class ControlPage:
             self._words[_STATE] = WITHDRAWN
 
     def remove(self, reason: str) -> None:
-        """`withdraw`, and the file goes. Idempotent."""
+        """Withdraw the update and remove the file. Idempotent."""
         self.withdraw(reason)
         self.path.unlink(missing_ok=True)
 
     def publish(self, frame: BucketFrame) -> None:
-        """Let the bucket be seen: its bytes are in place."""
+        """Show receivers a bucket, whose bytes must be in place."""
         row = self._buckets[frame.bucket]
         row[1:] = (_ENCODINGS.index(frame.encoding), frame.nbytes, frame.checksum)
         row[0] = 1
 
     def frame(self, bucket: int) -> BucketFrame | None:
-        """None: not yet."""
+        """Return the bucket's header; None until the bucket is published."""
         sent, encoding, nbytes, checksum = (int(word) for word in self._buckets[bucket])
         return BucketFrame(bucket, _ENCODINGS[encoding], nbytes, checksum) if sent else None
 
 
 class Lease:
-    """A receiver's hold on an update's bytes: a file beside the control page, locked while the hold lasts."""
+    """A receiver's claim on an update's bytes: a file beside the status file, locked while the receiver needs them."""
 
-    def __init__(self, page: Path, name: str) -> None:
-        """name: of the receiver, for the sender's errors. Look afterwards that the page was not withdrawn before."""
-        self._path = page.with_name(
-            f"lease-{page.name}.{os.getpid()}.{next(_NUMBER)}.{urllib.parse.quote(name, safe='')}"
+    def __init__(self, status: Path, name: str) -> None:
+        """Take the lease. The caller must then check that the update was not withdrawn before.
+
+        name: name of the receiver, for the sender's errors.
+        """
+        self._path = status.with_name(
+            f"lease-{status.name}.{os.getpid()}.{next(_NUMBER)}.{urllib.parse.quote(name, safe='')}"
         )
         self._descriptor: int | None = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Idempotent."""
+        """Give the lease up. Idempotent."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             self._path.unlink(missing_ok=True)
             os.close(descriptor)
 
 
-def lease_holders(page: Path) -> list[str]:
-    """Names of the receivers that hold the update of `page`; leases of the dead are removed."""
+def lease_holders(status: Path) -> list[str]:
+    """List the names of the receivers with a lease on the update at `page`; leases of dead processes are removed."""
     names = []
-    for path in sorted(page.parent.glob(f"lease-{page.name}.*")):
+    for path in sorted(status.parent.glob(f"lease-{status.name}.*")):
         try:
-            descriptor = os.open(path, os.O_RDWR)
+            descriptor = try_lock(path)
         except FileNotFoundError:
             continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-        except BlockingIOError:
-            pid, _, name = path.name.removeprefix(f"lease-{page.name}.").split(".", 2)
+        if descriptor is None:
+            pid, _, name = path.name.removeprefix(f"lease-{status.name}.").split(".", 2)
             names.append(f"{urllib.parse.unquote(name)} (pid {pid})")
-        finally:
+        else:
+            path.unlink(missing_ok=True)
             os.close(descriptor)
     return names

@@ -1,0 +1,167 @@
+"""Base classes of the `ipc` transport for CPUs and GPUs, whose ends follow an update by a shared status file.
+
+A sender has one folder, `/dev/shm/headrace-{run_id}-weights/`:
+  `owner`           lock file, locked while the sender's process lives; a folder whose lock is free is stale
+  `update-{n}`      status file of the sender's n-th update; removed once the update is withdrawn
+  `lease-update-*`  a receiver's lease on that update's bytes
+  `slot-*`          bytes of a version (CPU only)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ....codecs import messages
+from ....codecs.buckets import BucketPlan, read_plan
+from ....codecs.owned_folder import PREFIX, SHARED_MEMORY, create_owned_folder, owner_lives, remove_stale_folders
+from .deadline import TICK_S, Deadline
+from .protocol import BucketFrame, WeightUpdate
+from .receiver import Stream
+from .sender import Sender, SenderUpdate
+from .shared_status import OPEN, WHOLE, WITHDRAWN, Lease, SharedStatus
+
+KIND = "ipc"
+_LOOK_S = 0.05
+"""Seconds between two checks whether the sender is alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Description of an update in its status file."""
+
+    layout: bytes
+    """Encoded plan of the buckets."""
+    slot: str = ""
+    """Name of the file with the bytes, bucket b at `bucket_offsets(plan)[b]`; CPU only."""
+    ring: tuple[bytes, ...] = ()
+    """Handles of the sender's two buffers (payload n is in buffer n modulo 2) and of the buckets' digests; GPU only."""
+    gpu_uuid: str = ""
+    """UUID of the GPU with the buffers; GPU only."""
+
+    @property
+    def plan(self) -> BucketPlan:
+        """Decoded plan. Raises ValueError when the layout is not a plan."""
+        return read_plan(self.layout)
+
+
+class IpcSenderBase(Sender):
+    """Owns the sender's folder and makes the status file of each update in it."""
+
+    kind = KIND
+
+    def __init__(self, run_id: str, timeout_s: float, root: Path = SHARED_MEMORY) -> None:
+        """Make the sender's folder. Raises ValueError when a living sender of the same run has it, or the host has no
+        shared memory."""
+        if not root.is_dir():
+            raise ValueError(f"sync.transport='ipc' needs {root}, which this host does not have")
+        super().__init__(timeout_s)
+        remove_stale_folders(root)
+        self.folder = root / f"{PREFIX}{run_id}-weights"
+        self._owner = create_owned_folder(self.folder, run_id)
+
+    def _announce(self, update: SenderUpdate, contents: Contents) -> SharedStatus:
+        receivers = sum(group.num_workers for group in update.receivers)
+        path = self.folder / f"update-{update.number}"
+        try:
+            return SharedStatus.create(
+                path, update.version, len(update.plan.sizes), receivers, messages.encode(contents)
+            )
+        except OSError as error:
+            raise OSError(error.errno, f"weights: no room for the status file {path}: {error.strerror}") from error
+
+    def _close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._owner)
+
+
+class IpcStreamBase(Stream):
+    """Receives one update, with a lease on its bytes until it is closed."""
+
+    tick_s = TICK_S
+
+    def __init__(
+        self, update: WeightUpdate, status: SharedStatus, lease: Lease, contents: Contents, deadline: Deadline
+    ) -> None:
+        super().__init__(update, contents.plan, deadline)
+        self._status = status
+        self._lease = lease
+        self._looked = 0.0
+
+    def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
+        for bucket in range(len(self.plan.sizes)):
+            self._wait(bucket)
+            frame = self._status.frame(bucket)
+            assert frame is not None
+            yield frame, self._payload(frame)
+
+    def _confirm(self) -> None:
+        self.deadline.wait(self._is_whole, lambda: ("all buckets came, the sender did not finish", ()), self.tick_s)
+
+    def _wait(self, bucket: int) -> None:
+        of = f"bucket {bucket} of {len(self.plan.sizes)}"
+
+        def has_come() -> bool:
+            self._check_status(f"waiting for {of}")
+            if self._status.frame(bucket) is not None:
+                return True
+            if self._status.state == WHOLE:
+                if self._status.frame(bucket) is not None:  # it came between the two checks
+                    return True
+                raise self.deadline.error(f"{of} never came, though the sender finished")
+            return False
+
+        self.deadline.wait(
+            has_come, lambda: (f"{of} did not come from the sender, {self._status.path}", ()), self.tick_s
+        )
+
+    def _is_whole(self) -> bool:
+        self._check_status("at the end")
+        return self._status.state == WHOLE
+
+    def _check_status(self, when: str) -> None:
+        """Raise WeightTransferError when the stream was closed, the update withdrawn, or the sender has died."""
+        self.check_open()
+        state = self._status.state
+        if state == WITHDRAWN:
+            raise self.deadline.error(f"{when}: the sender has withdrawn it: {self._status.reason}")
+        now = time.monotonic()
+        if state == OPEN and now >= self._looked + _LOOK_S:
+            self._looked = now
+            if not owner_lives(self._status.path.parent) and self._status.state == OPEN:
+                raise self.deadline.error(f"{when}: the sender of {self._status.path} has ended")
+
+    def _close(self) -> None:
+        self._lease.release()
+
+    # ------------------------------------------------------------ for subclasses
+
+    def _payload(self, frame: BucketFrame) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def join(update: WeightUpdate, deadline: Deadline) -> tuple[SharedStatus, Lease, Contents]:
+    """Join an update of this host. Raises WeightTransferError when it is not there (any more)."""
+    path = Path(update.location)
+    gone = f"is not at {path} (any more): the sender has ended or has published two versions since"
+    lease = None
+    try:
+        status = SharedStatus.open(path)
+        lease = Lease(path, deadline.end)
+        contents = messages.decode(status.contents, Contents)
+        read_plan(contents.layout)  # raises ValueError now if it is damaged
+    except (FileNotFoundError, ValueError) as error:
+        if lease is not None:
+            lease.release()
+        raise deadline.error(gone if isinstance(error, FileNotFoundError) else str(error)) from error
+    if status.version != update.version or status.state == WITHDRAWN:
+        lease.release()
+        other = f"{path} holds version {status.version}"
+        raise deadline.error(other if status.version != update.version else f"{gone}: {status.reason}")
+    return status, lease, contents

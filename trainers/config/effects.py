@@ -1,0 +1,201 @@
+"""Says where each key of the configuration has an effect, and finds keys that are set where they have none.
+
+A key that is not in `EFFECTS` has an effect in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A condition that a key's effect depends on."""
+
+    key: str
+    """Dotted name of the other key that decides."""
+    words: str
+    """The condition for readers, such as `algorithm.mode=async`."""
+    holds: Callable[[Config], bool]
+    values: tuple[Any, ...] = ()
+    """Values of `key` with which there is an effect; () where the condition is no list of values."""
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    here: Any = config
+    for name in key.split("."):
+        here = getattr(here, name)
+    return here
+
+
+def shown(value: Any) -> str:
+    """A value as a user would write it into a sentence."""
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if type(value) is float else repr(value)
+
+
+def _is(key: str, *values: Any) -> Need:
+    listed = " or ".join(value if isinstance(value, str) else shown(value) for value in values)
+    return Need(key, f"{key}={listed}", lambda config: value_of(config, key) in values, values)
+
+
+def _unlike(key: str, *values: str) -> Need:
+    words = f"a {key} other than {' and '.join(values)}"
+    return Need(key, words, lambda config: value_of(config, key) not in values)
+
+
+def _above_zero(key: str) -> Need:
+    return Need(key, f"{key} above 0", lambda config: value_of(config, key) > 0)
+
+
+def _set(key: str) -> Need:
+    return Need(key, f"{key} set", lambda config: value_of(config, key) is not None)
+
+
+def _unset(key: str) -> Need:
+    return Need(key, f"{key} unset", lambda config: value_of(config, key) is None)
+
+
+def _sources(config: Config) -> tuple[str, ...]:
+    return tuple(source for source in (config.data.train, config.data.validation) if source)
+
+
+def _overtakes(config: Config) -> bool:
+    sampler = config.algorithm.sampler
+    return sampler != "in_order" and not (sampler == "auto" or config.run.deterministic)
+
+
+ASYNC = _is("algorithm.mode", "async")
+VLLM = _is("rollout.engine", "vllm")
+MODEL_ENGINES = _is("rollout.engine", "hf", "vllm")
+TOOL_USE = _is("rollout.environment", "tool_use")
+MEGATRON = _is("trainer.backend", "megatron")
+MODEL_BACKENDS = _is("trainer.backend", "fsdp", "megatron")
+CLIPPED = _is("loss.kind", "ppo_clip", "gspo", "cispo")
+WITH_KL = _above_zero("loss.kl_coef")
+VALIDATES = _above_zero("validation.every")
+WARMED_UP = _is("warmup.corpus", "digit_skills")
+TASK_PROMPTS = Need(
+    "data.train", "a generated task (task:NAME)", lambda config: any(s.startswith("task:") for s in _sources(config))
+)
+TABLE_PROMPTS = Need(
+    "data.train", "a file or dataset", lambda config: not all(s.startswith("task:") for s in _sources(config))
+)
+OVERTAKING = Need("algorithm.sampler", "a sampler that is not in_order, as auto is", _overtakes)
+OWN_OPTIONS = Need(
+    "algorithm.sampler",
+    "algorithm.sampler=windowed or one of your own",
+    lambda config: config.algorithm.sampler == "windowed" or ":" in config.algorithm.sampler,
+)
+BUILTIN_MODEL = Need("model.path", "the built-in model", lambda config: config.model.builtin)
+
+EFFECTS: Mapping[str, tuple[Need, ...]] = {
+    "run.journal": (_above_zero("run.checkpoint_every"), _is("run.record", False), _unset("run.replay")),
+    "run.keep_best": (VALIDATES,),
+    "run.trace_num_steps": (_above_zero("run.trace_step"),),
+    "model.dtype": (MODEL_ENGINES,),
+    "warmup.corpus": (BUILTIN_MODEL,),
+    **{f"warmup.{name}": (WARMED_UP,) for name in ("steps", "target_loss", "batch_size", "lr")},
+    "data.validation": (VALIDATES,),
+    **{f"data.{name}": (TABLE_PROMPTS,) for name in ("split", "prompt_field", "answer_field", "template")},
+    "data.options": (TASK_PROMPTS,),
+    "rollout.tp": (VLLM,),
+    "rollout.kv_cache_mib": (VLLM,),
+    "rollout.tools": (TOOL_USE,),
+    "rollout.max_turns": (TOOL_USE,),
+    "algorithm.max_staleness": (ASYNC,),
+    "algorithm.stale_groups": (ASYNC, OVERTAKING),
+    "algorithm.sampler_options": (OWN_OPTIONS,),
+    "algorithm.chunk_groups": (_is("algorithm.mode", "streaming"),),
+    "algorithm.dynamic_sampling.max_factor": (_is("algorithm.dynamic_sampling.enabled", True),),
+    "algorithm.dynamic_sampling.oversample": (_is("algorithm.mode", "sync", "streaming"),),
+    "advantage.normalize_std": (_is("advantage.kind", "grpo", "dr_grpo"),),
+    "advantage.baseline": (_is("advantage.kind", "reinforce_pp"),),
+    "loss.kind": (MODEL_BACKENDS,),
+    "loss.clip_low": (MODEL_BACKENDS, CLIPPED),
+    "loss.clip_high": (MODEL_BACKENDS, CLIPPED),
+    "loss.clip_dual": (MODEL_BACKENDS, _is("loss.kind", "ppo_clip")),
+    "loss.aggregation": (MODEL_BACKENDS,),
+    "loss.length_norm": (MODEL_BACKENDS, _is("loss.aggregation", "sequence_sum")),
+    "loss.correction": (MODEL_BACKENDS,),
+    "loss.correction_low": (MODEL_BACKENDS, _is("loss.correction", "icepop", "sequence_mask")),
+    "loss.correction_high": (MODEL_BACKENDS, _unlike("loss.correction", "none")),
+    "loss.kl_kind": (MODEL_BACKENDS, WITH_KL),
+    "loss.kl_in": (MODEL_BACKENDS, WITH_KL),
+    "loss.entropy_coef": (MODEL_BACKENDS,),
+    **{f"trainer.{name}": (MEGATRON,) for name in ("pp", "cp", "ep", "sequence_parallel", "distributed_optimizer")},
+    "trainer.offload": (_is("trainer.backend", "fsdp"),),
+    **{
+        f"trainer.{name}": (MODEL_BACKENDS,)
+        for name in (
+            "recompute", "lr", "betas", "weight_decay", "grad_clip", "warmup_steps", "schedule", "mixed_precision"
+        )
+    },
+    "sync.cache": (_is("sync.transport", "auto", "collective", "ipc"),),
+    "sync.dir": (_is("sync.transport", "disk"),),
+    "dataplane.store.num_units": (_is("dataplane.store.kind", "auto", "simple"),),
+    "dataplane.store.protocol": (_is("dataplane.store.kind", "mooncake"),),
+    "dataplane.store.device": (_is("dataplane.store.kind", "mooncake"), _is("dataplane.store.protocol", "rdma")),
+    **{f"validation.{name}": (VALIDATES,) for name in ("num_prompts", "max_new_tokens", "background", "stop_at")},
+    "resources.num_cpus": (_unset("resources.ray_address"),),
+    "logging.prometheus_host": (_set("logging.prometheus_port"),),
+    "scripted.latency_s": (_is("rollout.engine", "scripted"),),
+    "scripted.latency_sigma": (_is("rollout.engine", "scripted"), _above_zero("scripted.latency_s")),
+    "scripted.train_row_s": (_is("trainer.backend", "scripted"),),
+    "scripted.train_step_s": (_is("trainer.backend", "scripted"),),
+}  # fmt: skip
+"""Each key that has an effect in some runs only -> the conditions that must all hold."""
+
+_DEFAULTS = Config()
+
+
+def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[str]:
+    """A sentence for each key that is set where it has no effect.
+
+    A key at its default value is never told: a resolved configuration, which names all keys, must load again.
+    overridden: dotted keys given on the command line. A key of the file that only such an override leaves without
+    effect is not told either, so that `validation.every=0` asks for no other change of the file.
+    """
+    problems = []
+    for key, needs in EFFECTS.items():
+        value, default = value_of(config, key), value_of(_DEFAULTS, key)
+        if value == default:
+            continue
+        for need in needs:
+            if not need.holds(config) and (_among(key, overridden) or not _among(need.key, overridden)):
+                expected = "it unset" if default is None else shown(default)
+                problems.append(
+                    f"{key}: got {shown(value)} with {need.key}={shown(value_of(config, need.key))}, expected "
+                    f"{expected}, as it has an effect only with {need.words}"
+                )
+                break
+    return problems
+
+
+def _among(key: str, overridden: Collection[str]) -> bool:
+    """Whether `key` or a section that holds it is in `overridden`."""
+    parts = key.split(".")
+    return any(".".join(parts[:depth]) in overridden for depth in range(1, len(parts) + 1))
+
+
+# ---------------- The table for readers.
+
+COLUMNS = {"algorithm.mode": ("sync", "async", "streaming"), "trainer.backend": ("fsdp", "megatron", "scripted")}
+"""Keys whose values are columns of the table."""
+
+
+def effect_rows(keys: Collection[str]) -> Iterator[tuple[str, ...]]:
+    """One row for each dotted key: the key, a mark for each column's value with which it has an effect, and the other
+    conditions in words."""
+    for key in keys:
+        needs = EFFECTS.get(key, ())
+        marks = [
+            "x" if all(value in need.values for need in needs if need.key == column) else ""
+            for column, values in COLUMNS.items()
+            for value in values
+        ]
+        yield key, *marks, " and ".join(need.words for need in needs if need.key not in COLUMNS)

@@ -1,0 +1,32 @@
+"""Checks before a run starts that the optional packages it will use are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from ...codecs.imports import MissingExtra
+from ..config.config import Config
+from ..errors import ConfigError
+
+
+def check_extras(config: Config) -> None:
+    """Raise ConfigError with one sentence for each package that is missing, naming the extra that installs it."""
+    missing = [need for need in _needs(config) if importlib.util.find_spec(need[0]) is None]
+    if missing:
+        raise ConfigError([str(MissingExtra(*need)) for need in missing])
+
+
+def _needs(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Each optional package that the run uses, what uses it, and its extra.
+
+    Engines and backends with an extra of their own check for it when they start, within the run's first seconds.
+    """
+    yield "matplotlib", "report.html, which every run ends with,", "report"
+    if config.logging.tensorboard:
+        yield "tensorboard", "logging.tensorboard=true", "report"
+    for key, source in (("data.train", config.data.train), ("data.validation", config.data.validation)):
+        if source and not source.startswith("task:") and not source.endswith(".jsonl"):
+            yield "datasets", f"{key}={source}", "datasets"
+    if config.dataplane.store.kind == "simple":
+        yield "transfer_queue", "dataplane.store.kind=simple", "transferqueue"
