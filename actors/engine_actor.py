@@ -72,7 +72,7 @@ class EngineHost:
         return self._engine.num_workers
 
     async def version(self) -> int:
-        """Policy version that the engine serves."""
+        """The policy version that the engine serves."""
         return self._engine.version
 
     async def stats(self) -> EngineStats:
@@ -108,7 +108,7 @@ class EngineHost:
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """Settings that an engine actor is built from, as plain data."""
+    """What an engine actor is built from. Plain data."""
 
     name: str
     """Name for errors, traces and the router; unique in the run."""
@@ -118,10 +118,8 @@ class EngineSetup:
 
 
 class EngineActor(EngineHost):
-    """Hosts one engine in an async Ray actor.
-
-    It is made by `ray.remote(EngineActor).options(max_concurrency=CONCURRENCY, ...).remote(setup)`.
-    """
+    """Hosts one engine; an async Ray actor:
+    `ray.remote(EngineActor).options(max_concurrency=CONCURRENCY, ...).remote(setup)`."""
 
     def __init__(self, setup: EngineSetup) -> None:
         super().__init__(setup.name)

@@ -300,10 +300,10 @@ class TrainWorker:
 
     def _report(self, metrics: dict[str, float]) -> WorkerReport:
         """Report what was measured since the last report."""
-        reader = self._reader.take_metrics()
-        traced = (*self._spans, *reader.spans) if self._work is not None and self._work.shard.traced else ()
+        measured = self._reader.take_metrics()
+        traced = (*self._spans, *measured.spans) if self._work is not None and self._work.shard.traced else ()
         spans = SpanTable.of(traced)
         self._spans.clear()
         kept = metrics if self._setup.rank == 0 else {}
         traffic = self._client.stats.take().to_bytes()
-        return WorkerReport(kept, reader.wait_s, traffic, reader.broadcast_bytes, spans)
+        return WorkerReport(kept, measured.wait_s, traffic, measured.broadcast_bytes, spans)

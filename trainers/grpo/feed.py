@@ -39,8 +39,7 @@ from ..observe.data_plane_watch import Busy
 from .stages import Stages
 from .steps import State
 
-# ---------------- What the feed reads from a group's keys and tags: its position in the prompt stream, and whether it
-# has a signal.
+# ---------------- What the feed reads from a group's tags: whether it has a signal.
 
 ALIKE = 1e-6
 """Smallest difference between the rewards of a group that gives a signal."""
@@ -73,7 +72,7 @@ class TooManyFailedRows(RuntimeError):
 
 
 class Rollouts(Protocol):
-    """What the feed asks of the run's rollout actors; `RolloutPool` provides it."""
+    """The calls that the feed makes of the run's rollout actors; `RolloutPool` provides them."""
 
     @property
     def active(self) -> Sequence[RolloutHandle]:
@@ -101,7 +100,7 @@ class Rollouts(Protocol):
 
 @dataclass(slots=True)
 class FeedTally:
-    """What happened to groups in one step."""
+    """Counts what happened to groups in one step."""
 
     reports: list[RolloutReport] = field(default_factory=list)
     """Reports of the rollout calls that ended in the step."""
@@ -413,7 +412,7 @@ class Feed:
 
     def _clear_stale(self) -> None:
         """Clear groups that are too old; their prompts, or others instead, are to be rolled out."""
-        keys = self._client.clear_stale(self._partition, TASK, TRAIN_FIELDS, self._oldest, whole_groups=True)
+        keys = set(self._client.clear_stale(self._partition, TASK, TRAIN_FIELDS, self._oldest, whole_groups=True))
         if not keys:
             return
         positions = sorted(position for position in self._in_flight if row_key(base36(position), 0) in keys)
