@@ -138,9 +138,9 @@ def ray_session() -> None:
     process_pool.start_ray()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own_ray() -> None:
-    """Ends the shared Ray, for a test of code that starts its own in this process."""
+    """Ends the shared Ray, for a module of tests whose code starts its own in this process."""
     process_pool.end_ray()
 
 

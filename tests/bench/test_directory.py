@@ -10,7 +10,7 @@ import pytest
 
 from headrace.bench.directory import directory_table, run_directory
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("own_ray")]
 
 
 def test_files_and_summary(tmp_path: Path):

@@ -15,7 +15,7 @@ from headrace.bench.transfer.report import failures, tables, write_report
 from headrace.bench.transfer.stores import StoreEndpoint
 from headrace.trainers.errors import UserError
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("own_ray")]
 
 SHARE = 1 / 32
 
