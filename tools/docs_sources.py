@@ -8,14 +8,8 @@ Run it after a module, a config key or a page has come, gone or changed its firs
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from pydantic import BaseModel
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -84,84 +78,16 @@ def first_line(path: Path) -> str:
 
 
 def config_markdown() -> str:
-    """Every key of a run's YAML file with its type, default and meaning, made from the sections' classes."""
-    from headrace.trainers.config.config import Config
+    """Every key of a run's YAML file with its type, default, meaning and effect, made from the sections' classes."""
+    from headrace.trainers.config.reference import reference_markdown
+    from headrace.trainers.simulation.config import SimulationConfig
 
     head = """# Configuration reference
 
 Made from the sections' classes by `make docs-sources`. A key is written `section.key=value` on the command line and
 below its section in a YAML file; `null` stands for None. `headrace train CONFIG --dry-run` prints all keys of a run.
 """
-    return head + "".join(f"\n{section}" for section in _sections("", Config))
-
-
-def _sections(prefix: str, model: type[BaseModel]) -> Iterator[str]:
-    """The table of each section below `model`, then those of the sections inside it."""
-    rows, inner = [], []
-    schema = model.model_json_schema()
-    meanings = _attribute_docstrings(model)
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            inner.append((f"{prefix}{name}", field.annotation))
-            continue
-        default = field.get_default()
-        meaning = meanings.get(name, "").replace("|", "\\|")
-        rows.append(f"| `{name}` | {_type(schema['properties'][name], schema)} | `{_yaml(default)}` | {meaning} |\n")
-    if rows:
-        summary = " ".join((inspect.getdoc(model) or "").split("\n\n")[0].split())
-        table = "| key | type | default | meaning |\n| --- | --- | --- | --- |\n" + "".join(rows)
-        yield f"## `{prefix.rstrip('.')}`\n\n{summary}\n\n{table}"
-    for name, section in inner:
-        yield from _sections(f"{name}.", section)
-
-
-def _attribute_docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """Field name -> the docstring below the field, for the class and its bases."""
-    found: dict[str, str] = {}
-    for base in reversed(model.__mro__):
-        if not issubclass(base, BaseModel) or base is BaseModel:
-            continue
-        [tree] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(tree, ast.ClassDef)
-        for field, after in zip(tree.body, tree.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(field.target, ast.Name):
-                found[field.target.id] = " ".join(str(ast.literal_eval(after.value)).split())
-    return found
-
-
-_TYPES = {
-    "integer": "whole number",
-    "number": "number",
-    "string": "text",
-    "boolean": "true or false",
-    "array": "list",
-    "object": "mapping",
-    "null": "null",
-}
-_BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
-
-
-def _type(schema: dict[str, Any], root: dict[str, Any]) -> str:
-    """A JSON schema's type in words."""
-    if "anyOf" in schema:
-        return " or ".join(_type(option, root) for option in schema["anyOf"])
-    if "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema["enum"])
-    named = _TYPES.get(schema.get("type", ""), "anything")
-    bounds = [f"{sign} {schema[name]:g}" for name, sign in _BOUNDS if name in schema]
-    return " ".join([named, ", ".join(bounds)]).strip()
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, BaseModel):
-        value = value.model_dump(exclude_defaults=True)
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(_yaml(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items()) + "}"
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(value) or '""'
+    return f"{head}\n{reference_markdown({'simulation': SimulationConfig}).strip()}\n"
 
 
 # ---------------------------------------------------------------- llms.txt
