@@ -1,4 +1,4 @@
-"""Ray for a run: joined or started, checked before anything waits on it, ended with everything it started."""
+"""Ray for a run: it is joined or started, checked before anything waits for it, and ended with all it started."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import ray
 from ..errors import UserError
 
 MIN_OBJECT_STORE_MIB = 128
-"""Just enough for Ray itself, which wants an object store."""
+"""MiB of the object store that Ray itself needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Logical CPUs that a run's actors ask of Ray: one each, an engine one for each of its processes."""
+    """The logical CPUs that a run's actors ask of Ray: one for each actor, or for each process of an engine."""
 
     rollout_actors: int
-    """Without those that embed an engine."""
+    """Number of rollout actors that embed no engine."""
     engines: int
-    """Processes of all engines."""
+    """Number of processes of all engines."""
     train_workers: int
 
     @property
     def cpus(self) -> int:
+        """Number of logical CPUs in all."""
         return self.rollout_actors + self.engines + self.train_workers
 
     def __str__(self) -> str:
@@ -38,7 +39,7 @@ class Demand:
 
 
 class Cluster:
-    """A Ray connection. `close` ends what this process started and waits until it is gone."""
+    """A connection to Ray. `close` ends what this process started and waits until it is gone."""
 
     def __init__(
         self, *, address: str | None, num_cpus: int | None, demand: Demand, namespace: str, object_store_mib: int
@@ -51,7 +52,7 @@ class Cluster:
         before = set(psutil.Process().children())
         quiet = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
         if self.owned:
-            # Read by Ray's own processes; without them it phones home and warns about accelerators it did not find.
+            # Ray's processes read these: else it sends usage reports and warns about accelerators that it did not find.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
             ray.init(
@@ -78,7 +79,7 @@ class Cluster:
             )
 
     def close(self) -> None:
-        """Leave Ray; end a Ray that was started here, by pid if need be. Idempotent."""
+        """Leave Ray; end a Ray that was started here, by process id if need be. Idempotent."""
         if not ray.is_initialized():
             return
         started = [process for root in self._started for process in _family(root)]
@@ -90,7 +91,7 @@ class Cluster:
 
 
 def _family(root: psutil.Process) -> list[psutil.Process]:
-    """A process and all below it; nothing when it is gone."""
+    """A process and all its descendants; empty when it is gone."""
     try:
         return [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:

@@ -1,18 +1,6 @@
-"""The lock-step controller: roll out, train, sync, and again. Strictly on-policy.
+"""The controllers: one loop over a training step for each `algorithm.mode`, with what each stage waits for.
 
-    rollouts -> claim -> advantages -> plan -> log-probs (prev, ref) -> train -> sync weights -> clear
-        ^                                                                              |
-        +------------------------------ next version ---------------------------------+
-
-stage       waits for                                unblocked by
-rollout     all rollout actors (oversampled: not)    the last group being put
-claim       prompts_per_step whole groups            the commit of the last group (already there)
-plan        all workers have their shard             -
-log-probs   all workers                              columns written back
-train       all workers                              the optimizer step
-sync        all engines serve the new version        every bucket verified
-
-Every wait is bounded by resources.stage_timeout_s or dataplane.timeout_s; a dead or failing actor ends it at once.
+Every wait is bounded by resources.stage_timeout_s or dataplane.timeout_s; an actor that dies or fails ends it at once.
 """
 
 from __future__ import annotations
@@ -27,7 +15,20 @@ from .steps import Run, State
 
 
 def run_sync(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
-    """Train from `state` to `algorithm.steps`."""
+    """Train in lock-step from `state` to `algorithm.steps`: roll out, train, sync, and again. Strictly on-policy.
+
+    rollouts -> claim -> advantages -> plan -> log-probs (prev, ref) -> train -> sync weights -> clear
+        ^                                                                              |
+        +------------------------------ next version ---------------------------------+
+
+    stage       waits for                                unblocked by
+    rollout     all rollout actors (oversampled: not)    the last group being put
+    claim       prompts_per_step whole groups            the commit of the last group (already there)
+    plan        all train workers have their shard       -
+    log-probs   all train workers                        the columns being written back
+    train       all train workers                        the optimizer step
+    sync        all engines serve the new version        every bucket being verified
+    """
     steps = Steps(run, state, after_step)
     oversampled = run.config.algorithm.dynamic_sampling.oversample > 1
     while steps.go_on:
@@ -41,27 +42,24 @@ def run_sync(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
         steps.end(tally, feed)
 
 
-# ---------------- The streaming controller: groups are trained on as they become ready. Strictly on-policy, like
-# sync.
-#
-#     rollouts of the step ---- group ---- group ------- group ---> put one by one
-#                                 |          |             |
-#                               claim -> advantages -> plan -> log-probs -> accumulate, chunk by chunk
-#                                                                              |
-#                                                               optimizer -> sync weights -> clear
-#
-# stage       waits for                                unblocked by
-# claim       the next chunk of whole groups           the commit of its last group, or a rollout that failed
-# accumulate  all workers                              gradients of the chunk
-# finish      the last chunk                           the optimizer step
-# sync        all engines serve the new version        every bucket verified
-#
-# Training hides under the long tail of generation. The gradient is that of sync for the same rows: losses are sums,
-# and their N is counted over all chunks.
-
-
 def run_streaming(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
-    """Train from `state` to `algorithm.steps`."""
+    """Train from `state` to `algorithm.steps` on groups as they become ready. Strictly on-policy, like sync.
+
+    rollouts of the step ---- group ---- group ------- group ---> put one by one
+                                |          |             |
+                              claim -> advantages -> plan -> log-probs -> accumulate, chunk by chunk
+                                                                             |
+                                                              optimizer -> sync weights -> clear
+
+    stage       waits for                                unblocked by
+    claim       the next chunk of whole groups           the commit of its last group, or a rollout that failed
+    accumulate  all train workers                        the gradients of the chunk
+    finish      the last chunk                           the optimizer step
+    sync        all engines serve the new version        every bucket being verified
+
+    Training hides under the long tail of generation. The gradient is that of sync for the same rows: losses are sums,
+    and their N is counted over all chunks.
+    """
     algorithm = run.config.algorithm
     steps = Steps(run, state, after_step)
     while steps.go_on:
@@ -79,24 +77,22 @@ def run_streaming(run: Run, state: State, feed: Feed, after_step: AfterStep) -> 
         steps.end(tally, feed)
 
 
-# ---------------- The async controller: rollouts run up to `algorithm.max_staleness` versions ahead of the training.
-#
-#     rollouts of step s     issued as soon as version s - 1 - max_staleness is served
-#     rollouts of step s+1   ...                          |
-#                                                       claim -> train -> sync weights in flight
-#
-# stage       waits for                                unblocked by
-# claim       a step's groups, by the sampler          the commit of the last one, or a rollout that failed
-# train       all workers                              the optimizer step
-# sync        all engines serve the new version        engines pause as sync.in_flight says; later rollouts go on
-#
-# No token of a step's rows is more than max_staleness versions older than the policy that is trained
-# (`staleness/max`). In the prompts' order groups are admitted so that this holds; with a sampler that lets some
-# overtake others, those that grow too old are cleared, and rolled out again or dropped (`algorithm.stale_groups`).
+def run_async(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
+    """Train from `state` to `algorithm.steps` while rollouts run up to `algorithm.max_staleness` versions ahead.
 
+    rollouts of step s     issued as soon as version s - 1 - max_staleness is served
+    rollouts of step s+1   ...                          |
+                                                      claim -> train -> sync weights in flight
 
-def run_ahead(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
-    """Train from `state` to `algorithm.steps`."""
+    stage       waits for                                unblocked by
+    claim       a step's groups, by the sampler          the commit of the last one, or a rollout that failed
+    train       all train workers                        the optimizer step
+    sync        all engines serve the new version        the engines' pause (sync.in_flight); later rollouts go on
+
+    No token of a step's rows is more than max_staleness versions older than the policy that is trained
+    (`staleness/max`). In the prompts' order groups are admitted so that this holds. With a sampler that lets some
+    overtake others, groups that grow too old are cleared, and rolled out again or dropped (`algorithm.stale_groups`).
+    """
     steps = Steps(run, state, after_step)
     while steps.go_on:
         tally = steps.begin()
@@ -108,15 +104,12 @@ def run_ahead(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None
         steps.end(tally, feed)
 
 
-# ---------------- Controller by mode: one line each.
-
-
 def controller(config: Config) -> Callable[[Run, State, Feed, AfterStep], None]:
-    """The loop of `algorithm.mode`. Raises ValueError for an unknown one."""
+    """The loop of `algorithm.mode`. Raises ValueError for an unknown mode."""
     if config.algorithm.mode == "sync":
         return run_sync
     if config.algorithm.mode == "async":
-        return run_ahead
+        return run_async
     if config.algorithm.mode == "streaming":
         return run_streaming
     raise ValueError(f"algorithm.mode: got {config.algorithm.mode!r}, expected 'sync', 'async' or 'streaming'")

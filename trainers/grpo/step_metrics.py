@@ -1,4 +1,4 @@
-"""One step's metrics, from what actors and client report."""
+"""Computes the metrics of a step from what actors and the data-plane client report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .steps import Run, State
 from .weight_sync import SyncReport
 
 MANY = 5
-"""Versions from which on rows are counted together in the staleness shares."""
+"""Staleness in versions from which on rows are counted together in the staleness shares."""
 
 
 def step_metrics(
@@ -29,11 +29,11 @@ def step_metrics(
     step_s: float,
     sync: SyncReport,
 ) -> dict[str, float]:
-    """Flat metrics of a finished step.
+    """All metrics of a finished step, by name.
 
-    fed: what happened to its groups. passes: every worker's report of every pass; training ones carry metrics.
-    meta: its rows. Figures of rewards and lengths are of the rows that were trained on; what only rollout actors know
-    is of the rollout calls that ended in the step, and absent when none did.
+    fed: what happened to the step's groups. passes: every train worker's report of every pass. meta: receipt of the
+    rows that were trained on; metrics of rewards and lengths are theirs. What only rollout actors know is of the
+    rollout calls that ended in the step, and absent when none did.
     """
     end_s = time.monotonic()
     rollouts, seconds = fed.reports, run.stages.seconds
@@ -48,14 +48,14 @@ def step_metrics(
     algorithm = run.config.algorithm
     bound = algorithm.max_staleness if algorithm.mode == "async" else 0
     return {
-        **row_figures(meta),
-        **(rollout_figures(fed) if rollouts else {}),
+        **row_metrics(meta),
+        **(rollout_metrics(fed) if rollouts else {}),
         "rollout/groups_dropped": float(fed.dropped),
         "rollout/groups_stale": float(fed.stale),
         "rollout/groups_surplus": float(fed.surplus),
         "rollout/groups_reissued": float(fed.reissued),
         "rollout/actors_replaced": float(run.actors.replaced),
-        **staleness_figures(state.version - 1 - meta.versions, bound),
+        **staleness_metrics(state.version - 1 - meta.versions, bound),
         **trained,
         "policy/version": float(state.version),
         "time/step_s": step_s,
@@ -67,15 +67,15 @@ def step_metrics(
         "time/data_wait_s": wait_s,
         **idle,
         "time/trainer_idle_s": idle["idle/train"] * step_s,
-        **sync_figures(sync, seconds["sync"]),
+        **sync_metrics(sync, seconds["sync"]),
         **data_plane,
         "dataplane/bytes_broadcast": float(sum(report.bytes_broadcast for report in passes)),
         "driver/bytes_per_row": (run.meter.take() + client_bytes) / len(meta),
     }
 
 
-def row_figures(meta: KVBatchMeta) -> dict[str, float]:
-    """Of rows by their tags; NaN for the mean reward of none that is valid."""
+def row_metrics(meta: KVBatchMeta) -> dict[str, float]:
+    """Metrics of rows by their tags; the mean reward is NaN when no row is valid."""
     valid, lengths = meta.tags["valid"] > 0, meta.tags["response_length"]
     rewards = meta.tags["reward"][valid]
     return {
@@ -86,8 +86,11 @@ def row_figures(meta: KVBatchMeta) -> dict[str, float]:
     }
 
 
-def rollout_figures(fed: FeedTally) -> dict[str, float]:
-    """Of the rollout calls that ended in the step; NaN tokens a second when they ended no later than those before."""
+def rollout_metrics(fed: FeedTally) -> dict[str, float]:
+    """Metrics of the rollout calls that ended in the step.
+
+    Tokens a second are NaN when the calls ended no later than those of earlier steps.
+    """
     rollout = merge_reports(fed.reports)
     # Calls run over the ends of steps: their tokens are of the time since the calls that were counted before.
     until_s = max((busy.end_s for busy in fed.generated if busy.end_s < math.inf), default=fed.since_s)
@@ -101,8 +104,8 @@ def rollout_figures(fed: FeedTally) -> dict[str, float]:
     }
 
 
-def sync_figures(sync: SyncReport, seconds: float) -> dict[str, float]:
-    """Of the step's weight sync."""
+def sync_metrics(sync: SyncReport, seconds: float) -> dict[str, float]:
+    """Metrics of the step's weight sync."""
     return {
         "sync/seconds": seconds,
         "sync/bytes": float(sync.bytes_sent),
@@ -115,12 +118,12 @@ def sync_figures(sync: SyncReport, seconds: float) -> dict[str, float]:
     }
 
 
-def staleness_figures(staleness: np.ndarray, bound: int) -> dict[str, float]:
-    """Of rows' staleness in versions, int64 `[N]`: mean, largest, and the share of rows with each, in few keys.
+def staleness_metrics(staleness: np.ndarray, bound: int) -> dict[str, float]:
+    """Metrics of the rows' staleness in versions, int64 `[N]`: mean, largest, and the share of rows with each value.
 
-    bound: the largest that is expected; the same keys are there at every step, so that a share of 0 is a point, too.
+    bound: the largest staleness that is expected. Every step has the same keys, so that a share of 0 is drawn too.
     """
-    # Groups of a journal may be of a later policy than the one that their resumed run trains again.
+    # A journal may hold groups of a later policy than the one that a resumed run trains again.
     staleness = np.maximum(staleness, 0)
     shares = np.bincount(staleness, minlength=bound + 1) / len(staleness)
     figures = {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(np.max(staleness))}
@@ -131,10 +134,11 @@ def staleness_figures(staleness: np.ndarray, bound: int) -> dict[str, float]:
 
 
 def idle_shares(generating_s: float, seconds: Mapping[str, float], wait_s: float, step_s: float) -> dict[str, float]:
-    """Share of a step in which the rollout actors (their mean) generated nothing, and in which the train workers
-    computed nothing: waiting for rows is idle too.
+    """The shares of a step in which the rollout actors (their mean) generated nothing and the train workers computed
+    nothing; a worker that waits for rows is idle.
 
-    generating_s: of the mean rollout actor; seconds: of the step's stages; wait_s: the train workers' wait for rows.
+    generating_s: seconds that the mean rollout actor generated. seconds: of each stage. wait_s: seconds that the train
+    workers waited for rows.
     """
     computing_s = seconds.get("logprob", 0.0) + seconds.get("train", 0.0) - wait_s
     busy = {"rollout": generating_s, "train": computing_s}

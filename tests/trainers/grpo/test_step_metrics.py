@@ -10,7 +10,7 @@ import pytest
 from headrace.actors.rollout.report import RolloutReport, RolloutTally
 from headrace.dataplane.traffic import Traffic
 from headrace.trainers.grpo.feed import FeedTally
-from headrace.trainers.grpo.step_metrics import idle_shares, rollout_figures, staleness_figures
+from headrace.trainers.grpo.step_metrics import idle_shares, rollout_metrics, staleness_metrics
 from headrace.trainers.observe.data_plane_watch import Busy, covered_s, mean_covered_s
 
 
@@ -46,28 +46,28 @@ def test_tokens_a_second_are_of_the_time_since_the_calls_before() -> None:
     # Two calls overlap; the second's first 4 s were the time of a call that an earlier step has counted.
     calls = [Busy("a", 10.0, 16.0), Busy("a", 12.0, 18.0), Busy("b", 17.0, math.inf)]
     fed = FeedTally([report(300), report(100, restored=80)], generated=calls, since_s=14.0)
-    assert rollout_figures(fed)["rollout/tokens_per_s"] == pytest.approx(320 / 4)
+    assert rollout_metrics(fed)["rollout/tokens_per_s"] == pytest.approx(320 / 4)
 
 
 def test_calls_that_ended_before_those_counted_have_no_rate() -> None:
     fed = FeedTally([report(300)], generated=[Busy("a", 10.0, 13.0)], since_s=14.0)
-    assert math.isnan(rollout_figures(fed)["rollout/tokens_per_s"])
+    assert math.isnan(rollout_metrics(fed)["rollout/tokens_per_s"])
 
 
 def test_staleness_is_shared_out_over_few_keys_that_are_always_there() -> None:
-    figures = staleness_figures(np.array([0, 1, 1, 2]), 2)
+    figures = staleness_metrics(np.array([0, 1, 1, 2]), 2)
     assert figures == {
         "staleness/mean": 1.0, "staleness/max": 2.0, "staleness/share_0": 0.25, "staleness/share_1": 0.5,
         "staleness/share_2": 0.25,
     }  # fmt: skip
-    fresh = staleness_figures(np.zeros(4, dtype=np.int64), 2)
+    fresh = staleness_metrics(np.zeros(4, dtype=np.int64), 2)
     assert fresh["staleness/share_0"] == 1 and fresh.keys() == figures.keys()
-    assert staleness_figures(np.zeros(4, dtype=np.int64), 0).keys() == {"staleness/mean", "staleness/max",
+    assert staleness_metrics(np.zeros(4, dtype=np.int64), 0).keys() == {"staleness/mean", "staleness/max",
                                                                         "staleness/share_0"}  # fmt: skip
 
 
 def test_old_rows_are_counted_together_and_shares_add_up() -> None:
-    figures = staleness_figures(np.array([-1, 0, 4, 5, 9, 30]), 8)
+    figures = staleness_metrics(np.array([-1, 0, 4, 5, 9, 30]), 8)
     assert figures["staleness/share_0"] == pytest.approx(2 / 6), "a row of a later policy is not stale"
     assert figures["staleness/share_5_or_more"] == pytest.approx(3 / 6)
     assert sum(value for key, value in figures.items() if "share" in key) == pytest.approx(1)
