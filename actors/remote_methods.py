@@ -46,13 +46,13 @@ def encode_arguments(arguments: Sequence[Any]) -> bytes:
 
 
 def decode_arguments(method: Callable[..., Any], message: bytes, num_actors: int = 0) -> tuple[Any, ...]:
-    """All arguments of `method` but its `num_actors` last ones. Raises ValueError when the message holds others."""
+    """Decode all arguments of `method` but its `num_actors` last ones, which are Ray handles. Raises ValueError when the message holds others."""
     parameters, _ = _types(method)
     return messages.decode(message, _tuple_of(parameters[: len(parameters) - num_actors]))
 
 
 def decode_result(method: Callable[..., Any], reply: bytes) -> Any:
-    """What `method` returned, of the type that its annotation says."""
+    """Decode what `method` returned into the type that its annotation says."""
     return messages.decode(reply, _types(method)[1])
 
 

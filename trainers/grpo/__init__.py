@@ -1,1 +1,1 @@
-"""Controllers: short loops over the steps in grpo.py."""
+"""The GRPO algorithm: its steps, the controllers that string them together, and what they keep between steps."""

@@ -73,7 +73,7 @@ class TooManyFailedRows(RuntimeError):
 
 
 class Rollouts(Protocol):
-    """What the feed asks of the run's rollout actors; `RolloutPool` provides it."""
+    """The calls that the feed makes of the run's rollout actors; `RolloutPool` provides them."""
 
     @property
     def active(self) -> Sequence[RolloutHandle]:
@@ -101,7 +101,7 @@ class Rollouts(Protocol):
 
 @dataclass(slots=True)
 class FeedTally:
-    """What happened to groups in one step."""
+    """Counts what happened to groups in one step."""
 
     reports: list[RolloutReport] = field(default_factory=list)
     """Reports of the rollout calls that ended in the step."""

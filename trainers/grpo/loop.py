@@ -1,4 +1,4 @@
-"""What every controller does at both ends of a step: begin; optimizer, weight sync, clear, metrics and validation."""
+"""Begins and ends a training step the same way for every controller: optimizer, weight sync, metrics, validation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AfterStep = Callable[[State, dict[str, float]], None]
 
 @dataclass(slots=True)
 class StepTally:
-    """What a step has done so far."""
+    """Collects what a step has done so far."""
 
     started: float
     """`time.perf_counter` at its start."""

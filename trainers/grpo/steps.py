@@ -52,7 +52,7 @@ class Run:
     greedy: SamplingParams
     """How validation samples."""
     budget: Budget
-    """Size of a microbatch."""
+    """Largest size of a microbatch."""
 
     @property
     def workers(self) -> list[TrainHandle]:
@@ -71,7 +71,7 @@ class Run:
 
 @dataclass(slots=True)
 class State:
-    """Where the run stands. With the train workers' checkpoint it is all that a resume needs."""
+    """The progress of a run. With the train workers' checkpoint it is all that a resume needs."""
 
     step: int = 0
     """Number of finished steps."""

@@ -232,7 +232,7 @@ def _failures(engines: Sequence[Engine], outcomes: Sequence[object]) -> dict[str
 
 
 class _Tally:
-    """What the attempts of one sync add to its SyncReport."""
+    """Collects what the attempts of one sync add to its SyncReport."""
 
     def __init__(self) -> None:
         self.sends: list[SendReport] = []
