@@ -46,7 +46,10 @@ def encode_arguments(arguments: Sequence[Any]) -> bytes:
 
 
 def decode_arguments(method: Callable[..., Any], message: bytes, num_actors: int = 0) -> tuple[Any, ...]:
-    """Decode all arguments of `method` but its `num_actors` last ones, which are Ray handles. Raises ValueError when the message holds others."""
+    """Decode all arguments of `method` but its `num_actors` last ones, which are Ray handles.
+
+    Raises ValueError when the message holds others.
+    """
     parameters, _ = _types(method)
     return messages.decode(message, _tuple_of(parameters[: len(parameters) - num_actors]))
 
