@@ -10,34 +10,40 @@ StoreKind = Literal["auto", "local", "shm", "ray", "simple", "mooncake"]
 
 
 class StoreConfig(Section):
-    """Which store holds the bytes, and how many."""
+    """Which store holds the rows' bytes, and how many bytes it may hold."""
 
     kind: StoreKind = "auto"
-    """Kind of the store. `auto` is shm when the run is on one host, else simple."""
+    """Kind of the store. `local` keeps the bytes in the directory's process. `shm` keeps them in shared memory of one
+    host. `ray` keeps them in Ray's object store. `simple` keeps them in TransferQueue's storage units. `mooncake` keeps
+    them in a Mooncake store. `auto` is `shm` when the run is on one host, else `simple`."""
     capacity_mib: Count = 1024
-    """MiB that rows may take in the store at a time. A put over it waits."""
+    """Largest number of MiB that rows take in the store at the same time. A put that would exceed it waits."""
     num_units: Count = 1
-    """Number of TransferQueue storage units of `simple`, one process each."""
+    """Number of TransferQueue's storage units that `simple` starts, each in its own process."""
     protocol: Literal["tcp", "rdma"] = "tcp"
-    """Network protocol of `mooncake`. It never falls back to the other one silently."""
+    """Network protocol of `mooncake`. The store never switches to the other protocol silently."""
     device: str = ""
-    """Device names of `mooncake` over rdma, comma-separated (`mlx5_0,mlx5_1`); empty: all devices."""
+    """Names of the RDMA devices that `mooncake` uses, separated by commas, such as `mlx5_0,mlx5_1`. An empty text means
+    all devices."""
 
 
 class DataPlaneConfig(Section):
-    """The data plane between rollouts and train workers: its store and its bounds."""
+    """The data plane between rollouts and train workers: its store, and the time limits of its calls and leases."""
 
     store: StoreConfig = StoreConfig()
     """The store that holds the rows' bytes."""
     integrity: Literal["off", "verify"] = "off"
-    """`verify` writes an xxh3 checksum with each row block and checks it at every read."""
+    """Whether rows are checked for damage. `verify` writes an xxh3 checksum with each row block and checks it at every
+    read. `off` does neither."""
     timeout_s: Positive = 30.0
-    """Seconds that a call waits at most when its caller gives no bound."""
+    """Seconds after which a call fails when its caller gives no time limit."""
     lease_s: Positive = 600.0
-    """Seconds that a claim's lease lasts. The rows of a dead consumer return after it."""
+    """Seconds that a claim's lease on its rows lasts. The rows of a consumer that has died become available again after
+    them."""
     reserve_s: Positive = 60.0
-    """Seconds after which a writer that has not committed is taken for dead and its bytes are reclaimed."""
+    """Seconds after which a writer that has not committed its put is considered dead and its space is freed."""
     block_rows: Count | None = None
-    """Number of rows that a block holds at most. Groups are split over blocks only when one is larger than this.
-    Unset: 256, or as many as fill 64 KiB, or 4 MiB of a field. With the group size each group is a block, so that
-    train ranks fetch only the bytes of their own groups."""
+    """Largest number of rows of a block. Groups are split over blocks only when one is larger than this. With the group
+    size as the value each group is a block, so that train ranks fetch only the bytes of their own groups. Unset: 256
+    rows, but more where a block would be smaller than 64 KiB, and fewer where a field of a block would be larger than 4
+    MiB."""

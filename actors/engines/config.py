@@ -12,13 +12,14 @@ BUILTIN_MODELS = ("builtin:tiny-qwen3",)
 
 
 class ModelConfig(Section):
-    """The policy that is trained."""
+    """The model that is trained."""
 
     path: str = BUILTIN_MODELS[0]
-    """Hugging Face model folder, hub id, or `builtin:tiny-qwen3`: a 2-layer character model made on the spot."""
+    """Path of a Hugging Face model folder, id of a model on the Hugging Face hub, or `builtin:tiny-qwen3`, a character
+    model with 2 layers that the run makes itself."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the engines' weights. The trainer keeps float32 (`trainer.mixed_precision` computes in
-    bfloat16)."""
+    """Number format of the weights in the engines. The trainer always keeps its weights in float32;
+    `trainer.mixed_precision` makes it compute in bfloat16."""
 
     @property
     def builtin(self) -> bool:
@@ -33,48 +34,55 @@ class ModelConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Generation: the engines, what the policy acts in, and how its tokens are drawn."""
+    """How engines generate, how many there are, which environment the policy acts in, and how its tokens are
+    sampled."""
 
     engine: Literal["hf", "vllm", "scripted"] = "hf"
-    """Kind of the engines. `hf`: transformers generate; `vllm`: vLLM (`make vllm`, or the extra `vllm` on GPUs);
-    `scripted`: fixed answers without a model, for dry runs of the machinery."""
+    """Kind of the engines. `hf` generates with transformers. `vllm` generates with vLLM, which `make vllm` installs on
+    a CPU and the extra `vllm` on GPUs. `scripted` gives fixed answers without a model, for trying out everything around
+    it."""
     num_engines: Count = 1
-    """Number of engines; each holds a whole model."""
+    """Number of engines, each of which holds a whole model."""
     tp: Count = 1
-    """Number of processes that split each engine's layers."""
+    """Number of processes over which each engine splits its layers."""
     num_actors: Count | None = None
-    """Number of rollout actors (environments and rewards), which share all engines through a router: an engine that
-    dies is left out and its requests go to others. Unset: as many as engines, each with its engine embedded."""
+    """Number of rollout actors, which run environments and rewards and share all engines through a router. The router
+    leaves out an engine that has died and sends its requests to the others. Unset: there are as many rollout actors as
+    engines, and each of them contains one engine."""
     kv_cache_mib: Count = 256
-    """MiB of the key-value cache, of each process of an engine."""
+    """MiB of the key-value cache in each process of an engine."""
     environment: Literal["single_turn", "tool_use"] = "single_turn"
-    """Environment that the policy acts in. `single_turn`: a prompt, an answer; `tool_use`: the policy may call tools
-    (`<tool>name: arguments</tool>`) and goes on with their results, whose tokens are not trained on."""
+    """Environment that the policy acts in. In `single_turn` an episode is one prompt and one answer. In `tool_use` the
+    policy may call tools by writing `<tool>name: arguments</tool>` and continues with their results, whose tokens are
+    not trained on."""
     tools: tuple[str, ...] = ("calculator",)
-    """Tools of `tool_use`: `calculator`, or your own functions from text to text as `package.module:function`."""
+    """Tools that the policy may call in `tool_use`. `calculator` is built in; your own functions from text to text are
+    given as `package.module:function`."""
     max_turns: Count = 4
-    """Number of times that the policy speaks in an episode of `tool_use`, at most."""
+    """Largest number of turns that the policy takes in an episode of `tool_use`."""
     max_new_tokens: Count = 256
-    """Number of tokens that a sample has at most; with `tool_use`, an episode behind its prompt, tools' results
-    included."""
+    """Largest number of tokens of a sample. With `tool_use` it bounds everything after the episode's prompt, including
+    the results of tools."""
     temperature: Positive = 1.0
-    """Sampling temperature of training rollouts. Validation is greedy."""
+    """Sampling temperature of training rollouts. Validation is always greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Probability mass that tokens are drawn from; 1: all tokens."""
+    """Probability mass of the likeliest tokens from which each token is drawn; 1 draws from all tokens."""
     top_k: CountOrZero = 0
-    """Number of likeliest tokens that one is drawn from; 0: all tokens."""
+    """Number of likeliest tokens from which each token is drawn; 0 draws from all tokens."""
     max_batch: Count = 256
-    """Number of rows that an engine generates at a time."""
+    """Largest number of rows that an engine generates at the same time."""
 
 
 class ScriptedConfig(Section):
-    """Speeds of the engine and train backend `scripted`, which have no model; for `headrace bench step` and tests."""
+    """Seconds that the engine and the train backend `scripted`, which have no model, take for their work. `headrace
+    bench step` and tests use them."""
 
     latency_s: NonNegative = 0.0
     """Median seconds of a request, which generates one group."""
     latency_sigma: NonNegative = 0.0
-    """Sigma of the log-normal that latencies are drawn from, seeded by request; 0: all alike."""
+    """Sigma of the log-normal distribution of latencies, which are drawn with a seed for each request; 0 gives all
+    requests the same latency."""
     train_row_s: NonNegative = 0.0
-    """Seconds that a replica takes for forward and backward of a row."""
+    """Seconds that a replica takes for the forward and backward pass of a row."""
     train_step_s: NonNegative = 0.0
-    """Seconds of an optimizer step."""
+    """Seconds that an optimizer step takes."""

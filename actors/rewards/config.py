@@ -13,17 +13,20 @@ REWARD_KINDS = ("exact_match", "per_position", "format", "overlong")
 
 
 class RewardFunctionConfig(Section):
-    """One term of the rubric."""
+    """One reward function of the rubric."""
 
     kind: str
-    """`exact_match`, `per_position`, `format`, `overlong`, or your own function or class as
+    """Kind of the reward function. `exact_match` is 1 for a response equal to the expected answer, else 0.
+    `per_position` is the share of characters that agree with the answer. `format` is 1 for a finished response that
+    matches the regular expression `options.pattern`, else 0. `overlong` falls from 0 to -1 over the last
+    `options.cache` of `options.max_length` tokens (arXiv:2503.14476). Your own function or class is given as
     `package.module:function`."""
     weight: float = 1.0
-    """Factor of the function's value in the total; 0: only logged."""
+    """Factor of the function's value in a sample's reward. A function of weight 0 is only logged."""
     options: dict[str, Any] = {}
-    """Keyword arguments: of the constructor for a class, of every call for a function."""
+    """Keyword arguments that a class gets when it is built, or that a function gets in every call."""
     name: str | None = Field(default=None, min_length=1, pattern=r"^[^/\s]+$")
-    """Name of its metric `reward/<name>`. Unset: the kind, or the function's name."""
+    """Name of the function in the metric `reward/<name>`. Unset: the kind, or the name of your own function."""
 
     @property
     def label(self) -> str:
@@ -41,12 +44,13 @@ class RewardFunctionConfig(Section):
 
 
 class RewardConfig(Section):
-    """The rubric. A sample's reward is the sum of weight x value over its functions."""
+    """The rubric, whose reward of a sample is the sum of weight x value over its functions."""
 
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(kind="exact_match"),)
-    """Terms of the rubric: a list of sections with the keys below."""
+    """Reward functions of the rubric: a list of sections with the keys below."""
     max_error_share: Share = 0.5
-    """Share of a step's rows whose reward function raised (masked and counted) above which the run stops."""
+    """Largest share of a step's rows whose reward function may raise an error; above it the run stops. Such rows are
+    counted and not trained on."""
 
     @field_validator("functions")
     @classmethod

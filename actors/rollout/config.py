@@ -8,26 +8,28 @@ from ...dataplane.section import Count, Section
 
 
 class DataConfig(Section):
-    """Prompts and answers of training and validation."""
+    """Where the prompts and answers of training and validation come from."""
 
     train: str = "task:reverse"
-    """Source of training prompts: `task:reverse` or `task:arithmetic` (generated), a .jsonl file, a Hugging Face
-    dataset folder, or a hub id."""
+    """Source of training prompts. `task:reverse` and `task:arithmetic` generate prompts; other sources are a .jsonl
+    file, the folder of a Hugging Face dataset, or the id of a dataset on the hub."""
     validation: str | None = None
-    """Source of validation prompts, like `train`. Unset: the task's held-out part; files and datasets have none."""
+    """Source of validation prompts, with the same choices as `data.train`. Unset: the held-out part of a generated
+    task; files and datasets have no such part."""
     split: str = "train"
-    """Split of a Hugging Face dataset."""
+    """Name of the split that is read from a Hugging Face dataset."""
     prompt_field: str = "prompt"
-    """Column with the prompt: text, or chat messages, which the tokenizer's chat template turns into text."""
+    """Name of the column that holds the prompt: text, or chat messages, which the tokenizer's chat template turns into
+    text."""
     answer_field: str = "answer"
-    """Column with the expected answer; empty: there is none."""
+    """Name of the column that holds the expected answer. An empty name means that there are no answers."""
     template: str = "{prompt}"
-    """Python format string over the row's columns that makes the model's input; `{prompt}` is the prompt column,
-    whatever its name."""
+    """Python format string that makes the model's input from a row's columns. `{prompt}` stands for the prompt column,
+    whatever its name is."""
     options: dict[str, Any] = {}
-    """Options of a generated task, e.g. `min_digits`, `max_digits`."""
+    """Options of a generated task, such as `min_digits` and `max_digits`."""
     max_prompt_tokens: Count = 512
-    """Number of tokens that a prompt may have. Longer prompts are an error at the start."""
+    """Largest number of tokens of a prompt. A longer prompt is an error when the run starts."""
 
     @property
     def generated(self) -> bool:

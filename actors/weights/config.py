@@ -10,27 +10,31 @@ Staging = Literal["auto", "full", "none"]
 
 
 class SyncConfig(Section):
-    """Weights from trainer to engines."""
+    """How new weights travel from the trainer to the engines."""
 
     transport: Literal["auto", "collective", "ipc", "store", "disk"] = "auto"
-    """`collective`: broadcast (NCCL on GPUs, gloo on CPUs); `ipc`: shared memory of one host; `store`: through the data
-    plane's store; `disk`: safetensors files. `auto`: ipc on one host, else collective."""
+    """Transport of the weights. `collective` broadcasts them (NCCL on GPUs, gloo on CPUs). `ipc` shares memory within
+    one host. `store` sends them through the data plane's store. `disk` writes safetensors files. `auto` is `ipc` on one
+    host, else `collective`."""
     bucket_mib: Count | None = None
-    """MiB that travel, and are verified, as one; two such buckets are in flight. Unset: 512 between GPUs (`ipc`,
-    `collective`), else 64."""
+    """MiB of a bucket, the unit in which weights are sent and verified; two buckets are in flight. Unset: 512 between
+    GPUs with `ipc` or `collective`, else 64."""
     in_flight: Literal["keep", "wait", "abort"] = "wait"
-    """What requests do that run when new weights come: go on under them, end first, or are cut off and asked for again
-    from where they were. Each token has the version that made it."""
+    """Treatment of requests that are running when new weights arrive. `wait` lets them finish first. `keep` pauses them
+    and continues them with the new weights. `abort` cancels them and requests the rest of each response again. Each
+    token records the version that generated it."""
     staging: Staging = "auto"
-    """`full`: engines receive and verify the whole version beside the one they serve; `none`: straight into their
-    parameters, standing still, and unfit to serve if it fails; `auto`: full on the CPU, on a GPU full when its free
-    memory holds the model twice, else none."""
+    """Place where an engine receives a new version. `full` receives and verifies the whole version beside the weights
+    that the engine serves. `none` writes straight into the weights of the paused engine, which then cannot serve if the
+    transfer fails. `auto` is `full` on a CPU; on a GPU it is `full` when the free memory holds the model twice, else
+    `none`."""
     delta: bool = False
-    """Send only what changed since the last version. The trainer keeps two versions in host memory to compare."""
+    """Whether only what has changed since the last version is sent. The trainer then keeps two versions in host memory
+    to compare them."""
     cache: bool = False
-    """Keep the last two versions in the trainer's host memory, for engines that join late. Transports other than
-    collective keep them anyway."""
+    """Whether the trainer keeps the last two versions in host memory, for engines that join late. Transports other than
+    `collective` keep two versions in any case."""
     dir: str | None = None
-    """Folder of `disk`, seen by all hosts. Unset: `weights` in the run's folder."""
+    """Folder to which `disk` writes, which all hosts must see. Unset: `weights` in the run folder."""
     timeout_s: Positive = 60.0
-    """Seconds that each wait of a sync lasts at most."""
+    """Seconds after which any single wait of a weight sync fails."""

@@ -8,13 +8,16 @@ from ...dataplane.section import Section
 
 
 class AdvantageConfig(Section):
-    """How rewards become advantages."""
+    """How the rewards of a group's samples become advantages."""
 
     kind: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gdpo"] = "grpo"
-    """`grpo`: minus the group's mean, over its deviation (arXiv:2402.03300); `dr_grpo`: not divided (arXiv:2503.20783);
-    `rloo`: minus the mean of the group's others (arXiv:2402.14740); `reinforce_pp`: normalised over the whole step
-    (arXiv:2501.03262); `gdpo`: each reward function normalised in its group, then added (arXiv:2601.05242)."""
+    """Estimator of the advantages. `grpo` subtracts the group's mean reward and divides by the group's standard
+    deviation (arXiv:2402.03300). `dr_grpo` subtracts the mean and does not divide (arXiv:2503.20783). `rloo` subtracts
+    the mean of the group's other samples (arXiv:2402.14740). `reinforce_pp` normalises rewards over the whole step
+    (arXiv:2501.03262). `gdpo` normalises each reward function in its group and then adds the results
+    (arXiv:2601.05242)."""
     normalize_std: bool = True
     """Whether `grpo` divides by the group's standard deviation."""
     baseline: Literal["step", "group"] = "step"
-    """Rows whose mean reward `reinforce_pp` subtracts: all of the step, or the row's group."""
+    """Rows whose mean reward `reinforce_pp` subtracts. `step` takes all rows of the step; `group` takes the rows of the
+    same group."""

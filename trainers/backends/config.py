@@ -19,50 +19,57 @@ class TrainerConfig(Section):
     """The train workers: their mesh, their memory, and their optimizer (AdamW, arXiv:1711.05101)."""
 
     backend: Literal["fsdp", "megatron", "scripted"] = "fsdp"
-    """`fsdp`: FSDP2 and tensor parallelism on Hugging Face models; `megatron`: megatron-core, all of the mesh below;
-    `scripted`: reads its rows and computes nothing, for as long as `scripted` says."""
+    """Backend that trains the model. `fsdp` trains Hugging Face models with FSDP2 and tensor parallelism. `megatron`
+    uses megatron-core and can split a model in all the ways below. `scripted` reads its rows and computes nothing for
+    as long as the keys of the section `scripted` say."""
     dp: Count = 1
-    """Number of data-parallel replicas; each trains on a share of the step's rows. There are dp x tp x cp x pp train
-    workers."""
+    """Number of data-parallel replicas, each of which trains on a share of the step's rows. There are dp x tp x cp x pp
+    train workers."""
     tp: Count = 1
-    """Number of tensor-parallel ranks, which split each layer."""
+    """Number of tensor-parallel ranks, which split each layer between them."""
     pp: Count = 1
-    """Number of pipeline stages, which split the layers."""
+    """Number of pipeline stages, each of which holds a part of the layers."""
     cp: Count = 1
-    """Number of context-parallel ranks, which split each row's tokens."""
+    """Number of context-parallel ranks, which split each row's tokens between them."""
     ep: Count = 1
-    """Number of expert-parallel ranks, from within dp x tp x cp."""
+    """Number of expert-parallel ranks, which are taken from the dp x tp x cp ranks."""
     sequence_parallel: bool = False
-    """Split the norms by tokens over the tensor-parallel ranks."""
+    """Whether the tensor-parallel ranks split the computation of norms by tokens."""
     distributed_optimizer: bool = True
-    """Split the optimizer's state over the data-parallel ranks; `fsdp` always does."""
+    """Whether the data-parallel ranks split the optimizer's state between them. `fsdp` always splits it."""
     recompute: Literal["none", "full"] = "none"
-    """`full`: keep only each decoder layer's input for backward and compute the rest again."""
+    """What is computed again in the backward pass. `full` keeps only the input of each decoder layer and computes the
+    rest again, which saves memory; `none` keeps everything."""
     offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory between uses. Needs several train workers."""
+    """Whether weights, gradients and optimizer state are in host memory while they are not used. Needs more than one
+    train worker."""
     lr: Positive = 1e-6
     """Peak learning rate."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
     weight_decay: NonNegative = 0.0
-    """Weight decay of matrices; norms and biases have none."""
+    """Weight decay of matrices. Norms and biases have none."""
     grad_clip: Positive = 1.0
-    """Bound of the mean gradient's global norm."""
+    """Largest global norm of the mean gradient, to which larger gradients are scaled down."""
     warmup_steps: CountOrZero = 0
-    """Number of steps in which the learning rate rises to `lr`; a run that is shorter only rises."""
+    """Number of steps over which the learning rate rises to `trainer.lr`. In a run with fewer steps it rises until the
+    end."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Course of the learning rate after the rise; cosine and linear reach 0 at the run's end."""
+    """Course of the learning rate after it has risen. `constant` keeps it; `cosine` and `linear` reach 0 at the end of
+    the run."""
     packing: Literal["none", "packed", "dynamic"] = "none"
-    """`none`: rows padded to the microbatch's longest; `dynamic`: the same, rows of like lengths together; `packed`:
-    rows one behind the other, without padding."""
+    """Layout of the rows of a microbatch. `none` pads them to the longest. `dynamic` does the same and puts rows of
+    similar length together. `packed` puts rows one after the other without padding."""
     tokens_per_microbatch: Count = 16384
-    """Number of tokens, padding included, of one forward and backward on one replica; rows count rounded up to a
-    multiple of tp x 2 cp (tp without context parallelism)."""
+    """Largest number of tokens, including padding, of one forward and backward pass on a replica. The length of a row
+    is rounded up to a multiple of tp x 2 cp (of tp without context parallelism)."""
     fetch: Literal["auto", "leader", "independent"] = "auto"
-    """Ranks that read a replica's rows from the store: its first, which broadcasts them, or each for itself. `auto`:
-    the leader where a replica has more than one rank."""
+    """Which ranks of a replica read its rows from the store. With `leader` the first rank reads them and sends them to
+    the others. With `independent` each rank reads them itself. `auto` is `leader` where a replica has more than one
+    rank."""
     mixed_precision: bool = False
-    """Compute forward and backward in bfloat16; weights, gradients' sums and optimizer state stay float32."""
+    """Whether forward and backward passes compute in bfloat16. Weights, sums of gradients and optimizer state stay in
+    float32."""
 
     @property
     def topology(self) -> Topology:
@@ -72,23 +79,26 @@ class TrainerConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class BackendConfig:
-    """Everything that a rank builds its backend from; it travels to the worker."""
+    """Everything that a rank builds its backend from; it is sent to the worker."""
 
     model: str
-    """Local folder or hub id of a Hugging Face causal LM, which is loaded as float32."""
+    """Local folder or hub id of a Hugging Face causal language model, which is loaded as float32."""
     trainer: TrainerConfig = TrainerConfig()
     loss: LossConfig = LossConfig()
     scripted: ScriptedConfig = ScriptedConfig()
     total_steps: int = 0
     """Step at which the schedules cosine and linear reach 0; `constant` does not need it."""
     prev: Literal["rollout", "recompute"] = "rollout"
-    """Log-probs that ratios are taken against: the engine's, or the `prev_logprobs` column written before the step."""
+    """Source of the log-probs in the denominator of the ratio. `rollout` means the engine's; `recompute` means the
+    column `prev_logprobs`, which is written before the step."""
     with_reference: bool = False
-    """Keep a frozen copy of the initial weights for `logprobs(reference=True)`."""
+    """Whether a frozen copy of the initial weights is kept for `logprobs(reference=True)`."""
     entropy: bool = False
-    """Report the policy's mean entropy at the trained tokens (`train/entropy`); costs a softmax over the vocabulary."""
+    """Whether the policy's mean entropy at the trained tokens is reported (`train/entropy`), which costs a softmax over
+    the vocabulary."""
     head: Head = "selected"
-    """`full` for models that alter their logits behind the output layer; the backend says when it must be set."""
+    """How log-probs are computed from the output layer. `full` is for models that change their logits after the output
+    layer; the backend raises an error when such a model has `selected`."""
 
     def __post_init__(self) -> None:
         if self.loss.kl_coef > 0 and not self.with_reference:

@@ -21,47 +21,55 @@ from ..losses.config import LossConfig
 
 
 class DynamicSamplingConfig(Section):
-    """Replacement of groups without a learning signal (DAPO, arXiv:2503.14476 section 3.2)."""
+    """Replacement of groups that teach nothing because their rewards are all equal (DAPO, arXiv:2503.14476 section
+    3.2)."""
 
     enabled: bool = False
-    """Clear groups whose rewards (raw: before shaping, as the rubric gives them) are all alike and train on others."""
+    """Whether groups whose rewards are all equal are cleared and other prompts are generated in their place. The
+    rewards that are compared leave out `overlong`, which only shapes the others."""
     max_factor: float = Field(default=4.0, ge=1.0)
-    """Number of prompts rolled out for a step, at most, as a multiple of `prompts_per_step`. Beyond it groups without a
-    signal are trained on after all, so that a step always has its size."""
+    """Largest number of prompts that are generated for a step, as a multiple of `algorithm.prompts_per_step`. When it
+    is reached, groups with equal rewards are trained on too, so that each step has its full size."""
     oversample: float = Field(default=1.0, ge=1.0)
-    """Number of prompts rolled out for a step from the start, as a multiple of `prompts_per_step`. The step takes those
-    that are ready first; the rest are ended and cleared."""
+    """Number of prompts that are generated for a step from the start, as a multiple of `algorithm.prompts_per_step`.
+    The step takes the groups that are ready first; the others are cancelled and cleared."""
 
 
 class AlgorithmConfig(Section):
-    """The size and number of steps, where their groups come from, and how far rollouts may be ahead."""
+    """The size and number of steps, the order in which groups are trained on, and how far rollouts may be ahead."""
 
     mode: Literal["sync", "async", "streaming"] = "sync"
-    """`sync`: rollout, train and weight sync in lock-step; `async`: rollouts run ahead of the training, up to
-    `max_staleness` versions; `streaming`: lock-step, but groups are trained on as they become ready."""
+    """How rollouts and training overlap. In `sync` mode rollout, training and weight sync take turns. In `async` mode
+    rollouts run ahead of training by up to `algorithm.max_staleness` versions. `streaming` takes turns as `sync` does,
+    but trains on groups as they become ready."""
     max_staleness: CountOrZero = 1
-    """Number of versions that a row's oldest token may be behind the policy that is trained on it."""
+    """Largest number of versions between the policy that generated a row's first token and the policy that is trained
+    on the row."""
     stale_groups: Literal["requeue", "drop"] = "requeue"
-    """Groups too old for `max_staleness` are rolled out again, or dropped for other prompts. With `in_order` no group
-    ever grows too old."""
+    """Treatment of groups that have become too old for `algorithm.max_staleness`. `requeue` generates them again;
+    `drop` generates other prompts in their place. With the sampler `in_order` no group ever becomes too old."""
     sampler: str = "auto"
-    """Order in which ready groups are trained on: `in_order`, `ready_first`, `oldest_version_first`, `windowed`, or
-    your own as `package.module:factory`. `auto`: ready_first when streaming, in_order when async or deterministic,
-    else the oldest."""
+    """Order in which ready groups are trained on. `in_order` keeps the order of their prompts. `windowed` takes any
+    ready group from the next few prompts. `ready_first` takes groups in the order in which they became ready.
+    `oldest_version_first` takes those of the oldest policy first. Your own sampler is given as
+    `package.module:factory`. `auto` is `in_order` in `async` mode and in deterministic runs, else `ready_first` in
+    `streaming` mode and `oldest_version_first` in `sync` mode."""
     sampler_options: dict[str, Any] = {}
-    """Options of the sampler: `{window: groups}` of `windowed`, keyword arguments of your own."""
+    """Options of the sampler. `windowed` takes `{window: number of groups}`; your own sampler takes keyword
+    arguments."""
     chunk_groups: Count | None = None
-    """Number of groups that are trained on together. Unset: a quarter of `prompts_per_step`."""
+    """Number of groups that are trained on together. Unset: a quarter of `algorithm.prompts_per_step`."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
-    """Replacement of groups without a learning signal."""
+    """Replacement of groups whose rewards are all equal."""
     steps: Count = 100
     """Number of optimizer steps of the run."""
     prompts_per_step: Count = 32
     """Number of groups that a step trains on."""
     group_size: int = 8
-    """Number of samples of each prompt."""
+    """Number of samples of each prompt, which form a group. At least 2."""
     prev_logprobs: Literal["rollout", "recompute"] = "rollout"
-    """The old policy's log-probs in the ratio: the engine's own, or recomputed by the trainer before each step."""
+    """Source of the old policy's log-probs in the probability ratio. `rollout` takes those that the engine reported;
+    `recompute` makes the trainer compute them before each step."""
 
     @field_validator("group_size")
     @classmethod
@@ -72,50 +80,54 @@ class AlgorithmConfig(Section):
 
 
 class RunConfig(Section):
-    """Where a run leaves its files, its seed, and how it goes on after a failure."""
+    """Where a run leaves its files, which seed it has, and what it does after a failure."""
 
     dir: str | None = None
-    """Run folder. Unset: `runs/{name}-{YYYYmmdd-HHMMSS}` under the current folder."""
+    """Path of the run folder. Unset: `runs/{name}-{YYYYmmdd-HHMMSS}` in the current folder."""
     name: str = Field(default="headrace", min_length=1, pattern=r"^[^/]+$")
-    """Short name, shown in the report; part of the default run folder."""
+    """Short name that the report shows and that is part of the default run folder."""
     seed: CountOrZero = 0
-    """Seed of prompts, sampling and the built-in model's weights."""
+    """Seed of the prompts, the sampling and the weights of the built-in model."""
     checkpoint_every: CountOrZero = 0
-    """Number of steps between checkpoints; 0: none."""
+    """Number of steps between checkpoints; 0 writes none."""
     journal: bool = True
-    """Keep finished groups on disk until a checkpoint covers them, so that a resumed run generates none of them
-    again."""
+    """Whether finished groups are kept on disk until a checkpoint covers them, so that a resumed run does not generate
+    them again."""
     record: bool = False
-    """Keep all finished groups on disk, checkpoints or not, so that `run.replay` can train on them again."""
+    """Whether all finished groups are kept on disk, even after a checkpoint covers them, so that `run.replay` can train
+    on them again."""
     replay: str | None = None
-    """Folder of a run with `run.record`: its groups are trained on instead of generated ones. What decides how groups
-    come out (model, data, sampling, rewards, seed) must be as it was there; loss, trainer and mesh may be others."""
+    """Folder of a run with `run.record`, whose groups this run trains on instead of generating any. The model, data,
+    sampling, rewards and seed, which decide how groups come out, must be those of that run; loss, trainer and mesh may
+    differ."""
     keep_best: bool = False
-    """Export the model of the best validation to `best/`."""
+    """Whether the model with the best validation is exported to `best/` in the run folder."""
     max_restarts: CountOrZero = 3
-    """Number of times that the run goes on by itself after one of its processes died: a rollout actor or engine is
-    replaced; train workers go back to the last checkpoint, under the rollouts where a journal is kept; anything else
-    sends the whole run back to it. 0: the run ends."""
+    """Number of deaths of its own processes that a run survives. A rollout actor or engine that died is replaced. Train
+    workers return to the last checkpoint, and rollouts continue where a journal is kept. After any other death the
+    whole run returns to the last checkpoint. With 0 the first death ends the run."""
     deterministic: bool = False
-    """Groups are trained on in the order of their prompts, weights change between rollouts only, and engines generate
-    each group by itself, so that a run with the same seed repeats figure by figure, kills and resumes included."""
+    """Whether a run with the same seed repeats exactly, including runs that were killed and resumed. Groups are then
+    trained on in the order of their prompts, weights change only between rollouts, and engines generate each group by
+    itself."""
     trace_step: CountOrZero = 5
-    """First step whose timeline is written to trace.json (the last one of a shorter run); 0: none."""
+    """First step whose timeline is written to trace.json. A run with fewer steps writes its last one; 0 writes none."""
     trace_num_steps: Count = 1
-    """Number of steps of the timeline."""
+    """Number of steps in the timeline."""
 
 
 class WarmupConfig(Section):
-    """Supervised warm-up of the built-in model: its own phase before step 1, in no RL figure."""
+    """Supervised warm-up of the built-in model, a separate phase before step 1 that no training metric includes."""
 
     corpus: Literal["none", "digit_skills"] = "none"
-    """Texts that the model learns. `digit_skills`: generated texts on digits (not the task that RL trains)."""
+    """Texts that the model learns. `digit_skills` generates texts about digits, which are not the task that RL trains.
+    `none` leaves out the warm-up."""
     steps: Count = 1000
-    """Number of steps at most; the warm-up ends when the corpus is learned."""
+    """Largest number of steps. The warm-up ends sooner when the model has learned the corpus."""
     target_loss: Positive = 0.12
-    """Loss in nats a token at which the corpus counts as learned."""
+    """Loss, in nats per token, at which the model has learned the corpus."""
     batch_size: Count = 128
-    """Number of texts of a step."""
+    """Number of texts in a step."""
     lr: Positive = 5e-3
     """Peak learning rate."""
 
@@ -124,50 +136,54 @@ class ValidationConfig(Section):
     """Greedy evaluation on prompts that are never trained on."""
 
     every: CountOrZero = 10
-    """Number of steps between validations, which also open and close the run; 0: none."""
+    """Number of steps between validations. There is also one before the first step and one after the last; 0 turns
+    validation off."""
     num_prompts: Count = 128
     """Number of prompts of a validation."""
     max_new_tokens: Count | None = None
-    """Number of tokens that an answer has at most. Unset: as in training."""
+    """Largest number of tokens of an answer. Unset: `rollout.max_new_tokens`."""
     background: bool = False
-    """Validate while the next step rolls out and trains, up to its optimizer step; its metrics are then logged with
-    that step, and `val/version` says which policy they are of."""
+    """Whether validation runs while the next step generates and trains, until its optimizer step. Its metrics are then
+    logged with that step, and `val/version` gives the policy that was measured."""
     stop_at: Share | None = None
-    """Exact match at which the run ends (in the background: after the step under way). Unset: it ends after
-    `algorithm.steps`."""
+    """Share of exact matches at which the run ends; with `validation.background` it ends after the current step. Unset:
+    the run ends after `algorithm.steps`."""
 
 
 class ResourcesConfig(Section):
-    """Where the run's processes live."""
+    """The CPUs and the Ray cluster of the run's processes, and the time that they may take."""
 
     ray_address: str | None = None
-    """Address of a Ray cluster to join. Unset: the run starts its own Ray and ends it."""
+    """Address of a Ray cluster to join. Unset: the run starts its own Ray and stops it at the end."""
     num_cpus: Count | None = None
-    """Number of CPUs of the run's own Ray. Unset: this machine's cores."""
+    """Number of CPUs of the run's own Ray. Unset: the number of this machine's cores."""
     threads: Count | None = None
-    """Number of compute threads of each worker. Unset: the cores shared out."""
+    """Number of compute threads of each worker. Unset: the cores divided by the number of engine processes or of train
+    workers, whichever is larger."""
     stage_timeout_s: Positive = 300.0
-    """Seconds that any one stage of a step (rollout, train, sync, validation) may take."""
+    """Seconds after which any stage of a step (rollout, train, sync, validation) fails."""
     watchdog: bool = True
-    """A process of its own ends the run, with a report, when no stage has ended for `stage_timeout_s` and a margin."""
+    """Whether a separate process ends the run, with a report, when a stage takes longer than
+    `resources.stage_timeout_s` and a margin."""
 
 
 class LoggingConfig(Section):
-    """What is shown and written besides metrics.jsonl."""
+    """What a run shows and writes in addition to metrics.jsonl."""
 
     tensorboard: bool = True
-    """Write TensorBoard files."""
+    """Whether TensorBoard files are written."""
     progress: bool = True
-    """Show a live display on a terminal, short lines elsewhere."""
+    """Whether progress is shown: a live display on a terminal, short lines elsewhere."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Port of an HTTP endpoint for Prometheus, open while the run is; 0: one that is free, its address is printed and
-    stands in the run folder's prometheus.txt. Unset: no endpoint."""
+    """Port of an HTTP endpoint for Prometheus, which is open while the run lasts. With 0 the system picks a free port,
+    and the address is printed and written to prometheus.txt in the run folder. Unset: there is no endpoint."""
     prometheus_host: str = Field(default="127.0.0.1", min_length=1)
-    """Address that the endpoint listens on. Whoever reaches it can read the run's metrics."""
+    """Address on which the Prometheus endpoint listens. Whoever reaches it can read the run's metrics."""
 
 
 class Config(Section):
-    """One run. Every section stands with the code that reads it; those above are read by the run as a whole."""
+    """All sections of one run. A section is declared beside the code that reads it; this file declares those of the
+    whole run."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
@@ -186,7 +202,7 @@ class Config(Section):
     logging: LoggingConfig = LoggingConfig()
     scripted: ScriptedConfig = ScriptedConfig()
     simulation: dict[str, Any] = {}
-    """Keys of `headrace simulate`, which checks them (`simulation.config`); a run reads none of them."""
+    """Keys of `headrace simulate`, which checks them against `SimulationConfig`. A run reads none of them."""
 
     @property
     def rows_per_step(self) -> int:

@@ -68,8 +68,8 @@ def effect_markdown() -> str:
     """The table of the keys that have an effect in some runs only: key x mode x backend, and further conditions."""
     columns = [value for values in COLUMNS.values() for value in values]
     lines = ["## Where keys have an effect", ""]
-    lines += ["A key that is not listed has an effect in every run. Setting a listed key where it has none is refused."]
-    lines += ["", *_header("Key", *columns, "and only with")]
+    lines += ["A key that is not listed has an effect in every run. A listed key is refused where it has none."]
+    lines += ["", *_header("Key", *columns, "Other conditions")]
     lines += [_row(f"`{key}`", *rest) for key, *rest in effect_rows(EFFECTS)]
     return "\n".join(lines)
 

@@ -19,38 +19,52 @@ Ring-1T's."""
 
 
 class LossConfig(Section):
-    """What the policy minimises."""
+    """The loss that the policy minimises."""
 
     kind: Literal["ppo_clip", "gspo", "cispo", "reinforce"] = "ppo_clip"
-    """`ppo_clip`: a clipped ratio per token (arXiv:1707.06347); `gspo`: per answer (arXiv:2507.18071; its bounds are
-    around 4e-4); `cispo`: the ratio as a clipped weight (arXiv:2506.13585); `reinforce`: no ratio."""
+    """Objective of the policy. `ppo_clip` clips the probability ratio of each token (arXiv:1707.06347). `gspo` clips
+    one ratio for each answer (arXiv:2507.18071, with bounds around 4e-4). `cispo` uses the clipped ratio as a weight
+    (arXiv:2506.13585). `reinforce` uses no ratio."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """The ratio is clipped below 1 - clip_low; 1: not clipped below (CISPO as published)."""
+    """Distance from 1 to the lower bound of the ratio, which is clipped below 1 - clip_low; 1 means no lower bound, as
+    in the paper on CISPO."""
     clip_high: Positive = 0.28
-    """The ratio is clipped above 1 + clip_high (DAPO, arXiv:2503.14476)."""
+    """Distance from 1 to the upper bound of the ratio, which is clipped above 1 + clip_high (DAPO,
+    arXiv:2503.14476)."""
     clip_dual: Annotated[float, Field(gt=1)] | None = None
-    """Second bound of `ppo_clip`: ratios above it are clipped where the advantage is negative, too (arXiv:1912.09729:
-    3). Unset: there is none."""
+    """Second upper bound of the ratio in `ppo_clip`, for tokens with a negative advantage (arXiv:1912.09729 uses 3).
+    Unset: there is no second bound."""
     aggregation: Literal["token", "sequence", "sequence_sum", "prompt"] = "token"
-    """Mean over the step's tokens, over its sequences' token means, over its sequences' sums by length_norm (Dr. GRPO),
-    or over its prompts' token means."""
+    """Mean that turns the losses of a step's tokens into one number. `token` is the mean over all tokens. `sequence` is
+    the mean over rows of each row's mean over its tokens. `sequence_sum` is the mean over rows of each row's sum
+    divided by `loss.length_norm` (Dr. GRPO). `prompt` is the mean over prompts of each prompt's mean over its
+    tokens."""
     length_norm: Count | None = None
-    """Number of tokens that `sequence_sum` divides a sequence's sum by. Unset: rollout.max_new_tokens."""
+    """Number of tokens by which `sequence_sum` divides the sum of a row. Unset: `rollout.max_new_tokens`."""
     correction: Literal["none", "tis", "icepop", "sequence", "sequence_mask"] = "none"
-    """Importance weights of trainer over engine: per token, truncated (`tis`) or masked (`icepop`, arXiv:2510.18855);
-    per sequence, truncated or masked. Needs algorithm.prev_logprobs=recompute."""
+    """Correction for the difference between the trainer's and the engine's probabilities, by importance weights. `tis`
+    weights each token and truncates the weights. `icepop` weights each token and leaves out tokens whose weight is
+    outside the bounds (arXiv:2510.18855). `sequence` weights each row and truncates the weights. `sequence_mask`
+    weights each row and leaves out rows whose weight is outside the bounds. All but `none` need
+    algorithm.prev_logprobs=recompute."""
     correction_low: NonNegative | None = None
-    """Lower bound of the weights: smaller ones are masked. Unset: 0.5 with `icepop`, 0 with `sequence_mask`."""
+    """Lower bound of the importance weights. Tokens or rows with a smaller weight are left out. Unset: 0.5 with
+    `icepop`, 0 with `sequence_mask`."""
     correction_high: Positive | None = None
-    """Upper bound of the weights: larger ones are truncated to it, or masked. Unset: 5 with `icepop`, else 2."""
+    """Upper bound of the importance weights. Larger weights are truncated to it, or their tokens or rows are left out.
+    Unset: 5 with `icepop`, else 2."""
     kl_coef: NonNegative = 0.0
-    """Weight of the KL to the reference (the initial weights); 0: no reference is kept."""
+    """Weight of the KL divergence from the reference model, which has the run's initial weights. With 0 no reference
+    model is kept."""
     kl_kind: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL (joschu.net/blog/kl-approx.html)."""
+    """Estimator of the KL divergence from d = log p_ref - log p at each token (joschu.net/blog/kl-approx.html). `k1` is
+    -d, `k2` is d^2 / 2, and `k3` is exp(d) - 1 - d."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Place of the KL: a term of the loss, or taken off each token's advantage."""
+    """Place where the KL divergence counts. `loss` adds it to the loss; `reward` subtracts it from each token's
+    advantage."""
     entropy_coef: NonNegative = 0.0
-    """Weight of an entropy bonus; costs a softmax over the vocabulary, with gradient."""
+    """Weight of the entropy bonus, which costs a softmax over the vocabulary with its gradient. With 0 there is no
+    bonus."""
 
     @property
     def correction_bounds(self) -> tuple[float, float]:

@@ -10,90 +10,97 @@ from ..config.load import validated
 
 
 class SimulationConfig(Section):
-    """Speeds and sizes of a simulated run. An unset key is measured from the run that `--from` names, else as said."""
+    """Speeds and sizes of a simulated run. `headrace simulate --from RUN_DIR` measures some of the unset keys in that
+    run; the others have the values given below."""
 
     steps: Count | None = None
-    """Number of steps to simulate. Unset: `algorithm.steps`, 100 at most."""
+    """Number of steps to simulate. Unset: `algorithm.steps`, but at most 100."""
     async_staleness: Count = 1
-    """Number of versions by which rollouts of `async` may be ahead of the trainer."""
+    """Largest number of versions by which rollouts of the mode `async` are ahead of the trainer."""
     streaming_staleness: CountOrZero = 0
-    """Number of versions by which rollouts of `streaming` may be ahead of the trainer; 0 is strictly on-policy."""
+    """Largest number of versions by which rollouts of the mode `streaming` are ahead of the trainer; 0 is strictly
+    on-policy."""
     sampler: Literal["in_order", "windowed", "ready_first", "oldest_version_first"] | None = None
-    """Order in which the trainer takes groups. Unset: `algorithm.sampler` if that is one of these, else
-    `ready_first` for `streaming`, `in_order` for the others. Groups that others have overtaken may become too old:
-    those are dropped."""
+    """Order in which the trainer takes groups. Groups that were overtaken may become too old, and are then dropped.
+    Unset: `algorithm.sampler` if it is one of these, else `ready_first` for `streaming` and `in_order` for the other
+    modes."""
     window: Count | None = None
-    """Number of prompts of the sampler `windowed`. Unset: `algorithm.prompts_per_step`."""
+    """Number of prompts in the window of the sampler `windowed`. Unset: the window in `algorithm.sampler_options`, else
+    `algorithm.prompts_per_step`."""
 
     response_tokens: Positive | None = None
     """Mean number of tokens of a response. Unset: a quarter of `rollout.max_new_tokens`."""
     response_sigma: NonNegative | None = None
-    """Sigma of the log-normal that lengths are drawn from; 0: all alike. Unset: 0.5."""
+    """Sigma of the log-normal distribution of response lengths; 0 gives all responses the same length. Unset: 0.5."""
     prompt_share: Share = 0.0
-    """Share of that variance that belongs to the prompt; 1: all rows of a group are equally long."""
+    """Share of the variance of response lengths that depends on the prompt; with 1 all rows of a group have the same
+    length."""
     prompt_tokens: NonNegative = 128.0
-    """Mean number of tokens of a prompt, which the trainer computes too."""
+    """Mean number of tokens of a prompt, which the trainer computes in addition to the response."""
 
     num_engines: Count | None = None
     """Number of engines. Unset: `rollout.num_engines`."""
     engine_rows: Count | None = None
-    """Number of rows that an engine generates at a time. Unset: `rollout.max_batch`."""
+    """Largest number of rows that an engine generates at the same time. Unset: `rollout.max_batch`."""
     decode_s: Positive | None = None
-    """Seconds that a token takes in an engine with one row. Unset: 0.02."""
+    """Seconds that an engine with one row takes for a token. Unset: 0.02."""
     decode_row_s: NonNegative = 0.0
-    """Seconds that each row in the engine adds to that."""
+    """Seconds that each row in the engine adds to the time of a token."""
     latency_s: NonNegative | None = None
-    """Median seconds of a group's generation where they do not depend on lengths and on what else the engine does, as
-    with tools or a remote service; the keys on decoding then have no effect. Unset: `scripted.latency_s` with
-    `rollout.engine=scripted`, else 0: engines decode token by token."""
+    """Median seconds of a group's generation where they do not depend on lengths and on other work of the engine, as
+    with tools or a remote service. The keys about decoding then have no effect. Unset: `scripted.latency_s` with
+    `rollout.engine=scripted`, else 0, which makes engines decode token by token."""
     latency_sigma: NonNegative | None = None
-    """Sigma of the log-normal that these latencies are drawn from. Unset: `scripted.latency_sigma`."""
+    """Sigma of the log-normal distribution of these latencies. Unset: `scripted.latency_sigma`."""
     request_s: NonNegative | None = None
-    """Seconds that a group spends outside decoding: prefill, environment, reward. Unset: 0."""
+    """Seconds that a group takes in addition to decoding, for prefill, environment and reward. Unset: 0."""
 
     train_token_s: NonNegative | None = None
-    """Seconds that the whole trainer takes for forward and backward of a token (of prompt or response). Unset: 1e-5."""
+    """Seconds that the whole trainer takes for the forward and backward pass of a token, be it of a prompt or of a
+    response. Unset: 1e-5, or 0 with `trainer.backend=scripted`."""
     logprob_token_s: NonNegative | None = None
     """Seconds that the whole trainer takes for all log-prob passes over a token. Unset: a third of `train_token_s` if
-    there is such a pass, else 0."""
+    the run has such passes, else 0."""
     train_row_s: NonNegative | None = None
-    """Seconds that a row takes besides its tokens. Unset: as `scripted` says with `trainer.backend=scripted`, else
-    0."""
+    """Seconds that the whole trainer takes for a row in addition to its tokens. Unset: `scripted.train_row_s` divided
+    by `trainer.dp` with `trainer.backend=scripted`, else 0."""
     chunk_s: NonNegative | None = None
-    """Seconds that a chunk of groups takes besides its rows. A step of `sync` and `async` has one chunk. Unset: 0."""
+    """Seconds that the trainer takes for a chunk of groups in addition to its rows. A step of `sync` and `async` has
+    one chunk. Unset: 0."""
     plan_s: NonNegative | None = None
-    """Seconds in which the controller plans a chunk and the trainer waits. Unset: 0."""
+    """Seconds in which the controller plans a chunk while the trainer waits. Unset: 0."""
     chunk_groups: Count | None = None
-    """Number of groups that `streaming` trains on together. Unset: as `algorithm.chunk_groups`."""
+    """Number of groups that `streaming` trains on together. Unset: `algorithm.chunk_groups`, or its default."""
     train_step_s: NonNegative | None = None
-    """Seconds that a step takes besides its rows: optimizer, checkpoints, metrics. Unset: as `train_row_s`."""
+    """Seconds that the trainer takes for a step in addition to its rows, for the optimizer, checkpoints and metrics.
+    Unset: `scripted.train_step_s` with `trainer.backend=scripted`, else 0."""
 
     controller_s: NonNegative | None = None
-    """Seconds of a step in which the controller works and the trainer does not: plan, metrics, clear. Unset: 0."""
+    """Seconds of a step in which the controller plans, logs and clears rows while the trainer waits. Unset: 0."""
     sync_s: NonNegative | None = None
-    """Seconds of a weight sync, in which the trainer waits. Unset: 1."""
+    """Seconds of a weight sync, during which the trainer waits. Unset: 1."""
     pause_s: NonNegative | None = None
-    """Seconds at the end of a weight sync in which engines stand still. Unset: all of it."""
+    """Seconds at the end of a weight sync during which engines are paused. Unset: the whole sync."""
 
     call_s: NonNegative | None = None
     """Seconds that a call of the data plane takes. Unset: 0.001."""
     gib_per_s: Positive = 1.0
-    """Bandwidth of the data plane in GiB/s: of each put, and of the trainer's reads together."""
+    """Bandwidth of the data plane in GiB/s, for each put and for all reads of the trainer together."""
     put_bytes: NonNegative = 21.0
     """Number of bytes that a rollout puts for each token."""
     got_bytes: NonNegative = 40.0
-    """Number of bytes that the trainer reads for each token, in all passes."""
+    """Number of bytes that the trainer reads for each token, in all passes together."""
 
     gpus: Count = 1
-    """Number of GPUs that all these numbers are of; `--gpus` scales them to other numbers."""
+    """Number of GPUs to which all these numbers apply; `--gpus` scales them to other numbers of GPUs."""
     scaling_efficiency: Share = 1.0
-    """Share of a GPU's training speed that is left each time their number doubles."""
+    """Share of a GPU's training speed that remains each time the number of GPUs doubles."""
     batch_grows: bool = False
     """Whether `algorithm.prompts_per_step` grows with the number of GPUs."""
 
 
 class _SimulationFile(Section):
-    """What `headrace simulate` reads of a configuration beside the run's own sections."""
+    """The part of a run's configuration that only `headrace simulate` reads."""
 
     simulation: SimulationConfig
 

@@ -214,11 +214,12 @@ def test_the_reference_gives_type_default_meaning_and_effect() -> None:
     text = reference_markdown({"simulation": SimulationConfig})
     for line in (
         "| `algorithm.chunk_groups` | whole number >= 1 or unset | `unset` | Number of groups that are trained on "
-        "together. Unset: a quarter of `prompts_per_step`. Has an effect only with algorithm.mode=streaming. |",
+        "together. Unset: a quarter of `algorithm.prompts_per_step`. Has an effect only with "
+        "algorithm.mode=streaming. |",
         "| `trainer.backend` | `fsdp`, `megatron`, `scripted` | `fsdp` |",
         "| `simulation.gpus` | whole number >= 1 | `1` |",
         "| `trainer.betas` | [number >= 0 and < 1, number >= 0 and < 1] | `[0.9, 0.999]` |",
-        "| Key | sync | async | streaming | fsdp | megatron | scripted | and only with |",
+        "| Key | sync | async | streaming | fsdp | megatron | scripted | Other conditions |",
         "| `algorithm.max_staleness` |  | x |  | x | x | x |  |",
         "| `trainer.pp` | x | x | x |  | x |  |  |",
     ):
