@@ -8,6 +8,8 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -22,6 +24,7 @@ def test_packages_list_is_true():
     assert sorted(declared) == sorted(found)
 
 
+@pytest.mark.processes
 def test_the_wheel_runs_outside_the_clone(tmp_path: Path):
     """`headrace --help` and the README's example run from the wheel, with this machine's dependencies."""
     source, site = tmp_path / "source", tmp_path / "site"

@@ -38,6 +38,7 @@ except ModuleNotFoundError:
     raise MissingExtra("TransferQueue", "dataplane.store.kind='simple'", "transferqueue") from None
 
 from ..block_store import StoreSpec, Want
+from ..config import StoreConfig
 from ..errors import RowsCleared, StoreLost
 from .deadline import keep_freed_memory, received_part
 from .ray_processes import end_actors
@@ -347,6 +348,8 @@ class SimpleStore:
         raise StoreLost(message, op="get", peer=peer)
 
 
-STORE = StoreEntry(
-    lambda config, run_id, one_host: SimpleHost(run_id, config.num_units), lambda spec, link: SimpleStore(spec)
-)
+def _open_host(config: StoreConfig, run_id: str, one_host: bool) -> SimpleHost:
+    return SimpleHost(run_id, config.num_units)
+
+
+STORE = StoreEntry(_open_host, lambda spec, link: SimpleStore(spec))

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(280)
 def test_the_start_pages_run_from_python(tmp_path: Path) -> None:
     blocks = (ROOT / "docs" / "start.md").read_text(encoding="utf-8").split("```python\n")[1:]

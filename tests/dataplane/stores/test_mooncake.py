@@ -25,7 +25,7 @@ from headrace.dataplane.stores.mooncake_master import MooncakeMaster
 from headrace.dataplane.stores.mooncake_store import SLACK_BYTES, MooncakeHost, MooncakeStore
 from headrace.tests.dataplane.rows import fresh_run_id
 
-pytestmark = pytest.mark.usefixtures("mooncake_library")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("mooncake_library")]
 
 SIZES = (100, 0, 300_000, 7, 0)
 ALL = tuple(range(len(SIZES)))
