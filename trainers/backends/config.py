@@ -1,4 +1,4 @@
-"""The section `trainer` of the configuration, and all that a rank builds its train backend from."""
+"""The section `trainer` of the configuration, and everything that a rank builds its train backend from."""
 
 from __future__ import annotations
 

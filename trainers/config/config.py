@@ -1,4 +1,4 @@
-"""`Config` composes the sections of a run's YAML file, and declares those that the run as a whole reads."""
+"""`Config` holds all sections of a run's YAML file; those that concern the whole run are declared here."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class AlgorithmConfig(Section):
     @classmethod
     def _has_baseline(cls, size: int) -> int:
         if size < 2:
-            raise ValueError(f"got {size}, expected a whole number >= 2, as a group of one has no baseline")
+            raise ValueError(f"got {size}, expected a whole number >= 2, because a group of one sample has no baseline")
         return size
 
 
@@ -210,17 +210,17 @@ class Config(Section):
 
     @property
     def with_reference(self) -> bool:
-        """Whether train workers keep a frozen copy of the initial weights."""
+        """True when train workers keep a frozen copy of the initial weights."""
         return self.loss.kl_coef > 0
 
     @property
     def traced_step(self) -> int:
-        """The step whose timeline is written; 0: none."""
+        """First step whose timeline is written; 0 when none is."""
         return min(self.run.trace_step, self.algorithm.steps)
 
 
 def with_run_dir(config: Config, now: datetime.datetime | None = None) -> Config:
-    """`config` with `run.dir` filled in, it and `run.replay` absolute; `now` defaults to the local time."""
+    """Return `config` with `run.dir` set and `run.dir` and `run.replay` absolute; `now` defaults to the local time."""
     folder = config.run.dir
     if folder is None:
         stamp = (now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S")
@@ -231,5 +231,5 @@ def with_run_dir(config: Config, now: datetime.datetime | None = None) -> Config
 
 
 def resolved_yaml(config: Config) -> str:
-    """The whole configuration, defaults included, as YAML that `load_config` reads back to an equal Config."""
+    """Return the whole configuration with its defaults as YAML, which `load_config` reads back to an equal Config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)

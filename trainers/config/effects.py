@@ -1,4 +1,4 @@
-"""Says where each key of the configuration has an effect, and finds keys that are set where they have none.
+"""Lists the conditions under which each key of the configuration has an effect, and finds keys set without one.
 
 A key that is not in `EFFECTS` has an effect in every run.
 """
@@ -24,11 +24,11 @@ class Need:
     values: tuple[Any, ...] = ()
     """Values of `key` with which there is an effect; () where the condition is no list of values."""
     switch: bool = False
-    """Whether `key` turns a part of the run on and off, in place of choosing between two ways of doing it."""
+    """Whether `key` turns a part of the run on and off, instead of choosing between two ways of doing it."""
 
 
 def value_of(config: Config, key: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     here: Any = config
     for name in key.split("."):
         here = getattr(here, name)
@@ -36,7 +36,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as a user would write it into a sentence."""
+    """Return a value as a sentence shows it."""
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if type(value) is float else repr(value)
 
 
@@ -82,15 +82,21 @@ WITH_KL = _above_zero("loss.kl_coef")
 VALIDATES = _above_zero("validation.every")
 WARMED_UP = replace(_is("warmup.corpus", "digit_skills"), switch=True)
 TASK_PROMPTS = Need(
-    "data.train", "a generated task (task:NAME)", lambda config: any(s.startswith("task:") for s in _sources(config))
+    "data.train",
+    "prompts of a generated task (task:NAME)",
+    lambda config: any(s.startswith("task:") for s in _sources(config)),
 )
 TABLE_PROMPTS = Need(
-    "data.train", "a file or dataset", lambda config: not all(s.startswith("task:") for s in _sources(config))
+    "data.train",
+    "prompts from a file or dataset",
+    lambda config: not all(s.startswith("task:") for s in _sources(config)),
 )
-OVERTAKING = Need("algorithm.sampler", "a sampler that is not in_order, as auto is", _overtakes)
+OVERTAKING = Need(
+    "algorithm.sampler", "a sampler that may change the order of groups, unlike auto and in_order", _overtakes
+)
 OWN_OPTIONS = Need(
     "algorithm.sampler",
-    "algorithm.sampler=windowed or one of your own",
+    "algorithm.sampler=windowed or your own sampler",
     lambda config: config.algorithm.sampler == "windowed" or ":" in config.algorithm.sampler,
 )
 BUILTIN_MODEL = Need("model.path", "the built-in model", lambda config: config.model.builtin)
@@ -150,18 +156,18 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "scripted.train_row_s": (_is("trainer.backend", "scripted"),),
     "scripted.train_step_s": (_is("trainer.backend", "scripted"),),
 }  # fmt: skip
-"""Each key that has an effect in some runs only -> the conditions that must all hold."""
+"""Each key that has an effect only in some runs -> the conditions that must all hold."""
 
 _DEFAULTS = Config()
 
 
 def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[str]:
-    """A sentence for each key that is set where it has no effect.
+    """Return one sentence for each key that is set where it has no effect.
 
-    A key at its default value is never told: a resolved configuration, which names all keys, must load again.
-    overridden: dotted keys given on the command line. A key of the file that only such an override leaves without
-    effect is not told either, nor is any key of a part of the run that an override turns off, so that
-    `validation.every=0` asks for no other change.
+    A key with its default value is never a problem, because a resolved configuration, which has all keys, must load
+    again. overridden: dotted keys given on the command line. A key of the file that only such an override leaves
+    without effect is no problem either, nor is any key of a part of the run that an override turns off, so that
+    `validation.every=0` requires no other change.
     """
     problems = []
     for key, needs in EFFECTS.items():
@@ -174,14 +180,14 @@ def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[
                 expected = "it unset" if default is None else shown(default)
                 problems.append(
                     f"{key}: got {shown(value)} with {need.key}={shown(value_of(config, need.key))}, expected "
-                    f"{expected}, as it has an effect only with {need.words}"
+                    f"{expected}, because it has an effect only with {need.words}"
                 )
                 break
     return problems
 
 
 def _among(key: str, overridden: Collection[str]) -> bool:
-    """Whether `key` or a section that holds it is in `overridden`."""
+    """Return whether `key` or a section that contains it is in `overridden`."""
     parts = key.split(".")
     return any(".".join(parts[:depth]) in overridden for depth in range(1, len(parts) + 1))
 
@@ -189,11 +195,11 @@ def _among(key: str, overridden: Collection[str]) -> bool:
 # ---------------- The table for readers.
 
 COLUMNS = {"algorithm.mode": ("sync", "async", "streaming"), "trainer.backend": ("fsdp", "megatron", "scripted")}
-"""Keys whose values are columns of the table."""
+"""Keys -> their values, each of which is a column of the table."""
 
 
 def effect_rows(keys: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """One row for each dotted key: the key, a mark for each column's value with which it has an effect, and the other
+    """Yield a row for each dotted key: the key, a mark in each column with which it has an effect, and the other
     conditions in words."""
     for key in keys:
         needs = EFFECTS.get(key, ())

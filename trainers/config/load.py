@@ -1,4 +1,4 @@
-"""The way from a YAML file and `key.sub=value` overrides to a checked Config, or to one sentence a mistake."""
+"""Loads a checked Config from a YAML file and `key.sub=value` overrides, or raises one sentence for each mistake."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 RENAMED: Mapping[str, str] = {}
-"""Dotted name that a key once had -> the name that it has now. The old name still works, and a warning says the new."""
+"""Former dotted name of a key -> its present name. The former name still works, with a warning."""
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, of_old_run: bool = False) -> Config:
     """Read `path`, apply `overrides` (`key.sub=value`, the value parsed as YAML, later ones win), check all.
 
-    of_old_run: the configuration of a run that exists already. A key that it sets without effect is then warned of,
-    as the version that began the run may have accepted it.
-    Raises ConfigError with one sentence for each problem found.
+    of_old_run: True for the configuration of an existing run. A key that it sets without effect is then only a warning,
+    because the version that began the run may have accepted it.
+    Raises ConfigError with one sentence for each problem.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -53,12 +53,12 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
 
 
 def build_config(data: Mapping[str, Any]) -> Config:
-    """A checked Config from plain nested data. Raises ConfigError."""
+    """Return a checked Config from plain nested data. Raises ConfigError."""
     return _checked(data)
 
 
 def validated(root: type[SectionT], data: Mapping[str, Any]) -> SectionT:
-    """`data` as a `root`. Raises ConfigError with a sentence for each key that does not fit its section."""
+    """Return `data` as a `root`. Raises ConfigError with one sentence for each key that does not fit its section."""
     try:
         return root.model_validate(data)
     except ValidationError as error:
@@ -82,8 +82,10 @@ def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_r
 
 
 def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
-    """`data` with the values of old names under the new ones, and a warning for each. Raises ConfigError when both
-    names are set."""
+    """Return `data` with the values of former names under the present ones, and warn of each.
+
+    Raises ConfigError when both names are set.
+    """
     moved = copy.deepcopy(dict(data))
     for old, new in renamed.items():
         *sections, name = old.split(".")
@@ -102,7 +104,7 @@ def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[st
             there[section] = there.get(section) or {}
             there = there[section]
         if new_name in there:
-            raise ConfigError([f"{old}: got {_shown(value)} beside {new}, expected only {new}, as it is called now"])
+            raise ConfigError([f"{old}: got {_shown(value)} beside {new}, expected only {new}, its present name"])
         there[new_name] = value
         warnings.warn(f"{old} is now called {new}, please rename it in your configuration", FutureWarning, stacklevel=4)
     return moved
@@ -112,7 +114,10 @@ def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[st
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars: PyYAML's 1.1 reads `off` as false, `1e-3` as text and `1:30` as 90. A key twice is an error."""
+    """Reads scalars as YAML 1.2 does and refuses a key that appears twice.
+
+    PyYAML's YAML 1.1 reads `off` as false, `1e-3` as text and `1:30` as 90.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -120,7 +125,7 @@ class _Loader(yaml.SafeLoader):
             key = key_node.value
             if isinstance(key, str) and key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                    None, None, f"the key {key!r} appears twice", key_node.start_mark
                 )
             seen.add(key if isinstance(key, str) else id(key_node))
         return super().construct_mapping(node, deep)
@@ -155,7 +160,7 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
-    """Set `key.sub=value` in the nested data; a number names a place in a list."""
+    """Set `key.sub=value` in the nested data. A number as a key is the index of an entry of a list."""
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
@@ -168,7 +173,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
             if not key.isdigit() or int(key) >= len(here):
                 at = ".".join(keys[:depth])
                 raise ConfigError(
-                    [f"override {override!r}: {at} is a list of {len(here)}, expected a number below that"]
+                    [f"override {override!r}: got {key!r} in {at}, expected a number below {len(here)}, its length"]
                 )
             place: Any = int(key)
         elif isinstance(here, dict):
@@ -177,7 +182,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
                 here[key] = {}
         else:
             at = ".".join(keys[:depth])
-            raise ConfigError([f"override {override!r}: {at} is {_shown(here)}, expected a section with keys"])
+            raise ConfigError([f"override {override!r}: got {_shown(here)} as {at}, expected a section with keys"])
         if last:
             here[place] = value
         else:
@@ -188,7 +193,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _sentences(problem: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
-    """A pydantic error in `root` as sentences that name key, value and what was expected."""
+    """Return a pydantic error in `root` as sentences that name the key, the value and what was expected."""
     key = ".".join(str(part) for part in problem["loc"])
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "value_error":
@@ -226,7 +231,7 @@ _PLAIN_EXPECTATIONS = {
     "string_too_short": "text of at least {min_length} characters",
     "string_pattern_mismatch": "text that matches {pattern}",
 }
-"""pydantic's error type -> what was expected, filled from the error's context."""
+"""Type of pydantic's error -> what was expected, formatted with the error's context."""
 
 
 def _expected(kind: str, value: Any, context: Mapping[str, Any], message: str) -> str:
@@ -246,7 +251,10 @@ def _shown(value: Any) -> str:
 
 
 def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
-    """`did you mean ...?`: the same name in another section, else the most similar here, else elsewhere."""
+    """Return a hint at the key that was probably meant, or the keys that there are.
+
+    The same name in another section comes first, then the most similar name in this section, then one elsewhere.
+    """
     *parents, name = (str(part) for part in location)
     model = _model_at(location[:-1], root)
     siblings = list(model.model_fields) if model else []
@@ -265,7 +273,7 @@ def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
 
 
 def _all_keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
-    """(dotted key, its last name) of every key outside lists."""
+    """Yield (dotted key, its last name) for every key outside lists."""
     for name, field in model.model_fields.items():
         yield prefix + name, name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -273,7 +281,7 @@ def _all_keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _model_at(location: Sequence[str | int], root: type[BaseModel]) -> type[BaseModel] | None:
-    """The section at `location` below `root`, None where there is no section."""
+    """Return the section at `location` below `root`, or None where there is no section."""
     here: Any = root
     for part in location:
         if isinstance(part, int):
@@ -287,14 +295,14 @@ def _model_at(location: Sequence[str | int], root: type[BaseModel]) -> type[Base
 
 
 def _missing_paths(config: Config) -> list[str]:
-    """Sentences on values that can only be a local path and lead nowhere."""
+    """Return sentences about values that can only be local paths and do not exist."""
     problems = []
     model = config.model.path
     if _only_a_path(model) and not Path(model).expanduser().is_dir():
-        problems.append(f"model.path: got {model!r}, expected a model folder, and there is none")
+        problems.append(f"model.path: got {model!r}, expected an existing model folder")
     for key, source in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         if source and (_only_a_path(source) or source.endswith(".jsonl")) and not Path(source).expanduser().exists():
-            problems.append(f"{key}: got {source!r}, expected a .jsonl file or a dataset folder, and there is none")
+            problems.append(f"{key}: got {source!r}, expected an existing .jsonl file or dataset folder")
     return problems
 
 

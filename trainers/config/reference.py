@@ -37,20 +37,20 @@ class Key:
 
 
 def walk_keys(sections: Mapping[str, type[BaseModel]]) -> Iterator[Key]:
-    """Every section of `sections` (name -> class) and every key of it, in the order of their declaration."""
+    """Yield every section of `sections` (name -> class) and all its keys, in the order of their declaration."""
     for name, section in sections.items():
         yield Key(name, "", "", _one_line(section.__doc__), "")
         yield from _keys_of(section, f"{name}.")
 
 
 def run_sections() -> dict[str, type[BaseModel]]:
-    """Name -> class of each section of a run."""
+    """Return name -> class of each section of a run."""
     fields = {name: _section_in(field.annotation) for name, field in Config.model_fields.items()}
     return {name: section for name, section in fields.items() if section is not None}
 
 
 def reference_markdown(tools: Mapping[str, type[BaseModel]] = types.MappingProxyType({})) -> str:
-    """The reference as Markdown: a table for each section, then where keys have an effect.
+    """Return the reference as Markdown, with a table for each section and one of the keys without effect in some runs.
 
     tools: further sections of the file that a run does not read, such as `{"simulation": SimulationConfig}`.
     """
@@ -65,7 +65,7 @@ def reference_markdown(tools: Mapping[str, type[BaseModel]] = types.MappingProxy
 
 
 def effect_markdown() -> str:
-    """The table of the keys that have an effect in some runs only: key x mode x backend, and further conditions."""
+    """Return the table of keys that have an effect only in some modes, with some backends or on other conditions."""
     columns = [value for values in COLUMNS.values() for value in values]
     lines = ["## Where keys have an effect", ""]
     lines += ["A key that is not listed has an effect in every run. A listed key is refused where it has none."]
@@ -99,7 +99,7 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that an annotation is, or that its entries are."""
+    """Return the section that an annotation is or contains, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_section_in, typing.get_args(annotation))), None)
@@ -107,7 +107,7 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 @functools.cache
 def descriptions(section: type[BaseModel]) -> Mapping[str, str]:
-    """The docstrings under the keys of a section, each on one line."""
+    """Return key -> its docstring in one line, for the keys of a section."""
     body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]).body
     found = {}
     for declared, text in zip(body, body[1:], strict=False):

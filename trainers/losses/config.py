@@ -14,8 +14,8 @@ CORRECTION_BOUNDS: dict[str, tuple[float | None, float]] = {
     "sequence": (None, 2.0),
     "sequence_mask": (0.0, 2.0),
 }
-"""Bounds (low, high) of each correction's weights where the keys are unset; None: it has no lower bound. IcePop's are
-Ring-1T's."""
+"""Default bounds (low, high) of each correction's weights. low is None for a correction without a lower bound. The
+bounds of `icepop` are those of Ring-1T."""
 
 
 class LossConfig(Section):
@@ -68,8 +68,7 @@ class LossConfig(Section):
 
     @property
     def correction_bounds(self) -> tuple[float, float]:
-        """(low, high) of the correction's weights, from the keys or by default; low is 0 when there is no lower
-        bound."""
+        """Bounds (low, high) of the correction's weights; low is 0 when there is no lower bound."""
         low, high = CORRECTION_BOUNDS[self.correction]
         return (
             (low or 0.0) if self.correction_low is None else self.correction_low,

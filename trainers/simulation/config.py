@@ -1,4 +1,4 @@
-"""The section `simulation`: the speeds and sizes that a simulated run is made of."""
+"""The section `simulation` of the configuration: the speeds and sizes of a simulated run."""
 
 from __future__ import annotations
 
@@ -106,5 +106,5 @@ class _SimulationFile(Section):
 
 
 def simulation_section(config: Config) -> SimulationConfig:
-    """The section `simulation` of a run's configuration, checked. Raises ConfigError."""
+    """Return the checked section `simulation` of a run's configuration. Raises ConfigError."""
     return validated(_SimulationFile, {"simulation": config.simulation}).simulation

@@ -90,19 +90,22 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("reward.functions=[]", "reward.functions: got [], expected at least one function"),
         ("reward.functions=[{kind: exact_mach}]", "(did you mean exact_match?)"),
         ("reward.functions=[{weight: 2}]", "reward.functions.0.kind: not set"),
-        ("algorithm.group_size=1", "got 1, expected a whole number >= 2, as a group of one has no baseline"),
+        (
+            "algorithm.group_size=1",
+            "got 1, expected a whole number >= 2, because a group of one sample has no baseline",
+        ),
         ("model.path=builtin:huge", "model.path: got 'builtin:huge', expected 'builtin:tiny-qwen3'"),
         ("trainer.dp=3", "algorithm.prompts_per_step: got 32, expected a multiple of trainer.dp=3"),
-        ("rollout.num_engines=33", "got 32, expected at least rollout.num_engines=33, so that every rollout actor"),
-        ("rollout.num_actors=33", "got 32, expected at least rollout.num_actors=33, so that every rollout actor"),
-        ("rollout.tp=2", "rollout.tp: got 2 with rollout.engine='hf', expected 1, as it has an effect only with"),
+        ("rollout.num_engines=33", "got 32, expected at least rollout.num_engines=33, because every rollout"),
+        ("rollout.num_actors=33", "got 32, expected at least rollout.num_actors=33, because every rollout"),
+        ("rollout.tp=2", "rollout.tp: got 2 with rollout.engine='hf', expected 1, because it has an effect only"),
         ("sync.transport=nccl", "sync.transport: got 'nccl', expected one of auto, collective, ipc, store, disk"),
         ("sync.timeout_s=400", "sync.timeout_s: got 400, expected less than resources.stage_timeout_s=300"),
         ("algorithm.chunk_groups=4", "algorithm.chunk_groups: got 4 with algorithm.mode='sync', expected it unset"),
         ("algorithm.mode=pipelined", "algorithm.mode: got 'pipelined', expected one of sync, async, streaming"),
         ("sync.dir=/weights", "sync.dir: got '/weights' with sync.transport='auto', expected it unset"),
         ("rollout.max_new_tokens=20000", "trainer.tokens_per_microbatch: got 16384, expected at least 20512"),
-        ("trainer.cp=2", "trainer.cp: got 2 with trainer.backend='fsdp', expected 1, as it has an effect only with"),
+        ("trainer.cp=2", "trainer.cp: got 2 with trainer.backend='fsdp', expected 1, because it has an effect only"),
         ("trainer.pp=2", "trainer.pp: got 2 with trainer.backend='fsdp', expected 1"),
         ("trainer.sequence_parallel=true", "trainer.sequence_parallel: got true with trainer.backend='fsdp', expected"),
         ("trainer.distributed_optimizer=false", "trainer.distributed_optimizer: got false with trainer.backend='fsdp'"),
@@ -131,12 +134,15 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
 
 def test_overrides_through_lists_and_scalars_are_refused(tmp_path: Path) -> None:
     text = "trainer: {lr: 1}\nreward: {functions: [{kind: format}]}"
-    assert "trainer.lr is 1, expected a section" in problems(tmp_path, text, "trainer.lr.x=3")[0]
-    assert "reward.functions is a list of 1" in problems(tmp_path, text, "reward.functions.1.kind=format")[0]
+    assert "got 1 as trainer.lr, expected a section" in problems(tmp_path, text, "trainer.lr.x=3")[0]
+    assert (
+        "got '1' in reward.functions, expected a number below 1, its length"
+        in problems(tmp_path, text, "reward.functions.1.kind=format")[0]
+    )
 
 
 def test_broken_files(tmp_path: Path) -> None:
-    assert "line 2: the key 'trainer' stands twice" in problems(tmp_path, "trainer: {dp: 1}\ntrainer: {dp: 2}")[0]
+    assert "line 2: the key 'trainer' appears twice" in problems(tmp_path, "trainer: {dp: 1}\ntrainer: {dp: 2}")[0]
     assert "line 1" in problems(tmp_path, "trainer: [")[0]
     assert "expected sections" in problems(tmp_path, "- 3")[0]
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -165,7 +171,7 @@ def test_only_the_builtin_model_is_warmed_up(tmp_path: Path) -> None:
 
 def test_reward_names_are_unique(tmp_path: Path) -> None:
     twice = "reward: {functions: [{kind: exact_match}, {kind: 'my.rewards:exact_match'}]}"
-    assert "the name 'exact_match' is taken" in problems(tmp_path, twice)[0]
+    assert "got the name 'exact_match', which is taken" in problems(tmp_path, twice)[0]
     config = load(tmp_path, twice, "reward.functions.1.name=mine")
     assert [function.label for function in config.reward.functions] == ["exact_match", "mine"]
 
@@ -226,7 +232,10 @@ def test_a_mesh_of_megatron(tmp_path: Path) -> None:
     assert found.startswith("trainer.ep: got 2, expected a divisor of trainer.dp x tp x cp = 1")
     small = "trainer: {backend: megatron, tp: 2, cp: 2, tokens_per_microbatch: 765}\nrollout: {max_new_tokens: 250}"
     [found] = problems(tmp_path, small)
-    assert "got 765, expected at least 768, the longest row" in found and "rounded up to a multiple of 8" in found
+    assert (
+        "got 765, expected at least 768, the length of the longest row" in found
+        and "rounded up to a multiple of 8" in found
+    )
 
 
 def test_buckets_are_larger_between_gpus(tmp_path: Path) -> None:

@@ -52,12 +52,12 @@ def test_the_table_speaks_of_keys_that_there_are() -> None:
     [
         (
             {"rollout": {"kv_cache_mib": 512}},
-            "rollout.kv_cache_mib: got 512 with rollout.engine='hf', expected 256, as it has an effect only with "
+            "rollout.kv_cache_mib: got 512 with rollout.engine='hf', expected 256, because it has an effect only with "
             "rollout.engine=vllm",
         ),
         (
             {"algorithm": {"max_staleness": 3}},
-            "algorithm.max_staleness: got 3 with algorithm.mode='sync', expected 1, as it has an effect only with "
+            "algorithm.max_staleness: got 3 with algorithm.mode='sync', expected 1, because it has an effect only with "
             "algorithm.mode=async",
         ),
         (
@@ -66,27 +66,33 @@ def test_the_table_speaks_of_keys_that_there_are() -> None:
         ),
         (
             {"trainer": {"backend": "scripted", "lr": 1.0}, "rollout": {"engine": "scripted"}},
-            "trainer.lr: got 1 with trainer.backend='scripted', expected 1e-06, as it has an effect only with "
+            "trainer.lr: got 1 with trainer.backend='scripted', expected 1e-06, because it has an effect only with "
             "trainer.backend=fsdp or megatron",
         ),
         (
             {"dataplane": {"store": {"kind": "shm", "num_units": 2}}},
-            "dataplane.store.num_units: got 2 with dataplane.store.kind='shm', expected 1, as it has an effect only "
-            "with dataplane.store.kind=auto or simple",
+            "dataplane.store.num_units: got 2 with dataplane.store.kind='shm', expected 1, because it has an effect "
+            "only with dataplane.store.kind=auto or simple",
         ),
         (
             {"validation": {"every": 0, "num_prompts": 5}},
-            "validation.num_prompts: got 5 with validation.every=0, expected 128, as it has an effect only with "
+            "validation.num_prompts: got 5 with validation.every=0, expected 128, because it has an effect only with "
             "validation.every above 0",
         ),
         (
             {"algorithm": {"mode": "async", "dynamic_sampling": {"oversample": 2}}},
             "algorithm.dynamic_sampling.oversample: got 2 with algorithm.mode='async', expected 1",
         ),
-        ({"logging": {"prometheus_host": "0.0.0.0"}}, "expected '127.0.0.1', as it has an effect only with logging.p"),
+        (
+            {"logging": {"prometheus_host": "0.0.0.0"}},
+            "expected '127.0.0.1', because it has an effect only with logging.p",
+        ),
         ({"data": {"template": "{prompt}?"}}, "data.template: got '{prompt}?' with data.train='task:reverse'"),
-        ({"rollout": {"tools": ["calculator", "my:tool"]}}, "as it has an effect only with rollout.environment=tool_"),
-        ({"loss": {"kl_kind": "k1"}}, "as it has an effect only with loss.kl_coef above 0"),
+        (
+            {"rollout": {"tools": ["calculator", "my:tool"]}},
+            "because it has an effect only with rollout.environment=tool_",
+        ),
+        ({"loss": {"kl_kind": "k1"}}, "because it has an effect only with loss.kl_coef above 0"),
     ],
 )
 def test_a_key_without_effect_is_refused_in_one_sentence(data: dict[str, Any], sentence: str) -> None:
