@@ -121,10 +121,6 @@ class ReinforcePpAdvantage:
     components = ()
     whole_step = True
 
-    def __post_init__(self) -> None:
-        if self.baseline not in ("step", "group"):
-            raise ValueError(f"advantage.baseline: got {self.baseline!r}, expected 'step' or 'group'")
-
     def __call__(self, rows: RewardRows) -> np.ndarray:
         index = rows.valid_rows
         groups = np.zeros(len(index), np.int64) if self.baseline == "step" else rows.group_ids[index]

@@ -31,14 +31,9 @@ class Aggregation:
     """Number of tokens that `sequence_sum` divides by; the other kinds ignore it."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("token", "sequence", "sequence_sum", "prompt"):
+        if self.kind == "sequence_sum" and self.length_norm is None:
             raise ValueError(
-                f"loss.aggregation: got {self.kind!r}, expected 'token', 'sequence', 'sequence_sum' or 'prompt'"
-            )
-        if self.kind == "sequence_sum" and not (self.length_norm and self.length_norm >= 1):
-            raise ValueError(
-                f"loss.length_norm: got {self.length_norm}, expected 1 or more tokens with "
-                "loss.aggregation='sequence_sum'"
+                "loss.length_norm: got None, expected 1 or more tokens with loss.aggregation='sequence_sum'"
             )
 
     @property

@@ -31,9 +31,6 @@ class ReferenceKl:
     name = "reference_kl"
     metrics = ("reference_kl",)
 
-    def __post_init__(self) -> None:
-        _check(self.kind)
-
     @property
     def denominator(self) -> Denominator:
         return self.aggregation.denominator
@@ -59,20 +56,12 @@ class RewardKl:
 
     metrics = ("reference_kl",)
 
-    def __post_init__(self) -> None:
-        _check(self.kind)
-
     @torch.no_grad()
     def __call__(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, torch.Tensor]]:
         """Return the inputs with lowered advantages, and metrics. Raises ValueError without `ref_logprobs`."""
         values = _estimate(self.kind, _reference(inputs) - inputs.prev_logprobs)
         lowered = replace(inputs, advantages=inputs.advantages - self.coefficient * values)
         return lowered, {"reference_kl": values.sum()}
-
-
-def _check(kind: str) -> None:
-    if kind not in ("k1", "k2", "k3"):
-        raise ValueError(f"loss.kl_kind: got {kind!r}, expected k1, k2 or k3")
 
 
 def _reference(inputs: LossInputs) -> torch.Tensor:

@@ -51,14 +51,6 @@ def drift(inputs: LossInputs) -> dict[str, torch.Tensor]:
     }
 
 
-def check_clip(clip_low: float, clip_high: float) -> None:
-    """Raise ValueError unless `[1 - clip_low, 1 + clip_high]` has one bound below 1 and one above it."""
-    if not 0 < clip_low <= 1:
-        raise ValueError(f"loss.clip_low: got {clip_low}, expected a number in (0, 1]")
-    if not clip_high > 0:
-        raise ValueError(f"loss.clip_high: got {clip_high}, expected a number above 0")
-
-
 def count(marks: torch.Tensor) -> torch.Tensor:
     """Return how many of `marks`, bool `[T]`, are true, as a float32 scalar."""
     return marks.sum(dtype=torch.float32)
@@ -89,11 +81,6 @@ class PpoClip:
     metrics = ("ratio_mean", "clip_fraction", *DRIFT_METRICS)
     """Names of the metrics. ratio_mean averages r; clip_fraction is the share of tokens whose gradient a bound cuts
     off."""
-
-    def __post_init__(self) -> None:
-        check_clip(self.clip_low, self.clip_high)
-        if self.clip_dual is not None and not self.clip_dual > 1:
-            raise ValueError(f"loss.clip_dual: got {self.clip_dual}, expected a number above 1, or null for none")
 
     def __call__(self, inputs: LossInputs) -> TokenLosses:
         ratio = (inputs.logprobs - inputs.prev_logprobs).exp()
@@ -131,9 +118,6 @@ class Gspo:
     """Names of the metrics. ratio_mean averages s; clip_fraction is the share of tokens in rows that a bound cuts
     off."""
 
-    def __post_init__(self) -> None:
-        check_clip(self.clip_low, self.clip_high)
-
     def __call__(self, inputs: LossInputs) -> TokenLosses:
         log_ratios = inputs.row_sum(inputs.logprobs - inputs.prev_logprobs)
         ratio = (log_ratios / inputs.row_tokens.clamp(min=1)).exp()[inputs.row_ids]
@@ -162,9 +146,6 @@ class Cispo:
     name = "cispo"
     metrics = ("ratio_mean", "clip_fraction", *DRIFT_METRICS)
     """Names of the metrics. ratio_mean averages r before the clip; clip_fraction is the share of clipped tokens."""
-
-    def __post_init__(self) -> None:
-        check_clip(self.clip_low, self.clip_high)
 
     def __call__(self, inputs: LossInputs) -> TokenLosses:
         ratio = (inputs.logprobs - inputs.prev_logprobs).detach().exp()
