@@ -6,8 +6,10 @@ import json
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from ..backends.model_split import check_split
 from ..config.config import Config
 from ..errors import UserError
 from ..observe.progress import Progress
@@ -37,10 +39,10 @@ def prepare_model(config: Config, folder: RunFolder, progress: Progress) -> str:
     """Return the path or hub id of the model to start from.
 
     The built-in model is made in the run folder (`base_model/`) from `run.seed` alone and warmed up as `warmup` says; a
-    resumed run finds it there. Warm-up is a separate phase that no training metric includes. Raises UserError when the
-    longest row does not fit into the model's context.
+    resumed run finds it there. Warm-up is a separate phase that no training metric includes. Raises UserError when
+    the model does not fit the configuration, see `check_model`.
     """
-    check_context(config)
+    check_model(config)
     if not config.model.builtin:
         return config.model.path
     path = folder.path / "base_model"
@@ -70,16 +72,30 @@ def prepare_model(config: Config, folder: RunFolder, progress: Progress) -> str:
 
 
 def model_config(config: Config) -> dict[str, Any]:
-    """Return the content of the model's config.json; {} for a hub id, whose files are fetched later."""
+    """Return the content of the model's config.json; {} for a hub id, whose files are fetched later.
+
+    The number of experts is `num_experts`, although newer versions of transformers write `num_local_experts`.
+    """
     if config.model.builtin:
         return TINY_QWEN3
     path = Path(config.model.path) / "config.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    content = json.loads(path.read_text()) if path.exists() else {}
+    if "num_local_experts" in content:
+        content.setdefault("num_experts", content["num_local_experts"])
+    return content
 
 
-def check_context(config: Config) -> None:
-    """Raise UserError when the longest prompt and answer do not fit into the model's context."""
-    context = model_config(config).get("max_position_embeddings")
+def check_model(config: Config) -> None:
+    """Raise UserError when the longest row exceeds the model's context, or the train mesh cannot split the model.
+
+    A model whose config is not on this machine is not checked here; its backend checks it when it starts.
+    """
+    model = model_config(config)
+    try:
+        check_split(config.trainer, SimpleNamespace(**model))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    context = model.get("max_position_embeddings")
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if context is not None and longest > context:
         raise UserError(

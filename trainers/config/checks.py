@@ -6,6 +6,7 @@ import math
 
 from ...codecs.integers import ceil_div, round_up
 from ...dataplane.topology import Topology
+from ..backends.model_split import mesh_problems
 from .config import Config
 
 ROLLOUT_TOKEN_BYTES = 9
@@ -20,7 +21,7 @@ LOGPROB_BYTES = 4
 
 def contradictions(config: Config) -> list[str]:
     """Return one sentence for each contradiction."""
-    return size_problems(config) + mesh_problems(config) + capacity_problems(config) + meaning_problems(config)
+    return size_problems(config) + mesh_problems(config.trainer) + capacity_problems(config) + meaning_problems(config)
 
 
 def step_bytes(config: Config) -> int:
@@ -74,22 +75,6 @@ def size_problems(config: Config) -> list[str]:
         problems.append(
             f"trainer.tokens_per_microbatch: got {config.trainer.tokens_per_microbatch}, expected at least {padded}, "
             f"the length of the longest row (data.max_prompt_tokens + rollout.max_new_tokens{rounded})"
-        )
-    return problems
-
-
-def mesh_problems(config: Config) -> list[str]:
-    """Return sentences about a train mesh that cannot be built."""
-    problems = []
-    trainer = config.trainer
-    shared = trainer.dp * trainer.tp * trainer.cp
-    if shared % trainer.ep:
-        problems.append(f"trainer.ep: got {trainer.ep}, expected a divisor of trainer.dp x tp x cp = {shared}")
-    if trainer.offload and shared * trainer.pp == 1:
-        problems.append("trainer.offload: got true with one train worker, expected false, because it needs several")
-    if trainer.sequence_parallel and trainer.backend == "megatron" and trainer.tp == 1:
-        problems.append(
-            "trainer.sequence_parallel: got true with trainer.tp=1, expected false, because there is only one rank"
         )
     return problems
 

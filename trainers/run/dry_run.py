@@ -7,7 +7,7 @@ from typing import Any
 
 from ...codecs.integers import ceil_div, round_up
 from ...dataplane.topology import Topology
-from ..base_model.prepare import check_context, model_config
+from ..base_model.prepare import check_model, model_config
 from ..config.checks import step_bytes
 from ..config.config import Config
 
@@ -60,7 +60,7 @@ def _role(topology: Topology, rank: int) -> str:
 
 def describe(config: Config) -> str:
     """Return what `--dry-run` prints after the resolved configuration. Raises UserError as the run itself would."""
-    check_context(config)
+    check_model(config)
     algorithm, trainer = config.algorithm, config.trainer
     topology = trainer.topology
     rows, longest = config.rows_per_step, config.data.max_prompt_tokens + config.rollout.max_new_tokens

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, GemmaConfig
 
 from headrace.dataplane.topology import Topology
 from headrace.tests.trainers.backends.backend_ranks import (
@@ -29,8 +29,9 @@ from headrace.tests.trainers.backends.backend_ranks import (
 from headrace.tests.trainers.backends.backend_reference import ReferenceTrainer, recomputed_mismatch
 from headrace.tests.trainers.backends.live_bytes import gathering_share
 from headrace.trainers.backends import vocab_logprobs
+from headrace.trainers.backends.config import TrainerConfig
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
-from headrace.trainers.backends.fsdp.tensor_parallel import check_fits
+from headrace.trainers.backends.model_split import check_split
 from headrace.trainers.losses.config import LossConfig
 
 pytestmark = pytest.mark.processes
@@ -235,12 +236,14 @@ def test_what_cannot_be_split_is_told(folder: Path) -> None:
     with pytest.raises(
         ValueError, match="trainer.tp: got 4, expected a divisor of the model's num_key_value_heads = 2"
     ):
-        check_fits(config, "Qwen3MoeForCausalLM", 4)
+        check_split(TrainerConfig(tp=4), config)
     config.num_key_value_heads, config.num_experts = 4, 6
     with pytest.raises(ValueError, match="trainer.tp: got 4, expected a divisor of the model's num_experts = 6"):
-        check_fits(config, "Qwen3MoeForCausalLM", 4)
+        check_split(TrainerConfig(tp=4), config)
     config.num_experts, config.vocab_size = 8, 5
-    with pytest.raises(ValueError, match="trainer.tp: got 4, which leaves a rank no token of vocab_size = 5"):
-        check_fits(config, "Qwen3MoeForCausalLM", 4)
-    with pytest.raises(ValueError, match="trainer.tp: got 2, expected 1 for GemmaForCausalLM; Qwen3ForCausal"):
-        check_fits(config, "GemmaForCausalLM", 2)
+    with pytest.raises(
+        ValueError, match="trainer.tp: got 4, expected fewer ranks, .* no token of the model's vocab_size = 5"
+    ):
+        check_split(TrainerConfig(tp=4), config)
+    with pytest.raises(ValueError, match="trainer.tp: got 2, expected 1 for a model of type 'gemma', because only mod"):
+        check_split(TrainerConfig(tp=2), GemmaConfig())

@@ -224,14 +224,19 @@ def test_every_field_of_every_section_survives_its_own_default() -> None:
 
 
 def test_a_mesh_of_megatron(tmp_path: Path) -> None:
-    config = load(tmp_path, "trainer: {backend: megatron, dp: 2, tp: 2, cp: 2, pp: 2, ep: 4, sequence_parallel: true}")
+    config = load(
+        tmp_path,
+        "trainer: {backend: megatron, dp: 2, tp: 2, cp: 2, pp: 2, ep: 4, sequence_parallel: true, packing: packed}",
+    )
     assert config.trainer.topology.world == 16 and config.trainer.topology.pad_multiple == 8
     [found] = problems(tmp_path, "trainer: {backend: megatron, sequence_parallel: true}")
     assert found.startswith("trainer.sequence_parallel: got true with trainer.tp=1, expected false")
     [found] = problems(tmp_path, "trainer: {backend: megatron, ep: 2}")
     assert found.startswith("trainer.ep: got 2, expected a divisor of trainer.dp x tp x cp = 1")
-    small = "trainer: {backend: megatron, tp: 2, cp: 2, tokens_per_microbatch: 765}\nrollout: {max_new_tokens: 250}"
-    [found] = problems(tmp_path, small)
+    [found] = problems(tmp_path, "trainer: {backend: megatron, cp: 2}")
+    assert found.startswith("trainer.packing: got 'none' with trainer.cp=2, expected 'packed'")
+    small = "trainer: {backend: megatron, tp: 2, cp: 2, packing: packed, tokens_per_microbatch: 765}"
+    [found] = problems(tmp_path, small, "rollout.max_new_tokens=250")
     assert (
         "got 765, expected at least 768, the length of the longest row" in found
         and "rounded up to a multiple of 8" in found

@@ -1,10 +1,17 @@
-"""What a dry run tells of a mesh: a worker a rank, who leads, memory and microbatches as they will be split."""
+"""What a dry run says about a mesh: its workers, leaders, memory, microbatches, and whether it can split the model."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from headrace.actors.engines.config import ModelConfig
+from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.config.config import Config
+from headrace.trainers.errors import UserError
 from headrace.trainers.run.dry_run import describe, placements, trained_bytes
 
 
@@ -30,3 +37,35 @@ def test_memory_as_the_backend_splits_it() -> None:
     assert trained_bytes(config(dp=2, tp=2), 1000) == 4000
     assert trained_bytes(config(backend="megatron", dp=2, tp=2, pp=2), 1000) == 3000
     assert trained_bytes(config(backend="megatron", dp=2, tp=2, distributed_optimizer=False), 1000) == 8000
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "sentence"),
+    [
+        ({}, {"tp": 3}, "trainer.tp: got 3, expected a divisor of the model's num_attention_heads = 4"),
+        ({}, {"backend": "megatron", "tp": 3}, "trainer.tp: got 3, expected a divisor of the model's num_att"),
+        ({"num_key_value_heads": 1}, {"tp": 2}, "expected a divisor of the model's num_key_value_heads = 1"),
+        ({"vocab_size": 5}, {"tp": 4}, "trainer.tp: got 4, expected fewer ranks, because one of them would hold no"),
+        ({"model_type": "gemma"}, {"tp": 2}, "trainer.tp: got 2, expected 1 for a model of type 'gemma'"),
+        ({}, {"backend": "megatron", "pp": 4}, "trainer.pp: got 4, expected a divisor of the model's num_hidden_lay"),
+        ({}, {"backend": "megatron", "dp": 2, "ep": 2}, "trainer.ep: got 2, expected 1 for a model without experts"),
+        ({"num_local_experts": 3}, {"tp": 2}, "trainer.tp: got 2, expected a divisor of the model's num_experts = 3"),
+    ],
+)
+def test_a_mesh_that_cannot_split_the_model(
+    tmp_path: Path, model: dict[str, Any], trainer: dict[str, Any], sentence: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY_QWEN3, **model}))
+    refused = config(**trainer).model_copy(update={"model": ModelConfig(path=str(tmp_path))})
+    with pytest.raises(UserError) as caught:
+        describe(refused)
+    assert sentence in str(caught.value)
+
+
+def test_only_a_model_that_is_here_is_checked() -> None:
+    with pytest.raises(UserError, match="trainer.tp: got 3, expected a divisor of the model's num_attention_heads = 4"):
+        describe(config(tp=3))
+    elsewhere = config(tp=3).model_copy(update={"model": ModelConfig(path="org/model")})
+    assert "org/model: read when the run starts" in describe(elsewhere)
+    scripted = config(tp=3, backend="scripted")
+    assert "1 replica(s) of 3 rank(s)" in describe(scripted)

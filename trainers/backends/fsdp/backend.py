@@ -20,6 +20,7 @@ from ..config import BackendConfig
 from ..flops import flop_model
 from ..hf_model import collect, load_causal_lm, write_folder
 from ..loss_inputs import loss_inputs
+from ..model_split import check_split
 from ..optimizer import build_adamw, local_gradients, scale_, square_norm
 from ..row_layout import lay_out
 from ..throughput import StepMeter
@@ -174,6 +175,7 @@ class FsdpBackend:
 
     def _load(self) -> CausalLM:
         model = load_causal_lm(self._config.model)
+        check_split(self._config.trainer, model.config)
         module = CausalLM(model, self._config.head, packed=self._packed)
         if self._packed and self._half and self._device.type == "cuda":
             from .varlen_attention import use_varlen_attention  # its kernels need a GPU and half precision

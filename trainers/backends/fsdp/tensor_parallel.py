@@ -26,38 +26,18 @@ from ....codecs.integers import ceil_div
 from ..vocab_logprobs import VocabShard
 from .causal_lm import CausalLM
 
-ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _ROWS = ("o_proj", "down_proj")
 _PER_HEAD = ("q_norm", "k_norm")
 
 
-def check_fits(config: Any, architecture: str, tp: int) -> None:
-    """Raise ValueError when a model with HF `config` cannot be split over `tp` ranks."""
-    if architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"trainer.tp: got {tp}, expected 1 for {architecture}; {', '.join(ARCHITECTURES)} can be split"
-        )
-    sizes = ["num_attention_heads", "num_key_value_heads", "intermediate_size"]
-    if getattr(config, "num_experts", 0):
-        sizes.append("num_experts")
-    for name in sizes:
-        if getattr(config, name) % tp:
-            raise ValueError(
-                f"trainer.tp: got {tp}, expected a divisor of the model's {name} = {getattr(config, name)}"
-            )
-    if config.vocab_size <= (tp - 1) * ceil_div(config.vocab_size, tp):
-        raise ValueError(f"trainer.tp: got {tp}, which leaves a rank no token of vocab_size = {config.vocab_size}")
-
-
 def split_over(module: CausalLM, mesh: DeviceMesh) -> None:
     """Split the weights of `module`, which all ranks of the 1-d `mesh` hold alike, over these ranks, in place.
 
-    The output layer then computes this rank's logits only, and `module.vocab` says which they are. Raises ValueError
-    when the model cannot be split.
+    The output layer then computes this rank's logits only, and `module.vocab` says which they are. `check_split`
+    must have accepted the model.
     """
     model, group = module.model, mesh.get_group()
-    check_fits(model.config, type(model).__name__, mesh.size())
     child: Any
     for layer in module.layers():
         for name, child in layer.named_modules():

@@ -8,61 +8,17 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ....codecs.integers import ceil_div
-from ....dataplane.topology import Topology
 from ..config import BackendConfig
+from ..model_split import MODEL_TYPES, check_split, expert_tensor_size, is_expert_layer, mesh_problems
 from .library import TransformerConfig
-
-MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
-
-
-def expert_tensor_size(topology: Topology) -> int:
-    """Return the number of ranks that split one expert's weights: 1 with expert parallelism, else `tp`.
-
-    With `ep` > 1 each rank has whole experts. With `ep` = 1 experts are split like everything else. Copies of them on
-    all tensor-parallel ranks would each see only their own tokens, and Megatron would not sum their gradients.
-    """
-    return topology.tp if topology.ep == 1 else 1
-
-
-def is_expert_layer(config: Any, layer: int) -> bool:
-    """Return whether decoder layer `layer` (from 0) of a model with HF `config` has experts in place of an MLP."""
-    if not getattr(config, "num_experts", 0) or layer in config.mlp_only_layers:
-        return False
-    return (layer + 1) % config.decoder_sparse_step == 0
 
 
 def check_fits(config: BackendConfig, model: Any) -> None:
     """Raise ValueError naming the key when the model with HF config `model` cannot be trained with `config`."""
-    topology = config.topology
     _check_model(config, model)
-    has_experts = any(is_expert_layer(model, layer) for layer in range(model.num_hidden_layers))
-    for key, size, name in (
-        ("tp", topology.tp, "num_attention_heads"),
-        ("tp", topology.tp, "num_key_value_heads"),
-        ("tp", topology.tp, "intermediate_size"),
-        ("pp", topology.pp, "num_hidden_layers"),
-        *((("ep", topology.ep, "num_experts"),) if has_experts else ()),
-        *((("tp", expert_tensor_size(topology), "moe_intermediate_size"),) if has_experts else ()),
-    ):
-        if getattr(model, name) % size:
-            raise ValueError(
-                f"trainer.{key}: got {size}, expected a divisor of the model's {name} = {getattr(model, name)}"
-            )
-    if model.vocab_size <= (topology.tp - 1) * ceil_div(model.vocab_size, topology.tp):
-        raise ValueError(f"trainer.tp: got {topology.tp}, which leaves a rank no token of {model.vocab_size}")
-    if topology.ep > 1 and not has_experts:
-        raise ValueError(f"trainer.ep: got {topology.ep}, expected 1 for a model without experts")
-    if has_experts and topology.tp > 1 and not config.trainer.sequence_parallel:
-        raise ValueError(
-            "trainer.sequence_parallel: got False, expected True for a model with experts and trainer.tp > 1"
-        )
-    if config.trainer.sequence_parallel and topology.tp == 1:
-        raise ValueError("trainer.sequence_parallel: got True, expected False with trainer.tp = 1")
-    if topology.cp > 1 and config.trainer.packing != "packed":
-        raise ValueError(
-            f"trainer.packing: got {config.trainer.packing!r}, expected 'packed' with trainer.cp = {topology.cp}"
-        )
+    for problem in mesh_problems(config.trainer):
+        raise ValueError(problem)
+    check_split(config.trainer, model)
 
 
 def _check_model(config: BackendConfig, model: Any) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ....dataplane.topology import Place, Topology
+from ..model_split import expert_tensor_size
 from ..weight_stream import Cut, Piece, SpreadWeight
-from .architecture import expert_tensor_size
 from .hf_source import HfSource
 from .mesh import Mesh
 from .model import PolicyModel

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ....dataplane.topology import Place, Topology
-from .architecture import expert_tensor_size
+from ..model_split import expert_tensor_size
 from .library import parallel_state, tensor_parallel_random
 from .weights import Entry, Part
 

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 from ....codecs.integers import ceil_div
 from ..config import BackendConfig
+from ..model_split import is_expert_layer
 from ..vocab_logprobs import Entropy, VocabShard, token_logprobs
-from .architecture import is_expert_layer, rotary_frequencies, transformer_config
+from .architecture import rotary_frequencies, transformer_config
 from .attention import PackedAttention
 from .hf_source import HfSource
 from .library import (

@@ -210,17 +210,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts need sequence parallelism": (
         "experts",
         {"topology": Topology(1, tp=2)},
-        "trainer.sequence_parallel: got False, expected True",
+        "trainer.sequence_parallel: got false, expected true",
     ),
     "sequence parallelism needs tensor parallelism": (
         "tied",
         {"sequence_parallel": True},
-        "trainer.sequence_parallel: got True, expected False with trainer.tp = 1",
+        "trainer.sequence_parallel: got true with trainer.tp=1, expected false",
     ),
     "context parallelism needs packing": (
         "tied",
         {"topology": Topology(1, cp=2), "packing": "none"},
-        "trainer.packing: got 'none', expected 'packed' with trainer.cp = 2",
+        "trainer.packing: got 'none' with trainer.cp=2, expected 'packed'",
     ),
     "offload": ("tied", {"offload": True}, "trainer.offload: got True, expected False"),
     "head": ("tied", {"head": "full"}, "trainer.head: got 'full', expected 'selected'"),

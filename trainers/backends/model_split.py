@@ -1,0 +1,106 @@
+"""Checks from a model's config alone whether the train mesh can split the model, before a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...codecs.integers import ceil_div
+from ...dataplane.topology import Topology
+from .config import TrainerConfig
+
+MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
+"""Types of models (`model_type` of a config.json) that can be split over ranks. Megatron trains no others."""
+
+
+def mesh_problems(trainer: TrainerConfig) -> list[str]:
+    """Return one sentence for each reason why the mesh of `trainer` cannot be built, whatever the model is."""
+    problems = []
+    shared = trainer.dp * trainer.tp * trainer.cp
+    if shared % trainer.ep:
+        problems.append(f"trainer.ep: got {trainer.ep}, expected a divisor of trainer.dp x tp x cp = {shared}")
+    if trainer.offload and shared * trainer.pp == 1:
+        problems.append("trainer.offload: got true with one train worker, expected false, because it needs several")
+    megatron = trainer.backend == "megatron"
+    if megatron and trainer.sequence_parallel and trainer.tp == 1:
+        problems.append(
+            "trainer.sequence_parallel: got true with trainer.tp=1, expected false, because there is only one rank"
+        )
+    if megatron and trainer.cp > 1 and trainer.packing != "packed":
+        problems.append(
+            f"trainer.packing: got {trainer.packing!r} with trainer.cp={trainer.cp}, expected 'packed', because only "
+            "packed rows are split by tokens"
+        )
+    return problems
+
+
+def check_split(trainer: TrainerConfig, model: Any) -> None:
+    """Raise ValueError, in one sentence that names the key, when `model` cannot be split over the mesh of `trainer`.
+
+    model: a HF config, or the content of a config.json as attributes, of which unknown ones are not checked.
+    """
+    if trainer.backend == "scripted":  # it has no model
+        return
+    kind = getattr(model, "model_type", None)
+    if trainer.backend == "fsdp" and trainer.tp > 1 and kind not in (None, *MODEL_TYPES):
+        raise ValueError(
+            f"trainer.tp: got {trainer.tp}, expected 1 for a model of type {kind!r}, because only models of the types "
+            f"{', '.join(MODEL_TYPES)} can be split"
+        )
+    for key, ranks, name in _divisions(trainer, model):
+        size = getattr(model, name, None)
+        if ranks > 1 and size and size % ranks:
+            raise ValueError(f"trainer.{key}: got {ranks}, expected a divisor of the model's {name} = {size}")
+    vocabulary = getattr(model, "vocab_size", None)
+    if vocabulary is not None and vocabulary <= (trainer.tp - 1) * ceil_div(vocabulary, trainer.tp):
+        raise ValueError(
+            f"trainer.tp: got {trainer.tp}, expected fewer ranks, because one of them would hold no token of the "
+            f"model's vocab_size = {vocabulary}"
+        )
+    if trainer.backend == "megatron":
+        _check_experts(trainer, model)
+
+
+def _divisions(trainer: TrainerConfig, model: Any) -> Iterator[tuple[str, int, str]]:
+    """Yield (key of the mesh, its number of ranks, name of the model's size that they divide evenly)."""
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        yield "tp", trainer.tp, name
+    if trainer.backend == "fsdp":
+        yield "tp", trainer.tp, "num_experts"
+        return
+    yield "pp", trainer.pp, "num_hidden_layers"
+    if has_experts(model):
+        yield "ep", trainer.ep, "num_experts"
+        yield "tp", expert_tensor_size(trainer.topology), "moe_intermediate_size"
+
+
+def _check_experts(trainer: TrainerConfig, model: Any) -> None:
+    """Raise ValueError when Megatron cannot train the model's experts, or their absence, on the mesh of `trainer`."""
+    known = getattr(model, "num_hidden_layers", None) is not None
+    if trainer.ep > 1 and known and not has_experts(model):
+        raise ValueError(f"trainer.ep: got {trainer.ep}, expected 1 for a model without experts")
+    if trainer.tp > 1 and not trainer.sequence_parallel and has_experts(model):
+        raise ValueError(
+            "trainer.sequence_parallel: got false, expected true for a model with experts and trainer.tp > 1"
+        )
+
+
+def has_experts(model: Any) -> bool:
+    """Return whether any decoder layer of a model has experts in place of an MLP."""
+    return any(is_expert_layer(model, layer) for layer in range(getattr(model, "num_hidden_layers", None) or 0))
+
+
+def is_expert_layer(model: Any, layer: int) -> bool:
+    """Return whether decoder layer `layer` (from 0) of a model has experts in place of an MLP."""
+    if not getattr(model, "num_experts", 0) or layer in (getattr(model, "mlp_only_layers", None) or ()):
+        return False
+    return (layer + 1) % (getattr(model, "decoder_sparse_step", None) or 1) == 0
+
+
+def expert_tensor_size(topology: Topology) -> int:
+    """Return the number of ranks that split one expert's weights: 1 with expert parallelism, else `tp`.
+
+    With `ep` > 1 each rank has whole experts. With `ep` = 1 experts are split like everything else. Copies of them on
+    all tensor-parallel ranks would each see only their own tokens, and Megatron would not sum their gradients.
+    """
+    return topology.tp if topology.ep == 1 else 1
