@@ -7,17 +7,27 @@ error is a ValueError that names field, row, what was given and what was expecte
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from .batch import Column, Jagged, Ragged
 from .memory import fresh
 from .schema import Field, Kind
+
+
+def tensordict_types(*names: str) -> tuple[type, ...]:
+    """Return the named classes of the package tensordict, or () when nothing in this process has imported it.
+
+    Importing it takes a second, which every process of a run would pay. Code that holds one of its objects has
+    imported it.
+    """
+    module = sys.modules.get("tensordict")
+    return tuple(getattr(module, name) for name in names if hasattr(module, name))
 
 
 def to_column(field: Field, value: Any) -> Column:
@@ -30,7 +40,7 @@ def to_column(field: Field, value: Any) -> Column:
     OBJECT      a list of N objects (or NonTensorStack, or an array of objects or strings)
     Python numbers and numpy integers are narrowed where each value fits (python floats are rounded to the dtype).
     """
-    if isinstance(value, NonTensorData | NonTensorStack):
+    if isinstance(value, tensordict_types("NonTensorData", "NonTensorStack")):
         value = value.tolist()
     if field.kind is Kind.OBJECT:
         return _objects(field, value)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from .batch import Batch, Column, Jagged, Ragged
 from .columns import num_rows as rows_of
-from .columns import to_column
+from .columns import tensordict_types, to_column
 from .gather import as_bytes, exclusive_cumsum, find_runs, gather_dense, gather_jagged, gather_ragged
 from .integers import round_up
 from .memory import fresh
 from .schema import Field, Kind, Schema
+
+if TYPE_CHECKING:  # see `tensordict_types`
+    from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 
 def pack(schema: Schema, data: Mapping[str, Any] | TensorDictBase, num_rows: int | None = None) -> Batch:
@@ -57,15 +59,20 @@ def _values(data: Mapping[str, Any] | TensorDictBase) -> tuple[Mapping[str, Any]
     """Return (field name -> value, number of rows if known) of what `pack` is given."""
     if isinstance(data, Batch):
         return data, data.num_rows
-    if not isinstance(data, TensorDictBase):
-        if not isinstance(data, Mapping):
-            raise ValueError(f"fields: got a {type(data).__name__}, expected a mapping or a TensorDict")
-        return data, None
+    if isinstance(data, tensordict_types("TensorDictBase")):
+        return _tensordict_values(cast("TensorDictBase", data))
+    if not isinstance(data, Mapping):
+        raise ValueError(f"fields: got a {type(data).__name__}, expected a mapping or a TensorDict")
+    return data, None
+
+
+def _tensordict_values(data: TensorDictBase) -> tuple[dict[str, Any], int]:
+    """Return (field name -> value, number of rows) of a TensorDict, which is not a Mapping."""
     if len(data.batch_size) != 1:
         raise ValueError(f"TensorDict: got batch size {list(data.batch_size)}, expected one dimension, the rows")
-    if isinstance(data, LazyStackedTensorDict):
-        return _lazy_values(data), data.batch_size[0]
-    return {name: data.get(name) for name in data.keys()}, data.batch_size[0]  # not a Mapping
+    if isinstance(data, tensordict_types("LazyStackedTensorDict")):
+        return _lazy_values(cast("LazyStackedTensorDict", data)), data.batch_size[0]
+    return {name: data.get(name) for name in data.keys()}, data.batch_size[0]
 
 
 def _lazy_values(data: LazyStackedTensorDict) -> dict[str, list[Any]]:
@@ -79,7 +86,7 @@ def _lazy_values(data: LazyStackedTensorDict) -> dict[str, list[Any]]:
             value = row.get(name, None)
             if value is None:
                 raise ValueError(f"field {name!r}, row {index}: missing there, but other rows have it")
-            values[name].append(value.data if isinstance(value, NonTensorData) else value)
+            values[name].append(value.data if isinstance(value, tensordict_types("NonTensorData")) else value)
     return values
 
 
@@ -124,6 +131,8 @@ def to_tensordict(batch: Batch) -> TensorDict:
     PER_TOKEN becomes a nested tensor of layout torch.jagged, PER_SAMPLE a tensor, RAGGED and OBJECT a NonTensorStack.
     Tensors share the batch's memory.
     """
+    from tensordict import NonTensorData, NonTensorStack, TensorDict
+
     values: dict[str, Any] = {}
     for name, column in batch.items():
         if isinstance(column, Jagged):

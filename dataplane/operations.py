@@ -8,10 +8,9 @@ import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
-from tensordict import TensorDictBase
 
 from ..codecs import messages
 from ..codecs.batch import Batch
@@ -32,11 +31,14 @@ from .meta import KVBatchMeta, check_tags
 from .status import DataPlaneStatus
 from .traffic import ClientStats
 
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
 _logger = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 2.0
 
-Fields = Batch | Mapping[str, Any] | TensorDictBase
+Fields: TypeAlias = "Batch | Mapping[str, Any] | TensorDictBase"
 """Rows that put takes, which is anything that `codecs.jagged.pack` takes."""
 
 
