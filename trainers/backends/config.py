@@ -26,7 +26,8 @@ class TrainerConfig(Section):
     """Number of data-parallel replicas, each of which trains on a share of the step's rows. There are dp x tp x cp x pp
     train workers."""
     tp: Count = 1
-    """Number of tensor-parallel ranks, which split each layer between them."""
+    """Number of tensor-parallel ranks, which split each layer between them. It must divide the model's numbers of
+    attention heads and of key-value heads, and the width of its MLP."""
     pp: Count = 1
     """Number of pipeline stages, each of which holds a part of the layers."""
     cp: Count = 1
@@ -38,8 +39,8 @@ class TrainerConfig(Section):
     distributed_optimizer: bool = True
     """Whether the data-parallel ranks split the optimizer's state between them. `fsdp` always splits it."""
     recompute: Literal["none", "full"] = "none"
-    """What is computed again in the backward pass. `full` keeps only the input of each decoder layer and computes the
-    rest again, which saves memory; `none` keeps everything."""
+    """What is computed again in the backward pass. `none` keeps all intermediate values. `full` saves memory by keeping
+    only the input of each decoder layer and computing the rest again."""
     offload: bool = False
     """Whether weights, gradients and optimizer state are in host memory while they are not used. Needs more than one
     train worker."""
@@ -59,7 +60,7 @@ class TrainerConfig(Section):
     the run."""
     packing: Literal["none", "packed", "dynamic"] = "none"
     """Layout of the rows of a microbatch. `none` pads them to the longest. `dynamic` does the same and puts rows of
-    similar length together. `packed` puts rows one after the other without padding."""
+    similar length together. `packed` puts rows one after the other without padding; context parallelism needs it."""
     tokens_per_microbatch: Count = 16384
     """Largest number of tokens, including padding, of one forward and backward pass on a replica. The length of a row
     is rounded up to a multiple of tp x 2 cp (of tp without context parallelism)."""

@@ -58,7 +58,8 @@ class AlgorithmConfig(Section):
     """Options of the sampler. `windowed` takes `{window: number of groups}`; your own sampler takes keyword
     arguments."""
     chunk_groups: Count | None = None
-    """Number of groups that are trained on together. Unset: a quarter of `algorithm.prompts_per_step`."""
+    """Number of groups that are trained on together. Unset: a quarter of `algorithm.prompts_per_step`, but at least
+    `trainer.dp`."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     """Replacement of groups whose rewards are all equal."""
     steps: Count = 100

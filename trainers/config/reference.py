@@ -68,7 +68,7 @@ def effect_markdown() -> str:
     """Return the table of keys that have an effect only in some modes, with some backends or on other conditions."""
     columns = [value for values in COLUMNS.values() for value in values]
     lines = ["## Where keys have an effect", ""]
-    lines += ["A key that is not listed has an effect in every run. A listed key is refused where it has none."]
+    lines += ["A key that is not listed has an effect in every run. Setting a listed key without effect is an error."]
     lines += ["", *_header("Key", *columns, "Other conditions")]
     lines += [_row(f"`{key}`", *rest) for key, *rest in effect_rows(EFFECTS)]
     return "\n".join(lines)
