@@ -108,7 +108,7 @@ class EngineHost:
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """What an engine actor is built from. Plain data."""
+    """The plain data that an engine actor is built from."""
 
     name: str
     """Name for errors, traces and the router; unique in the run."""

@@ -35,7 +35,7 @@ VALIDATION_UID = "val-"
 
 @dataclass(frozen=True, slots=True)
 class RolloutSetup:
-    """What a rollout actor is built from. Plain data."""
+    """The plain data that a rollout actor is built from."""
 
     name: str
     """The actor's name in errors, traces and the data plane's status."""
@@ -63,7 +63,7 @@ class RolloutSetup:
     engine_timeout_s: float = 120.0
     """Seconds that a request waits for an engine actor when none is left."""
     journal: JournalConfig | None = None
-    """Where finished groups are kept; None: nowhere."""
+    """Journal in which finished groups are kept; None when there is no journal."""
 
 
 class RolloutActor(EngineHost):

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What one pass over a shard tells the driver: metrics and measurements, no rows."""
+    """Reports one pass over a shard to the driver: metrics and measurements, no rows."""
 
     metrics: dict[str, float]
     """Global metrics of the pass on rank 0; empty on the other ranks, which have the same."""
@@ -46,12 +46,12 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """What a rank is built from. `backend` and `sender` are factories that the trainers' floor passes in."""
+    """The data that a rank is built from. `trainers/` passes in the factories `backend` and `sender`."""
 
     rank: int
     topology: Topology
     fetch: FetchPolicy
-    """Which ranks of a replica read its rows from the store."""
+    """Policy that says which ranks of a replica read its rows from the store."""
     threads: int
     """Number of compute threads of the process."""
     temperature: float

@@ -28,25 +28,27 @@ from ..config.config import Config
 
 
 def transport(config: Config, *, one_host: bool) -> str:
-    """The kind of weight transport; `auto` depends on where the run's processes are."""
+    """Return the kind of weight transport; `auto` depends on where the run's processes are."""
     return resolve_kind(config.sync.transport, one_host=one_host)
 
 
 def is_lasting(config: Config, *, one_host: bool, gpus: bool) -> bool:
-    """Whether engines may read a version of the weights long after it was sent, without the trainer. What lies in GPU
-    memory (`ipc` there) is written over."""
+    """Return whether engines can read a version of the weights long after it was sent, without the trainer.
+
+    They cannot with `ipc` between GPUs, where the next version overwrites the memory.
+    """
     kind = transport(config, one_host=one_host)
     return kind in LASTING_KINDS and not (gpus and kind == "ipc")
 
 
 TASK = "train"
-"""The data plane's consumer that the train workers are."""
+"""Name of the task (a consumer of the data plane) by which the train workers' rows are claimed."""
 SAMPLERS = {"sync": "oldest_version_first", "streaming": "ready_first", "async": "in_order"}
-"""What `algorithm.sampler: auto` is in each mode."""
+"""Sampler that `algorithm.sampler: auto` stands for, by mode."""
 
 
 def sampler(config: Config) -> str:
-    """Which ready groups are trained on first."""
+    """Return the name of the sampler, which decides which ready groups are trained on first."""
     algorithm = config.algorithm
     if algorithm.sampler != "auto":
         return algorithm.sampler
@@ -54,26 +56,35 @@ def sampler(config: Config) -> str:
 
 
 def task(config: Config, next_prompt: int, outstanding: Sequence[int]) -> TaskConfig:
-    """How the train task claims its rows. Of the prompts before `next_prompt` only `outstanding` are still to come."""
+    """Return the settings of the train task, which claims the rows.
+
+    next_prompt: position of the first prompt that no step has used. outstanding: positions before it whose groups are
+    still to come.
+    """
     first = min(outstanding, default=next_prompt)
     settled = tuple(sorted(set(range(first, next_prompt)) - set(outstanding)))
     return TaskConfig(TASK, sampler(config), config.algorithm.sampler_options, first, settled)
 
 
 def signal_terms(config: Config) -> list[tuple[str, float]]:
-    """(name, weight) of the rewards whose sum says whether a group has a signal: all that count but `overlong`, which
-    shapes the others."""
+    """Return (name, weight) of the rewards whose sum decides whether a group has a signal.
+
+    These are all rewards with a weight, except `overlong`, which shapes the others.
+    """
     return [(f.label, f.weight) for f in config.reward.functions if f.weight and f.kind != "overlong"]
 
 
 def threads(config: Config) -> int:
-    """Compute threads of each worker: rollout actors and train workers take turns, so each side has all cores."""
+    """Return the number of compute threads of each worker.
+
+    Rollout actors and train workers take turns, so each side may use all cores.
+    """
     side = max(config.rollout.num_engines * config.rollout.tp, config.trainer.topology.world)
     return config.resources.threads or max(1, (os.cpu_count() or 1) // side)
 
 
 def sampling(config: Config) -> SamplingParams:
-    """Of training rollouts."""
+    """Return the sampling parameters of training rollouts."""
     rollout = config.rollout
     return SamplingParams(
         n=config.algorithm.group_size,
@@ -86,13 +97,13 @@ def sampling(config: Config) -> SamplingParams:
 
 
 def greedy(config: Config) -> SamplingParams:
-    """Of validation."""
+    """Return the sampling parameters of validation."""
     longest = config.validation.max_new_tokens or config.rollout.max_new_tokens
     return SamplingParams(n=1, max_new_tokens=longest, temperature=0.0, seed=config.run.seed)
 
 
 def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle, device: str) -> EngineConfig:
-    """The engine of the actor `name`; `model` is a local folder or hub id."""
+    """Return the configuration of the engine of actor `name`. model: local folder or hub id."""
     changes: dict[str, Any] = {}
     if config.run.replay:
         changes["engine"] = "scripted"  # asked for nothing
@@ -110,13 +121,16 @@ def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle
 
 
 def engine_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str) -> EngineSetup:
-    """Engine actor `index`."""
+    """Return what engine actor `index` is built from."""
     name = f"engine {index}"
     return EngineSetup(name, threads(config), engine_config(config, name, model, handle, device))
 
 
 def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str | None) -> RolloutSetup:
-    """Rollout actor `index`, which embeds its engine on `device`; None: engines are actors of their own."""
+    """Return what rollout actor `index` is built from.
+
+    device: device of its embedded engine; None when engines are actors of their own.
+    """
     name = f"rollout {index}"
     return RolloutSetup(
         name=name,
@@ -137,7 +151,7 @@ def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandl
 
 
 def journal(config: Config) -> JournalConfig | None:
-    """Where finished groups are kept, or come from; None for a run that needs neither."""
+    """Return where finished groups are kept, or are read from; None for a run that does neither."""
     run = config.run
     if not (run.record or run.replay or (run.journal and run.checkpoint_every)):
         return None
@@ -147,7 +161,10 @@ def journal(config: Config) -> JournalConfig | None:
 
 
 def _fingerprint(config: Config) -> str:
-    """All that decides how groups come out. Journals of older runs hold it: its text must stay what it is."""
+    """Return a text of everything that decides how groups come out.
+
+    Journals of older runs hold it, so the text for a given configuration must never change.
+    """
     rollout, data, seed = config.rollout, config.data, config.run.seed
     read = data.model_dump(exclude={"train", "validation", "max_prompt_tokens"})
     tagged = tagged_rewards(config)
@@ -167,12 +184,12 @@ def _fingerprint(config: Config) -> str:
 
 
 def reward_weights(config: Config) -> dict[str, float]:
-    """Each reward's name -> its weight in the rubric."""
+    """Return each reward's name -> its weight in the rubric."""
     return {function.label: function.weight for function in config.reward.functions}
 
 
 def tagged_rewards(config: Config) -> frozenset[str]:
-    """Names of the rewards that the advantage estimator or dynamic sampling asks for one by one."""
+    """Return the names of the rewards that the advantage estimator or dynamic sampling reads one by one."""
     one_by_one = set(build_advantages(config.advantage, reward_weights(config)).components)
     if config.algorithm.dynamic_sampling.enabled:
         one_by_one |= {name for name, _ in signal_terms(config)}
@@ -182,7 +199,7 @@ def tagged_rewards(config: Config) -> frozenset[str]:
 def worker_setup(
     config: Config, rank: int, model: str, handle: DataPlaneHandle, *, host: str, one_host: bool, device: str
 ) -> WorkerSetup:
-    """Train worker `rank`. host: the address at which engines reach it."""
+    """Return what train worker `rank` is built from. host: address at which engines reach it."""
     sync, kind = config.sync, transport(config, one_host=one_host)
     folder = sync.dir or os.path.join(config.run.dir or ".", "weights")
     sender = SenderConfig(handle.run_id, sync, host=host, folder=folder, data_plane=handle, device=device)
@@ -202,14 +219,14 @@ def worker_setup(
 
 
 def bucket_mib(config: Config, kind: str, device: str) -> int:
-    """Of weights that leave a trainer on `device` by transport `kind`."""
+    """Return the bucket size in MiB for weights that a trainer on `device` sends by transport `kind`."""
     if config.sync.bucket_mib is not None:
         return config.sync.bucket_mib
     return 512 if device.startswith("cuda") and kind in ("ipc", "collective") else 64
 
 
 def backend_config(config: Config, model: str) -> BackendConfig:
-    """The train backend of every rank; `model` is a local folder or hub id."""
+    """Return the configuration of the train backend, the same for every rank. model: local folder or hub id."""
     loss = config.loss
     if loss.aggregation == "sequence_sum" and loss.length_norm is None:
         loss = loss.model_copy(update={"length_norm": config.rollout.max_new_tokens})
@@ -225,8 +242,11 @@ def backend_config(config: Config, model: str) -> BackendConfig:
 
 
 def budget(config: Config) -> Budget:
-    """Of a microbatch. Attention's share of a token's cost is L / (6 · hidden size) of the matrix products'
-    (24·h² and 4·h·L FLOPs a token and layer)."""
+    """Return the budget of a microbatch.
+
+    In a row of L tokens, attention costs L / (6 · hidden size) of what the matrix products cost, which are 4·h·L and
+    24·h² FLOPs per token and layer.
+    """
     hidden = model_config(config).get("hidden_size")
     return Budget(
         config.trainer.tokens_per_microbatch,

@@ -48,9 +48,9 @@ class Run:
     watch: DataPlaneWatch
     estimate: AdvantageEstimator
     sampling: SamplingParams
-    """How rollouts sample."""
+    """Sampling parameters of training rollouts."""
     greedy: SamplingParams
-    """How validation samples."""
+    """Sampling parameters of validation."""
     budget: Budget
     """Largest size of a microbatch."""
 

@@ -39,7 +39,7 @@ ATTEMPTS = 2
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What it took to bring engines to a version."""
+    """Measurements of one weight sync."""
 
     version: int
     bytes_sent: int
