@@ -9,17 +9,16 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+from pathlib import Path
 
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(
-    [
-        "headrace.actors.train.reader",
-        "headrace.actors.weights.inbox",
-        "headrace.codecs.bucket_delta",
+_PRELOADED = ["headrace.actors.train.reader", "headrace.actors.weights.inbox", "headrace.codecs.bucket_delta"]
+if not Path("/dev/nvidiactl").exists():  # importing Megatron touches a GPU, and no forked process could use it then
+    _PRELOADED += [
         "headrace.tests.trainers.backends.backend_ranks",
         "headrace.trainers.backends.megatron.backend",  # left out where Megatron is not installed
     ]
-)
+FORKSERVER.set_forkserver_preload(_PRELOADED)
 
 
 def start_ray() -> None:
