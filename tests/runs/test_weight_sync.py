@@ -17,7 +17,7 @@ SHORT = 3
 """Number of steps of the cases that `make test` runs; the others are slow."""
 CASES = {
     # name: (model, overrides, steps)
-    "fsdp dp2 -> 2 hf, ipc": ("tied", (*HF, "trainer.dp=2", "rollout.num_engines=2", "sync.transport=ipc"), SHORT),
+    "fsdp dp2 -> 2 hf, ipc": ("tied", (*HF, "trainer.dp=2", "rollout.num_engines=2", "sync.transport=ipc"), 6),
     "fsdp -> 2 hf, collective delta": (
         "untied", (*HF, "rollout.num_engines=2", "sync.transport=collective", "sync.delta=true"), SHORT,
     ),

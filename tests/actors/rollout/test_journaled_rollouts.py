@@ -161,7 +161,7 @@ def test_other_settings_make_other_groups(tokenizer: Any, tmp_path: Path) -> Non
     second.end()
 
 
-@pytest.mark.processes
+@pytest.mark.drill
 @pytest.mark.timeout(180)
 def test_kill_9_at_random_moments(model_folder: str, tmp_path: Path) -> None:
     """Real processes, killed while they append and put; see journal_drill.py."""
