@@ -3,6 +3,8 @@
 Needs Triton, which CUDA builds of torch include, and a C compiler.
 """
 
+# pyright: reportMissingImports=false
+# Triton need not be installed where types are checked.
 from __future__ import annotations
 
 from typing import Any
@@ -52,7 +54,8 @@ def scatter(words: torch.Tensor, table: torch.Tensor, weights: torch.Tensor) -> 
     nothing). All are on one GPU.
     """
     out = torch.zeros(1, dtype=torch.int64, device=words.device)
-    launch: Any = _scatter[(len(table),)]
+    kernel: Any = _scatter
+    launch = kernel[(len(table),)]
     with torch.cuda.device_of(words):  # Triton launches on the current device
         launch(words, table, weights, out, COLUMNS=len(weights), BLOCK=_BLOCK, STEPS=_STEPS, num_warps=4)
     return out

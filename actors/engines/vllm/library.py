@@ -4,8 +4,8 @@ It works with vLLM 0.30 (torch 2.13; CPU and CUDA) and 0.26 (torch 2.11). `get_w
 used.
 """
 
-# pyright: reportMissingImports=false
-# vLLM need not be installed where types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# vLLM need not be installed where types are checked; without it pyright takes the folder above for it.
 from __future__ import annotations
 
 from typing import Any
