@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ CONCURRENCY = 1 << 16
 """Ray's `max_concurrency` of an engine actor, so high that requests in flight do not delay `pause` or `abort`."""
 
 
-class EngineHost:
+class EngineHost(ABC):
     """Methods by which the driver controls the engine of any actor that has one."""
 
     def __init__(self, name: str) -> None:
@@ -38,7 +39,7 @@ class EngineHost:
         return messages.encode(await result if inspect.isawaitable(result) else result)
 
     def _target(self, method: str) -> object:
-        """The object whose method is called."""
+        """Return the object that has this method: this host, unless a subclass hosts another object."""
         return self
 
     async def info(self) -> ActorInfo:
@@ -52,8 +53,9 @@ class EngineHost:
         """
         self._hosted = await asyncio.to_thread(self._build)
 
+    @abstractmethod
     def _build(self) -> GenerationEngine:
-        raise NotImplementedError
+        """Load the engine and all else that the actor hosts; `build` runs it in a thread."""
 
     async def prepare_weights(self, update: WeightUpdate) -> None:
         """Run `WeightHost.prepare_weights`."""

@@ -84,8 +84,7 @@ def test_a_run_goes_on_from_its_last_checkpoint_as_if_nothing_had_been(tmp_path,
         family |= set(runs.descendants(process))
         [target] = [process for name, process in runs.actors(run_dir).items() if name.endswith(victim)]
         os.kill(target.pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
+    output = runs.succeed(process, timeout_s=300)
     for restart, victim in enumerate(victims, start=1):
         assert f"restart {restart} (run.max_restarts=3): going on from the checkpoint of step" in output
         assert victim in output
@@ -127,8 +126,7 @@ def test_a_killed_engine_is_left_out_and_the_run_goes_on(tmp_path):
     [target] = [process for name, process in runs.actors(run_dir).items() if name == "engine 1"]
     assert target in runs.descendants(process)
     os.kill(target.pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
+    runs.succeed(process)
     steps = [line for line in runs.metrics(run_dir) if "sync/engines" in line]
     assert steps[0]["sync/engines"] == 2 and steps[0]["sync/engines_left_out"] == 0
     assert steps[-1]["sync/engines"] == 1 and steps[-1]["sync/engines_left_out"] == 1

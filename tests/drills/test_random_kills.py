@@ -75,8 +75,7 @@ def test_twenty_kills_at_random_moments_change_no_figure(tmp_path: Path) -> None
             process = runs.start(run_dir, *DRILL, "--resume")
         else:
             kill(run_dir, process, victim)
-    output, _ = process.communicate(timeout=900)
-    assert process.returncode == 0, output
+    output = runs.succeed(process, timeout_s=900)
     found = figures_of(run_dir)
     assert list(found) == list(expected)
     for step, figures in expected.items():

@@ -47,6 +47,13 @@ def run(run_dir: Path, *overrides: str, timeout_s: float = 240) -> tuple[int, st
     return process.returncode, output
 
 
+def succeed(process: subprocess.Popen[str], timeout_s: float = 240) -> str:
+    """Wait for a run that was started and must end without an error; returns its output."""
+    output, _ = process.communicate(timeout=timeout_s)
+    assert process.returncode == 0, output
+    return output
+
+
 def metrics(run_dir: Path) -> list[dict]:
     """The lines of metrics.jsonl."""
     path = run_dir / "metrics.jsonl"

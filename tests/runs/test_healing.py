@@ -33,8 +33,7 @@ def test_a_killed_rollout_actor_is_replaced(tmp_path: Path, mode: str) -> None:
     )
     runs.wait_for_step(run_dir, 2, process)
     kill(run_dir, process, "rollout 1")
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
+    output = runs.succeed(process)
     steps = steps_of(run_dir)
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert steps[-1]["rollout/actors_replaced"] == 1 and steps[-1]["sync/engines"] == 2
@@ -54,8 +53,7 @@ def test_a_killed_engine_is_replaced(tmp_path: Path) -> None:
     )
     runs.wait_for_step(run_dir, 2, process)
     kill(run_dir, process, "engine 1")
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
+    runs.succeed(process)
     steps = steps_of(run_dir)
     assert len(steps) == STEPS and steps[-1]["rollout/actors_replaced"] == 1
     assert min(step["sync/engines"] for step in steps) <= 2 and steps[-1]["sync/engines"] == 2
@@ -74,8 +72,7 @@ def test_train_workers_are_restarted_under_the_rollouts(tmp_path: Path) -> None:
     runs.wait_for_step(run_dir, 5, process)
     before = {name: found.pid for name, found in runs.actors(run_dir).items()}
     kill(run_dir, process, "train worker 1")
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
+    output = runs.succeed(process)
     assert "train worker 1" in output and "the train workers alone are restarted, the rollouts go on" in output
     after = {actor["name"]: actor["pid"] for actor in json.loads((run_dir / "actors.json").read_text())["actors"]}
     changed = {name for name, pid in before.items() if after[name] != pid}
@@ -101,18 +98,18 @@ def test_train_workers_are_restarted_under_the_rollouts(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_rollout_actor_that_hangs_is_replaced(tmp_path: Path) -> None:
+    """Whether or not it has rollouts to make at that moment: if it has none, only the weight sync asks it anything."""
     run_dir = tmp_path / "run"
     process = runs.start(
-        run_dir, "algorithm.mode=async", f"algorithm.steps={STEPS}", "rollout.num_engines=2", "validation.every=0",
+        run_dir, "algorithm.mode=async", "algorithm.steps=300", "rollout.num_engines=2", "validation.every=0",
         "resources.stage_timeout_s=20", "sync.timeout_s=5",
     )  # fmt: skip
     runs.wait_for_step(run_dir, 2, process)
     hanging = runs.actors(run_dir)["rollout 1"]
     hanging.suspend()
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
+    output = runs.succeed(process)
     steps = steps_of(run_dir)
-    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert [step["step"] for step in steps] == list(range(1, 301))
     assert steps[-1]["rollout/actors_replaced"] == 1 and steps[-1]["run/restarts"] == 0
     assert "no answer within 20 s from rollout 1" in output
     assert not hanging.is_running()

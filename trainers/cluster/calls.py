@@ -145,7 +145,7 @@ def gather(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[T]:
     Raises ActorFailed when an actor died, raised (see its `cause`), or did not answer within `timeout_s`.
     """
     results = dict[Call[T], T]()
-    for call, outcome in _settled(calls, stage, timeout_s):
+    for call, outcome in settled(calls, stage, timeout_s):
         if isinstance(outcome, ActorFailed):
             raise outcome
         results[call] = outcome
@@ -157,7 +157,7 @@ def gather(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[T]:
 
 def gather_each(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[T | ActorFailed]:
     """Wait for all calls; returns, in order, each call's result or its ActorFailed."""
-    results = dict[Call[T], T | ActorFailed](_settled(calls, stage, timeout_s))
+    results = dict[Call[T], T | ActorFailed](settled(calls, stage, timeout_s))
     for call in calls:
         if call not in results:
             results[call] = ActorFailed(f"{stage}: no answer within {timeout_s:g} s from {call.actor.info}")
@@ -175,8 +175,8 @@ def ended(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[tuple[
     return [(by_reference[reference], _outcome(by_reference[reference], stage)) for reference in done]
 
 
-def _settled(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> Iterator[tuple[Call[T], T | ActorFailed]]:
-    """Yields each call with its outcome when it ends, until all have or `timeout_s` is over."""
+def settled(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> Iterator[tuple[Call[T], T | ActorFailed]]:
+    """Yield each call with its outcome when it ends, until all have or `timeout_s` is over."""
     deadline = time.monotonic() + timeout_s
     pending = list(calls)
     while pending and (found := ended(pending, stage, max(0.0, deadline - time.monotonic()))):

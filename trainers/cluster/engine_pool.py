@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ...actors.protocols import ActorInfo
 from ...actors.weights.transports.protocol import ReceiverGroup
+from .calls import Call
 from .handles import EngineHandle
 
 _log = logging.getLogger(__name__)
@@ -30,10 +33,17 @@ class Engine:
     """Reason why it gets no requests; "" while it gets some."""
     dead: bool = False
     """Whether its process is gone."""
+    ping: Call[ActorInfo] | None = None
+    """The `ping` that it has not answered yet; None when it owes no answer."""
 
     @property
     def name(self) -> str:
         return self.handle.info.name
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the `ping` that it has not answered; 0.0 when it owes no answer."""
+        return 0.0 if self.ping is None else time.monotonic() - self.ping.started
 
     @property
     def group(self) -> ReceiverGroup:

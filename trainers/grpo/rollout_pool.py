@@ -57,18 +57,22 @@ class RolloutPool:
             self._actors.replace(actor, failure)
             if engine is None:
                 return
-            engine.version, engine.dead = 0, False
+            engine.version, engine.dead, engine.ping = 0, False, None
             if version:
                 self._weights.sync(version, [engine])
             engines.take_back(engine)
 
     def replace_dead(self, version: int) -> bool:
         """Replace the engines that died, as often as run.max_restarts allows; returns whether there were any and all
-        were replaced."""
-        dead = [engine for engine in self._actors.engines.engines if engine.dead]
-        for engine in dead:
+        were replaced. An engine that has not answered for as long as an actor may take is killed and replaced, too."""
+        engines = self._actors.engines.engines
+        gone = [engine for engine in engines if engine.dead or engine.silent_s >= self._timeout_s]
+        for engine in gone:
             if not self._actors.may_replace:
                 return False
-            failure = ActorFailed(engine.left_out, died=True)
-            self.replace(engine.handle, engine.handle.info.pid, failure, version)
-        return bool(dead)
+            reason = engine.left_out
+            if not engine.dead:
+                reason = f"stuck: no answer within {self._timeout_s:g} s from {engine.handle.info}: it is killed"
+                engine.handle.kill()
+            self.replace(engine.handle, engine.handle.info.pid, ActorFailed(reason, died=True), version)
+        return bool(gone)

@@ -173,7 +173,7 @@ def _traced(run: Run, reports: list[WorkerReport]) -> list[WorkerReport]:
 
 def sync_weights(run: Run, state: State) -> SyncReport:
     """Bring all engines to `state.version`, except those that are ahead of it (`WeightSync.sync`), and replace those
-    that died. Raises NoEngineLeft when none is left and none could be replaced."""
+    that died or hang. Raises NoEngineLeft when none is left and none could be replaced."""
     with run.stages.timed("sync"):
         try:
             report = run.weights.sync(state.version)

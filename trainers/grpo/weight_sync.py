@@ -24,7 +24,7 @@ from ...actors.engines.protocol import CommitReport
 from ...actors.protocols import Span
 from ...actors.weights.stream import SendReport
 from ...actors.weights.transports.protocol import WeightTransferError, WeightUpdate
-from ..cluster.calls import ActorFailed, Call, gather, gather_each
+from ..cluster.calls import ActorFailed, Call, gather, gather_each, settled
 from ..cluster.engine_pool import Engine, EnginePool
 from ..cluster.handles import TrainHandle
 from ..config.config import SyncConfig
@@ -32,7 +32,8 @@ from ..config.config import SyncConfig
 MARGIN_S = 10.0
 """Seconds that the driver waits beyond sync.timeout_s, after which both ends of a transfer give up by themselves."""
 HEALTH_S = 5.0
-"""Seconds within which an engine must answer a `ping` to take part again."""
+"""Seconds that a sync waits for an engine's answer to a `ping`. A sync does not wait again for the same answer: an
+engine that is late takes part again in the first sync after it has answered."""
 ATTEMPTS = 2
 """Number of times that an engine may try to receive one version."""
 
@@ -210,12 +211,24 @@ class WeightSync:
         return [engine for engine in engines if not engine.left_out or engine in alive]
 
     def _alive(self, engines: Sequence[Engine]) -> list[Engine]:
-        """The engines that answer; notes which of the others are dead."""
-        answers = gather_each([engine.handle.ping() for engine in engines], "health", HEALTH_S)
-        failures = _failures(engines, answers)
-        for engine in engines:
-            engine.dead |= engine.name in failures and failures[engine.name].died
-        return [engine for engine in engines if engine.name not in failures]
+        """The engines that answer; notes which of the others are dead, and since when an engine owes an answer."""
+        asked = [engine for engine in engines if engine.ping is None]
+        for engine in asked:
+            engine.ping = engine.handle.ping()
+        by_call = {engine.ping: engine for engine in engines if engine.ping is not None}
+        answers = [
+            *settled([call for call, engine in by_call.items() if engine not in asked], "health", 0.0),
+            *settled([call for call, engine in by_call.items() if engine in asked], "health", HEALTH_S),
+        ]
+        alive = []
+        for call, answer in answers:
+            engine = by_call[call]
+            engine.ping = None
+            if isinstance(answer, ActorFailed):
+                engine.dead |= answer.died
+            else:
+                alive.append(engine)
+        return [engine for engine in engines if engine in alive]
 
     def _drop(self, version: int, engines: Sequence[Engine]) -> None:
         """Have engines forget what they have of `version`; an engine that does not answer has nothing to forget."""

@@ -13,7 +13,7 @@ import mmap
 import os
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -230,10 +230,13 @@ class HostStream(IpcStreamBase):
         self._forget = forget
         self.memory = memory
 
-    def _payload(self, frame: BucketFrame) -> torch.Tensor:
-        assert self.memory is not None
-        begin = self._offsets[frame.bucket]
-        return self.memory[begin : min(begin + frame.nbytes, self._offsets[frame.bucket + 1])]
+    def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
+        for bucket in range(len(self.plan.sizes)):
+            self._wait(bucket)
+            frame, memory = self._status.frame(bucket), self.memory
+            assert frame is not None and memory is not None
+            begin = self._offsets[bucket]
+            yield frame, memory[begin : min(begin + frame.nbytes, self._offsets[bucket + 1])]
 
     def give_up(self, error: WeightTransferError) -> None:
         self._forget()

@@ -12,17 +12,14 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from ....codecs import messages
 from ....codecs.buckets import BucketPlan, read_plan
 from ....codecs.owned_folder import PREFIX, SHARED_MEMORY, create_owned_folder, owner_lives, remove_stale_folders
 from .deadline import TICK_S, Deadline
-from .protocol import BucketFrame, WeightUpdate
+from .protocol import WeightUpdate
 from .receiver import Stream
 from .sender import Sender, SenderUpdate
 from .shared_status import OPEN, WHOLE, WITHDRAWN, Lease, SharedStatus
@@ -94,13 +91,6 @@ class IpcStreamBase(Stream):
         self._lease = lease
         self._looked = 0.0
 
-    def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
-        for bucket in range(len(self.plan.sizes)):
-            self._wait(bucket)
-            frame = self._status.frame(bucket)
-            assert frame is not None
-            yield frame, self._payload(frame)
-
     def _confirm(self) -> None:
         self.deadline.wait(self._is_whole, lambda: ("all buckets came, the sender did not finish", ()), self.tick_s)
 
@@ -139,11 +129,6 @@ class IpcStreamBase(Stream):
 
     def _close(self) -> None:
         self._lease.release()
-
-    # ------------------------------------------------------------ for subclasses
-
-    def _payload(self, frame: BucketFrame) -> torch.Tensor:
-        raise NotImplementedError
 
 
 def join(update: WeightUpdate, deadline: Deadline) -> tuple[SharedStatus, Lease, Contents]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -15,7 +16,7 @@ from .deadline import Deadline, worker_name
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
 
 
-class Stream:
+class Stream(ABC):
     """Implements WeightStream, except for the way in which bytes travel.
 
     Subclasses implement `_arrivals` and `_close`.
@@ -77,13 +78,14 @@ class Stream:
 
     # ------------------------------------------------------------ for subclasses
 
+    @abstractmethod
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
         """Yield frames and payloads as they come, not verified; ends after the last one when the update is whole."""
-        raise NotImplementedError
 
     def _digests(self) -> torch.Tensor:
-        """Return the sender's digests of payloads on a GPU, int64 `[buckets]`, once all buckets have come."""
-        raise NotImplementedError
+        """Return the sender's digests of payloads on a GPU, int64 `[buckets]`, once all buckets have come. Subclasses
+        implement it unless they only yield payloads in host memory."""
+        raise AssertionError(f"{type(self).__name__} yields no payloads on a GPU")
 
     def _confirm(self) -> None:
         """Confirm to the sender that all buckets have come and are right."""
@@ -91,8 +93,8 @@ class Stream:
     def give_up(self, error: WeightTransferError) -> None:
         """Report to the sender that this receiver cannot use the update. Other receivers must still get it."""
 
-    def _close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _close(self) -> None: ...
 
     def check_open(self) -> None:
         """Raise WeightTransferError when another thread has closed the stream."""
@@ -141,7 +143,7 @@ def bucket_offsets(plan: BucketPlan) -> list[int]:
     return np.cumsum([0, *aligned]).tolist()
 
 
-class Receiver:
+class Receiver(ABC):
     """Implements WeightReceiver, except for joining: subclasses implement `_open`, and `close` if they need it."""
 
     def __init__(self, engine: str, worker: int) -> None:
@@ -165,9 +167,9 @@ class Receiver:
         if self._deadline is not None:
             self._deadline.stop()
 
+    @abstractmethod
     def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> Stream:
         """Join the update. rank: number of this worker among all receivers of the update, from 0."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Release what was kept between updates. Idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -37,7 +38,7 @@ class SenderUpdate:
     location: str = field(default="", kw_only=True)
 
 
-class Sender:
+class Sender(ABC):
     """Implements WeightSender, except for the way in which bytes travel.
 
     Subclasses implement the methods with a leading underscore. Another thread may call `_abort` while any other of them
@@ -134,24 +135,24 @@ class Sender:
 
     # ------------------------------------------------------------ for subclasses
 
+    @abstractmethod
     def _begin(self, update: SenderUpdate) -> str:
         """Announce the update, and return the location."""
-        raise NotImplementedError
 
-    def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor: ...
 
-    def _send(self, update: SenderUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _send(self, update: SenderUpdate, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None) -> None: ...
 
-    def _finish(self, update: SenderUpdate) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _finish(self, update: SenderUpdate) -> None: ...
 
-    def _abort(self, update: SenderUpdate, reason: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _abort(self, update: SenderUpdate, reason: str) -> None: ...
 
-    def _close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _close(self) -> None: ...
 
     def _deadline(self, update: SenderUpdate) -> Deadline:
         if update.deadline is None:
@@ -266,19 +267,19 @@ class BackgroundSender(Sender):
 
     # ------------------------------------------------------------ for subclasses
 
+    @abstractmethod
     def _open(self, update: SenderUpdate) -> str:
         """Make room and publish the plan. Returns the location."""
-        raise NotImplementedError
 
-    def _write(self, update: SenderUpdate, frame: BucketFrame, payload: torch.Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _write(self, update: SenderUpdate, frame: BucketFrame, payload: torch.Tensor) -> None: ...
 
+    @abstractmethod
     def _complete(self, update: SenderUpdate) -> None:
         """Make the version whole, as all buckets are written."""
-        raise NotImplementedError
 
-    def _withdraw(self, update: SenderUpdate, reason: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _withdraw(self, update: SenderUpdate, reason: str) -> None: ...
 
-    def _remove_all(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _remove_all(self) -> None: ...

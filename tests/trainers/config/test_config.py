@@ -10,6 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from headrace.tests.trainers.config.refusals import file_problems
 from headrace.trainers.cluster.actor_specs import bucket_mib
 from headrace.trainers.config.config import Config, resolved_yaml, with_run_dir
 from headrace.trainers.config.load import build_config, load_config
@@ -20,12 +21,6 @@ def load(tmp_path: Path, text: str, *overrides: str) -> Config:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     return load_config(path, overrides)
-
-
-def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path, text, *overrides)
-    return list(caught.value.problems)
 
 
 def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
@@ -119,38 +114,38 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
     ],
 )
 def test_one_sentence_names_key_value_and_what_was_expected(tmp_path: Path, override: str, sentence: str) -> None:
-    found = problems(tmp_path, "", override)
+    found = file_problems(tmp_path, "", override)
     assert len(found) == 1, found
     assert sentence in found[0]
     assert "\n" not in found[0]
 
 
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
-    found = problems(tmp_path, "trainer: {dp_: 1, lr: x}\nloss: {clip_low: 2}")
+    found = file_problems(tmp_path, "trainer: {dp_: 1, lr: x}\nloss: {clip_low: 2}")
     assert {sentence.partition(":")[0] for sentence in found} == {"trainer.dp_", "trainer.lr", "loss.clip_low"}
-    found = problems(tmp_path, "", "trainer.dp=3", "rollout.num_engines=33", "rollout.top_p=0.5")
+    found = file_problems(tmp_path, "", "trainer.dp=3", "rollout.num_engines=33", "rollout.top_p=0.5")
     assert len(found) == 3
 
 
 def test_overrides_through_lists_and_scalars_are_refused(tmp_path: Path) -> None:
     text = "trainer: {lr: 1}\nreward: {functions: [{kind: format}]}"
-    assert "got 1 as trainer.lr, expected a section" in problems(tmp_path, text, "trainer.lr.x=3")[0]
+    assert "got 1 as trainer.lr, expected a section" in file_problems(tmp_path, text, "trainer.lr.x=3")[0]
     assert (
         "got '1' in reward.functions, expected a number below 1, its length"
-        in problems(tmp_path, text, "reward.functions.1.kind=format")[0]
+        in file_problems(tmp_path, text, "reward.functions.1.kind=format")[0]
     )
 
 
 def test_broken_files(tmp_path: Path) -> None:
-    assert "line 2: the key 'trainer' appears twice" in problems(tmp_path, "trainer: {dp: 1}\ntrainer: {dp: 2}")[0]
-    assert "line 1" in problems(tmp_path, "trainer: [")[0]
-    assert "expected sections" in problems(tmp_path, "- 3")[0]
+    assert "line 2: the key 'trainer' appears twice" in file_problems(tmp_path, "trainer: {dp: 1}\ntrainer: {dp: 2}")[0]
+    assert "line 1" in file_problems(tmp_path, "trainer: [")[0]
+    assert "expected sections" in file_problems(tmp_path, "- 3")[0]
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "missing.yaml")
 
 
 def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
-    found = problems(tmp_path, "", "model.path=/no/such/model", "data.train=no.jsonl", "data.validation=./no")
+    found = file_problems(tmp_path, "", "model.path=/no/such/model", "data.train=no.jsonl", "data.validation=./no")
     assert [sentence.partition(":")[0] for sentence in found] == ["model.path", "data.train", "data.validation"]
     (tmp_path / "train.jsonl").write_text("{}\n")
     config = load(tmp_path, "", f"data.train={tmp_path}/train.jsonl", "validation.every=0")
@@ -159,19 +154,19 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
 
 def test_a_dataset_needs_its_own_validation_set(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}\n")
-    [sentence] = problems(tmp_path, "", f"data.train={tmp_path}/train.jsonl")
+    [sentence] = file_problems(tmp_path, "", f"data.train={tmp_path}/train.jsonl")
     assert sentence.startswith("data.validation: not set")
 
 
 def test_only_the_builtin_model_is_warmed_up(tmp_path: Path) -> None:
-    [sentence] = problems(tmp_path, "", "warmup.corpus=digit_skills", "model.path=org/model")
+    [sentence] = file_problems(tmp_path, "", "warmup.corpus=digit_skills", "model.path=org/model")
     assert "it has an effect only with the built-in model" in sentence
     assert load(tmp_path, "", "warmup.corpus=digit_skills").warmup.corpus == "digit_skills"
 
 
 def test_reward_names_are_unique(tmp_path: Path) -> None:
     twice = "reward: {functions: [{kind: exact_match}, {kind: 'my.rewards:exact_match'}]}"
-    assert "got the name 'exact_match', which is taken" in problems(tmp_path, twice)[0]
+    assert "got the name 'exact_match', which is taken" in file_problems(tmp_path, twice)[0]
     config = load(tmp_path, twice, "reward.functions.1.name=mine")
     assert [function.label for function in config.reward.functions] == ["exact_match", "mine"]
 
@@ -229,14 +224,14 @@ def test_a_mesh_of_megatron(tmp_path: Path) -> None:
         "trainer: {backend: megatron, dp: 2, tp: 2, cp: 2, pp: 2, ep: 4, sequence_parallel: true, packing: packed}",
     )
     assert config.trainer.topology.world == 16 and config.trainer.topology.pad_multiple == 8
-    [found] = problems(tmp_path, "trainer: {backend: megatron, sequence_parallel: true}")
+    [found] = file_problems(tmp_path, "trainer: {backend: megatron, sequence_parallel: true}")
     assert found.startswith("trainer.sequence_parallel: got true with trainer.tp=1, expected false")
-    [found] = problems(tmp_path, "trainer: {backend: megatron, ep: 2}")
+    [found] = file_problems(tmp_path, "trainer: {backend: megatron, ep: 2}")
     assert found.startswith("trainer.ep: got 2, expected a divisor of trainer.dp x tp x cp = 1")
-    [found] = problems(tmp_path, "trainer: {backend: megatron, cp: 2}")
+    [found] = file_problems(tmp_path, "trainer: {backend: megatron, cp: 2}")
     assert found.startswith("trainer.packing: got 'none' with trainer.cp=2, expected 'packed'")
     small = "trainer: {backend: megatron, tp: 2, cp: 2, packing: packed, tokens_per_microbatch: 765}"
-    [found] = problems(tmp_path, small, "rollout.max_new_tokens=250")
+    [found] = file_problems(tmp_path, small, "rollout.max_new_tokens=250")
     assert (
         "got 765, expected at least 768, the length of the longest row" in found
         and "rounded up to a multiple of 8" in found
