@@ -165,7 +165,7 @@ class Sample:
     text: str
     """Text of the response, without special tokens."""
     finish_reason: str
-    """Why the episode ended: `stop`, `length` or `abort`; `error` for a failed row."""
+    """Reason why the episode ended: `stop`, `length` or `abort`; `error` for a failed row."""
     versions: np.ndarray
     """Policy version that produced each token, int32 `[L]`; -1 where the policy did not choose it (prompt, tools)."""
 

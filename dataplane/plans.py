@@ -31,7 +31,7 @@ class Budget:
     group_tolerance: float = 1.05
     """Ratio max/mean of the ranks' cost above which groups are split over ranks."""
     packing: Packing = "none"
-    """How the backend lays a microbatch out, which is what its tokens are counted by.
+    """Layout of a microbatch in the backend, by which its tokens are counted.
 
     none      rows padded to the longest: rows x longest; rows in the order in which they came
     dynamic   the same, rows sorted by length, so that neighbours need little padding

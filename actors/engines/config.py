@@ -34,8 +34,7 @@ class ModelConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How engines generate, how many there are, which environment the policy acts in, and how its tokens are
-    sampled."""
+    """Kind and number of engines, the environment in which the policy acts, and the sampling of its tokens."""
 
     engine: Literal["hf", "vllm", "scripted"] = "hf"
     """Kind of the engines. `hf` generates with transformers. `vllm` generates with vLLM, which `make vllm` installs on

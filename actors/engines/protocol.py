@@ -14,8 +14,8 @@ import numpy as np
 from ..weights.transports.protocol import WeightUpdate
 
 PauseMode = Literal["keep", "wait", "abort"]
-"""What a pause does to requests in flight: `keep` freezes them, and they go on after `resume`; `wait` lets them end
-first; `abort` ends them at once with the tokens made so far (finish_reason `abort`)."""
+"""Treatment of requests in flight during a pause: `keep` freezes them, and they go on after `resume`; `wait` lets them
+end first; `abort` ends them at once with the tokens made so far (finish_reason `abort`)."""
 
 SESSION_SEPARATOR = "/"
 """Separates session and turn in a request id, `{session}` or `{session}/{turn}`. All turns of a session go to one
@@ -72,7 +72,7 @@ class Completion:
     logprobs: np.ndarray
     """Log-prob of each token, float32 `[T]`."""
     finish_reason: str
-    """Why the completion ended: `stop`, `length` or `abort` (partial output)."""
+    """Reason why the completion ended: `stop`, `length` or `abort` (partial output)."""
     versions: np.ndarray
     """Policy version that produced each token, int32 `[T]`; never falls from one token to the next."""
 

@@ -50,7 +50,7 @@ class LeftOut:
 
     name: str
     reason: str
-    """Why it was left out."""
+    """Reason why it was left out."""
 
 
 class Router:

@@ -8,7 +8,7 @@ from ...dataplane.section import Count, Section
 
 
 class DataConfig(Section):
-    """Where the prompts and answers of training and validation come from."""
+    """Source of the prompts and answers of training and validation."""
 
     train: str = "task:reverse"
     """Source of training prompts. `task:reverse` and `task:arithmetic` generate prompts; other sources are a .jsonl

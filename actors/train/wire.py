@@ -18,6 +18,7 @@ import torch
 from ...codecs import messages
 from ...codecs.batch import Batch, Column, Jagged, Ragged
 from ...codecs.gather import as_bytes
+from ...codecs.integers import round_up
 from ...codecs.schema import Kind, Schema
 from ...dataplane.compact import pack_ints, unpack_ints
 from ...dataplane.directory import requests
@@ -164,7 +165,7 @@ def describe(batch: Batch, facts: RowFacts | None) -> Header:
 
 def aligned(nbytes: int) -> int:
     """Round `nbytes` up to a multiple of ALIGN."""
-    return -(-nbytes // ALIGN) * ALIGN
+    return round_up(nbytes, ALIGN)
 
 
 def buffer_bytes(header: Header) -> int:

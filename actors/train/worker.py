@@ -97,7 +97,8 @@ class TrainWorker:
     """
 
     def __init__(self, setup: WorkerSetup, *, device: torch.device = CPU) -> None:
-        """Builds reader, backend and, on rank 0, the publisher. Collective, once the ranks' process group is joined.
+        """Build the reader, the backend and, on rank 0, the publisher. The call is collective, once the ranks' process
+        group is joined.
 
         device: where the reader delivers rows; the backends lay them out on the CPU.
         """

@@ -10,7 +10,7 @@ Staging = Literal["auto", "full", "none"]
 
 
 class SyncConfig(Section):
-    """How new weights travel from the trainer to the engines."""
+    """Transport of new weights from the trainer to the engines."""
 
     transport: Literal["auto", "collective", "ipc", "store", "disk"] = "auto"
     """Transport of the weights. `collective` broadcasts them (NCCL on GPUs, gloo on CPUs). `ipc` shares memory within

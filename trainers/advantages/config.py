@@ -8,7 +8,7 @@ from ...dataplane.section import Section
 
 
 class AdvantageConfig(Section):
-    """How the rewards of a group's samples become advantages."""
+    """Estimate of advantages from the rewards of a group's samples."""
 
     kind: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gdpo"] = "grpo"
     """Estimator of the advantages. `grpo` subtracts the group's mean reward and divides by the group's standard

@@ -39,8 +39,8 @@ class TrainerConfig(Section):
     distributed_optimizer: bool = True
     """Whether the data-parallel ranks split the optimizer's state between them. `fsdp` always splits it."""
     recompute: Literal["none", "full"] = "none"
-    """What is computed again in the backward pass. `none` keeps all intermediate values. `full` saves memory by keeping
-    only the input of each decoder layer and computing the rest again."""
+    """Part of the forward pass that the backward pass computes again. `none` keeps all intermediate values. `full`
+    saves memory by keeping only the input of each decoder layer and computing the rest again."""
     offload: bool = False
     """Whether weights, gradients and optimizer state are in host memory while they are not used. Needs more than one
     train worker."""
@@ -98,8 +98,8 @@ class BackendConfig:
     """Whether the policy's mean entropy at the trained tokens is reported (`train/entropy`), which costs a softmax over
     the vocabulary."""
     head: Head = "selected"
-    """How log-probs are computed from the output layer. `full` is for models that change their logits after the output
-    layer; the backend raises an error when such a model has `selected`."""
+    """Method that computes log-probs from the output layer. `full` is for models that change their logits after the
+    output layer; the backend raises an error when such a model has `selected`."""
 
     def __post_init__(self) -> None:
         if self.loss.kl_coef > 0 and not self.with_reference:

@@ -39,7 +39,7 @@ class AlgorithmConfig(Section):
     """The size and number of steps, the order in which groups are trained on, and how far rollouts may be ahead."""
 
     mode: Literal["sync", "async", "streaming"] = "sync"
-    """How rollouts and training overlap. In `sync` mode rollout, training and weight sync take turns. In `async` mode
+    """Overlap of rollouts and training. In `sync` mode rollout, training and weight sync take turns. In `async` mode
     rollouts run ahead of training by up to `algorithm.max_staleness` versions. `streaming` takes turns as `sync` does,
     but trains on groups as they become ready."""
     max_staleness: CountOrZero = 1
@@ -81,7 +81,7 @@ class AlgorithmConfig(Section):
 
 
 class RunConfig(Section):
-    """Where a run leaves its files, which seed it has, and what it does after a failure."""
+    """Files, seed and restarts of a run."""
 
     dir: str | None = None
     """Path of the run folder. Unset: `runs/{name}-{YYYYmmdd-HHMMSS}` in the current folder."""
@@ -169,7 +169,7 @@ class ResourcesConfig(Section):
 
 
 class LoggingConfig(Section):
-    """What a run shows and writes in addition to metrics.jsonl."""
+    """Output of a run in addition to metrics.jsonl."""
 
     tensorboard: bool = True
     """Whether TensorBoard files are written."""

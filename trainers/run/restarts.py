@@ -18,7 +18,8 @@ DEATH_S = 1.0
 
 
 def lost_process(error: Exception, processes: Mapping[str, int]) -> str | None:
-    """What was lost, in a sentence; None when `error` is an actor's or the driver's own, which would come again.
+    """Describe in a sentence what was lost; None when `error` is an actor's or the driver's own, which would come
+    again.
 
     processes: name -> pid of the processes on this host that the run needs. When one of them is gone, its death is
     taken for the reason of `error`.

@@ -110,7 +110,7 @@ class VllmEngine:
 
     @property
     def load_way(self) -> str:
-        """How the last commit loaded the weights: `in place`, or `layerwise: ` and the reason."""
+        """Way in which the last commit loaded the weights: `in place`, or `layerwise: ` and the reason."""
         return self._updates.way
 
     @property

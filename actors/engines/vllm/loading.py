@@ -43,8 +43,8 @@ class ModelLoader:
         self.in_place = False
         """Whether the open session writes into live parameters."""
         self.way = ""
-        """How the last session loaded: `in place` by copies, or `in place by the loaders: ` or `layerwise: ` and the
-        reason."""
+        """Way in which the last session loaded: `in place` by copies, or `in place by the loaders: ` or `layerwise: `
+        and the reason."""
 
     def start(self, names: WeightNames | None, sent: Collection[str]) -> None:
         """Open a session in which the weights `sent` (HF names) will come. names: weight names of the model."""

@@ -32,7 +32,7 @@ class WeightUpdates:
         self.prepared: int | None = None
         """Version that can be loaded; None when there is none."""
         self.way = ""
-        """How the last version was loaded: `in place`, or `layerwise: ` and the reason."""
+        """Way in which the last version was loaded: `in place`, or `layerwise: ` and the reason."""
 
     async def prepare(self, update: WeightUpdate, current: Callable[[], int]) -> None:
         """Have the workers receive and verify `update`.

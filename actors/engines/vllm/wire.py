@@ -35,7 +35,8 @@ class LoadReport:
     seconds: float
     """Seconds that the load took."""
     way: str
-    """How the weights were loaded: `in place`, or `in place by the loaders: ` or `layerwise: ` and the reason."""
+    """Way in which the weights were loaded: `in place`, or `in place by the loaders: ` or `layerwise: ` and the
+    reason."""
     error: str = ""
     """Error of a load that broke off, after which the model mixes two versions; "" when it ended well."""
     in_transfer: bool = False
