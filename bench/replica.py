@@ -30,6 +30,7 @@ from ..dataplane.handle import DataPlaneHandle
 from ..dataplane.meta import KVBatchMeta
 from ..dataplane.plans import Budget, plan_shards
 from ..dataplane.topology import Topology
+from ..trainers.cluster.ray_cluster import any_agent_port
 from ..trainers.errors import UserError
 from .conditions import conditions
 from .replica_rank import SCHEMA, WAYS, RankTask, WayResult, run_rank
@@ -111,13 +112,14 @@ def run_replica(options: ReplicaOptions, tell: Callable[[str], None]) -> list[Re
     )
     results: list[ReplicaResult] = []
     tell(f"starting the {options.store} store")
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": PROCESS_ENV},
-        logging_level=logging.ERROR,
-    )
+    with any_agent_port():
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": PROCESS_ENV},
+            logging_level=logging.ERROR,
+        )
     try:
         store = StoreConfig.model_validate({"kind": options.store, "capacity_mib": 512})
         with open_data_plane(DataPlaneConfig(store=store), run_id=f"bench-{uuid.uuid4().hex[:8]}") as plane:

@@ -28,7 +28,10 @@ def start_ray() -> None:
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns about its coming default otherwise
-    ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+    from headrace.trainers.cluster.ray_cluster import any_agent_port
+
+    with any_agent_port():
+        ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
 
 
 def end_ray() -> None:

@@ -16,9 +16,10 @@ def steps_of(run_dir):
 
 
 @pytest.mark.timeout(900)
-def test_stores_give_identical_metrics(tmp_path):
+@pytest.mark.parametrize("kinds", [("shm", "simple"), pytest.param(("shm", "local", "ray"), marks=pytest.mark.slow)])
+def test_stores_give_identical_metrics(tmp_path, kinds):
     seen = {}
-    for kind in ("local", "shm", "ray", "simple"):
+    for kind in kinds:
         run_dir = tmp_path / kind
         code, output = runs.run(run_dir, f"dataplane.store.kind={kind}", "algorithm.steps=3")
         assert code == 0, output

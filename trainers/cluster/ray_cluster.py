@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import ray
+from ray._private import parameter
 
 from ..errors import UserError
 
@@ -55,13 +59,14 @@ class Cluster:
             # Ray's processes read these: else it sends usage reports and warns about accelerators that it did not find.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            ray.init(
-                address="local",
-                num_cpus=num_cpus or max(os.cpu_count() or 1, demand.cpus),
-                object_store_memory=object_store_mib << 20,
-                include_dashboard=False,
-                **quiet,
-            )
+            with any_agent_port():
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus or max(os.cpu_count() or 1, demand.cpus),
+                    object_store_memory=object_store_mib << 20,
+                    include_dashboard=False,
+                    **quiet,
+                )
         else:
             ray.init(address=address, **quiet)
             self._check(demand)
@@ -88,6 +93,21 @@ class Cluster:
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=5)
+
+
+@contextmanager
+def any_agent_port() -> Iterator[None]:
+    """Have a Ray that starts meanwhile take any free port for its agent.
+
+    Its default is port 52365, for which it waits 3 seconds when another Ray on this host has it; `ray.init` has no
+    argument for it.
+    """
+    original = parameter.RayParams
+    parameter.RayParams = partial(original, dashboard_agent_listen_port=0)
+    try:
+        yield
+    finally:
+        parameter.RayParams = original
 
 
 def _family(root: psutil.Process) -> list[psutil.Process]:
