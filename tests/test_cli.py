@@ -181,7 +181,8 @@ def test_sigterm_unwinds_the_run(config: str, tmp_path: Path) -> None:
         "def run_training(config, *, resume):\n"
         "    try:\n"
         "        print('up', flush=True)\n"
-        "        time.sleep(60)\n"
+        "        for _ in range(600):\n"  # a signal that another thread is given does not wake a thread that sleeps
+        "            time.sleep(0.1)\n"
         "    finally:\n"
         "        print('cleaned up', flush=True)\n"
         "module.run_training = run_training\n"
