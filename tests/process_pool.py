@@ -22,7 +22,8 @@ FORKSERVER.set_forkserver_preload(_PRELOADED)
 
 
 def start_ray() -> None:
-    """Start this process's Ray cluster unless it is there. Its CPUs are a number only: actors of tests ask for none."""
+    """Start this process's Ray cluster unless it is there. Its CPUs are a number only, enough for the actors of a run
+    that joins it."""
     import ray  # GPU tests run where there is none
 
     if ray.is_initialized():
@@ -31,7 +32,15 @@ def start_ray() -> None:
     from headrace.trainers.cluster.ray_cluster import any_agent_port
 
     with any_agent_port():
-        ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+        ray.init(num_cpus=16, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+
+
+def ray_address() -> str:
+    """The address at which other processes join this process's Ray cluster, which is started unless it is there."""
+    import ray
+
+    start_ray()
+    return ray.get_runtime_context().gcs_address
 
 
 def end_ray() -> None:

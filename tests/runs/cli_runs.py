@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from headrace.tests.process_pool import ray_address
+
 ROOT = Path(__file__).parent.parent.parent
 SMALL = (
     "warmup.steps=10",
@@ -37,8 +39,8 @@ def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 def run(run_dir: Path, *overrides: str, timeout_s: float = 240) -> tuple[int, str]:
-    """Exit code and output of a small run."""
-    process = start(run_dir, *overrides)
+    """Exit code and output of a small run, which joins this process's Ray: starting one takes it 5 seconds."""
+    process = start(run_dir, f"resources.ray_address={ray_address()}", *overrides)
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
