@@ -56,6 +56,7 @@ def test_starting_the_command_imports_nothing_heavy():
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_transfer_over_ray_against_transferqueue(tmp_path: Path):
     arguments = ["--stores", "shm", "simple", "--workloads", "rl-256", "--quick", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "headrace.cli", "bench", "transfer", *arguments]

@@ -20,6 +20,8 @@ TINY = replace(StepOptions.quick(Path("unused")), warm=1, counted=3, prompts=8, 
 
 
 @pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.usefixtures("own_ray")
 def test_a_short_run_writes_the_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
