@@ -23,7 +23,7 @@ from headrace.dataplane.directory.service import DirectoryService
 from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, DirectoryLost
 from headrace.dataplane.factory import connect, connect_async
 from headrace.dataplane.handle import DataPlaneHandle
-from headrace.dataplane.rpc import socket_link
+from headrace.dataplane.rpc import links
 from headrace.dataplane.rpc.frames import DirectoryAddress, FrameReader, frame
 from headrace.dataplane.rpc.server import DirectoryServer
 from headrace.dataplane.rpc.socket_link import SocketLink
@@ -200,7 +200,7 @@ def test_the_end_of_the_directory_ends_every_call_at_once(served: Served, client
 
 
 def test_a_directory_that_does_not_answer_is_lost_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket_link, "GRACE_S", 0.1)
+    monkeypatch.setattr(links, "GRACE_S", 0.1)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("")  # a name of the system's choice
         listener.listen()
