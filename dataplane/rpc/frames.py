@@ -2,9 +2,9 @@
 
 A frame is a header (bytes of the body, number of the request, bytes of the op's name), then the body: the op's name and
 the payload, or a reply. Replies bear their request's number and come in any order. A request may be followed by a frame
-with the same number and the op CANCEL, which has no answer of its own: the request is then answered soon, either as ever
-or by saying that it was cancelled before it took effect. The first frame of a connection is the run's token; a directory
-that does not know it closes the connection.
+with the same number and the op CANCEL, which has no answer of its own: the request is then answered soon, either as
+ever or by saying that it was cancelled before it took effect. The first frame of a connection is the run's token; a
+directory that does not know it closes the connection.
 """
 
 from __future__ import annotations

@@ -108,6 +108,7 @@ class _Session(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._poll = select.poll()  # the number of its descriptor may be another's from now on
         self._sessions.discard(self)
         if self._deadline is not None:
             self._deadline.cancel()

@@ -349,6 +349,8 @@ class _Channel(asyncio.Protocol):
         self._undoing: set[asyncio.Task[None]] = set()
         """Calls that were cut off and are being taken back. The loop itself keeps no reference."""
         self._reader = FrameReader()
+        self._poll = select.poll()
+        """Says whether the directory has ended the connection."""
         self._next = 1
 
     async def ask(self, request: _Request) -> bytes:
@@ -358,6 +360,8 @@ class _Channel(asyncio.Protocol):
             self._ready = self._loop.create_task(self._open())
             self._ready.add_done_callback(_seen)
         await asyncio.shield(self._ready)
+        if self._poll.poll(0):  # the loop has not heard of its end yet
+            self.abort()
         if self.ended or self._transport is None:
             raise _Ended
         number, self._next = self._next, (self._next + 1) & 0xFFFFFFFF
@@ -426,6 +430,7 @@ class _Channel(asyncio.Protocol):
         if self.ended:  # the client was closed meanwhile
             self._transport.abort()
         else:
+            self._poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
             self._transport.write(frame(0, self._address.token))
 
     def data_received(self, data: bytes) -> None:
@@ -436,6 +441,7 @@ class _Channel(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ended = True
+        self._poll = select.poll()  # the number of its descriptor may be another's from now on
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(ConnectionResetError())
