@@ -19,6 +19,7 @@ from .directory.samplers import TaskConfig
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta
 from .operations import Ask, Fields, Moved, Operations, Steps, Work
+from .renewal import LeaseRenewal
 from .rpc.links import Link
 from .status import DataPlaneStatus
 from .traffic import ClientStats
@@ -36,7 +37,7 @@ class AsyncDataPlaneClient:
     """
 
     def __init__(self, handle: DataPlaneHandle, link: Link, store: BlockStore, name: str = "") -> None:
-        self._operations = Operations(handle, store, name)
+        self._operations = Operations(handle, store, LeaseRenewal(link, handle.config.lease_s), name)
         self._link = link
 
     @property
@@ -135,7 +136,7 @@ class AsyncDataPlaneClient:
         return await self._run("status", self._operations.status(partition, timeout_s))
 
     async def close(self) -> None:
-        """Detach from the directory and the store. Idempotent. The data plane and the leases go on."""
+        """See `DataPlaneClient.close`."""
         await self._carry_out(self._operations.close())
         await self._link.detach_async()
 
@@ -181,7 +182,7 @@ class AsyncDataPlaneClient:
 
     async def _ask(self, step: Ask) -> bytes:
         started = time.monotonic()
-        reply = await self._link.call_async(step.op, step.payload, step.timeout_s)
+        reply = await self._link.call_async(step.op, step.payload, step.timeout_s, step.undo)
         self.stats.count_directory(len(step.payload) + len(reply))
         return body_of(reply, step.op, time.monotonic() - started)
 

@@ -18,6 +18,7 @@ from .directory.samplers import TaskConfig
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta
 from .operations import Ask, Fields, Moved, Operations, Steps, Work
+from .renewal import LeaseRenewal
 from .rpc.links import Link
 from .status import DataPlaneStatus
 from .traffic import ClientStats
@@ -35,7 +36,7 @@ class DataPlaneClient:
     """
 
     def __init__(self, handle: DataPlaneHandle, link: Link, store: BlockStore, name: str = "") -> None:
-        self._operations = Operations(handle, store, name)
+        self._operations = Operations(handle, store, LeaseRenewal(link, handle.config.lease_s), name)
         self._link = link
 
     @property
@@ -137,8 +138,10 @@ class DataPlaneClient:
         groups with such a row, are passed over. They are not leased, hold nothing else up, and stay until `clear_stale`
         or `clear` removes them or a claim with a lower bound takes them.
 
-        Blocks until there are n rows; claims of a task are served first come, first served. Each lease lasts `lease_s`;
-        rows not released by then can be claimed again. Raises ClaimTimeout saying what was waited for, SamplerError
+        Blocks until there are n rows; claims of a task are served first come, first served. The lease lasts until the
+        rows are released or cleared, for as long as this client's process is at work: it is renewed in the background.
+        When the process dies or is stopped, or the client is closed, the rows can be claimed again `lease_s` after the
+        last renewal. Raises ClaimTimeout saying what was waited for, SamplerError
         when the sampler fails (no row is leased then), ValueError for an unknown task, and SchemaMismatch for an
         unknown field.
         """
@@ -191,7 +194,8 @@ class DataPlaneClient:
         return self._run("status", self._operations.status(partition, timeout_s))
 
     def close(self) -> None:
-        """Detach from the directory and the store. Idempotent. The data plane and the leases go on."""
+        """Detach from the directory and the store. Idempotent. The data plane goes on; leases that this client holds
+        run out within `lease_s`."""
         self._carry_out(self._operations.close())
         self._link.detach()
 
@@ -235,6 +239,6 @@ class DataPlaneClient:
 
     def _ask(self, step: Ask) -> bytes:
         started = time.monotonic()
-        reply = self._link.call(step.op, step.payload, step.timeout_s)
+        reply = self._link.call(step.op, step.payload, step.timeout_s, step.undo)
         self.stats.count_directory(len(step.payload) + len(reply))
         return body_of(reply, step.op, time.monotonic() - started)

@@ -38,8 +38,8 @@ class DataPlaneConfig(Section):
     timeout_s: Positive = 30.0
     """Seconds after which a call fails when its caller gives no time limit."""
     lease_s: Positive = 600.0
-    """Seconds that a claim's lease on its rows lasts. The rows of a consumer that has died become available again after
-    them."""
+    """Seconds for which a lease outlives the consumer that holds it. A consumer that is at work renews its leases,
+    however long it takes. The rows of one that has died or is stopped can be claimed again after these seconds."""
     reserve_s: Positive = 60.0
     """Seconds after which a writer that has not committed its put is considered dead and its space is freed."""
     block_rows: Count | None = None

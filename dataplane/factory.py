@@ -94,18 +94,21 @@ def connect(handle: DataPlaneHandle, *, name: str = "") -> DataPlaneClient:
 
     Raises DirectoryLost or StoreLost when the directory or the store is not running.
     """
-    link = _link(handle)
+    link = _link(handle, connect_now=True)
     return DataPlaneClient(handle, link, store_entry(handle.store.kind).attach(handle.store, link), name)
 
 
 def connect_async(handle: DataPlaneHandle, *, name: str = "") -> AsyncDataPlaneClient:
-    """Connect as `connect` does, for asyncio. Attaching to the store may block for milliseconds."""
-    link = _link(handle)
+    """Connect for asyncio, as `connect` does, but to the directory only with the first call, which raises DirectoryLost
+    when it is not running. Attaching to the store may block for milliseconds."""
+    link = _link(handle, connect_now=False)
     return AsyncDataPlaneClient(handle, link, store_entry(handle.store.kind).attach(handle.store, link), name)
 
 
-def _link(handle: DataPlaneHandle) -> Link:
-    return in_process_link(handle.run_id) if handle.address is None else SocketLink(handle.address, handle.peer)
+def _link(handle: DataPlaneHandle, *, connect_now: bool) -> Link:
+    if handle.address is None:
+        return in_process_link(handle.run_id)
+    return SocketLink(handle.address, handle.peer, connect=connect_now)
 
 
 def build_store_host(config: DataPlaneConfig, run_id: str, *, one_host: bool = True) -> StoreHost:

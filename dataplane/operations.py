@@ -4,6 +4,7 @@ out."""
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -28,6 +29,8 @@ from .directory.samplers import TaskConfig
 from .errors import DataPlaneError, RowsCleared, SchemaMismatch
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta, check_tags
+from .renewal import LeaseRenewal
+from .rpc.links import Undo
 from .status import DataPlaneStatus
 from .traffic import ClientStats
 
@@ -49,6 +52,8 @@ class Ask:
     op: str
     payload: bytes
     timeout_s: float
+    undo: Undo | None = None
+    """Function that makes the request which takes the call back; None when there is nothing to take back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +80,13 @@ Steps = Generator[Ask | Work, Any, T]
 
 
 class Operations:
-    """Holds one client's operations over its store. Thread-safe: its only state is a cache, counters and credit."""
+    """Holds one client's operations over its store. Thread-safe: its only state is a cache, counters, credit and the
+    leases that it renews."""
 
-    def __init__(self, handle: DataPlaneHandle, store: BlockStore, name: str) -> None:
+    def __init__(self, handle: DataPlaneHandle, store: BlockStore, leases: LeaseRenewal, name: str) -> None:
         self.handle = handle
         self.store = store
+        self._leases = leases
         self.stats = ClientStats()
         self.label = f"{name or 'client'} pid={os.getpid()}"
         self._schemas: dict[str, Schema] = {}
@@ -87,11 +94,11 @@ class Operations:
         self._credit = Credit(handle.config.reserve_s / 2)
 
     def timeout(self, timeout_s: float | None) -> float:
-        """Return the call's time limit in seconds. Raises ValueError when it is negative."""
+        """Return the call's time limit in seconds. Raises ValueError when it is negative or not finite."""
         if timeout_s is None:
             return self.handle.config.timeout_s
-        if not timeout_s >= 0:
-            raise ValueError(f"timeout_s: got {timeout_s}, expected a number of seconds >= 0")
+        if not (timeout_s >= 0 and math.isfinite(timeout_s)):
+            raise ValueError(f"timeout_s: got {timeout_s}, expected a finite number of seconds >= 0")
         return float(timeout_s)
 
     def register(
@@ -154,7 +161,8 @@ class Operations:
                 return Moved(written.receipt(put, schema), put.value_bytes)
             _logger.debug("%s: the directory took the credit of a put back; it is written again", self.label)
         remaining = max(0.0, deadline - time.monotonic())
-        reply = yield Ask("reserve", requests.encode(requests.Reserve(put, remaining, given_back)), remaining)
+        request = requests.encode(requests.Reserve(put, remaining, given_back))
+        reply = yield Ask("reserve", request, remaining, _abort_reserved)
         space = messages.decode(reply, requests.Space)
         written = yield from self._write(put, blocks, space, deadline, credit=False)
         assert written is not None, "only credit can be revoked"
@@ -180,7 +188,8 @@ class Operations:
                     return None
                 raise
             commit = requests.Commit(space.space_id, credit, put, locations, *self._credit.next_request())
-            reply = yield Ask("commit", requests.encode(commit), max(0.0, deadline - time.monotonic()))
+            remaining = max(0.0, deadline - time.monotonic())
+            reply = yield Ask("commit", requests.encode(commit), remaining, lambda body: _withdraw(put, body))
             written = None if reply == requests.REVOKED else messages.decode(reply, requests.Written)
         except BaseException:
             yield from self._give_back((space.space_id,))
@@ -191,7 +200,8 @@ class Operations:
         return written.committed
 
     def close(self) -> Steps[None]:
-        """Give back the space that was granted ahead, then close the store."""
+        """Give back the space that was granted ahead, then close the store. Leases are not renewed any more."""
+        self._leases.end()
         space_ids = self._credit.drop_all()
         if space_ids:
             yield from self._give_back(space_ids)
@@ -231,12 +241,16 @@ class Operations:
     ) -> Steps[KVBatchMeta]:
         bound = self.timeout(timeout_s)
         request = requests.Claim(ClaimRows(partition, task, tuple(fields), n, whole_groups, min_version), bound)
-        return KVBatchMeta.from_bytes((yield Ask("claim", requests.encode(request), bound)))
+        reply = yield Ask("claim", requests.encode(request), bound, lambda body: _retry(task, body))
+        meta = KVBatchMeta.from_bytes(reply)
+        self._leases.add(meta.lease_id, len(meta))
+        return meta
 
     def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, timeout_s: float | None) -> Steps[None]:
         if len(meta):
             request = requests.Release(meta.partition, task, meta.lease_id, pack_keys(meta.keys), outcome)
             yield Ask("release", requests.encode(request), self.timeout(timeout_s))
+            self._leases.drop(meta.lease_id, len(meta))
 
     def clear(self, partition: str, keys: Sequence[str] | None, timeout_s: float | None) -> Steps[int]:
         request = requests.Clear(partition, None if keys is None else pack_keys(check_keys(keys)))
@@ -272,6 +286,33 @@ class Operations:
             yield Ask("abort", requests.encode(requests.Abort(space_ids)), ABORT_TIMEOUT_S)
         except DataPlaneError as error:
             _logger.info("reserved space could not be given back, it will expire: %s", error)
+
+
+# ---------------- The requests that take back what the directory did for a caller who was cut off.
+
+
+def _abort_reserved(body: bytes) -> tuple[str, bytes]:
+    space = messages.decode(body, requests.Space)
+    return "abort", requests.encode(requests.Abort((space.space_id,)))
+
+
+def _withdraw(put: PutRows, body: bytes) -> tuple[str, bytes] | None:
+    if body == requests.REVOKED:
+        return None
+    written = messages.decode(body, requests.Written)
+    space_ids = () if written.next_space is None else (written.next_space.space_id,)
+    if put.replace:  # the values of before are gone, so the new ones stay
+        return "abort", requests.encode(requests.Abort(space_ids))
+    done = written.committed
+    keys = pack_keys(put.keys)
+    request = requests.Withdraw(put.partition, keys, done.first_block_id, len(done.locations), space_ids)
+    return "withdraw", requests.encode(request)
+
+
+def _retry(task: str, body: bytes) -> tuple[str, bytes]:
+    meta = KVBatchMeta.from_bytes(body)
+    request = requests.Release(meta.partition, task, meta.lease_id, pack_keys(meta.keys), "retry")
+    return "release", requests.encode(request)
 
 
 def _packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str]) -> Batch:

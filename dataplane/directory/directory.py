@@ -33,7 +33,7 @@ class Expired:
     """Lists what was taken back because its time had run out."""
 
     num_rows: int
-    """Number of rows of dead consumers that can be claimed again."""
+    """Number of rows of dead or stopped consumers that can be claimed again."""
     writers: tuple[str, ...]
     """Names of the writers that reserved space and did not commit, without those whose unused credit expired."""
     reservations: tuple[Reservation, ...]
@@ -168,6 +168,15 @@ class Directory:
         already."""
         return self._blocks.cancel(reservation_id)
 
+    def withdraw(self, partition: str, keys: Sequence[str], first_block_id: int, num_blocks: int) -> list[FreedBlock]:
+        """Take back what a put wrote into these blocks, as far as it is still there, and forget rows that have nothing
+        else. Returns the blocks that lost their last row."""
+        part = self._partition(partition)
+        rows = part.rows.find(keys)
+        slots, leases = part.withdraw(distinct(rows[rows >= 0]), first_block_id, num_blocks)
+        self._leases.drop_rows(leases)
+        return self._blocks.unlink(slots)
+
     # -------------------------------------------------------------- read and consume
 
     def lookup(self, partition: str, keys: Sequence[str], fields: Sequence[str] | None) -> KVBatchMeta:
@@ -221,6 +230,10 @@ class Directory:
         """Say why a claim cannot be served now, for its ClaimTimeout."""
         part, view = self.check_claim(claim)
         return part.shortage(claim, view)
+
+    def renew(self, lease_ids: Sequence[int], now: float) -> list[int]:
+        """Let leases last for another `lease_s` from now. Returns the ids of those that have not ended."""
+        return self._leases.renew(lease_ids, now + self._lease_s)
 
     def release(self, partition: str, task: str, lease_id: int, keys: Sequence[str], outcome: Outcome) -> None:
         """End a lease's hold on `keys`: `done` finishes them for the task, `retry` lets them be claimed again.

@@ -330,6 +330,25 @@ class Partition:
         self.rows.remove(rows)
         return slots, np.concatenate(leases)
 
+    def withdraw(self, rows: np.ndarray, first_block_id: int, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+        """Unwrite the fields of `rows` (each once) that stand in these blocks, and forget rows that have no other.
+
+        Returns (the slots that were unwritten, the ids of leases that held rows which are forgotten, one a row).
+        """
+        columns = self.rows.slots.values()
+        slots = np.stack([column[rows] for column in columns])
+        blocks = slots >> ROW_BITS
+        mine = (blocks >= first_block_id) & (blocks < first_block_id + num_blocks)
+        for column, own in zip(columns, mine, strict=True):
+            column[rows[own]] = UNWRITTEN
+        tokens = [name in self._token_fields for name in self.rows.slots]
+        left = (slots != UNWRITTEN) & ~mine
+        self.rows.lengths[rows[mine.any(axis=0) & ~left[tokens].any(axis=0)]] = UNKNOWN
+        touched, kept = mine.any(axis=0), left.any(axis=0)
+        for cursor in self.tasks.values():
+            cursor.refresh(rows[touched & kept])
+        return slots[mine], self.remove(rows[touched & ~kept])[1]
+
     def _mismatch(self, message: str, keys: Sequence[str]) -> SchemaMismatch:
         return SchemaMismatch(message, op="put", partition=self.name, keys=keys)
 

@@ -84,6 +84,18 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Takes back a put whose writer was cut off before it learned of the commit."""
+
+    partition: str
+    keys: bytes
+    first_block_id: int
+    num_blocks: int
+    space_ids: tuple[int, ...]
+    """Ids of the space that was granted with the commit."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lookup:
     """Asks for a receipt."""
 
@@ -105,6 +117,13 @@ class ClearStale:
     """Clears the rows that such a claim passes over as too old. Answered by their keys, packed."""
 
     rows: ClaimRows
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Makes leases last for another `lease_s`. Answered by the ids of those that have not ended."""
+
+    lease_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +153,14 @@ class Status:
 # ------------------------------------------------------------------ replies: one byte, then the body
 
 _OK, _ERROR = b"\0", b"\1"
+CANCELLED = b"\2"
+"""Reply to a request that was cancelled before it took effect."""
+WAITING_OPS = frozenset(("claim", "reserve"))
+"""Requests that wait, and that can be cancelled while they do."""
+TAKE_EFFECT = WAITING_OPS | {"register", "commit", "release", "clear", "clear_stale"}
+"""Requests after which something is different, so that it matters whether one whose answer is lost was carried out."""
+TAKE_BACK = frozenset(("abort", "withdraw"))
+"""Requests that are carried out even if nobody waits for their answer."""
 REVOKED = b""
 """Body of the reply to a Commit whose credit was revoked: nothing was written, and the put must reserve space."""
 
@@ -146,6 +173,11 @@ _ERRORS: dict[str, type[Exception]] = {
 
 def reply(body: bytes) -> bytes:
     return _OK + body
+
+
+def is_done(data: bytes) -> bool:
+    """Return whether a reply says that the request was carried out."""
+    return data[:1] == _OK
 
 
 def reply_error(error: errors.DataPlaneError | ValueError) -> bytes:

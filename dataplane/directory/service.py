@@ -80,6 +80,11 @@ class Queue:
 
 _logger = logging.getLogger(__name__)
 
+LATE_S = 0.1
+"""Seconds by which the timer may be late before that means that this process was stopped or busy."""
+HEAR_FIRST_S = 1.0
+"""Seconds for which a directory that was stopped or busy listens before it takes anything for expired."""
+
 
 class DirectoryService:
     """Answers requests to one run's directory and store host. All methods belong to one event loop."""
@@ -96,6 +101,8 @@ class DirectoryService:
         self._ready: dict[str, Pulse] = {}
         """Event of rows becoming ready, for each partition."""
         self._timer: asyncio.TimerHandle | None = None
+        self._listen_until = 0.0
+        """Time before which nothing expires."""
         self._closed = False
         self._handlers: dict[str, Callable[[bytes], bytes | Coroutine[Any, Any, bytes]]] = {
             "register": self._register,
@@ -103,8 +110,10 @@ class DirectoryService:
             "reserve": self._reserve,
             "commit": self._commit,
             "abort": self._abort,
+            "withdraw": self._withdraw,
             "lookup": self._lookup,
             "claim": self._claim,
+            "renew": self._renew,
             "release": self._release,
             "clear": self._clear,
             "clear_stale": self._clear_stale,
@@ -252,6 +261,16 @@ class DirectoryService:
         await self._take_back([item for item in found if item is not None])
         return b""
 
+    async def _withdraw(self, payload: bytes) -> bytes:
+        request = messages.decode(payload, requests.Withdraw)
+        found = [self._directory.abort(space_id) for space_id in request.space_ids]
+        keys = unpack_keys(request.keys)
+        freed = self._directory.withdraw(request.partition, keys, request.first_block_id, request.num_blocks)
+        self._ready_pulse(request.partition).fire()
+        await self._take_back([item for item in found if item is not None])
+        await self._free(freed)
+        return b""
+
     # -------------------------------------------------------------- read and consume
 
     def _lookup(self, payload: bytes) -> bytes:
@@ -282,6 +301,10 @@ class DirectoryService:
                 self._directory.shortage(claim), op="claim", partition=claim.partition, elapsed_s=timeout_s
             ) from None
         return receipt.to_bytes()
+
+    def _renew(self, payload: bytes) -> bytes:
+        lease_ids = messages.decode(payload, requests.Renew).lease_ids
+        return messages.encode(self._directory.renew(lease_ids, self._now()))
 
     def _release(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Release)
@@ -371,17 +394,24 @@ class DirectoryService:
         if self._closed:
             return
         deadline = self._directory.next_deadline()
+        if deadline is not None:
+            deadline = max(deadline, self._listen_until)
         if self._timer is not None:
             if deadline is not None and self._timer.when() == deadline and not self._timer.cancelled():
                 return
             self._timer.cancel()
             self._timer = None
         if deadline is not None:
-            self._timer = asyncio.get_running_loop().call_at(deadline, self._expire)
+            self._timer = asyncio.get_running_loop().call_at(deadline, self._expire, deadline)
 
-    def _expire(self) -> None:
+    def _expire(self, deadline: float) -> None:
         self._timer = None
-        expired = self._directory.expire(self._now())
+        now = self._now()
+        if now > deadline + LATE_S:  # renewals and commits that came in the meantime have not been read yet
+            self._listen_until = now + HEAR_FIRST_S
+            self._arm()
+            return
+        expired = self._directory.expire(now)
         if expired.num_rows:
             _logger.warning("leases ran out: %d rows can be claimed again", expired.num_rows)
             for pulse in self._ready.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,6 +137,7 @@ class Lease:
     """Number of rows still held."""
     granted: float
     deadline: float
+    """Time at which the lease runs out unless it is renewed."""
 
 
 class LeaseBook:
@@ -161,20 +163,32 @@ class LeaseBook:
             if lease.held == 0:
                 del self._leases[lease.lease_id]
 
+    def renew(self, lease_ids: Iterable[int], deadline: float) -> list[int]:
+        """Let leases last until `deadline`, and return the ids of those that have not ended."""
+        live = [lease_id for lease_id in lease_ids if lease_id in self._leases]
+        for lease_id in live:
+            self._leases[lease_id].deadline = deadline
+        return live
+
     def take_expired(self, now: float) -> list[Lease]:
         """Return the leases whose time has run out; they stay in the book until their rows are dropped."""
         expired = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            lease = self._leases.get(heapq.heappop(self._deadlines)[1])
-            if lease is not None:
-                expired.append(lease)
+        while (deadline := self.next_deadline()) is not None and deadline <= now:
+            expired.append(self._leases[heapq.heappop(self._deadlines)[1]])
         return expired
 
     def next_deadline(self) -> float | None:
         """Return when the first live lease ends."""
-        while self._deadlines and self._deadlines[0][1] not in self._leases:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        while self._deadlines:
+            deadline, lease_id = self._deadlines[0]
+            lease = self._leases.get(lease_id)
+            if lease is None:
+                heapq.heappop(self._deadlines)
+            elif lease.deadline > deadline:  # renewed since
+                heapq.heapreplace(self._deadlines, (lease.deadline, lease_id))
+            else:
+                return deadline
+        return None
 
     def of(self, partition: str | None = None) -> list[Lease]:
         """Return the live leases, oldest first."""

@@ -1,8 +1,10 @@
 """Frames requests and replies on a stream socket between a client and the directory.
 
 A frame is a header (bytes of the body, number of the request, bytes of the op's name), then the body: the op's name and
-the payload, or a reply. Replies bear their request's number and come in any order. The first frame of a connection is
-the run's token; a directory that does not know it closes the connection.
+the payload, or a reply. Replies bear their request's number and come in any order. A request may be followed by a frame
+with the same number and the op CANCEL, which has no answer of its own: the request is then answered soon, either as
+ever or by saying that it was cancelled before it took effect. The first frame of a connection is the run's token; a
+directory that does not know it closes the connection.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import struct
 from dataclasses import dataclass, field
 
 HEADER = struct.Struct("<QIB")
+CANCEL = "cancel"
+"""Op of the frame that cancels the request of its number."""
 MAX_TOKEN_BYTES = 64
 """Number of bytes that are read at most from a peer that has not shown the token."""
 

@@ -4,35 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..block_store import StoreHost
 from ..config import DataPlaneConfig
+from ..directory.requests import CANCELLED, TAKE_EFFECT, WAITING_OPS, is_done
 from ..directory.service import DirectoryService
 from ..errors import DirectoryLost
 
+_logger = logging.getLogger(__name__)
+
 GRACE_S = 5.0
 """Seconds beyond a call's own time limit after which a directory that has not answered is taken for lost."""
+TAKE_BACK_PART = 5
+"""Divisor that gives the part of the grace in which a call that is cut off is taken back."""
+
+Undo = Callable[[bytes], "tuple[str, bytes] | None"]
+"""Function that is given the reply's body of a call whose caller has gone. Returns (op, payload) of the request that
+takes back what the directory did, or None when there is nothing to take back."""
 
 
 class Link(Protocol):
     """Carries requests to the directory. Thread-safe.
 
-    Every call returns or raises DirectoryLost within `timeout_s` + GRACE_S.
+    Every call returns or raises DirectoryLost within `timeout_s` + GRACE_S. A call that is cut off before its answer
+    (cancelled, interrupted, out of time) is cancelled at the directory; if the directory has acted on it already, the
+    link sends the request that `undo` makes. When neither reached the directory, DirectoryLost says that it is not
+    known whether the call took effect.
     """
 
     peer: str
     """Name of the directory, as errors show it."""
 
-    def call(self, op: str, payload: bytes, timeout_s: float) -> bytes:
+    def call(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
         """Send a request and return the reply, blocking this thread."""
         ...
 
-    async def call_async(self, op: str, payload: bytes, timeout_s: float) -> bytes:
-        """Send a request and return the reply. If cancelled, the directory may still act on the request."""
+    async def call_async(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
+        """Send a request and return the reply."""
         ...
 
     def detach(self) -> None:
@@ -42,6 +56,38 @@ class Link(Protocol):
     async def detach_async(self) -> None:
         """Disconnect, from the event loop that made the calls."""
         ...
+
+
+def call_s(timeout_s: float) -> float:
+    """Return the seconds for which a call waits for its answer."""
+    return timeout_s + GRACE_S - take_back_s()
+
+
+def take_back_s() -> float:
+    """Return the seconds for which a call that is cut off waits until it is taken back."""
+    return GRACE_S / TAKE_BACK_PART
+
+
+def undoing(undo: Undo | None, reply: bytes) -> tuple[str, bytes] | None:
+    """Return the request that takes back what `reply` says the directory did; None when it did nothing."""
+    return undo(reply[1:]) if undo is not None and is_done(reply) else None
+
+
+def unknown_outcome(op: str) -> str:
+    """Return what an error says of a request whose answer did not come."""
+    return "; it is not known whether the call took effect" if op in TAKE_EFFECT else ""
+
+
+async def wait_out(future: asyncio.Future[Any], timeout_s: float) -> None:
+    """Wait for `future` for at most `timeout_s`, also while the caller's task is cancelled again. The caller raises
+    afterwards."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while not future.done() and (left := deadline - loop.time()) > 0:
+        try:
+            await asyncio.wait([future], timeout=left)
+        except asyncio.CancelledError:
+            continue  # it is being obeyed; the deadline ends this wait
 
 
 _directories: dict[str, InProcessLink] = {}
@@ -57,6 +103,7 @@ class InProcessLink:
             raise ValueError(f"run_id {run_id!r}: this process has a data plane of that name, expected another name")
         self.peer = f"directory of run {run_id!r} in this process"
         self._run_id = run_id
+        self._pid = os.getpid()
         self.host = build_host()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"directory-{run_id}", daemon=True)
@@ -67,27 +114,34 @@ class InProcessLink:
     async def _start(self, config: DataPlaneConfig) -> DirectoryService:
         return DirectoryService(config, self.host)
 
-    def call(self, op: str, payload: bytes, timeout_s: float) -> bytes:
+    def call(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
         if threading.current_thread() is self._thread:
             raise RuntimeError("a blocking call from the directory's own thread would never return")
         started = time.monotonic()
-        future = self._submit(op, payload)
+        call = self._submit(op, payload, undo)
         try:
-            return future.result(timeout_s + GRACE_S)
-        except concurrent.futures.TimeoutError:
-            future.cancel()
-            raise self._lost(op, "did not answer", started) from None
-        except concurrent.futures.CancelledError:
-            raise self._lost(op, "was closed", started) from None
+            reply = call.reply.result(call_s(timeout_s))
+        except BaseException as error:
+            call.abandon()
+            concurrent.futures.wait([call.taken_back], take_back_s())
+            if isinstance(error, concurrent.futures.TimeoutError):
+                raise self._lost(op, f"did not answer{call.outcome()}", started) from None
+            raise
+        return self._checked(reply, op, started)
 
-    async def call_async(self, op: str, payload: bytes, timeout_s: float) -> bytes:
+    async def call_async(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
         started = time.monotonic()
-        future = asyncio.wrap_future(self._submit(op, payload))
+        call = self._submit(op, payload, undo)
         try:
-            async with asyncio.timeout(timeout_s + GRACE_S):
-                return await future
-        except TimeoutError:
-            raise self._lost(op, "did not answer", started) from None
+            async with asyncio.timeout(call_s(timeout_s)):
+                reply = await asyncio.wrap_future(call.reply)
+        except BaseException as error:
+            call.abandon()
+            await wait_out(asyncio.wrap_future(call.taken_back), take_back_s())
+            if isinstance(error, TimeoutError):
+                raise self._lost(op, f"did not answer{call.outcome()}", started) from None
+            raise
+        return self._checked(reply, op, started)
 
     def detach(self) -> None:
         """Do nothing, as clients of this process share the link."""
@@ -96,8 +150,8 @@ class InProcessLink:
         """Do nothing, as clients of this process share the link."""
 
     def close(self) -> None:
-        """End the service, the store and the thread. Idempotent."""
-        if _directories.pop(self._run_id, None) is None:
+        """End the service, the store and the thread. Idempotent. Does nothing in a process that was forked."""
+        if _directories.pop(self._run_id, None) is None or self._pid != os.getpid():
             return
         asyncio.run_coroutine_threadsafe(self._service.close(), self._loop).result(GRACE_S * 4)
         asyncio.run_coroutine_threadsafe(_end_tasks(), self._loop).result(GRACE_S)
@@ -105,13 +159,89 @@ class InProcessLink:
         self._thread.join(GRACE_S)
         self._loop.close()
 
-    def _submit(self, op: str, payload: bytes) -> concurrent.futures.Future[bytes]:
+    def check_process(self, op: str) -> None:
+        """Raise DirectoryLost in a process that was forked from the directory's."""
+        if self._pid != os.getpid():
+            what = (
+                f"is in process {self._pid}, from which this one was forked; open the data plane without "
+                "in_process=True to use it in several processes"
+            )
+            raise self._lost(op, what, time.monotonic())
+
+    def _submit(self, op: str, payload: bytes, undo: Undo | None) -> _Call:
+        self.check_process(op)
         if _directories.get(self._run_id) is not self:
             raise self._lost(op, "is closed", time.monotonic())
-        return asyncio.run_coroutine_threadsafe(self._service.call(op, payload), self._loop)
+        return _Call(self._service, self._loop, op, payload, undo)
+
+    def _checked(self, reply: bytes, op: str, started: float) -> bytes:
+        """Return a reply. Raises DirectoryLost when the directory ended the call."""
+        if reply == CANCELLED:
+            raise self._lost(op, "was closed", started)
+        return reply
 
     def _lost(self, op: str, what: str, started: float) -> DirectoryLost:
         return DirectoryLost(f"the directory {what}", op=op, peer=self.peer, elapsed_s=time.monotonic() - started)
+
+
+class _Call:
+    """Is one request on the directory's event loop, made by another thread."""
+
+    def __init__(
+        self, service: DirectoryService, loop: asyncio.AbstractEventLoop, op: str, payload: bytes, undo: Undo | None
+    ) -> None:
+        self.reply: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+        """Reply, or the error of a bug in the directory."""
+        self.taken_back: concurrent.futures.Future[None] = concurrent.futures.Future()
+        """Done when the directory has nothing left of a call that was abandoned."""
+        for future in (self.reply, self.taken_back):
+            future.set_running_or_notify_cancel()  # a waiter that is cancelled must not cancel it
+        self._service = service
+        self._loop = loop
+        self._op = op
+        self._payload = payload
+        self._undo = undo
+        self._task: asyncio.Task[bytes] | None = None
+        self._taking_back: asyncio.Task[None] | None = None
+        loop.call_soon_threadsafe(self._start)
+
+    def abandon(self) -> None:
+        """Cancel the call, or undo what it has done. Returns at once."""
+        try:
+            self._loop.call_soon_threadsafe(self._abandon)
+        except RuntimeError:  # the directory was closed, and everything went with it
+            self.taken_back.set_result(None)
+
+    def outcome(self) -> str:
+        """Return what an error says of a call that was abandoned."""
+        return "" if self.taken_back.done() else unknown_outcome(self._op)
+
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._answer())
+
+    async def _answer(self) -> bytes:
+        try:
+            reply = await self._service.call(self._op, self._payload)
+        except asyncio.CancelledError:
+            reply = CANCELLED
+        except Exception as error:
+            self.reply.set_exception(error)
+            return CANCELLED
+        self.reply.set_result(reply)
+        return reply
+
+    def _abandon(self) -> None:
+        self._taking_back = self._loop.create_task(self._take_back())
+
+    async def _take_back(self) -> None:
+        assert self._task is not None, "calls start in the order in which they were made"
+        if self._op in WAITING_OPS:
+            self._task.cancel()
+        request = undoing(self._undo, await self._task)
+        if request is not None:
+            _logger.debug("%s: nobody waits for its reply any more, it is undone by %s", self._op, request[0])
+            await self._service.call(*request)
+        self.taken_back.set_result(None)
 
 
 async def _end_tasks() -> None:
@@ -128,4 +258,5 @@ def in_process_link(run_id: str) -> InProcessLink:
     link = _directories.get(run_id)
     if link is None:
         raise DirectoryLost("this process has no such data plane (closed, or opened in another process)", peer=run_id)
+    link.check_process("connect")
     return link

@@ -1,8 +1,9 @@
 """Serves the directory on its sockets: reads frames, and sends the service's answers in the order in which they are
 ready.
 
-A request that waits (a claim, a put without space) delays no other. A client's waiting requests are cancelled when its
-connection ends, so that no rows are leased to a dead process.
+A request that waits (a claim, a put without space) delays no other. A client's waiting requests are cancelled when it
+says so and when its connection ends, so that no rows are leased to nobody. Requests that are read only after the client
+has gone, as after a stall of this process, are dropped.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import select
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, cast
 
-from ..directory.requests import reply_error
+from ..directory.requests import CANCELLED, TAKE_BACK, WAITING_OPS, reply_error
 from ..directory.service import DirectoryService
 from ..errors import DataPlaneError
-from .frames import MAX_TOKEN_BYTES, DirectoryAddress, FrameReader, head, is_token
+from . import tcp
+from .frames import CANCEL, MAX_TOKEN_BYTES, DirectoryAddress, FrameReader, head, is_token
 
 _logger = logging.getLogger(__name__)
 
@@ -58,7 +61,7 @@ class DirectoryServer:
         servers, self._servers = self._servers, []
         for server in servers:
             server.close()
-        waiting = [task for session in self._sessions for task in session.tasks]
+        waiting = [task for session in self._sessions for task in session.tasks.values()]
         if waiting:
             await asyncio.wait(waiting, timeout=END_TIMEOUT_S)
         for session in list(self._sessions):
@@ -72,12 +75,14 @@ class _Session(asyncio.Protocol):
     """Serves one connection."""
 
     def __init__(self, service: DirectoryService, token: bytes, sessions: set[_Session]) -> None:
-        self.tasks: set[asyncio.Task[None]] = set()
-        """Requests that wait for something."""
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        """Requests that are not answered yet, by number."""
         self._service = service
         self._token = token
         self._sessions = sessions
         self._reader = FrameReader()
+        self._poll = select.poll()
+        """Says whether the peer has ended the connection, before all that it sent is read."""
         self._known = False
         """Whether the token was shown."""
         self._loop = asyncio.get_running_loop()
@@ -86,26 +91,28 @@ class _Session(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop, which Ray takes where it is, has its own class
         connection = self._transport.get_extra_info("socket")
+        self._poll.register(connection.fileno(), select.POLLRDHUP)
         if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            tcp.set_up(connection)
         self._deadline = self._loop.call_later(TOKEN_TIMEOUT_S, self._transport.abort)
         self._sessions.add(self)
 
     def data_received(self, data: bytes) -> None:
-        for number, op, payload in self._reader.feed(data):
-            if self._known:
-                self._answer(number, op, payload)
-            elif not self._admit(payload):
+        frames = self._reader.feed(data)
+        if frames and not self._known:
+            if not self._admit(frames.pop(0)[2]):
                 return
+        if frames:
+            self._answer_all(frames)
         if not self._known and len(self._reader) > MAX_TOKEN_BYTES:
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._poll = select.poll()  # the number of its descriptor may be another's from now on
         self._sessions.discard(self)
         if self._deadline is not None:
             self._deadline.cancel()
-        for task in self.tasks:
+        for task in self.tasks.values():
             task.cancel()
 
     def end(self) -> None:
@@ -120,6 +127,25 @@ class _Session(asyncio.Protocol):
             self._deadline.cancel()
         return self._known
 
+    def _answer_all(self, frames: Sequence[tuple[int, str, bytes]]) -> None:
+        has_gone = bool(self._poll.poll(0))
+        cancelled = _cancelled_at_once(frames) if len(frames) > 1 else frozenset()
+        for position, (number, op, payload) in enumerate(frames):
+            if has_gone and op not in TAKE_BACK:
+                continue  # its caller was told that there was no answer
+            if op == CANCEL:
+                self._cancel(number)
+            elif position in cancelled:
+                self._send(number, CANCELLED)
+            else:
+                self._answer(number, op, payload)
+
+    def _cancel(self, number: int) -> None:
+        """Cancel a request that waits. One that is being carried out is answered as ever."""
+        task = self.tasks.get(number)
+        if task is not None and task.get_name() in WAITING_OPS:
+            task.cancel()
+
     def _answer(self, number: int, op: str, payload: bytes) -> None:
         try:
             reply = self._service.answer(op, payload)
@@ -128,13 +154,15 @@ class _Session(asyncio.Protocol):
         if isinstance(reply, bytes):
             self._send(number, reply)
             return
-        task = self._loop.create_task(self._answer_later(number, op, reply))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        task = self._loop.create_task(self._answer_later(number, op, reply), name=op)
+        self.tasks[number] = task
+        task.add_done_callback(lambda _: self.tasks.pop(number, None))
 
     async def _answer_later(self, number: int, op: str, waiting: Coroutine[Any, Any, bytes]) -> None:
         try:
             reply = await waiting
+        except asyncio.CancelledError:
+            reply = CANCELLED
         except Exception as error:
             reply = _bug(op, error)
         self._send(number, reply)
@@ -142,6 +170,20 @@ class _Session(asyncio.Protocol):
     def _send(self, number: int, reply: bytes) -> None:
         if not self._transport.is_closing():
             self._transport.writelines((head(number, len(reply)), reply))
+
+
+def _cancelled_at_once(frames: Sequence[tuple[int, str, bytes]]) -> frozenset[int]:
+    """Return the positions of requests whose cancellation has arrived with them."""
+    found: set[int] = set()
+    numbers: set[int] = set()
+    for position in range(len(frames) - 1, -1, -1):
+        number, op, _ = frames[position]
+        if op == CANCEL:
+            numbers.add(number)
+        elif number in numbers:
+            numbers.remove(number)
+            found.add(position)
+    return frozenset(found)
 
 
 def _bug(op: str, error: Exception) -> bytes:

@@ -1,24 +1,30 @@
 """Connects to a directory in another process, by its Unix socket on its own host and by TCP from elsewhere.
 
 Each blocking call takes a connection from a pool. The calling thread itself waits on the socket, so that a claim that
-waits delays nobody. Calls of an event loop share one connection, however many are in flight.
+waits delays nobody. Calls of an event loop share one connection, however many are in flight. A connection that has
+ended is replaced before anything is sent over it, so that a connection's end is not taken for the directory's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 from typing import cast
 
 from ..errors import DirectoryLost
-from .frames import HEADER, DirectoryAddress, FrameReader, frame, head
-from .links import GRACE_S
+from . import tcp
+from .frames import CANCEL, HEADER, DirectoryAddress, FrameReader, frame, head
+from .links import Undo, call_s, take_back_s, undoing, unknown_outcome, wait_out
 
 CONNECT_TIMEOUT_S = 10.0
+CONNECT_AGAIN_S = 0.02
+"""Seconds between attempts while more clients connect than the directory has accepted."""
 _READ_BYTES = 1 << 16
 _JOIN_BYTES = 1 << 14
 """Number of bytes up to which a payload is copied behind its head, which is cheaper than a second buffer."""
@@ -27,8 +33,9 @@ _JOIN_BYTES = 1 << 14
 class SocketLink:
     """Carries requests over sockets. Thread-safe. The end of the directory's process ends every call at once."""
 
-    def __init__(self, address: DirectoryAddress, peer: str) -> None:
-        """Raise DirectoryLost when nobody listens there."""
+    def __init__(self, address: DirectoryAddress, peer: str, *, connect: bool = True) -> None:
+        """connect: whether to connect now, which blocks this thread, and raise DirectoryLost when nobody listens
+        there."""
         self.peer = peer
         self._address = address
         self._lock = threading.Lock()
@@ -37,29 +44,38 @@ class SocketLink:
         self._idle: list[socket.socket] = []
         self._channels: dict[asyncio.AbstractEventLoop, _Channel] = {}
         self._finalizer = weakref.finalize(self, _close_all, self._idle)  # for a client that nobody closed
-        self._idle.append(self._connect("connect"))
+        if connect:
+            self._idle.append(self._connect("connect"))
 
-    def call(self, op: str, payload: bytes, timeout_s: float) -> bytes:
+    def call(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
         started = time.monotonic()
-        connection = self._take(op)
+        deadline = started + call_s(timeout_s)
+        connection = self._send(op, payload, started, deadline)
         try:
-            reply = _exchange(connection, op, payload, started + timeout_s + GRACE_S)
+            reply = _receive(connection, deadline)
+        except TimeoutError as error:
+            known = self._take_back(connection, undo)
+            raise self._lost(op, error, started, "" if known else unknown_outcome(op)) from None
         except OSError as error:
             connection.close()
-            raise self._lost(op, error, started) from None
-        except BaseException:  # a late answer must not meet another request
-            connection.close()
+            raise self._lost(op, error, started, unknown_outcome(op)) from None
+        except BaseException:
+            self._take_back(connection, undo)
             raise
         self._give(connection)
         return reply
 
-    async def call_async(self, op: str, payload: bytes, timeout_s: float) -> bytes:
+    async def call_async(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
         started = time.monotonic()
+        request = _Request(op, payload, undo)
         try:
-            async with asyncio.timeout(timeout_s + GRACE_S):
-                return await self._channel(op).ask(op, payload)
+            async with asyncio.timeout(call_s(timeout_s)):
+                try:
+                    return await self._channel(op).ask(request)
+                except _Ended:  # before the request was sent
+                    return await self._channel(op).ask(request)
         except OSError as error:  # TimeoutError and ConnectionError are such
-            raise self._lost(op, error, started) from None
+            raise self._lost(op, error, started, unknown_outcome(op) if request.is_open else "") from None
 
     async def detach_async(self) -> None:
         self.detach()
@@ -77,14 +93,61 @@ class SocketLink:
 
     # -------------------------------------------------------------- connections
 
-    def _take(self, op: str) -> socket.socket:
-        with self._lock:
-            if self._pid != os.getpid():  # forked: the connections are the parent's
-                self._pid = os.getpid()
-                _close_all(self._idle)
-            if self._idle and not self._closed:
-                return self._idle.pop()
-        return self._connect(op)
+    def _send(self, op: str, payload: bytes, started: float, deadline: float) -> socket.socket:
+        """Send a request over a pooled connection, or over a new one when that has ended. Returns the connection.
+
+        What could not be sent whole has not reached the directory, so it may be sent again.
+        """
+        while True:
+            connection = self._take()
+            pooled = connection is not None
+            connection = connection or self._connect(op)
+            try:
+                _send(connection, op, payload, deadline)
+                return connection
+            except OSError as error:
+                connection.close()
+                if not pooled or isinstance(error, TimeoutError):
+                    raise self._lost(op, error, started) from None
+            except BaseException:
+                connection.close()
+                raise
+
+    def _take_back(self, connection: socket.socket, undo: Undo | None) -> bool:
+        """Cancel the request that this connection carries, and undo it if it was carried out all the same.
+
+        Returns whether that is certain. When it is not, the connection is closed: the directory then drops a request
+        that it has not looked at yet, and nobody renews a lease that it has granted.
+        """
+        deadline = time.monotonic() + take_back_s()
+        try:
+            _send(connection, CANCEL, b"", deadline)
+            request = undoing(undo, _receive(connection, deadline))
+            if request is not None:
+                _send(connection, *request, deadline)
+                _receive(connection, deadline)
+        except OSError:
+            connection.close()
+            return False
+        except BaseException:
+            connection.close()
+            raise
+        self._give(connection)
+        return True
+
+    def _take(self) -> socket.socket | None:
+        """Return a pooled connection that has not ended; None when there is none."""
+        while True:
+            with self._lock:
+                if self._pid != os.getpid():  # forked: the connections are the parent's
+                    self._pid = os.getpid()
+                    _close_all(self._idle)
+                if not self._idle or self._closed:
+                    return None
+                connection = self._idle.pop()
+            if not _is_readable(connection):
+                return connection
+            connection.close()  # nothing is due on an idle connection but its end
 
     def _give(self, connection: socket.socket) -> None:
         with self._lock:
@@ -94,8 +157,7 @@ class SocketLink:
         connection.close()
 
     def _connect(self, op: str) -> socket.socket:
-        if self._closed:
-            raise DirectoryLost("this client is closed", op=op, peer=self.peer, elapsed_s=0.0)
+        self._check_open(op)
         started = time.monotonic()
         try:
             connection = _connected(self._address)
@@ -104,44 +166,50 @@ class SocketLink:
         return connection
 
     def _channel(self, op: str) -> _Channel:
-        """Return the running loop's connection."""
+        """Return the running loop's connection, a new one when that has ended."""
+        self._check_open(op)
         loop = asyncio.get_running_loop()
         with self._lock:
             channel = self._channels.get(loop)
-            if channel is None:
-                self._channels = {loop: at for loop, at in self._channels.items() if not loop.is_closed()}
-        if channel is None:
-            # Connecting blocks for a moment, once a loop; a connection to this host needs no more than a system call.
-            channel = _Channel(loop, self._connect(op))
-            with self._lock:
-                self._channels[loop] = channel
+            if channel is None or channel.ended:
+                self._channels = {at: other for at, other in self._channels.items() if not at.is_closed()}
+                channel = self._channels[loop] = _Channel(loop, self._address)
         return channel
 
-    def _lost(self, op: str, error: OSError, started: float) -> DirectoryLost:
+    def _check_open(self, op: str) -> None:
+        if self._closed:
+            raise DirectoryLost("this client is closed", op=op, peer=self.peer, elapsed_s=0.0)
+
+    def _lost(self, op: str, error: OSError, started: float, outcome: str = "") -> DirectoryLost:
         if isinstance(error, TimeoutError):
             what = "the directory did not answer"
         elif isinstance(error, ConnectionRefusedError):
             what = "the directory's process has died or its data plane was closed"
         else:
             what = "the directory's process has died or closed the connection"
-        return DirectoryLost(what, op=op, peer=self.peer, elapsed_s=time.monotonic() - started)
+        return DirectoryLost(what + outcome, op=op, peer=self.peer, elapsed_s=time.monotonic() - started)
+
+
+# ---------------- Connecting: the Unix socket is tried first; on other hosts its name is unknown.
 
 
 def _connected(address: DirectoryAddress) -> socket.socket:
-    """Open a blocking connection and show the token. The Unix socket is tried first; on other hosts its name is
-    unknown."""
+    """Open a blocking connection and show the token. Raises TimeoutError after CONNECT_TIMEOUT_S."""
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(CONNECT_TIMEOUT_S)
         try:
-            connection.connect("\0" + address.local)
+            while not _connects_locally(connection, address):
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                time.sleep(CONNECT_AGAIN_S)
         except ConnectionRefusedError:
             if not address.host:
                 raise
             connection.close()
             connection = socket.create_connection((address.host, address.port), CONNECT_TIMEOUT_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            tcp.set_up(connection)
         connection.sendall(frame(0, address.token))
     except BaseException:
         connection.close()
@@ -149,8 +217,52 @@ def _connected(address: DirectoryAddress) -> socket.socket:
     return connection
 
 
-def _exchange(connection: socket.socket, op: str, payload: bytes, deadline: float) -> bytes:
-    """Send one request and return its reply. Raises TimeoutError at `deadline`, ConnectionError when the peer ends."""
+async def _connected_async(address: DirectoryAddress) -> socket.socket:
+    """Open a non-blocking connection without blocking the event loop."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        try:
+            while not _connects_locally(connection, address):
+                await asyncio.sleep(CONNECT_AGAIN_S)
+        except ConnectionRefusedError:
+            if not address.host:
+                raise
+            connection.close()
+            family, kind, protocol, _, peer = socket.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            )[0]
+            connection = socket.socket(family, kind, protocol)
+            connection.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(connection, peer)
+            tcp.set_up(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _connects_locally(connection: socket.socket, address: DirectoryAddress) -> bool:
+    """Connect to the Unix socket. Returns False while its backlog is full, which the kernel does not wait for."""
+    try:
+        connection.connect("\0" + address.local)
+    except BlockingIOError:
+        return False
+    return True
+
+
+# ---------------- Requests and replies of blocking calls, one after another on a connection.
+
+
+def _is_readable(connection: socket.socket) -> bool:
+    """Return whether there is something to read, which may be the end."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _send(connection: socket.socket, op: str, payload: bytes, deadline: float) -> None:
+    """Send one request. Raises TimeoutError at `deadline`, ConnectionError when the peer has ended."""
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     start = head(1, len(payload), op)
     if len(payload) <= _JOIN_BYTES:
@@ -158,23 +270,35 @@ def _exchange(connection: socket.socket, op: str, payload: bytes, deadline: floa
     else:
         connection.sendall(start)
         connection.sendall(payload)
+
+
+def _receive(connection: socket.socket, deadline: float) -> bytes:
+    """Return the reply. Raises TimeoutError at `deadline`, ConnectionError when the peer ends.
+
+    A reply that is cut off half-way leaves the connection closed, as nobody could tell where the next one begins.
+    """
+    connection.settimeout(max(0.001, deadline - time.monotonic()))
     data = connection.recv(_READ_BYTES)
-    while len(data) < HEADER.size:
-        data += _more(connection, data, deadline)
-    nbytes = HEADER.unpack_from(data)[0]
-    if len(data) == HEADER.size + nbytes:
-        return data[HEADER.size :]
-    reply = bytearray(nbytes)
-    found = len(data) - HEADER.size
-    reply[:found] = data[HEADER.size :]
-    view = memoryview(reply)
-    while found < nbytes:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        count = connection.recv_into(view[found:])
-        if not count:
-            raise ConnectionResetError
-        found += count
-    return bytes(reply)
+    try:
+        while len(data) < HEADER.size:
+            data += _more(connection, data, deadline)
+        nbytes = HEADER.unpack_from(data)[0]
+        if len(data) == HEADER.size + nbytes:
+            return data[HEADER.size :]
+        reply = bytearray(nbytes)
+        found = len(data) - HEADER.size
+        reply[:found] = data[HEADER.size :]
+        view = memoryview(reply)
+        while found < nbytes:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            count = connection.recv_into(view[found:])
+            if not count:
+                raise ConnectionResetError
+            found += count
+        return bytes(reply)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _more(connection: socket.socket, data: bytes, deadline: float) -> bytes:
@@ -193,61 +317,137 @@ def _close_all(connections: list[socket.socket]) -> None:
         connections.pop().close()
 
 
+# ---------------- The connection of an event loop.
+
+
+class _Ended(ConnectionError):
+    """The connection ended before the request was sent."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """Is one request of a call, which may be tried on several connections until it is sent."""
+
+    op: str
+    payload: bytes
+    undo: Undo | None
+    is_open: bool = False
+    """Whether it was sent, and neither its reply came nor what it did is undone."""
+
+
 class _Channel(asyncio.Protocol):
     """Is one event loop's connection. Requests carry numbers, and replies come in any order."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, address: DirectoryAddress) -> None:
+        self.ended = False
+        """Whether nothing can be sent any more."""
         self._loop = loop
-        self._socket = connection
-        self._ready: asyncio.Future[None] | None = None
+        self._address = address
+        self._ready: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._undoing: set[asyncio.Task[None]] = set()
+        """Calls that were cut off and are being taken back. The loop itself keeps no reference."""
         self._reader = FrameReader()
+        self._poll = select.poll()
+        """Says whether the directory has ended the connection."""
         self._next = 1
-        self._ended = False
 
-    async def ask(self, op: str, payload: bytes) -> bytes:
-        """Send a request and return the reply. Raises ConnectionError when the connection ends."""
+    async def ask(self, request: _Request) -> bytes:
+        """Send a request and return the reply. Raises _Ended when it was not sent, ConnectionError when the connection
+        ends before the reply."""
         if self._ready is None:
-            self._ready = asyncio.ensure_future(self._open())
+            self._ready = self._loop.create_task(self._open())
+            self._ready.add_done_callback(_seen)
         await asyncio.shield(self._ready)
-        if self._ended or self._transport is None:
-            raise ConnectionResetError
-        number, self._next = self._next, self._next + 1 & 0xFFFFFFFF
+        if self._poll.poll(0):  # the loop has not heard of its end yet
+            self.abort()
+        if self.ended or self._transport is None:
+            raise _Ended
+        number, self._next = self._next, (self._next + 1) & 0xFFFFFFFF
         future: asyncio.Future[bytes] = self._loop.create_future()
         self._waiting[number] = future
+        request.is_open = True
         try:
-            self._transport.writelines((head(number, len(payload), op), payload))
-            return await future
+            self._transport.writelines((head(number, len(request.payload), request.op), request.payload))
+            reply = await future
+        except asyncio.CancelledError:
+            await self._abandon(number, future, request)
+            raise
+        except BaseException:
+            self._waiting.pop(number, None)
+            raise
+        del self._waiting[number]
+        request.is_open = False
+        return reply
+
+    async def _abandon(self, number: int, future: asyncio.Future[bytes], request: _Request) -> None:
+        """Cancel a request, and undo it if it was carried out all the same. Waits for that for a while; when the
+        directory answers later, it is still done."""
+        if future.cancelled() and self._transport is not None:
+            future = self._waiting[number] = self._loop.create_future()
+            if self.ended:
+                future.set_exception(ConnectionResetError())
+            else:
+                self._transport.write(head(number, 0, CANCEL))
+        task = self._loop.create_task(self._take_back(number, future, request))
+        self._undoing.add(task)
+        task.add_done_callback(self._undoing.discard)
+        await wait_out(task, take_back_s())
+
+    async def _take_back(self, number: int, future: asyncio.Future[bytes], request: _Request) -> None:
+        try:
+            reply = await future
+            undo = undoing(request.undo, reply)
+            if undo is not None:
+                await self.ask(_Request(*undo, None))
+            request.is_open = False
+        except ConnectionError:
+            pass  # nobody renews a lease that was granted, and room that was reserved expires
         finally:
-            del self._waiting[number]
+            self._waiting.pop(number, None)
 
     async def _open(self) -> None:
-        self._socket.setblocking(False)
-        if self._socket.family == socket.AF_UNIX:
-            await self._loop.create_unix_connection(lambda: self, sock=self._socket)
-        else:
-            await self._loop.create_connection(lambda: self, sock=self._socket)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                connection = await _connected_async(self._address)
+                if connection.family == socket.AF_UNIX:
+                    await self._loop.create_unix_connection(lambda: self, sock=connection)
+                else:
+                    await self._loop.create_connection(lambda: self, sock=connection)
+        except BaseException:
+            self.ended = True
+            raise
 
     def abort(self) -> None:
         """End the connection. Must run on the channel's loop."""
-        self._ended = True
+        self.ended = True
         if self._transport is not None:
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop, which Ray takes where it is, has its own class
-        if self._ended:  # the client was closed meanwhile
+        if self.ended:  # the client was closed meanwhile
             self._transport.abort()
+        else:
+            self._poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+            self._transport.write(frame(0, self._address.token))
 
     def data_received(self, data: bytes) -> None:
         for number, _, reply in self._reader.feed(data):
             future = self._waiting.get(number)
-            if future is not None and not future.done():  # else nobody waits any more
+            if future is not None and not future.done():
                 future.set_result(reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._ended = True
+        self.ended = True
+        self._poll = select.poll()  # the number of its descriptor may be another's from now on
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(ConnectionResetError())
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    """Take note of an error that nobody may be waiting for any more."""
+    if not task.cancelled():
+        task.exception()

@@ -28,7 +28,7 @@ from ...actors.rewards.rubric import reward_tag
 from ...actors.rollout.prompts import base36, row_key
 from ...actors.rollout.report import RolloutReport
 from ...dataplane.client import DataPlaneClient
-from ...dataplane.errors import ClaimTimeout, KeysNotFound
+from ...dataplane.errors import ClaimTimeout, KeysNotFound, LeaseLost
 from ...dataplane.meta import POSITION, KVBatchMeta
 from ..cluster import actor_specs
 from ..cluster.actor_specs import TASK
@@ -229,11 +229,13 @@ class Feed:
         not depend on which actor put first).
 
         With dynamic sampling, groups without a signal are cleared and other prompts issued instead, up to `max_factor`.
-        Waits up to resources.stage_timeout_s for each claim. Raises ActorFailed, ClaimTimeout, TooManyFailedRows.
+        Waits up to resources.stage_timeout_s for each claim. Raises ActorFailed, ClaimTimeout, TooManyFailedRows, and
+        LeaseLost when rows come that the open step has claimed before.
         """
         parts, wanted = [], count
         while wanted:
             meta = self._claim(wanted)
+            self._refuse_held(meta)
             useful = self._useful(meta)
             if not useful.all():
                 self._drop(meta.select(np.flatnonzero(~useful)))
@@ -442,6 +444,19 @@ class Feed:
         for position in positions:
             del self._in_flight[position]
         self._tally.dropped += len(positions)
+
+    def _refuse_held(self, meta: KVBatchMeta) -> None:
+        """Raise LeaseLost when the open step holds some of these rows already, as it must not train on them twice."""
+        held = np.isin(meta.tags[POSITION], list(self._claimed))
+        if held.any():
+            keys = meta.select(np.flatnonzero(held)).keys
+            raise LeaseLost(
+                f"{len(keys)} of {len(meta)} rows were claimed by the open step before: their lease has run out, as "
+                f"this process could not renew it for dataplane.lease_s={self._config.dataplane.lease_s:g} s",
+                op="claim",
+                partition=meta.partition,
+                keys=keys,
+            )
 
     def _take(self, meta: KVBatchMeta) -> None:
         for position in meta.tags[POSITION].tolist():

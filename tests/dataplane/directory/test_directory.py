@@ -161,6 +161,24 @@ def test_unknown_names_are_value_errors(directory: Directory) -> None:
         directory.release("p", "a", 0, ["k"], "done")
 
 
+def test_a_renewed_lease_lasts_until_its_last_renewal_runs_out(directory: Directory) -> None:
+    put(directory, ["g.0", "g.1", "h.0"], ("ids",))
+    kept = directory.claim(ClaimRows("p", "a", ("ids",), 1), 0.0)
+    lost = directory.claim(ClaimRows("p", "a", ("ids",), 1), 0.0)
+    done = directory.claim(ClaimRows("p", "a", ("ids",), 1), 0.0)
+    assert kept is not None and lost is not None and done is not None
+    directory.release("p", "a", done.lease_id, done.keys, "done")
+    for now in (4.0, 8.0, 9.5):
+        assert directory.renew([kept.lease_id, done.lease_id, 99], now) == [kept.lease_id]
+    assert directory.next_deadline() == 10.0
+    assert directory.expire(10.0).num_rows == 1, "the lease that nobody renewed"
+    assert directory.renew([lost.lease_id], 10.0) == []
+    assert directory.next_deadline() == 19.5
+    assert directory.expire(19.4).num_rows == 0
+    assert directory.expire(19.5).num_rows == 1
+    assert directory.next_deadline() is None
+
+
 def test_register_again(directory: Directory) -> None:
     directory.register("p", SCHEMA, ("b", "a"), GROUP)
     with pytest.raises(ValueError, match="group_size 4.*registered with 2"):

@@ -7,7 +7,7 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,50 +15,17 @@ import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.client import DataPlaneClient
-from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.directory import requests
 from headrace.dataplane.directory.directory import ClaimRows
 from headrace.dataplane.directory.requests import body_of
-from headrace.dataplane.directory.service import DirectoryService
 from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, DirectoryLost
 from headrace.dataplane.factory import connect, connect_async
-from headrace.dataplane.handle import DataPlaneHandle
-from headrace.dataplane.rpc import socket_link
+from headrace.dataplane.rpc import links
 from headrace.dataplane.rpc.frames import DirectoryAddress, FrameReader, frame
-from headrace.dataplane.rpc.server import DirectoryServer
 from headrace.dataplane.rpc.socket_link import SocketLink
-from headrace.dataplane.stores.local import LocalHost
+from headrace.tests.dataplane.rpc.served import Served, wait_until
 
 SCHEMA = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (1000,)), Field("y", Kind.PER_SAMPLE, torch.float32)])
-CONFIG = DataPlaneConfig(store=StoreConfig(kind="local", capacity_mib=64), timeout_s=10)
-
-
-class Served:
-    """A directory with sockets, on a loop of its own."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever)
-        self._thread.start()
-        self.host = LocalHost("test")
-        self.server, self.service, self.address = self.run(self._start)
-        self.handle = DataPlaneHandle("test", CONFIG, self.host.spec, "no actor", self.address, "directory pid=7")
-
-    async def _start(self) -> tuple[DirectoryServer, DirectoryService, DirectoryAddress]:
-        service = DirectoryService(CONFIG, self.host)
-        server = DirectoryServer(service)
-        return server, service, await server.start("headrace-test", "127.0.0.1")
-
-    def run(self, make: Callable[[], Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(make(), self.loop).result(10)
-
-    def close(self) -> None:
-        self.run(self.service.close)
-        self.run(self.server.close)
-        self.run(lambda: asyncio.sleep(0.01))
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
-        self.loop.close()
 
 
 @pytest.fixture
@@ -77,13 +44,6 @@ def client(served: Served) -> Iterator[DataPlaneClient]:
 
 def put(client: DataPlaneClient, *keys: str) -> None:
     client.put("p", keys, {"x": torch.ones(len(keys), 1000, dtype=torch.uint8)})
-
-
-def wait_until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_frames_come_whole_however_they_arrive() -> None:
@@ -200,7 +160,7 @@ def test_the_end_of_the_directory_ends_every_call_at_once(served: Served, client
 
 
 def test_a_directory_that_does_not_answer_is_lost_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket_link, "GRACE_S", 0.1)
+    monkeypatch.setattr(links, "GRACE_S", 0.1)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("")  # a name of the system's choice
         listener.listen()
@@ -230,6 +190,117 @@ def test_what_a_client_waits_for_ends_with_its_connection(served: Served, client
     assert client.claim("p", "a", ("x",), 1, timeout_s=1).keys == ("a.0",)
     with pytest.raises(DirectoryLost, match="this client is closed"):
         dying.status()
+
+
+# ------------------------------------------------------------------ connections that end, and full backlogs
+
+
+def test_a_broken_connection_is_not_a_death(served: Served, client: DataPlaneClient) -> None:
+    link: Any = client._link
+    for connection in link._idle:
+        connection.shutdown(socket.SHUT_RDWR)
+    assert client.status().rows == 0
+
+    async def use() -> None:
+        async with connect_async(served.handle) as twin:
+            await twin.status()
+            link: Any = twin._link
+            (channel,) = link._channels.values()
+            channel._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # as a reset by a middlebox
+            assert (await twin.status()).rows == 0
+            (channel,) = link._channels.values()
+            channel._transport.abort()
+            await asyncio.sleep(0)
+            assert (await twin.status()).rows == 0
+
+    asyncio.run(use())
+
+
+def test_connections_over_tcp_are_kept_alive(served: Served) -> None:
+    elsewhere = dataclasses.replace(served.address, local="no such name here")
+
+    async def use() -> None:
+        async with connect_async(dataclasses.replace(served.handle, address=elsewhere)) as twin:
+            await twin.status()
+            link: Any = twin._link
+            (channel,) = link._channels.values()
+            (session,) = served.server._sessions
+            for transport in (channel._transport, session._transport):
+                end = transport.get_extra_info("socket")
+                assert end.family == socket.AF_INET
+                assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) > 0
+
+    asyncio.run(use())
+
+
+def full_listener() -> tuple[socket.socket, DirectoryAddress]:
+    """A Unix socket whose backlog is full, and its address."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")  # a name of the system's choice
+    listener.listen(0)
+    name = listener.getsockname()
+    with socket.socket(socket.AF_UNIX) as first:
+        first.connect(name)
+    return listener, DirectoryAddress(name[1:].decode(), "", 0, b"t")
+
+
+def test_a_connect_waits_while_the_backlog_is_full() -> None:
+    listener, address = full_listener()
+    connected: list[SocketLink] = []
+    thread = threading.Thread(target=lambda: connected.append(SocketLink(address, "directory")))
+    thread.start()
+    with listener:
+        while not connected and thread.is_alive():
+            listener.accept()[0].close()
+        thread.join(5)
+    assert connected
+    connected[0].detach()
+
+
+def test_a_connect_on_a_full_backlog_ends_in_time_and_blocks_no_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.dataplane.rpc.socket_link.CONNECT_TIMEOUT_S", 0.3)
+    listener, address = full_listener()
+    with listener:
+        with pytest.raises(DirectoryLost, match="did not answer"):
+            SocketLink(address, "directory")
+
+        async def use() -> None:
+            link = SocketLink(address, "directory", connect=False)
+            asking = asyncio.create_task(link.call_async("status", b"", 5))
+            ticks = 0
+            while not asking.done():
+                await asyncio.sleep(0.005)
+                ticks += 1
+            with pytest.raises(DirectoryLost, match="did not answer"):
+                await asking
+            assert ticks > 5
+            await link.detach_async()
+
+        asyncio.run(use())
+
+
+def test_many_clients_connect_while_the_directory_is_busy(served: Served) -> None:
+    links: list[SocketLink] = []
+
+    def connect_all() -> None:
+        for _ in range(300):
+            links.append(SocketLink(served.address, "directory"))
+
+    threads = [threading.Thread(target=connect_all) for _ in range(4)]
+    with served.stalled():
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(links) >= 1025 or not any(thread.is_alive() for thread in threads))
+    for thread in threads:
+        thread.join(20)
+    assert len(links) == 1200
+    for link in links:
+        link.detach()
+
+
+# ------------------------------------------------------------------ bugs
 
 
 def test_a_bug_in_the_directory_is_told_not_waited_for(

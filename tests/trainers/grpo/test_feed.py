@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from headrace.dataplane.config import DataPlaneConfig
+from headrace.dataplane.errors import LeaseLost
 from headrace.dataplane.factory import DataPlane, open_data_plane
+from headrace.dataplane.meta import KVBatchMeta
+from headrace.dataplane.renewal import LeaseRenewal
 from headrace.tests.dataplane.rows import fresh_run_id
 from headrace.tests.trainers.grpo.feed_world import World, positions_of, saved
 from headrace.trainers.config.config import Config
@@ -131,6 +135,75 @@ def test_in_order_repeats_whatever_the_timing(plane: DataPlane) -> None:
     config = settings("async", max_staleness=2, dynamic_sampling={"enabled": True})
     found = [train(World(plane, config, random.Random(seed), flat=0.4), 40) for seed in (1, 2)]
     assert found[0] == found[1]
+
+
+# ---------------------------------------------------------------- leases
+
+
+LEASE_S = 1.0
+
+
+@pytest.fixture
+def short_leases() -> Iterator[DataPlane]:
+    """A data plane whose leases are shorter than a step."""
+    config = DataPlaneConfig.model_validate({"store": {"kind": "local"}, "lease_s": LEASE_S})
+    with open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane:
+        yield plane
+
+
+def outlast_lease(world: World) -> None:
+    """Return when the leases of rows that are held now would have run out."""
+    until = time.monotonic() + 2 * LEASE_S
+    while time.monotonic() < until and world.inner.status().leases:
+        time.sleep(0.02)
+
+
+def test_a_step_longer_than_the_lease_trains_each_row_once(short_leases: DataPlane) -> None:
+    world, state = World(short_leases, settings("streaming"), random.Random(1)), grpo.State()
+    feed = world.begin(state)
+    feed.top_up()
+    claimed = [feed.claim(1)]
+    outlast_lease(world)  # training of a chunk, or the wait for a long answer
+    claimed += [feed.claim(1) for _ in range(PROMPTS - 1)]
+    positions = [position for meta in claimed for position in positions_of(meta)]
+    assert sorted(positions) == list(range(PROMPTS))
+
+
+def test_late_replacements_do_not_bring_the_same_rows_again(
+    short_leases: DataPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings("sync", prompts_per_step=6, dynamic_sampling={"enabled": True})
+    world, calls = World(short_leases, config, random.Random(1), flat=0.4), []
+    real = world.claim
+
+    def claim(*args: object, **options: object) -> KVBatchMeta:
+        calls.append(args)
+        if len(calls) == 2:
+            outlast_lease(world)  # the replacements' answers take their time
+        return real(*args, **options)
+
+    monkeypatch.setattr(world, "claim", claim)
+    feed = world.begin(grpo.State())
+    feed.top_up()
+    feed.drain()
+    meta = feed.claim(6)
+    assert len(calls) > 1 and len(set(meta.keys)) == len(meta) == 12
+
+
+def test_rows_that_the_open_step_holds_are_refused(short_leases: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LeaseRenewal, "add", lambda *_: None)  # as if this process had been stopped
+    world = World(short_leases, settings("streaming"), random.Random(1))
+    feed = world.begin(grpo.State())
+    feed.top_up()
+    first = feed.claim(1)
+    outlast_lease(world)
+    with pytest.raises(LeaseLost, match="lease_s") as caught:
+        for _ in range(PROMPTS):
+            feed.claim(1)
+    assert set(caught.value.keys) == set(first.keys)
+
+
+# ---------------------------------------------------------------- dynamic sampling
 
 
 def test_groups_without_a_signal_are_replaced(plane: DataPlane) -> None:

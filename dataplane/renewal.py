@@ -1,0 +1,105 @@
+"""Renews a client's leases for as long as its process is at work, from a thread that sleeps between renewals."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+
+from ..codecs import messages
+from .directory import requests
+from .errors import DataPlaneError
+from .rpc.links import Link
+
+_logger = logging.getLogger(__name__)
+
+RENEWALS = 4
+"""Number of renewals in the time that a lease lasts, so that one of them may be late or lost."""
+
+
+class LeaseRenewal:
+    """Keeps the leases of one client from running out. Thread-safe.
+
+    Only leases whose receipts have reached this client are renewed. When the process dies or is stopped, when the
+    client is closed, and when nobody refers to it any more, its leases run out `lease_s` after the last renewal.
+    """
+
+    def __init__(self, link: Link, lease_s: float) -> None:
+        self._renewer = _Renewer(link, lease_s)
+        self._finalizer = weakref.finalize(self, self._renewer.end)  # for a client that nobody closed
+
+    def add(self, lease_id: int, num_rows: int) -> None:
+        """Renew this lease of `num_rows` rows from now on."""
+        self._renewer.add(lease_id, num_rows)
+
+    def drop(self, lease_id: int, num_rows: int) -> None:
+        """Note that `num_rows` rows of a lease were released; a lease without rows is not renewed any more."""
+        self._renewer.drop(lease_id, num_rows)
+
+    def end(self) -> None:
+        """Renew nothing any more. Idempotent."""
+        self._finalizer()
+
+
+class _Renewer:
+    """Is what the thread refers to, so that a client which nobody refers to can be collected."""
+
+    def __init__(self, link: Link, lease_s: float) -> None:
+        self._link = link
+        self._lease_s = lease_s
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._held: dict[int, int] = {}
+        """Number of rows of each lease. Rows that others release or clear are not noticed before the next renewal."""
+        self._thread: threading.Thread | None = None
+        """Thread that renews; None while there is no lease."""
+        self._ended = threading.Event()
+
+    def add(self, lease_id: int, num_rows: int) -> None:
+        with self._lock:
+            if self._pid != os.getpid():  # forked: the thread and the leases are the parent's
+                self._pid, self._held, self._thread = os.getpid(), {}, None
+            self._held[lease_id] = num_rows
+            if self._thread is None and not self._ended.is_set():
+                self._thread = threading.Thread(target=self._run, name="lease-renewal", daemon=True)
+                self._thread.start()
+
+    def drop(self, lease_id: int, num_rows: int) -> None:
+        with self._lock:
+            left = self._held.get(lease_id, 0) - num_rows
+            if left > 0:
+                self._held[lease_id] = left
+            else:
+                self._held.pop(lease_id, None)
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        heard = time.monotonic()
+        while not self._ended.wait(self._lease_s / RENEWALS):
+            with self._lock:
+                asked = tuple(self._held)
+                if not asked:
+                    self._thread = None
+                    return
+            try:
+                live = self._renew(asked)
+            except DataPlaneError as error:
+                if time.monotonic() - heard <= self._lease_s:
+                    continue
+                _logger.warning("%d leases ran out, as they could not be renewed: %s", len(asked), error)
+                live = ()
+            else:
+                heard = time.monotonic()
+            with self._lock:
+                for lease_id in set(asked).difference(live):
+                    self._held.pop(lease_id, None)
+
+    def _renew(self, lease_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Ask the directory, and return the ids of the leases that have not ended."""
+        request, timeout_s = requests.encode(requests.Renew(lease_ids)), self._lease_s / RENEWALS
+        reply = requests.body_of(self._link.call("renew", request, timeout_s), "renew", 0.0)
+        return messages.decode(reply, tuple[int, ...])

@@ -1,0 +1,319 @@
+"""Calls that are cut off (cancelled, interrupted, out of time) leave nothing leased, reserved or readable."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.codecs.schema import Field, Kind, Schema
+from headrace.dataplane.client import DataPlaneClient
+from headrace.dataplane.errors import DirectoryLost
+from headrace.dataplane.factory import connect, connect_async, open_data_plane
+from headrace.dataplane.handle import DataPlaneHandle
+from headrace.dataplane.rpc import links, socket_link
+from headrace.tests.dataplane.rows import fresh_run_id
+from headrace.tests.dataplane.rpc.served import Served, config, wait_until
+
+SCHEMA = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (1 << 20,)), Field("y", Kind.PER_SAMPLE, torch.float32)])
+"""A field of 1 MiB a row, and a small one."""
+STORE = {"kind": "shm", "capacity_mib": 8}
+
+
+def rows(count: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.zeros(count, 1 << 20, dtype=torch.uint8)}
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served(store=STORE)
+    yield served
+    served.close()
+
+
+@pytest.fixture(params=["over sockets", "in process"])
+def handle(request: pytest.FixtureRequest) -> Iterator[DataPlaneHandle]:
+    """A data plane of 8 MiB, reached over either link."""
+    if request.param == "over sockets":
+        yield request.getfixturevalue("served").handle
+    else:
+        with open_data_plane(config(store=STORE), run_id=fresh_run_id(), in_process=True) as plane:
+            yield plane.handle
+
+
+@pytest.fixture
+def client(handle: DataPlaneHandle) -> Iterator[DataPlaneClient]:
+    with connect(handle) as client:
+        client.register("p", SCHEMA, ("a",))
+        yield client
+
+
+@pytest.fixture
+def far(served: Served) -> Iterator[DataPlaneClient]:
+    """A client over sockets."""
+    with connect(served.handle) as client:
+        client.register("p", SCHEMA, ("a",))
+        yield client
+
+
+def nothing_is_held(client: DataPlaneClient) -> bool:
+    status = client.status()
+    return not (status.leases or status.bytes_reserved or status.waiting_claims or status.waiting_puts)
+
+
+# ------------------------------------------------------------------ while the directory waits
+
+
+def test_cancelled_claims_leave_their_queue(handle: DataPlaneHandle, client: DataPlaneClient) -> None:
+    async def use() -> None:
+        async with connect_async(handle) as twin:
+            for _ in range(3):
+                task = asyncio.create_task(twin.claim("p", "a", ["y"], 4, timeout_s=30))
+                await asyncio.to_thread(wait_until, lambda: client.status().waiting_claims == 1)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                assert client.status().waiting_claims == 0
+            client.put("p", [f"k.{n}" for n in range(12)], {"y": torch.zeros(12)})
+            assert client.status().leased_rows == 0
+            assert len(await twin.claim("p", "a", ["y"], 12, timeout_s=5)) == 12
+
+    asyncio.run(use())
+
+
+def test_a_cancelled_put_leaves_the_queue_for_room(handle: DataPlaneHandle, client: DataPlaneClient) -> None:
+    client.put("p", [f"a.{n}" for n in range(7)], rows(7))
+
+    async def use() -> None:
+        async with connect_async(handle) as twin:
+            task = asyncio.create_task(twin.put("p", [f"b.{n}" for n in range(6)], rows(6), timeout_s=30))
+            await asyncio.to_thread(wait_until, lambda: client.status().waiting_puts == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert client.status().waiting_puts == 0
+
+    asyncio.run(use())
+    client.put("p", ["c.0"], {"y": torch.zeros(1)}, timeout_s=5)
+    client.clear("p")
+    client.put("p", [f"d.{n}" for n in range(6)], rows(6), timeout_s=5)
+
+
+def interrupt_when(ready: Callable[[], bool]) -> threading.Thread:
+    """Press Ctrl-C, so to speak, once `ready`."""
+
+    def press() -> None:
+        wait_until(ready)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
+
+
+def test_an_interrupted_claim_leaves_its_queue(handle: DataPlaneHandle, client: DataPlaneClient) -> None:
+    with connect(handle) as other:
+        thread = interrupt_when(lambda: other.status().waiting_claims == 1)
+        with pytest.raises(KeyboardInterrupt):
+            client.claim("p", "a", ["y"], 4, timeout_s=30)
+        thread.join()
+        assert client.status().waiting_claims == 0
+        client.put("p", [f"k.{n}" for n in range(4)], {"y": torch.zeros(4)})
+        assert client.status().leased_rows == 0
+        assert len(client.claim("p", "a", ["y"], 4, timeout_s=5)) == 4
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), float("nan"), -1])
+def test_time_limits_are_finite(client: DataPlaneClient, timeout_s: float) -> None:
+    with pytest.raises(ValueError, match="finite number of seconds >= 0"):
+        client.claim("p", "a", ["y"], 1, timeout_s=timeout_s)
+    client.put("p", ["a.0"], {"y": torch.zeros(1)})
+    assert nothing_is_held(client)
+
+
+# ------------------------------------------------------------------ after the directory has acted
+
+
+OPS = {
+    "claim": (
+        lambda twin: twin.claim("p", "a", ["y"], 4),
+        lambda client: client.status().leased_rows == 4,
+    ),
+    "reserve": (
+        lambda twin: twin.put("p", ["k.0"], rows(1)),
+        lambda client: client.status().bytes_reserved > 0,
+    ),
+    "commit": (
+        lambda twin: twin.put("p", ["k.0"], rows(1)),
+        lambda client: client.status().rows == 5,
+    ),
+}
+"""Op -> (the call that asks it, whether the directory has carried it out)."""
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["the answer comes", "the answer comes late"])
+@pytest.mark.parametrize("op", OPS)
+def test_what_was_granted_to_a_cancelled_call_is_given_back(
+    served: Served, far: DataPlaneClient, monkeypatch: pytest.MonkeyPatch, op: str, late: bool
+) -> None:
+    """The directory's answers are held back, so that it has acted when the call is cancelled."""
+    far.put("p", [f"old.{n}" for n in range(4)], {"y": torch.zeros(4)})
+    call, has_acted = OPS[op]
+    held: list[tuple[Any, bytes]] = []
+    is_held, asked, received = False, socket_link._Channel.ask, socket_link._Channel.data_received
+
+    def ask(channel: Any, request: Any) -> Any:
+        nonlocal is_held
+        is_held |= request.op == op
+        return asked(channel, request)
+
+    def receive(channel: Any, data: bytes) -> None:
+        if is_held:
+            held.append((channel, data))
+        else:
+            received(channel, data)
+
+    monkeypatch.setattr(socket_link._Channel, "ask", ask)
+    monkeypatch.setattr(socket_link._Channel, "data_received", receive)
+    if late:
+        monkeypatch.setattr(links, "GRACE_S", 0.25)
+        monkeypatch.setattr("headrace.dataplane.operations.ABORT_TIMEOUT_S", 0.1)
+
+    async def use() -> None:
+        nonlocal is_held
+        async with connect_async(served.handle) as twin:
+            task = asyncio.create_task(call(twin))
+            await asyncio.to_thread(wait_until, lambda: has_acted(far))
+            task.cancel()
+            if late:
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            else:
+                await asyncio.sleep(0)
+            is_held = False
+            monkeypatch.undo()
+            for channel, data in held:
+                channel.data_received(data)
+            if not late:
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            await asyncio.to_thread(wait_until, lambda: nothing_is_held(far))
+            assert far.status().rows == 4, "nothing of the put can be read"
+            assert len(await twin.claim("p", "a", ["y"], 4, timeout_s=5)) == 4
+            assert len(await twin.put("p", ["k.0"], rows(1), timeout_s=5)) == 1
+
+    asyncio.run(use())
+
+
+def test_fields_of_a_cancelled_put_go_and_rows_of_before_stay(handle: DataPlaneHandle, client: DataPlaneClient) -> None:
+    client.put("p", ["a.0", "a.1"], {"y": torch.ones(2)})
+    link: Any = client._link
+    undos: list[Any] = []
+    called = link.call
+
+    def call(op: str, payload: bytes, timeout_s: float, undo: Any = None) -> bytes:
+        reply = called(op, payload, timeout_s, undo)
+        if op == "commit":
+            undos.append(undo(reply[1:]))
+        return reply
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link, "call", call)
+        client.put("p", ["a.1", "b.0"], rows(2))
+    link.call(*undos[0], 5.0)
+    assert sorted(client.lookup("p", ["a.0", "a.1"], ["y"]).keys) == ["a.0", "a.1"]
+    status = client.status()
+    assert status.rows == 2 and status.ready == {"x": 0, "y": 2}
+    client.put("p", ["a.1", "b.0"], rows(2))
+
+
+# ------------------------------------------------------------------ stalls
+
+
+def test_calls_that_failed_in_a_stall_take_no_effect_afterwards(
+    served: Served, far: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far.put("p", ["old.0"], {"y": torch.ones(1)})
+    far.put("p", ["old.1"], {"y": torch.ones(1)})  # from now on it has credit: a put is one call
+    monkeypatch.setattr(links, "GRACE_S", 0.3)
+    monkeypatch.setattr("headrace.dataplane.operations.ABORT_TIMEOUT_S", 0.1)
+    errors: list[DirectoryLost] = []
+
+    def fails(call: Callable[..., Any], *arguments: Any) -> threading.Thread:
+        def run() -> None:
+            with pytest.raises(DirectoryLost, match="did not answer; it is not known whether") as caught:
+                call(*arguments, timeout_s=0.1)
+            errors.append(caught.value)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    async def twin_fails() -> None:
+        async with connect_async(served.handle) as twin:
+            await twin.status()
+            with served.stalled():
+                for thread in (
+                    fails(far.put, "p", ["new.0"], {"y": torch.ones(1)}),
+                    fails(far.claim, "p", "a", ["y"], 2),
+                    fails(far.clear, "p"),
+                ):
+                    thread.join(10)
+                with pytest.raises(DirectoryLost, match="it is not known whether"):
+                    await twin.claim("p", "a", ["y"], 1, timeout_s=0.1)
+            monkeypatch.undo()
+            await asyncio.to_thread(wait_until, lambda: nothing_is_held(far))
+            assert (await twin.status()).rows == 2
+
+    asyncio.run(twin_fails())
+    assert {error.op for error in errors} == {"commit", "claim", "clear"}
+    assert far.put("p", ["new.0"], {"y": torch.ones(1)}).keys == ("new.0",)
+    assert len(far.claim("p", "a", ["y"], 3, timeout_s=5)) == 3
+
+
+def test_a_late_answer_meets_no_other_request(
+    served: Served, far: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far.put("p", ["a.0"], {"y": torch.ones(1)})
+    monkeypatch.setattr(links, "GRACE_S", 0.2)
+    with served.stalled(), pytest.raises(DirectoryLost, match="did not answer"):
+        far.status(timeout_s=0.1)
+    monkeypatch.undo()
+    for _ in range(3):
+        assert far.lookup("p", ["a.0"], ["y"]).keys == ("a.0",)
+
+
+def test_requests_whose_cancellation_came_with_them_are_not_carried_out(served: Served, far: DataPlaneClient) -> None:
+    """As after a stall: both lie in the socket."""
+
+    async def use() -> None:
+        async with connect_async(served.handle) as twin:
+            await twin.status()
+            with served.stalled():
+                task = asyncio.create_task(twin.register("q", SCHEMA))
+                await asyncio.sleep(0.01)
+                task.cancel()
+                await asyncio.sleep(0.01)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert "q" not in (await twin.status()).partitions
+
+    asyncio.run(use())
+
+
+def test_an_interrupted_call_keeps_its_connection(served: Served, far: DataPlaneClient) -> None:
+    link: Any = far._link
+    (before,) = link._idle
+    with connect(served.handle) as other:
+        thread = interrupt_when(lambda: other.status().waiting_claims == 1)
+        with contextlib.suppress(KeyboardInterrupt):
+            far.claim("p", "a", ["y"], 4, timeout_s=30)
+        thread.join()
+    assert link._idle == [before]
+    assert far.status().rows == 0
