@@ -30,12 +30,14 @@ from .schema import Field, Kind, Schema
 # ---------------- A block's part 0 describes the other parts without the partition's schema.
 #
 # bytes 0-7    magic and format version
-# bytes 8-15   xxh3 of everything behind them
+# bytes 8-15   xxh3 of everything behind them, seeded with a number that the reader knows, too (0 outside a data plane)
 # bytes 16-23  bytes of the manifest
 # then         manifest: msgpack [schema, rows, has lengths, checksums or None], padded with zeros to 4
 # then         int32 lengths `[N]` when a field is PER_TOKEN
 
 MAGIC = b"hrblock1"
+MAX_TOKENS = (1 << 31) - 1
+"""Largest number of tokens of a row; lengths travel as int32."""
 _PREFIX = struct.Struct("<8sQQ")
 _HASHED_FROM = 16
 _MANIFEST = msgspec.msgpack.Decoder(tuple[bytes, int, bool, bytes | None])
@@ -55,22 +57,29 @@ class Header:
     None when the block was written without checksums."""
 
 
-def encode_header(schema: Schema, num_rows: int, lengths: np.ndarray | None, checksums: list[int] | None) -> np.ndarray:
-    """Encode part 0 as uint8 1-D. lengths: `[N]`, each below 2**31."""
+def encode_header(
+    schema: Schema, num_rows: int, lengths: np.ndarray | None, checksums: list[int] | None, seed: int = 0
+) -> np.ndarray:
+    """Encode part 0 as uint8 1-D. Raises ValueError for a length of `[N]` that is above MAX_TOKENS."""
+    if lengths is not None and len(lengths) and lengths.max() > MAX_TOKENS:
+        longest = int(lengths.argmax())
+        raise ValueError(f"block: row {longest} has {lengths[longest]} tokens, expected at most {MAX_TOKENS}")
     sums = None if checksums is None else np.array(checksums, dtype="<u8").tobytes()
     manifest = msgspec.msgpack.encode((_schema_bytes(schema), num_rows, lengths is not None, sums))
     tail = b"" if lengths is None else lengths.astype("<i4").tobytes()
     hashed = struct.pack("<Q", len(manifest)) + manifest + bytes(-len(manifest) % 4) + tail
-    return np.frombuffer(MAGIC + struct.pack("<Q", xxhash.xxh3_64_intdigest(hashed)) + hashed, dtype=np.uint8)
+    digest = xxhash.xxh3_64_intdigest(hashed, seed)
+    return np.frombuffer(MAGIC + struct.pack("<Q", digest) + hashed, dtype=np.uint8)
 
 
-def decode_header(part: np.ndarray) -> Header:
-    """Decode what `encode_header` encoded. Raises ValueError when `part` is no header or has changed since."""
+def decode_header(part: np.ndarray, seed: int = 0) -> Header:
+    """Decode what `encode_header` encoded with this seed. Raises ValueError when `part` is no header or has changed
+    since."""
     data = np.ascontiguousarray(part).tobytes()
     if len(data) < _PREFIX.size or data[:8] != MAGIC:
         raise ValueError(f"block header: {len(data)} bytes do not begin with {MAGIC!r}")
     _, written, manifest_bytes = _PREFIX.unpack_from(data)
-    found = xxhash.xxh3_64_intdigest(data[_HASHED_FROM:])
+    found = xxhash.xxh3_64_intdigest(data[_HASHED_FROM:], seed)
     if found != written:
         raise ValueError(f"block header: xxh3 is {found:016x}, but {written:016x} was written")
     manifest_end = _PREFIX.size + manifest_bytes
@@ -164,10 +173,14 @@ def encode_block(batch: Batch, start: int, stop: int, *, checksum: bool) -> Enco
     return encode_blocks(batch, [(start, stop)], checksum=checksum)[0]
 
 
-def encode_blocks(batch: Batch, cuts: Sequence[tuple[int, int]], *, checksum: bool) -> list[EncodedBlock]:
+def encode_blocks(
+    batch: Batch, cuts: Sequence[tuple[int, int]], *, checksum: bool, seed: int = 0
+) -> list[EncodedBlock]:
     """Encode rows `start:stop` of `batch` as one block for each cut, without copying values other than objects.
 
-    Raises TypeError or ValueError for objects that cannot be encoded (`objects.encode`).
+    seed: number that a reader must give to `verify`, so that blocks written for somebody else do not pass.
+    Raises TypeError or ValueError for objects that cannot be encoded (`objects.encode`), and ValueError for a row of
+    more than MAX_TOKENS tokens.
     """
     schema = batch.schema.subset(sorted(batch, key=lambda name: batch.schema[name].kind in _INDEXED))
     columns = [_Encoder(field, batch[field.name]) for field in schema.values()]
@@ -187,7 +200,7 @@ def encode_blocks(batch: Batch, cuts: Sequence[tuple[int, int]], *, checksum: bo
                 sums += map(_xxh3, _row_blocks(values, ends))
                 sums += () if index is None else (_xxh3(index),)
         lengths = None if batch.lengths is None else batch.lengths[start:stop]
-        parts.insert(0, encode_header(schema, stop - start, lengths, sums if checksum else None))
+        parts.insert(0, encode_header(schema, stop - start, lengths, sums if checksum else None, seed))
         row_starts = None if tokens is None else tokens[start:stop] - (tokens[start] if start < stop else 0)
         num_tokens = 0 if lengths is None else int(lengths.sum())
         layout = BlockLayout(names, stop - start, num_tokens, tuple([part.nbytes for part in parts]))
@@ -324,14 +337,16 @@ def verify(
     block: int,
     layout: BlockLayout,
     views: dict[int, np.ndarray],
+    *,
+    seed: int = 0,
 ) -> None:
     """Check the xxh3 of every row block of `block` that `source` reads; views must include part 0.
 
-    `schema` holds the block's wanted fields. Raises ChecksumMismatch; ValueError when the block was
-    written without checksums.
+    seed: that of `encode_blocks`. `schema` holds the block's wanted fields. Raises ChecksumMismatch; ValueError when
+    the block was written without checksums.
     """
     try:
-        header = decode_header(views[0])
+        header = decode_header(views[0], seed)
     except ValueError as error:
         raise ChecksumMismatch(str(error)) from error
     if header.checksums is None:

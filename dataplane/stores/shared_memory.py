@@ -150,6 +150,12 @@ class SharedMemoryHost:
             self._release_quarantined()
             return self._used_bytes
 
+    def unfreed_bytes(self) -> int:
+        """Number of bytes of freed ranges that a living writer is still in."""
+        with self._lock:
+            self._release_quarantined()
+            return sum(nbytes for _, _, _, nbytes in self._quarantined)
+
     def processes(self) -> dict[str, int]:
         """Return nothing, as the bytes are files in memory."""
         return {}
