@@ -47,14 +47,17 @@ def cut(groups: Sequence[str] | np.ndarray, block_rows: int) -> list[tuple[int, 
     return blocks
 
 
-def rows_a_block(batch: Batch, block_rows: int | None) -> int:
+def rows_a_block(num_rows: int, column_bytes: Sequence[int], block_rows: int | None) -> int:
     """Return the number of rows in a block: as configured, or BLOCK_ROWS adapted to LEAST_BYTES and MOST_BYTES when
-    None."""
+    None.
+
+    column_bytes: number of encoded bytes of each column of `num_rows` rows.
+    """
     if block_rows is not None:
         return block_rows
-    num_rows = max(1, batch.num_rows)
-    rows = max(BLOCK_ROWS, LEAST_BYTES * num_rows // max(1, sum(map(column_bytes, batch.values()))))
-    return max(1, min(rows, MOST_BYTES * num_rows // max(1, *map(column_bytes, batch.values())), MAX_BLOCK_ROWS))
+    num_rows = max(1, num_rows)
+    rows = max(BLOCK_ROWS, LEAST_BYTES * num_rows // max(1, sum(column_bytes)))
+    return max(1, min(rows, MOST_BYTES * num_rows // max(1, *column_bytes), MAX_BLOCK_ROWS))
 
 
 def write_blocks(

@@ -69,6 +69,10 @@ class StoreHost(Protocol):
         a writer is still in them. They become free without another call, so a put that waits looks again."""
         ...
 
+    def shortage(self) -> str:
+        """Say why `allocate` has no room, for the error of a put that waited in vain; "" when it always has."""
+        ...
+
     def processes(self) -> dict[str, int]:
         """Return name -> pid of the store's own processes on this machine; empty when it has none."""
         ...

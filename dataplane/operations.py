@@ -14,7 +14,7 @@ import numpy as np
 
 from ..codecs import messages
 from ..codecs.batch import Batch
-from ..codecs.blocks import MAX_TOKENS, EncodedBlock, RowSource, encode_blocks
+from ..codecs.blocks import MAX_TOKENS, BatchEncoder, EncodedBlock, RowSource
 from ..codecs.jagged import pack
 from ..codecs.schema import Schema
 from .block_io import check_readable, column_bytes, cut, read_rows, rows_a_block, write_blocks
@@ -130,8 +130,9 @@ class Operations:
             batch = _packed(partition, schema, fields, names)
             groups = Grouping.of(names, group_names)
             config = self.handle.config
-            cuts = cut(groups.index, rows_a_block(batch, config.block_rows))
-            blocks = encode_blocks(batch, cuts, checksum=config.integrity == "verify", seed=self._plane_id)
+            encoder = BatchEncoder(batch)
+            cuts = cut(groups.index, rows_a_block(batch.num_rows, encoder.column_bytes, config.block_rows))
+            blocks = encoder.blocks(cuts, checksum=config.integrity == "verify", seed=self._plane_id)
             put = PutRows(
                 partition,
                 names,

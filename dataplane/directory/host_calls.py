@@ -144,6 +144,10 @@ class HostCalls:
 
         return await self._in_thread(ask)
 
+    async def shortage(self) -> str:
+        """Say why the store has no room; "" when it knows no reason beyond the directory's account."""
+        return await self._in_thread(self._host.shortage)
+
     async def close(self) -> None:
         """Close the host and its thread. Idempotent."""
         if not self._closed:

@@ -99,6 +99,8 @@ class DirectoryService:
         self._host = host
         self._store = HostCalls(host, lambda: self._space_freed.fire())
         self._put_queue = Queue()
+        self._first_put: PutRows | None = None
+        """Put whose turn it was last."""
         self._claim_queues: dict[tuple[str, str], Queue] = defaultdict(Queue)
         self._space_freed = Pulse()
         self._ready: dict[str, Pulse] = {}
@@ -174,23 +176,31 @@ class DirectoryService:
 
     async def _reserve_later(self, put: PutRows, timeout_s: float) -> bytes:
         deadline = self._now() + timeout_s
+        first = False
         try:
             async with self._turn(self._put_queue, deadline):
+                first, self._first_put = True, put
                 seen = self._space_freed.count
                 while (reservation := await self._try_reserve(put)) is None:
                     await self._wait_for_space(seen, deadline)
                     seen = self._space_freed.count
         except TimeoutError:
-            status = self._directory.status(None, self._now())
-            raise CapacityExceeded(
-                f"no room for {put.nbytes} bytes: {status.bytes_used} in use and {status.bytes_reserved} reserved "
-                f"of {status.bytes_capacity}",
-                op="put",
-                partition=put.partition,
-                keys=put.keys,
-                elapsed_s=timeout_s,
-            ) from None
+            raise await self._no_room(put, first, timeout_s) from None
         return messages.encode(_space(reservation))
+
+    async def _no_room(self, put: PutRows, first: bool, timeout_s: float) -> CapacityExceeded:
+        """Say what a put waited for. first: whether it was its turn, so that nothing else waited before it."""
+        status = self._directory.status(None, self._now())
+        message = (
+            f"no room for {put.nbytes} bytes: {status.bytes_used} in use and {status.bytes_reserved} reserved "
+            f"of {status.bytes_capacity}"
+        )
+        if not first and self._first_put is not None:
+            message += f"; a put of {self._first_put.nbytes} bytes by {self._first_put.writer} waits before it"
+        elif status.bytes_used + status.bytes_reserved + put.nbytes <= status.bytes_capacity:
+            reason = await self._store.shortage()
+            message += f"; {reason}" if reason else ""
+        return CapacityExceeded(message, op="put", partition=put.partition, keys=put.keys, elapsed_s=timeout_s)
 
     async def _try_reserve(self, put: PutRows) -> Reservation | None:
         """Reserve space in the account and in the store, revoking credit if needed. None when even that is not

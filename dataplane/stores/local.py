@@ -60,6 +60,10 @@ class LocalHost:
         """Return 0: a block is freed at once."""
         return 0
 
+    def shortage(self) -> str:
+        """Return "": the directory's account is the only limit."""
+        return ""
+
     def processes(self) -> dict[str, int]:
         """Return nothing: the bytes are in the directory's own process."""
         return {}

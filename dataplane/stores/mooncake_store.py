@@ -117,6 +117,11 @@ class MooncakeHost:
             self._remove([])
         return sum(self._unfinished.values())
 
+    def shortage(self) -> str:
+        """Say how many bytes are held by blocks that were freed during their put, or whose master does not answer."""
+        held = sum(self._unfinished.values())
+        return f"{held} bytes of cleared blocks are not removed by {self._master.address.peer} yet" if held else ""
+
     def processes(self) -> dict[str, int]:
         """Return the master."""
         return {"mooncake master": self._master.address.pid}

@@ -161,6 +161,10 @@ class RayObjectsHost:
         self._deliver()
         return self._unfreed.nbytes
 
+    def shortage(self) -> str:
+        """Name the processes that have not freed cleared blocks."""
+        return self._unfreed.described()
+
     def processes(self) -> dict[str, int]:
         """Return the keepers on this node."""
         return dict(self._local)

@@ -277,6 +277,10 @@ class SimpleHost:
         self._deliver()
         return self._unfreed.nbytes
 
+    def shortage(self) -> str:
+        """Name the processes that have not freed cleared blocks."""
+        return self._unfreed.described()
+
     def processes(self) -> dict[str, int]:
         """Return the units on this node."""
         here = ray.util.get_node_ip_address() if ray.is_initialized() else ""

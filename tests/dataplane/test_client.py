@@ -413,3 +413,21 @@ def test_a_block_of_more_rows_than_a_slot_can_name_is_refused() -> None:
 def test_a_row_without_dimensions_is_no_ragged_field() -> None:
     with pytest.raises(ValueError, match="'img': ndim 0, expected at least 1"):
         Field("img", Kind.RAGGED, torch.uint8, ndim=0)
+
+
+def test_blocks_are_bounded_by_the_bytes_of_objects_too(plane: DataPlane) -> None:
+    store = StoreConfig(kind="local", capacity_mib=64)
+    with open_data_plane(config(store=store, block_rows=None), in_process=True) as wide, connect(wide.handle) as client:
+        client.register("t", Schema([Field("talk", Kind.OBJECT), Field("n", Kind.PER_SAMPLE, torch.int32)]))
+        keys = [f"k{number}.0" for number in range(2000)]
+        talks = [{"role": "user", "text": str(number) * 2500} for number in range(2000)]
+        meta = client.put("t", keys, {"talk": talks, "n": torch.arange(2000, dtype=torch.int32)})
+        assert (
+            max(max(block.layout.part_bytes) for block in meta.blocks)
+            < 5 << 20
+            < sum(block.layout.nbytes for block in meta.blocks)
+        )
+        some = meta.select([1999, 0, 777])
+        assert client.get(some).objects("talk") == [talks[1999], talks[0], talks[777]]
+        with pytest.raises(TypeError, match="field 'talk', row 1: "):
+            client.put("t", ["x.0", "x.1"], {"talk": [{}, {"a": object()}], "n": torch.zeros(2, dtype=torch.int32)})
