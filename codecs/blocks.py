@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import torch
 import xxhash
 
 from . import objects
@@ -30,12 +29,14 @@ from .schema import Field, Kind, Schema
 # ---------------- A block's part 0 describes the other parts without the partition's schema.
 #
 # bytes 0-7    magic and format version
-# bytes 8-15   xxh3 of everything behind them
+# bytes 8-15   xxh3 of everything behind them, seeded with a number that the reader knows, too (0 outside a data plane)
 # bytes 16-23  bytes of the manifest
 # then         manifest: msgpack [schema, rows, has lengths, checksums or None], padded with zeros to 4
 # then         int32 lengths `[N]` when a field is PER_TOKEN
 
 MAGIC = b"hrblock1"
+MAX_TOKENS = (1 << 31) - 1
+"""Largest number of tokens of a row; lengths travel as int32."""
 _PREFIX = struct.Struct("<8sQQ")
 _HASHED_FROM = 16
 _MANIFEST = msgspec.msgpack.Decoder(tuple[bytes, int, bool, bytes | None])
@@ -55,22 +56,29 @@ class Header:
     None when the block was written without checksums."""
 
 
-def encode_header(schema: Schema, num_rows: int, lengths: np.ndarray | None, checksums: list[int] | None) -> np.ndarray:
-    """Encode part 0 as uint8 1-D. lengths: `[N]`, each below 2**31."""
+def encode_header(
+    schema: Schema, num_rows: int, lengths: np.ndarray | None, checksums: list[int] | None, seed: int = 0
+) -> np.ndarray:
+    """Encode part 0 as uint8 1-D. Raises ValueError for a length of `[N]` that is above MAX_TOKENS."""
+    if lengths is not None and len(lengths) and lengths.max() > MAX_TOKENS:
+        longest = int(lengths.argmax())
+        raise ValueError(f"block: row {longest} has {lengths[longest]} tokens, expected at most {MAX_TOKENS}")
     sums = None if checksums is None else np.array(checksums, dtype="<u8").tobytes()
     manifest = msgspec.msgpack.encode((_schema_bytes(schema), num_rows, lengths is not None, sums))
     tail = b"" if lengths is None else lengths.astype("<i4").tobytes()
     hashed = struct.pack("<Q", len(manifest)) + manifest + bytes(-len(manifest) % 4) + tail
-    return np.frombuffer(MAGIC + struct.pack("<Q", xxhash.xxh3_64_intdigest(hashed)) + hashed, dtype=np.uint8)
+    digest = xxhash.xxh3_64_intdigest(hashed, seed)
+    return np.frombuffer(MAGIC + struct.pack("<Q", digest) + hashed, dtype=np.uint8)
 
 
-def decode_header(part: np.ndarray) -> Header:
-    """Decode what `encode_header` encoded. Raises ValueError when `part` is no header or has changed since."""
+def decode_header(part: np.ndarray, seed: int = 0) -> Header:
+    """Decode what `encode_header` encoded with this seed. Raises ValueError when `part` is no header or has changed
+    since."""
     data = np.ascontiguousarray(part).tobytes()
     if len(data) < _PREFIX.size or data[:8] != MAGIC:
         raise ValueError(f"block header: {len(data)} bytes do not begin with {MAGIC!r}")
     _, written, manifest_bytes = _PREFIX.unpack_from(data)
-    found = xxhash.xxh3_64_intdigest(data[_HASHED_FROM:])
+    found = xxhash.xxh3_64_intdigest(data[_HASHED_FROM:], seed)
     if found != written:
         raise ValueError(f"block header: xxh3 is {found:016x}, but {written:016x} was written")
     manifest_end = _PREFIX.size + manifest_bytes
@@ -164,21 +172,44 @@ def encode_block(batch: Batch, start: int, stop: int, *, checksum: bool) -> Enco
     return encode_blocks(batch, [(start, stop)], checksum=checksum)[0]
 
 
-def encode_blocks(batch: Batch, cuts: Sequence[tuple[int, int]], *, checksum: bool) -> list[EncodedBlock]:
-    """Encode rows `start:stop` of `batch` as one block for each cut, without copying values other than objects.
+def encode_blocks(
+    batch: Batch, cuts: Sequence[tuple[int, int]], *, checksum: bool, seed: int = 0
+) -> list[EncodedBlock]:
+    """Encode rows `start:stop` of `batch` as one block for each cut, as `BatchEncoder` does."""
+    return BatchEncoder(batch).blocks(cuts, checksum=checksum, seed=seed)
 
-    Raises TypeError or ValueError for objects that cannot be encoded (`objects.encode`).
-    """
-    schema = batch.schema.subset(sorted(batch, key=lambda name: batch.schema[name].kind in _INDEXED))
-    columns = [_Encoder(field, batch[field.name]) for field in schema.values()]
-    names = tuple(schema)
-    tokens = None if batch.lengths is None else exclusive_cumsum(batch.lengths)
-    blocks = []
-    for start, stop in cuts:
-        assert 0 <= start <= stop <= batch.num_rows, (start, stop, batch.num_rows)
+
+class BatchEncoder:
+    """Encodes a batch as blocks, without copying values other than objects."""
+
+    def __init__(self, batch: Batch) -> None:
+        """Raise TypeError or ValueError for objects that cannot be encoded (`objects.encode`)."""
+        self._batch = batch
+        self._schema = batch.schema.subset(sorted(batch, key=lambda name: batch.schema[name].kind in _INDEXED))
+        self._columns = [_Encoder(field, batch[field.name]) for field in self._schema.values()]
+
+    @property
+    def column_bytes(self) -> list[int]:
+        """Number of bytes of each column's values; objects count as they are encoded."""
+        return [column.nbytes for column in self._columns]
+
+    def blocks(self, cuts: Sequence[tuple[int, int]], *, checksum: bool, seed: int = 0) -> list[EncodedBlock]:
+        """Return one block of rows `start:stop` for each cut.
+
+        seed: number that a reader must give to `verify`, so that blocks written for somebody else do not pass. Raises
+        ValueError for a row of more than MAX_TOKENS tokens.
+        """
+        lengths = self._batch.lengths
+        tokens = None if lengths is None else exclusive_cumsum(lengths)
+        return [self._block(start, stop, lengths, tokens, checksum, seed) for start, stop in cuts]
+
+    def _block(
+        self, start: int, stop: int, lengths: np.ndarray | None, tokens: np.ndarray | None, checksum: bool, seed: int
+    ) -> EncodedBlock:
+        assert 0 <= start <= stop <= self._batch.num_rows, (start, stop, self._batch.num_rows)
         parts: list[np.ndarray] = []
         sums: list[int] = []
-        for column in columns:
+        for column in self._columns:
             values, index, ends = column.rows(start, stop)
             parts.append(values)
             if index is not None:
@@ -186,44 +217,49 @@ def encode_blocks(batch: Batch, cuts: Sequence[tuple[int, int]], *, checksum: bo
             if checksum:
                 sums += map(_xxh3, _row_blocks(values, ends))
                 sums += () if index is None else (_xxh3(index),)
-        lengths = None if batch.lengths is None else batch.lengths[start:stop]
-        parts.insert(0, encode_header(schema, stop - start, lengths, sums if checksum else None))
+        lengths = None if lengths is None else lengths[start:stop]
+        parts.insert(0, encode_header(self._schema, stop - start, lengths, sums if checksum else None, seed))
         row_starts = None if tokens is None else tokens[start:stop] - (tokens[start] if start < stop else 0)
         num_tokens = 0 if lengths is None else int(lengths.sum())
-        layout = BlockLayout(names, stop - start, num_tokens, tuple([part.nbytes for part in parts]))
-        blocks.append(EncodedBlock(layout, tuple(parts), row_starts))
-    return blocks
+        layout = BlockLayout(tuple(self._schema), stop - start, num_tokens, tuple([part.nbytes for part in parts]))
+        return EncodedBlock(layout, tuple(parts), row_starts)
 
 
 class _Encoder:
     """Prepares one column of a batch to be cut."""
 
     def __init__(self, field: Field, column: Column) -> None:
-        self._field = field
-        self._column = column
-        self._values = np.empty(0, dtype=np.uint8)
         self._shapes: np.ndarray | None = None
-        if isinstance(column, Jagged):
+        self._has_ends = isinstance(column, list)
+        if isinstance(column, list):
+            self._values, ends = objects.encode_column(field.name, column)
+            self._bounds = np.concatenate((np.zeros(1, np.int64), ends))
+        elif isinstance(column, Jagged):
             self._values = as_bytes(column.values)
             self._bounds = _bounds(column.lengths, field.item_bytes)
         elif isinstance(column, Ragged):
             self._values = as_bytes(column.values)
             self._shapes = np.ascontiguousarray(column.shapes, dtype="<i8")
             self._bounds = _bounds(column.shapes.prod(axis=1), field.item_bytes)
-        elif isinstance(column, torch.Tensor):
+        else:
             self._values = as_bytes(column)
             self._bounds = np.arange(len(column) + 1, dtype=np.int64) * field.item_bytes
 
     def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
         """Return values part and index part of rows `start:stop`, and the byte at which each row ends in the values
         part."""
-        if isinstance(self._column, list):
-            values, ends = objects.encode_column(self._field.name, self._column[start:stop])
-            return values, ends.view(np.uint8), ends
         first = int(self._bounds[start])
         values = self._values[first : int(self._bounds[stop])]
+        ends = self._bounds[start + 1 : stop + 1] - first
+        if self._has_ends:
+            return values, ends.view(np.uint8), ends
         index = None if self._shapes is None else self._shapes[start:stop].reshape(-1).view(np.uint8)
-        return values, index, self._bounds[start + 1 : stop + 1] - first
+        return values, index, ends
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the values."""
+        return self._values.nbytes
 
 
 def _bounds(items: np.ndarray, item_bytes: int) -> np.ndarray:
@@ -324,14 +360,16 @@ def verify(
     block: int,
     layout: BlockLayout,
     views: dict[int, np.ndarray],
+    *,
+    seed: int = 0,
 ) -> None:
     """Check the xxh3 of every row block of `block` that `source` reads; views must include part 0.
 
-    `schema` holds the block's wanted fields. Raises ChecksumMismatch; ValueError when the block was
-    written without checksums.
+    seed: that of `encode_blocks`. `schema` holds the block's wanted fields. Raises ChecksumMismatch; ValueError when
+    the block was written without checksums.
     """
     try:
-        header = decode_header(views[0])
+        header = decode_header(views[0], seed)
     except ValueError as error:
         raise ChecksumMismatch(str(error)) from error
     if header.checksums is None:

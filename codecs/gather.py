@@ -148,16 +148,33 @@ def gather_ragged(field: Field, block: np.ndarray, row: np.ndarray, runs: Runs, 
     """Gather a RAGGED column. index: int64 shapes `[rows of the block, ndim]`."""
     shapes = np.empty((len(row), field.ndim), dtype=np.int64)
     start = np.empty(len(row), dtype=np.int64)
+    counts = np.empty(len(row), dtype=np.int64)
     for number, positions in by_source(block):
-        of_block = index[number].view("<i8").reshape(-1, field.ndim)
+        of_block = index[number].view("<i8").reshape(-1, field.ndim).copy()  # a store may overwrite what it lent
+        of_row = _elements(field, of_block, values[number].nbytes)
         rows = row[positions]
         shapes[positions] = of_block[rows]
-        start[positions] = exclusive_cumsum(of_block.prod(axis=1))[rows]
-    elements = runs.totals(shapes.prod(axis=1))
+        counts[positions] = of_row[rows]
+        start[positions] = exclusive_cumsum(of_row)[rows]
+    elements = runs.totals(counts)
     assert field.dtype is not None
     out = fresh(field.dtype, (int(elements.sum()),))
     copy_runs(as_bytes(out), values, runs.source, start[runs.first] * field.item_bytes, elements * field.item_bytes)
     return Ragged(out, shapes)
+
+
+def _elements(field: Field, shapes: np.ndarray, nbytes: int) -> np.ndarray:
+    """Return the number of elements of each row of a block, int64 `[rows of the block]`.
+
+    Raises ValueError unless the shapes describe exactly the `nbytes` of the values part, so that shapes that were
+    overwritten or damaged make nobody allocate what they say.
+    """
+    whole = nbytes // field.item_bytes
+    # As floats the products do not overflow. They are exact up to 2^53, which is more than a part can hold.
+    described = shapes.astype(np.float64).prod(axis=1).sum()
+    if (shapes < 0).any() or described != whole:
+        raise ValueError(f"field {field.name!r}: its shapes describe {described:.0f} elements, but {whole} are there")
+    return shapes.prod(axis=1)
 
 
 def gather_objects(block: np.ndarray, row: np.ndarray, values: Parts, index: Parts) -> list[Any]:

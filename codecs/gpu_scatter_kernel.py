@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .gpu_scatter import GOLDEN, MIX
+
 _BLOCK = 1024
 _STEPS = 8
 SEGMENT = _BLOCK * _STEPS
@@ -20,7 +22,25 @@ SEGMENT = _BLOCK * _STEPS
 
 
 @triton.jit
-def _scatter(payload, table, weights, out, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+def _mixed(word, position, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """`gpu_scatter.mixed`, with its shifts."""
+    state = word.to(tl.uint64, bitcast=True) + (position + 1).to(tl.uint64) * GOLDEN
+    state = (state ^ (state >> 32)) * FIRST
+    state = (state ^ (state >> 29)) * SECOND
+    return (state ^ (state >> 32)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def _scatter(
+    payload,
+    table,
+    out,
+    GOLDEN: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+):
     # Triton reads these annotations: it knows its own, and no others.
     row = table + tl.program_id(0) * 3
     begin = tl.multiple_of(tl.load(row).to(tl.int32), 8)
@@ -34,28 +54,29 @@ def _scatter(payload, table, weights, out, COLUMNS: tl.constexpr, BLOCK: tl.cons
             word = tl.load(payload + begin + at)
             if kept:
                 tl.store(target + at, word)
-            total += word * tl.load(weights + (begin + at) % COLUMNS)
+            total += _mixed(word, begin + at, GOLDEN, FIRST, SECOND)
     else:
         for step in range(STEPS):
             at = step * BLOCK + tl.arange(0, BLOCK)
             word = tl.load(payload + begin + at, mask=at < num_words, other=0)
             if kept:
                 tl.store(target + at, word, mask=at < num_words)
-            total += word * tl.load(weights + (begin + at) % COLUMNS)
+            total += tl.where(at < num_words, _mixed(word, begin + at, GOLDEN, FIRST, SECOND), 0)
     tl.atomic_add(out, tl.sum(total, axis=0))
 
 
-def scatter(words: torch.Tensor, table: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum `words[i] * weights[i % len(weights)]` modulo 2**64 over all that `table` names, and copy it. Returns int64
-    `[1]`.
+def scatter(words: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Sum `gpu_scatter.mixed` of all words that `table` names, modulo 2**64, and copy them. Returns int64 `[1]`.
 
-    It is queued on the current stream. words, weights: int64, contiguous. table: int64 `[rows, 3]`: the first word (a
-    multiple of 8), the number of words (at most SEGMENT), and the address to copy them to (a multiple of 16; 0 copies
-    nothing). All are on one GPU.
+    It is queued on the current stream. words: int64, contiguous. table: int64 `[rows, 3]`: the first word (a multiple
+    of 8), the number of words (at most SEGMENT), and the address to copy them to (a multiple of 16; 0 copies nothing).
+    All are on one GPU.
     """
     out = torch.zeros(1, dtype=torch.int64, device=words.device)
+    (first_shift, first), (second_shift, second), (last_shift, _) = MIX
+    assert (first_shift, second_shift, last_shift) == (32, 29, 32), "as in _mixed"
     kernel: Any = _scatter
     launch = kernel[(len(table),)]
     with torch.cuda.device_of(words):  # Triton launches on the current device
-        launch(words, table, weights, out, COLUMNS=len(weights), BLOCK=_BLOCK, STEPS=_STEPS, num_warps=4)
+        launch(words, table, out, GOLDEN=GOLDEN, FIRST=first, SECOND=second, BLOCK=_BLOCK, STEPS=_STEPS, num_warps=4)
     return out

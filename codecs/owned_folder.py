@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,10 +54,12 @@ def create_owned_folder(folder: Path, run_id: str, fill: Callable[[Path], None] 
 def owner_lives(folder: Path) -> bool:
     """Return whether the process that created `folder` is alive and has not given it up."""
     try:
-        descriptor = os.open(folder / _OWNER, os.O_RDONLY)
+        if not _is_own(folder):  # another user's folder is not ours to judge
+            return True
+        descriptor = os.open(folder / _OWNER, os.O_RDONLY | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except PermissionError:  # another user's folder is not ours to judge
+    except OSError:
         return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -68,13 +71,23 @@ def owner_lives(folder: Path) -> bool:
 
 
 def remove_stale_folders(root: Path = SHARED_MEMORY) -> list[str]:
-    """Remove the folders of dead runs in `root`, and return their names. Other users' folders are left alone."""
+    """Remove the folders of dead runs in `root`, and return their names.
+
+    What another user made, and what is no folder with an owner's file, is left alone, whatever it is.
+    """
     removed = []
     for folder in root.glob(PREFIX + "*"):
-        with contextlib.suppress(FileNotFoundError, PermissionError, NotADirectoryError):
-            if _remove_unlocked(folder):
+        with contextlib.suppress(OSError):
+            if _is_own(folder) and _remove_unlocked(folder):
                 removed.append(folder.name)
     return removed
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether `folder` is a folder of this user with a regular owner's file. Raises FileNotFoundError."""
+    at, owner = os.lstat(folder), os.lstat(folder / _OWNER)
+    own = at.st_uid == owner.st_uid == os.getuid()
+    return own and stat.S_ISDIR(at.st_mode) and stat.S_ISREG(owner.st_mode)
 
 
 def try_lock(path: Path) -> int | None:
@@ -82,7 +95,7 @@ def try_lock(path: Path) -> int | None:
 
     Returns the descriptor that holds the lock, or None when another process holds it. Raises FileNotFoundError.
     """
-    descriptor = os.open(path, os.O_RDWR)  # NFS locks only files that are open for writing
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # NFS locks only files that are open for writing
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

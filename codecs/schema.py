@@ -59,7 +59,7 @@ class Field:
     pad_value: int | float | bool = 0
     """Value with which `to_padded` fills; it is never sent."""
     ndim: int = 1
-    """Number of dimensions of one row, for RAGGED only."""
+    """Number of dimensions of one row, at least 1, for RAGGED only. Rows that are single numbers are PER_SAMPLE."""
 
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):
@@ -73,9 +73,11 @@ class Field:
             raise ValueError(f"field {self.name!r}: dtype {self.dtype}, expected one of {', '.join(DTYPES)}")
         if self.trailing and self.kind in (Kind.RAGGED, Kind.OBJECT):
             raise ValueError(f"field {self.name!r}: kind {self.kind.value} takes no trailing shape")
-        if any(extent < 0 for extent in self.trailing) or self.ndim < 0:
+        if any(extent < 0 for extent in self.trailing):
+            raise ValueError(f"field {self.name!r}: trailing shape {self.trailing}, expected no extent below 0")
+        if self.ndim < 1:
             raise ValueError(
-                f"field {self.name!r}: trailing shape {self.trailing}, ndim {self.ndim}, expected none < 0"
+                f"field {self.name!r}: ndim {self.ndim}, expected at least 1; for single numbers there is per_sample"
             )
         if self.dtype is not None and not _holds(self.dtype, self.pad_value):
             raise ValueError(f"field {self.name!r}: pad value {self.pad_value!r} does not fit dtype {self.dtype}")

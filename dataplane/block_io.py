@@ -12,6 +12,7 @@ from ..codecs.blocks import ChecksumMismatch, EncodedBlock, RowSource, assemble,
 from ..codecs.integers import distinct
 from ..codecs.schema import Schema
 from .block_store import BlockStore, PutsMany, Want
+from .config import MAX_BLOCK_ROWS
 from .errors import DataPlaneError, FieldsNotReady, IntegrityError, RowsCleared, SchemaMismatch
 from .meta import KVBatchMeta, narrow_sources
 
@@ -46,14 +47,17 @@ def cut(groups: Sequence[str] | np.ndarray, block_rows: int) -> list[tuple[int, 
     return blocks
 
 
-def rows_a_block(batch: Batch, block_rows: int | None) -> int:
+def rows_a_block(num_rows: int, column_bytes: Sequence[int], block_rows: int | None) -> int:
     """Return the number of rows in a block: as configured, or BLOCK_ROWS adapted to LEAST_BYTES and MOST_BYTES when
-    None."""
+    None.
+
+    column_bytes: number of encoded bytes of each column of `num_rows` rows.
+    """
     if block_rows is not None:
         return block_rows
-    num_rows = max(1, batch.num_rows)
-    rows = max(BLOCK_ROWS, LEAST_BYTES * num_rows // max(1, sum(map(column_bytes, batch.values()))))
-    return max(1, min(rows, MOST_BYTES * num_rows // max(1, *map(column_bytes, batch.values()))))
+    num_rows = max(1, num_rows)
+    rows = max(BLOCK_ROWS, LEAST_BYTES * num_rows // max(1, sum(column_bytes)))
+    return max(1, min(rows, MOST_BYTES * num_rows // max(1, *column_bytes), MAX_BLOCK_ROWS))
 
 
 def write_blocks(
@@ -106,10 +110,14 @@ def read_rows(store: BlockStore, meta: KVBatchMeta, fields: Sequence[str], *, ch
     try:
         try:
             batch = _read(store, meta, schema, sources, wants, check, timeout_s)
-        except (IntegrityError, ValueError) as error:
+        except Exception as error:
+            if isinstance(error, DataPlaneError) and not isinstance(error, IntegrityError):
+                raise  # the store itself says what happened
             # Bytes that do not fit: a block freed and used again while it was read (settle says so), or damage.
             store.settle([want for _, want in wants])
-            raise error if isinstance(error, IntegrityError) else IntegrityError(str(error)) from error
+            if isinstance(error, ValueError):
+                raise IntegrityError(str(error)) from error
+            raise
         store.settle([want for _, want in wants])
         return batch
     except RowsCleared as error:
@@ -160,7 +168,7 @@ def _verify(meta: KVBatchMeta, sources: Sequence[RowSource], views: Sequence[dic
         schema = meta.schema.subset(source.fields)
         for number in distinct(source.block).tolist():
             try:
-                verify(schema, source, number, meta.blocks[number].layout, views[number])
+                verify(schema, source, number, meta.blocks[number].layout, views[number], seed=meta.plane_id)
             except ChecksumMismatch as error:
                 raise IntegrityError(str(error), keys=_keys_in(meta, [source], {number})) from error
 

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -24,6 +25,9 @@ class StoreSpec:
     run_id: str
     address: dict[str, object]
     """Names, ports or folders that only the store itself reads. Must be encodable as msgpack."""
+    plane_id: int = field(default_factory=lambda: 1 + secrets.randbelow((1 << 63) - 1))
+    """Random number of this data plane, from 1 to 2^63 - 1, which its receipts carry. Block ids begin at 1 in every
+    data plane, so that only this number tells a receipt of another one, also of an earlier one of the same `run_id`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,15 @@ class StoreHost(Protocol):
 
     def usage_bytes(self) -> int:
         """Return the number of bytes that the store holds now, by its own count."""
+        ...
+
+    def unfreed_bytes(self) -> int:
+        """Return the number of bytes of freed blocks that the store still holds, as a process of it has not answered or
+        a writer is still in them. They become free without another call, so a put that waits looks again."""
+        ...
+
+    def shortage(self) -> str:
+        """Say why `allocate` has no room, for the error of a put that waited in vain; "" when it always has."""
         ...
 
     def processes(self) -> dict[str, int]:

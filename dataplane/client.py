@@ -94,7 +94,8 @@ class DataPlaneClient:
 
         Asks only the store, never the directory. Idempotent, and open to anybody who holds the receipt. Raises
         RowsCleared naming keys whose block is gone (the last of its rows was cleared or replaced; until then a receipt
-        still reads the bytes it was given for), FieldsNotReady for fields that the receipt lacks, and IntegrityError.
+        still reads the bytes it was given for), ForeignReceipt for a receipt of another data plane (also of an earlier
+        one of the same run_id), FieldsNotReady for fields that the receipt lacks, and IntegrityError.
         """
         return self._move("get", self._operations.get(meta, fields, timeout_s))
 
@@ -154,8 +155,8 @@ class DataPlaneClient:
         again.
 
         meta: a receipt from `claim`, or a part of it (select, split). Raises LeaseLost naming rows whose lease had
-        ended (by time, clear or an earlier release) after releasing the others, and ValueError for a receipt without a
-        lease.
+        ended (by time, clear or an earlier release) after releasing the others, ForeignReceipt for a receipt of another
+        data plane, and ValueError for a receipt without a lease.
         """
         self._run("release", self._operations.release(meta, task, outcome, timeout_s))
 

@@ -7,6 +7,7 @@ DataPlaneError
 ├── KeysNotFound         (also KeyError)    keys the partition does not hold
 ├── FieldsNotReady       keys are there, some of the wanted fields are not written yet
 ├── RowsCleared          a receipt that outlived its rows
+├── ForeignReceipt       (also ValueError)  a receipt of another run, or of another data plane in this process
 ├── LeaseLost            release of rows whose lease ended meanwhile
 ├── SamplerError         a task's sampler raised, or chose what it was not offered
 ├── IntegrityError       bytes read differ from the bytes written
@@ -113,6 +114,10 @@ class FieldsNotReady(DataPlaneError):
 
 class RowsCleared(DataPlaneError):
     """A receipt was used after its rows were cleared (or replaced)."""
+
+
+class ForeignReceipt(DataPlaneError, ValueError):
+    """A receipt was used with another data plane than the one that gave it, such as that of an earlier run."""
 
 
 class LeaseLost(DataPlaneError):

@@ -6,6 +6,7 @@ directory itself, does not need Ray.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import uuid
@@ -20,6 +21,7 @@ from .handle import DataPlaneHandle
 from .rpc.links import InProcessLink, Link, in_process_link
 from .rpc.socket_link import SocketLink
 from .stores.registry import store_entry
+from .stores.shm_folder import check_room
 
 
 class DataPlane:
@@ -32,6 +34,9 @@ class DataPlane:
         self._link = link
         self._actor = actor
         self._processes = processes
+        self._at_exit = None if link is None else functools.partial(_close_host, link.host, os.getpid())
+        if self._at_exit is not None:
+            atexit.register(self._at_exit)
 
     def processes(self) -> dict[str, int]:
         """Return name -> pid of the directory's process and of the store's processes on the directory's host."""
@@ -43,6 +48,8 @@ class DataPlane:
         actor, self._actor = self._actor, None
         if link is not None:
             link.close()
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
         if actor is not None:
             from .rpc.actor import stop_actor
 
@@ -54,6 +61,13 @@ class DataPlane:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _close_host(host: StoreHost, pid: int) -> None:
+    """Close the store of a program that ends without `close`, so that its rows do not stay in memory. pid: process that
+    opened it, as forked ones inherit the call."""
+    if os.getpid() == pid:
+        host.close()
 
 
 def open_data_plane(
@@ -113,7 +127,28 @@ def _link(handle: DataPlaneHandle, *, connect_now: bool) -> Link:
 
 def build_store_host(config: DataPlaneConfig, run_id: str, *, one_host: bool = True) -> StoreHost:
     """Start the configured store's host in the calling process."""
-    kind = config.store.kind
-    if kind == "auto":
-        kind = "shm" if one_host else "simple"
-    return store_entry(kind).open_host(config.store, run_id, one_host)
+    check_store(config, one_host=one_host)
+    return store_entry(store_kind(config, one_host=one_host)).open_host(config.store, run_id, one_host)
+
+
+def store_kind(config: DataPlaneConfig, *, one_host: bool) -> str:
+    """Return the kind of store that a data plane with this configuration uses."""
+    if config.store.kind != "auto":
+        return config.store.kind
+    return "shm" if one_host else "simple"
+
+
+def check_store(config: DataPlaneConfig, *, one_host: bool = True) -> None:
+    """Raise ValueError in one sentence when this host, as it is now, cannot provide the configured store. Starts
+    nothing.
+
+    A dry run calls it on the host where the data plane would be opened.
+    """
+    if store_kind(config, one_host=one_host) != "shm":
+        return
+    if not one_host:
+        raise ValueError(
+            "dataplane.store.kind: got 'shm' for a run on several hosts, whose processes share no memory; expected "
+            "'simple', 'ray' or 'mooncake', or 'auto', which chooses"
+        )
+    check_room(config.store.capacity_mib << 20)

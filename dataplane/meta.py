@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
+import xxhash
 
 from ..codecs.blocks import BlockLayout, RowSource
 from ..codecs.integers import distinct
@@ -15,7 +16,9 @@ from .compact import pack_ints, pack_keys, pack_source, unpack_ints, unpack_keys
 
 POSITION = "position"
 """Name of the integer tag that gives a row's place in the prompt stream; `in_order` and `windowed` follow it."""
-_FORMAT = "receipt2"
+_FORMAT = "receipt3"
+_SUM_BYTES = 8
+"""Number of bytes of the xxh3 with which an encoded receipt begins."""
 _FIELD_KEYS = ("name", "kind", "dtype", "trailing", "pad_value", "ndim")
 
 
@@ -62,6 +65,9 @@ class KVBatchMeta:
     """Number of the lease under which a claim gave these rows; 0 when they were not claimed."""
     schema: Schema = field(kw_only=True)
     """Schema of the partition, so that readers need no other declaration."""
+    plane_id: int = field(kw_only=True)
+    """Random number of the data plane that gave the receipt (`StoreSpec.plane_id`). Clients of another data plane
+    refuse it."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -122,13 +128,14 @@ class KVBatchMeta:
         return [self.select(np.arange(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
     def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
-        """Join the rows of `self`, then of `others`. Raises ValueError unless partition, fields and tags are the same.
+        """Join the rows of `self`, then of `others`. Raises ValueError unless data plane, partition, fields and tags
+        are the same.
 
         Rows of one lease keep it. Rows of several leases have none: release the receipts that `claim` returned.
         """
         metas = (self, *others)
         for other in others:
-            for name in ("partition", "schema"):
+            for name in ("plane_id", "partition", "schema"):
                 if getattr(other, name) != getattr(self, name):
                     raise ValueError(f"concat: the receipts differ in {name}")
             for name in ("fields", "tags"):
@@ -155,8 +162,8 @@ class KVBatchMeta:
 
         Where both have a field or tag, `other` (the later write) counts.
         """
-        if self.partition != other.partition or self.keys != other.keys:
-            raise ValueError("merge_fields: the receipts are not of the same keys in the same order")
+        if (self.plane_id, self.partition, self.keys) != (other.plane_id, other.partition, other.keys):
+            raise ValueError("merge_fields: the receipts are not of the same keys in the same order of one data plane")
         kept = tuple(name for name in self.fields if name not in set(other.fields))
         lengths = self.lengths
         if any(other.schema[name].kind is Kind.PER_TOKEN for name in other.fields):
@@ -181,12 +188,13 @@ class KVBatchMeta:
         return replace(self, tags={**self.tags, **check_tags(tags, len(self))})
 
     def to_bytes(self) -> bytes:
-        """Encode the receipt in few bytes: msgpack with packed integer columns, about 20 bytes a row."""
+        """Encode the receipt in few bytes: an xxh3, then msgpack with packed integer columns, about 20 bytes a row."""
         layouts = [ref.layout for ref in self.blocks]
         field_sets = list(dict.fromkeys(layout.fields for layout in layouts))
-        return msgspec.msgpack.encode(
+        body = msgspec.msgpack.encode(
             [
                 _FORMAT,
+                self.plane_id,
                 self.partition,
                 pack_keys(self.keys, squeeze=True),
                 self.fields,
@@ -202,36 +210,45 @@ class KVBatchMeta:
                 [[item.to_dict()[key] for key in _FIELD_KEYS] for item in self.schema.values()],
             ]
         )
+        return xxhash.xxh3_64_digest(body) + body
 
     @staticmethod
     def from_bytes(data: bytes) -> KVBatchMeta:
-        """Decode what `to_bytes` encoded. Raises ValueError for other bytes."""
+        """Decode what `to_bytes` encoded. Raises ValueError for other bytes, and for damaged ones."""
+        body = data[_SUM_BYTES:]
+        if len(data) < _SUM_BYTES or xxhash.xxh3_64_digest(body) != data[:_SUM_BYTES]:
+            raise ValueError(f"not a receipt, or a damaged one: the checksum of its {len(data)} bytes does not fit")
         try:
-            mark, partition, keys, fields, columns, tags, sets, blocks, sources, lease, schema = msgspec.msgpack.decode(
-                data
-            )
-            if mark != _FORMAT:
-                raise ValueError(f"format {mark!r}, expected {_FORMAT}")
-        except (msgspec.DecodeError, TypeError, ValueError) as error:
-            raise ValueError(f"not a receipt ({len(data)} bytes): {error}") from error
-        lengths, versions, groups = map(unpack_ints, columns)
-        field_sets = [tuple(names) for names in sets]
-        return KVBatchMeta(
-            partition,
-            tuple(unpack_keys(keys)),
-            tuple(fields),
-            lengths,
-            versions,
-            groups,
-            {name: _unpack_tag(values, np.dtype(dtype)) for name, dtype, values in tags},
-            tuple(
-                BlockRef(block_id, location, BlockLayout(field_sets[names], rows, tokens, tuple(part_bytes)))
-                for block_id, location, names, rows, tokens, part_bytes in blocks
-            ),
-            tuple(unpack_source(parts, lengths) for parts in sources),
-            lease,
-            schema=Schema(Field.from_dict(dict(zip(_FIELD_KEYS, item, strict=True))) for item in schema),
-        )
+            return _from_body(body)
+        except Exception as error:  # whatever it is that another version or program encoded
+            raise ValueError(f"not a receipt of format {_FORMAT} ({len(data)} bytes): {error}") from error
+
+
+def _from_body(body: bytes) -> KVBatchMeta:
+    """Decode a receipt behind its checksum. May raise anything for other bytes."""
+    items = msgspec.msgpack.decode(body)
+    mark, plane_id, partition, keys, fields, columns, tags, sets, blocks, sources, lease, schema = items
+    if mark != _FORMAT:
+        raise ValueError(f"it says {mark!r}")
+    lengths, versions, groups = map(unpack_ints, columns)
+    field_sets = [tuple(names) for names in sets]
+    return KVBatchMeta(
+        partition,
+        tuple(unpack_keys(keys)),
+        tuple(fields),
+        lengths,
+        versions,
+        groups,
+        {name: _unpack_tag(values, np.dtype(dtype)) for name, dtype, values in tags},
+        tuple(
+            BlockRef(block_id, location, BlockLayout(field_sets[names], rows, tokens, tuple(part_bytes)))
+            for block_id, location, names, rows, tokens, part_bytes in blocks
+        ),
+        tuple(unpack_source(parts, lengths) for parts in sources),
+        lease,
+        schema=Schema(Field.from_dict(dict(zip(_FIELD_KEYS, item, strict=True))) for item in schema),
+        plane_id=plane_id,
+    )
 
 
 def check_tags(tags: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:

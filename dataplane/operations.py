@@ -15,7 +15,7 @@ import numpy as np
 
 from ..codecs import messages
 from ..codecs.batch import Batch
-from ..codecs.blocks import EncodedBlock, RowSource, encode_blocks
+from ..codecs.blocks import MAX_TOKENS, BatchEncoder, EncodedBlock, RowSource
 from ..codecs.jagged import pack
 from ..codecs.schema import Schema
 from .block_io import check_readable, column_bytes, cut, read_rows, rows_a_block, write_blocks
@@ -26,7 +26,7 @@ from .directory import requests
 from .directory.directory import Outcome
 from .directory.partition import ClaimRows, Committed, Grouping, PutRows, check_distinct
 from .directory.samplers import TaskConfig
-from .errors import DataPlaneError, RowsCleared, SchemaMismatch
+from .errors import DataPlaneError, ForeignReceipt, RowsCleared, SchemaMismatch
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta, check_tags
 from .renewal import LeaseRenewal
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 2.0
+_MAX_VERSION = (1 << 63) - 1
 
 Fields: TypeAlias = "Batch | Mapping[str, Any] | TensorDictBase"
 """Rows that put takes, which is anything that `codecs.jagged.pack` takes."""
@@ -89,6 +90,7 @@ class Operations:
         self._leases = leases
         self.stats = ClientStats()
         self.label = f"{name or 'client'} pid={os.getpid()}"
+        self._plane_id = handle.store.plane_id
         self._schemas: dict[str, Schema] = {}
         # Half of its life at the directory: a put that begins in it has as long again to come to its end.
         self._credit = Credit(handle.config.reserve_s / 2)
@@ -135,8 +137,9 @@ class Operations:
             batch = _packed(partition, schema, fields, names)
             groups = Grouping.of(names, group_names)
             config = self.handle.config
-            cuts = cut(groups.index, rows_a_block(batch, config.block_rows))
-            blocks = encode_blocks(batch, cuts, checksum=config.integrity == "verify")
+            encoder = BatchEncoder(batch)
+            cuts = cut(groups.index, rows_a_block(batch.num_rows, encoder.column_bytes, config.block_rows))
+            blocks = encoder.blocks(cuts, checksum=config.integrity == "verify", seed=self._plane_id)
             put = PutRows(
                 partition,
                 names,
@@ -153,12 +156,12 @@ class Operations:
 
         put, blocks = yield Work(prepare)
         if not names:
-            return Moved(_empty_receipt(partition, schema, put.fields), 0)
+            return Moved(_empty_receipt(partition, schema, put.fields, self._plane_id), 0)
         space, given_back = self._credit.take(put.nbytes, len(blocks))
         if space is not None:
             written = yield from self._write(put, blocks, space, deadline, credit=True)
             if written is not None:
-                return Moved(written.receipt(put, schema), put.value_bytes)
+                return Moved(written.receipt(put, schema, self._plane_id), put.value_bytes)
             _logger.debug("%s: the directory took the credit of a put back; it is written again", self.label)
         remaining = max(0.0, deadline - time.monotonic())
         request = requests.encode(requests.Reserve(put, remaining, given_back))
@@ -166,7 +169,7 @@ class Operations:
         space = messages.decode(reply, requests.Space)
         written = yield from self._write(put, blocks, space, deadline, credit=False)
         assert written is not None, "only credit can be revoked"
-        return Moved(written.receipt(put, schema), put.value_bytes)
+        return Moved(written.receipt(put, schema, self._plane_id), put.value_bytes)
 
     def _write(
         self,
@@ -210,6 +213,7 @@ class Operations:
     def get(self, meta: KVBatchMeta, fields: Sequence[str] | None, timeout_s: float | None) -> Steps[Moved[Batch]]:
         bound = self.timeout(timeout_s)
         names = meta.fields if fields is None else tuple(fields)
+        self._check_origin(meta, "get")
         check_readable(meta, names)
         check = self.handle.config.integrity == "verify"
         batch = yield Work(lambda: read_rows(self.store, meta, names, check=check, timeout_s=bound))
@@ -240,6 +244,7 @@ class Operations:
         timeout_s: float | None,
     ) -> Steps[KVBatchMeta]:
         bound = self.timeout(timeout_s)
+        _check_min_version(min_version)
         request = requests.Claim(ClaimRows(partition, task, tuple(fields), n, whole_groups, min_version), bound)
         reply = yield Ask("claim", requests.encode(request), bound, lambda body: _retry(task, body))
         meta = KVBatchMeta.from_bytes(reply)
@@ -247,6 +252,7 @@ class Operations:
         return meta
 
     def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, timeout_s: float | None) -> Steps[None]:
+        self._check_origin(meta, "release")
         if len(meta):
             request = requests.Release(meta.partition, task, meta.lease_id, pack_keys(meta.keys), outcome)
             yield Ask("release", requests.encode(request), self.timeout(timeout_s))
@@ -266,6 +272,7 @@ class Operations:
         whole_groups: bool,
         timeout_s: float | None,
     ) -> Steps[tuple[str, ...]]:
+        _check_min_version(min_version)
         rows = ClaimRows(partition, task, tuple(fields), 0, whole_groups, min_version)
         reply = yield Ask("clear_stale", requests.encode(requests.ClearStale(rows)), self.timeout(timeout_s))
         return tuple(unpack_keys(reply))
@@ -279,6 +286,16 @@ class Operations:
             reply = yield Ask("describe", requests.encode(requests.Describe(partition)), bound)
             self._schemas[partition] = messages.decode(reply, Schema)
         return self._schemas[partition]
+
+    def _check_origin(self, meta: KVBatchMeta, op: str) -> None:
+        """Raise ForeignReceipt unless this data plane gave the receipt: block ids and leases of others mean other
+        rows."""
+        if meta.plane_id != self._plane_id:
+            message = (
+                f"the receipt is of data plane {meta.plane_id:016x}, expected one of run {self.handle.run_id!r} "
+                f"({self._plane_id:016x}); its rows went with the data plane that gave it"
+            )
+            raise ForeignReceipt(message, op=op, partition=meta.partition, keys=meta.keys)
 
     def _give_back(self, space_ids: tuple[int, ...]) -> Steps[None]:
         """Give space back as far as possible. Space that cannot be given back expires by itself after `reserve_s`."""
@@ -322,14 +339,22 @@ def _packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str])
         raise SchemaMismatch(str(error), op="put", partition=partition, keys=keys) from None
     if not len(batch):
         raise SchemaMismatch("no fields to put", op="put", partition=partition, keys=keys)
+    lengths = batch.lengths
+    if lengths is not None and len(lengths) and lengths.max() > MAX_TOKENS:
+        longest = int(lengths.argmax())
+        message = f"row {keys[longest]!r} has {lengths[longest]} tokens, expected at most {MAX_TOKENS}"
+        raise SchemaMismatch(message, op="put", partition=partition, keys=[keys[longest]])
     return batch
 
 
 def _versions(versions: int | np.ndarray | None, num_rows: int) -> np.ndarray | None:
-    """Return int64 `[N]`. Raises ValueError for another shape or for numbers that are not integers."""
+    """Return int64 `[N]`. Raises ValueError for another shape, and for numbers that are not integers or beyond
+    2^63 - 1."""
     if versions is None:
         return None
     array = np.asarray(versions)
+    if array.dtype.kind == "u" and array.size and array.max() > _MAX_VERSION:
+        raise ValueError(f"versions: got {array.max()}, expected at most {_MAX_VERSION}")
     if array.dtype.kind not in "iu" or array.shape not in ((), (num_rows,)):
         raise ValueError(
             f"versions: got {array.dtype} {list(array.shape)}, expected one integer or one for each of {num_rows} rows"
@@ -337,7 +362,12 @@ def _versions(versions: int | np.ndarray | None, num_rows: int) -> np.ndarray | 
     return np.broadcast_to(array, (num_rows,)).astype(np.int64)
 
 
-def _empty_receipt(partition: str, schema: Schema, fields: tuple[str, ...]) -> KVBatchMeta:
+def _check_min_version(version: int | None) -> None:
+    if version is not None and not -_MAX_VERSION <= version <= _MAX_VERSION:
+        raise ValueError(f"min_version: got {version}, expected at most {_MAX_VERSION}")
+
+
+def _empty_receipt(partition: str, schema: Schema, fields: tuple[str, ...], plane_id: int) -> KVBatchMeta:
     none, places = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
     sources = (RowSource(fields, places, places, none),)
-    return KVBatchMeta(partition, (), fields, none, none, none, {}, (), sources, schema=schema)
+    return KVBatchMeta(partition, (), fields, none, none, none, {}, (), sources, schema=schema, plane_id=plane_id)

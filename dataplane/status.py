@@ -42,6 +42,9 @@ class DataPlaneStatus:
     store_kind: str = ""
     store_bytes: int = 0
     """Number of bytes that the store holds by its own count, without credit."""
+    bytes_unfreed: int = 0
+    """Number of bytes of cleared blocks that the store still holds, because one of its processes has not answered or a
+    writer is still in them; 0 unless something is stuck or very slow."""
 
     def to_bytes(self) -> bytes:
         """Encode the values by position, without the fields' names, as a driver asks for them every step."""

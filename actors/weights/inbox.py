@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 
 from ...codecs.bucket_delta import apply_sparse
-from ...codecs.buckets import BucketPlan, expect_all, read_bucket
+from ...codecs.buckets import BucketPlan, checksum, expect_all, read_bucket
 from ...codecs.gpu_scatter import scatter_kernel
 from .config import Staging
 from .transports.factory import build_receiver
@@ -249,9 +249,8 @@ class WeightInbox:
             target = memory[offsets[frame.bucket] : offsets[frame.bucket] + plan.sizes[frame.bucket]]
             if frame.encoding != "whole":
                 assert base is not None
-                target.copy_(base.memory[offsets[frame.bucket] : offsets[frame.bucket] + len(target)])
-                if frame.encoding == "sparse":
-                    _apply(stream, frame, payload, target)
+                kept = base.memory[offsets[frame.bucket] : offsets[frame.bucket] + len(target)]
+                _apply(stream, frame, payload, kept, target)
             elif target.data_ptr() != payload.data_ptr():
                 target.copy_(payload)
             read.add(frame.bucket)
@@ -333,16 +332,29 @@ class WeightInbox:
             self._spare = staged.memory
 
 
-def _apply(stream: Stream, frame: BucketFrame, payload: torch.Tensor, target: torch.Tensor) -> None:
-    try:
-        if target.device.type == "cpu":
-            apply_sparse(payload.numpy(), target.numpy())
-        else:
-            changed = target.cpu()
-            apply_sparse(payload.cpu().numpy(), changed.numpy())
-            target.copy_(changed)
-    except ValueError as error:
-        raise stream.deadline.error(f"bucket {frame.bucket} of {len(stream.plan.sizes)}: {error}") from error
+def _apply(stream: Stream, frame: BucketFrame, payload: torch.Tensor, base: torch.Tensor, target: torch.Tensor) -> None:
+    """Write into `target` what the delta makes of the bucket `base`.
+
+    Raises WeightTransferError when the two do not fit, and when the result is not what the trainer has: the base has
+    changed since it was received. The bucket is looked at in host memory, to which a GPU's is copied.
+    """
+    name = f"bucket {frame.bucket} of {len(stream.plan.sizes)}"
+    result = target.copy_(base) if target.device.type == "cpu" else base.cpu()
+    if frame.encoding == "sparse":
+        try:
+            apply_sparse(payload.cpu().numpy(), result.numpy())
+        except ValueError as error:
+            raise stream.deadline.error(f"{name}: {error}") from error
+    found = checksum(result)
+    if found != frame.result:
+        error = stream.deadline.error(
+            f"{name} is damaged in version {stream.update.base}, which was kept here: the checksum of the delta's "
+            f"result is {found:016x}, the trainer's is {frame.result:016x}: send it whole"
+        )
+        stream.give_up(error)
+        raise error
+    if result is not target:
+        target.copy_(result)
 
 
 def _expect_whole(stream: Stream, read: set[int]) -> None:

@@ -173,10 +173,10 @@ class BucketStream:
     def _begin(self, bucket: int) -> torch.Tensor:
         """Return the memory in which the bucket is to be filled."""
         out = self._buffer(bucket, self._opened.plan.sizes[bucket]) if self._base is None else None
-        self._digest = xxhash.xxh3_64() if out is not None and out.device.type == "cpu" else None
         if out is None:
             assert self._draft is not None
             out = self._draft.bucket(bucket)
+        self._digest = xxhash.xxh3_64() if out.device.type == "cpu" else None
         self._places = self._views.inside(self._opened.plan, bucket, out) if out.is_cuda else {}
         return out
 
@@ -188,15 +188,18 @@ class BucketStream:
                     self._draft.bucket(bucket).copy_(out)  # before `send`, which gives the buffer back to the sender
                 self._hand_over(bucket, "whole", out, self._digest)
         elif self._failure is None:
-            self._send(bucket, *_shortest(self._opened.plan.in_bucket(bucket), out, self._base.bucket(bucket)))
+            assert self._digest is not None, "drafts are in host memory"
+            encoding, payload = _shortest(self._opened.plan.in_bucket(bucket), out, self._base.bucket(bucket))
+            self._send(bucket, encoding, payload, 0 if encoding == "whole" else self._digest.intdigest())
 
-    def _send(self, bucket: int, encoding: Encoding, payload: torch.Tensor) -> None:
+    def _send(self, bucket: int, encoding: Encoding, payload: torch.Tensor, result: int = 0) -> None:
+        """Send a payload from host memory. result: as in `BucketFrame`."""
         out = self._buffer(bucket, len(payload))
         if out is None:
             return
         digest = xxhash.xxh3_64() if out.device.type == "cpu" else None
         copy_bytes(payload, out, digest)
-        self._hand_over(bucket, encoding, out, digest)
+        self._hand_over(bucket, encoding, out, digest, result)
 
     def _buffer(self, bucket: int, nbytes: int) -> torch.Tensor | None:
         """Return the sender's buffer; None once the sender has failed."""
@@ -204,14 +207,16 @@ class BucketStream:
             return torch.empty(0, dtype=torch.uint8)  # only the frame is sent
         return self._attempt(f"bucket {bucket}", lambda: self._sender.buffer(bucket, nbytes))
 
-    def _hand_over(self, bucket: int, encoding: Encoding, out: torch.Tensor, digest: xxhash.xxh3_64 | None) -> None:
+    def _hand_over(
+        self, bucket: int, encoding: Encoding, out: torch.Tensor, digest: xxhash.xxh3_64 | None, result: int = 0
+    ) -> None:
         """Give a filled buffer to the sender. digest: hash of a payload on the CPU; a GPU computes its own digest."""
         if out.is_cuda:
-            frame = BucketFrame(bucket, encoding, len(out), 0)
+            frame = BucketFrame(bucket, encoding, len(out), 0, result)
             self._attempt(f"bucket {bucket}", lambda: self._sender.send(frame, partial(device_digest, out)))
         else:
             assert digest is not None
-            frame = BucketFrame(bucket, encoding, len(out), digest.intdigest())
+            frame = BucketFrame(bucket, encoding, len(out), digest.intdigest(), result)
             self._attempt(f"bucket {bucket}", lambda: self._sender.send(frame))
         self._bytes_sent += frame.nbytes
         self._num_sent[frame.encoding] += 1

@@ -48,7 +48,9 @@ SPARE_PART = 8
 class Directory:
     """Holds the partitions, blocks and leases of one run."""
 
-    def __init__(self, *, capacity_bytes: int, lease_s: float, reserve_s: float) -> None:
+    def __init__(self, *, capacity_bytes: int, lease_s: float, reserve_s: float, plane_id: int = 0) -> None:
+        """plane_id: number that its receipts carry (`StoreSpec.plane_id`)."""
+        self._plane_id = plane_id
         self._lease_s = lease_s
         self._reserve_s = reserve_s
         self._blocks = BlockTable(capacity_bytes)
@@ -378,6 +380,7 @@ class Directory:
             tuple(sources),
             lease_id,
             schema=part.schema,
+            plane_id=self._plane_id,
         )
 
 

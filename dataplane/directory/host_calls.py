@@ -135,8 +135,18 @@ class HostCalls:
 
     # -------------------------------------------------------------- the host itself
 
-    async def usage_bytes(self) -> int:
-        return await self._in_thread(self._host.usage_bytes)
+    async def usage(self) -> tuple[int, int]:
+        """Return (bytes that the store holds, those among them of blocks that were freed)."""
+
+        def ask() -> tuple[int, int]:
+            unfreed_bytes = self._host.unfreed_bytes()  # first, as it may find that some are free by now
+            return self._host.usage_bytes(), unfreed_bytes
+
+        return await self._in_thread(ask)
+
+    async def shortage(self) -> str:
+        """Say why the store has no room; "" when it knows no reason beyond the directory's account."""
+        return await self._in_thread(self._host.shortage)
 
     async def close(self) -> None:
         """Close the host and its thread. Idempotent."""

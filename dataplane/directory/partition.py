@@ -127,7 +127,7 @@ class Committed:
     tags: dict[str, np.ndarray]
     """Tags that other puts gave the rows."""
 
-    def receipt(self, put: PutRows, schema: Schema) -> KVBatchMeta:
+    def receipt(self, put: PutRows, schema: Schema, plane_id: int) -> KVBatchMeta:
         """Make the receipt that reads just the fields put."""
         lengths = put.lengths if self.lengths is None else self.lengths
         versions = put.versions if self.versions is None else self.versions
@@ -152,6 +152,7 @@ class Committed:
             tuple(BlockRef(*item) for item in zip(ids, self.locations, put.layouts, strict=True)),
             (RowSource(put.fields, block, row, start),),
             schema=schema,
+            plane_id=plane_id,
         )
 
 

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ...codecs.integers import distinct_counts
+from ..config import MAX_BLOCK_ROWS
 from ..meta import POSITION
 
-ROW_BITS = 24
+ROW_BITS = MAX_BLOCK_ROWS.bit_length() - 1
 """Number of bits of the row in a slot, `block_id << ROW_BITS | row in block`: 16 M rows a block, 2^39 blocks a run."""
 UNWRITTEN = -1
 UNKNOWN = -1

@@ -8,12 +8,14 @@ reserve (put)    its turn among waiting puts     the put before it
                  space                           credit of idle writers, which is revoked for it; blocks freed by
                                                  clear, replace, abort or expiry
 
-Everything else is answered at once. Nothing polls; the only timer is set to the directory's next deadline.
+Everything else is answered at once. The only timer is set to the directory's next deadline. Nothing polls, but for a
+put that waits while freed blocks are still held by a process that may be stopped or dying: no call tells of its end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -84,6 +86,8 @@ LATE_S = 0.1
 """Seconds by which the timer may be late before that means that this process was stopped or busy."""
 HEAR_FIRST_S = 1.0
 """Seconds for which a directory that was stopped or busy listens before it takes anything for expired."""
+LOOK_AGAIN_S = 0.25
+"""Seconds after which a put that waits looks again whether a writer or a process still holds freed blocks."""
 
 
 class DirectoryService:
@@ -91,11 +95,16 @@ class DirectoryService:
 
     def __init__(self, config: DataPlaneConfig, host: StoreHost) -> None:
         self._directory = Directory(
-            capacity_bytes=config.store.capacity_mib << 20, lease_s=config.lease_s, reserve_s=config.reserve_s
+            capacity_bytes=config.store.capacity_mib << 20,
+            lease_s=config.lease_s,
+            reserve_s=config.reserve_s,
+            plane_id=host.spec.plane_id,
         )
         self._host = host
         self._store = HostCalls(host, lambda: self._space_freed.fire())
         self._put_queue = Queue()
+        self._first_put: PutRows | None = None
+        """Put whose turn it was last."""
         self._claim_queues: dict[tuple[str, str], Queue] = defaultdict(Queue)
         self._space_freed = Pulse()
         self._ready: dict[str, Pulse] = {}
@@ -175,24 +184,31 @@ class DirectoryService:
 
     async def _reserve_later(self, put: PutRows, timeout_s: float) -> bytes:
         deadline = self._now() + timeout_s
+        first = False
         try:
             async with self._turn(self._put_queue, deadline):
+                first, self._first_put = True, put
                 seen = self._space_freed.count
                 while (reservation := await self._try_reserve(put)) is None:
-                    async with asyncio.timeout_at(deadline):
-                        await self._wait(self._space_freed, seen)
+                    await self._wait_for_space(seen, deadline)
                     seen = self._space_freed.count
         except TimeoutError:
-            status = self._directory.status(None, self._now())
-            raise CapacityExceeded(
-                f"no room for {put.nbytes} bytes: {status.bytes_used} in use and {status.bytes_reserved} reserved "
-                f"of {status.bytes_capacity}",
-                op="put",
-                partition=put.partition,
-                keys=put.keys,
-                elapsed_s=timeout_s,
-            ) from None
+            raise await self._no_room(put, first, timeout_s) from None
         return messages.encode(_space(reservation))
+
+    async def _no_room(self, put: PutRows, first: bool, timeout_s: float) -> CapacityExceeded:
+        """Say what a put waited for. first: whether it was its turn, so that nothing else waited before it."""
+        status = self._directory.status(None, self._now())
+        message = (
+            f"no room for {put.nbytes} bytes: {status.bytes_used} in use and {status.bytes_reserved} reserved "
+            f"of {status.bytes_capacity}"
+        )
+        if not first and self._first_put is not None:
+            message += f"; a put of {self._first_put.nbytes} bytes by {self._first_put.writer} waits before it"
+        elif status.bytes_used + status.bytes_reserved + put.nbytes <= status.bytes_capacity:
+            reason = await self._store.shortage()
+            message += f"; {reason}" if reason else ""
+        return CapacityExceeded(message, op="put", partition=put.partition, keys=put.keys, elapsed_s=timeout_s)
 
     async def _try_reserve(self, put: PutRows) -> Reservation | None:
         """Reserve space in the account and in the store, revoking credit if needed. None when even that is not
@@ -219,6 +235,18 @@ class DirectoryService:
         except DataPlaneTimeout:  # expired while the store was asked
             self._store.take_back([reservation])
             raise
+
+    async def _wait_for_space(self, seen: int, deadline: float) -> None:
+        """Wait until blocks were freed after the `seen`-th time. Raises TimeoutError at the deadline.
+
+        What a stopped process or a dying writer holds comes free without a call: while there is such, this returns
+        after LOOK_AGAIN_S at the latest.
+        """
+        async with asyncio.timeout_at(deadline):
+            _, unfreed_bytes = await self._store.usage()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_AGAIN_S if unfreed_bytes else None):
+                    await self._wait(self._space_freed, seen)
 
     def _commit(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         request = messages.decode(payload, requests.Commit)
@@ -344,12 +372,14 @@ class DirectoryService:
 
     async def _status(self, payload: bytes) -> bytes:
         status = self._directory.status(messages.decode(payload, requests.Status).partition, self._now())
+        store_bytes, unfreed_bytes = await self._store.usage()
         return replace(
             status,
             waiting_claims=sum(queue.waiting for queue in self._claim_queues.values()),
             waiting_puts=self._put_queue.waiting,
             store_kind=self._store.spec.kind,
-            store_bytes=await self._store.usage_bytes() - self._directory.allocated_credit_bytes,
+            store_bytes=store_bytes - self._directory.allocated_credit_bytes,
+            bytes_unfreed=unfreed_bytes,
         ).to_bytes()
 
     def _serve(self, payload: bytes) -> bytes:

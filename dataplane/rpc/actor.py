@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,8 @@ class DirectoryActor:
         self._server: DirectoryServer | None = None
         self._host: StoreHost | None = None
         self._failed: Exception | None = None
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each thread of a client takes a descriptor
         try:
             self._host = build_host()
         except (DataPlaneError, ValueError) as error:  # `start` answers with it: an actor that fails here is just dead

@@ -1,4 +1,4 @@
-"""Tracks the free ranges of one memory segment, first fit, with neighbours merged."""
+"""Tracks the free ranges of a pool of memory that grows, first fit, with neighbours merged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 
 class FreeRanges:
-    """Hands out and takes back byte ranges of `[0, size_bytes)`. Pure bookkeeping, not thread-safe.
+    """Hands out and takes back byte ranges of `[0, size_bytes)`, which may grow. Pure bookkeeping, not thread-safe.
 
     It is first fit over a sorted list. With blocks of one batch shape (the usual case) it does not fragment; a
     worst-case mix of sizes can leave holes, for which a pool has some slack over its capacity.
@@ -17,17 +17,34 @@ class FreeRanges:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.free_bytes = size_bytes
-        self._offsets = [0]
-        self._sizes = [size_bytes]
+        self._offsets = [0] if size_bytes else []
+        self._sizes = [size_bytes] if size_bytes else []
 
     @property
     def unused(self) -> bool:
         """Whether nothing is handed out."""
         return self.free_bytes == self.size_bytes
 
+    @property
+    def tail_bytes(self) -> int:
+        """Number of free bytes at the very end, to which `grow` adds."""
+        if not self._offsets or self._offsets[-1] + self._sizes[-1] != self.size_bytes:
+            return 0
+        return self._sizes[-1]
+
+    @property
+    def largest_bytes(self) -> int:
+        """Number of bytes of the largest free range."""
+        return max(self._sizes, default=0)
+
+    def grow(self, nbytes: int) -> None:
+        """Add `nbytes` free bytes at the end."""
+        self.size_bytes += nbytes
+        self.give(self.size_bytes - nbytes, nbytes)
+
     def holds(self, nbytes: int) -> bool:
         """Return whether `take` would find so many bytes."""
-        return nbytes <= self.free_bytes and max(self._sizes, default=0) >= nbytes
+        return nbytes <= self.free_bytes and self.largest_bytes >= nbytes
 
     def take(self, nbytes: int) -> int | None:
         """Return the offset of `nbytes` (> 0) that now belong to the caller, or None when no hole is large enough."""

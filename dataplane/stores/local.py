@@ -56,6 +56,14 @@ class LocalHost:
         with self._lock:
             return sum(self._sizes.values())
 
+    def unfreed_bytes(self) -> int:
+        """Return 0: a block is freed at once."""
+        return 0
+
+    def shortage(self) -> str:
+        """Return "": the directory's account is the only limit."""
+        return ""
+
     def processes(self) -> dict[str, int]:
         """Return nothing: the bytes are in the directory's own process."""
         return {}

@@ -159,6 +159,11 @@ class MooncakeClient:
                 raise self._error("clear", key, code, started)
         return codes
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the master is gone, as its connection broke, or this client was closed."""
+        return self._leaving is not None
+
     def close(self) -> None:
         """Leave the master; what this client lent is removed. Idempotent.
 

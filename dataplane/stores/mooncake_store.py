@@ -33,13 +33,13 @@ from .deadline import received_part
 from .mooncake_client import NOT_FOUND, UNFINISHED, MooncakeClient
 from .mooncake_master import MasterAddress, MooncakeMaster
 from .registry import StoreEntry
+from .unfreed import FREE_TIMEOUT_S, RETRY_TIMEOUT_S
 
 _logger = logging.getLogger(__name__)
 
 SLACK_BYTES = 64 << 20
 """Number of bytes of the segment, besides a quarter of the capacity, for holes between blocks and puts whose writer
 died."""
-REMOVE_TIMEOUT_S = 5.0
 SETTLE_TIMEOUT_S = 10.0
 LATE_BLOCKS = 256
 """Number of blocks freed before they were written that are looked for again."""
@@ -62,8 +62,10 @@ class MooncakeHost:
         self._used_bytes = 0
         """Sum of `_bytes`."""
         self._unfinished: dict[int, int] = {}
-        """Blocks freed during their put. Mooncake keeps their space until the put ends, or 10 minutes if it never
-        does."""
+        """Number of bytes of each block that was freed and is still there: during its put (Mooncake keeps its space
+        until the put ends, or 10 minutes if it never does), or when the master did not answer."""
+        self._silent = False
+        """Whether the master did not answer the last request to remove blocks."""
         self._late: deque[int] = deque(maxlen=LATE_BLOCKS)
         self._lost = False
         self._limit_bytes = capacity_bytes + capacity_bytes // 4 + SLACK_BYTES
@@ -106,8 +108,19 @@ class MooncakeHost:
         self._remove([block_id for block_id, _ in blocks if block_id in self._bytes])
 
     def usage_bytes(self) -> int:
-        """Number of bytes of the blocks that are reserved or written, and of those freed whose put has not ended."""
+        """Number of bytes of the blocks that are reserved or written, and of those freed that are still there."""
         return self._used_bytes + sum(self._unfinished.values())
+
+    def unfreed_bytes(self) -> int:
+        """Number of bytes of freed blocks that are still there. Asks the master again."""
+        if self._unfinished:
+            self._remove([])
+        return sum(self._unfinished.values())
+
+    def shortage(self) -> str:
+        """Say how many bytes are held by blocks that were freed during their put, or whose master does not answer."""
+        held = sum(self._unfinished.values())
+        return f"{held} bytes of cleared blocks are not removed by {self._master.address.peer} yet" if held else ""
 
     def processes(self) -> dict[str, int]:
         """Return the master."""
@@ -126,12 +139,22 @@ class MooncakeHost:
         if self._lost or not asked:
             return
         try:
-            codes = self._client.remove([_key(self._run_id, block_id) for block_id in asked], REMOVE_TIMEOUT_S)
+            timeout_s = RETRY_TIMEOUT_S if self._silent else FREE_TIMEOUT_S
+            codes = self._client.remove([_key(self._run_id, block_id) for block_id in asked], timeout_s)
         except StoreLost as error:
-            self._lost = True  # its blocks are gone, and readers get StoreLost: do not wait for it again
-            self._unfinished.clear()
-            _logger.warning("%s", error)
+            if self._client.has_ended:  # its connection broke: the blocks went with the master
+                self._lost = True
+                self._unfinished.clear()
+                _logger.warning("%s", error)
+                return
+            self._unfinished.update(removed)
+            if not self._silent:
+                self._silent = True
+                _logger.warning("%d blocks are not removed yet, the next call tries again: %s", len(sizes), error)
             return
+        if self._silent:
+            self._silent = False
+            _logger.warning("%s answers again: %d blocks are removed", self._client.master.peer, len(asked))
         late = set(self._late)
         for block_id, code in zip(asked, codes, strict=True):
             if code == UNFINISHED and block_id not in late:

@@ -11,7 +11,6 @@ it any more.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Sequence
@@ -26,14 +25,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ..block_store import StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
 from .deadline import received_part
-from .ray_processes import end_actors
+from .ray_processes import end_actors, has_died
 from .registry import StoreEntry
-
-_logger = logging.getLogger(__name__)
+from .unfreed import Unfreed
 
 NAMESPACE = "headrace"
 START_TIMEOUT_S = 60.0
-DROP_TIMEOUT_S = 5.0
 
 
 class Keeper:
@@ -71,12 +68,11 @@ class Keeper:
 class RayObjectsHost:
     """Starts a keeper on every node alive now; nodes that join later use the first one. Called from one thread."""
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str, capacity_bytes: int) -> None:
         """Raise ValueError without Ray, StoreLost when a keeper does not start within START_TIMEOUT_S."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='ray' needs Ray: call ray.init() first, or use 'local' or 'shm'")
         self._bytes: dict[int, int] = {}
-        self._lost: set[int] = set()
         self._keepers: list[Any] = []
         self._local: dict[str, int] = {}
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
@@ -104,11 +100,20 @@ class RayObjectsHost:
                 elapsed = time.monotonic() - started
                 raise StoreLost(f"keeper did not start: {error}", op="start", peer=name, elapsed_s=elapsed) from None
         self._local = {name: pid for name, pid, node in zip(names, pids, nodes, strict=True) if node == here}
+        self._unfreed = Unfreed(
+            [f"{name} pid={pid} node={node[:12]}" for name, pid, node in zip(names, pids, nodes, strict=True)],
+            capacity_bytes // 4,
+        )
         address = {"nodes": nodes, "names": names, "pids": pids}
         self.spec = StoreSpec(kind="ray", run_id=run_id, address=address)
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
-        """Return b"", as the writer's keeper is the location, and Ray spills what does not fit in memory."""
+        """Return b"", as the writer's keeper is the location, and Ray spills what does not fit in memory. None while a
+        keeper has not freed a quarter of the capacity."""
+        if self._unfreed.over_limit:
+            self._deliver()
+            if self._unfreed.over_limit:
+                return None
         self._bytes[block_id] = nbytes
         return b""
 
@@ -117,29 +122,48 @@ class RayObjectsHost:
         self.free_many([(block_id, location)])
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Make the keepers lend these blocks no more: one round trip, about a millisecond. Idempotent."""
-        dropped: dict[int, list[int]] = {}
+        """Make the keepers lend these blocks no more: one round trip, about a millisecond. Idempotent.
+
+        Blocks of a keeper that does not answer are kept, and it is asked again at the next call, unless it is dead.
+        """
         for block_id, location in blocks:
-            if self._bytes.pop(block_id, None) is None:
+            nbytes = self._bytes.pop(block_id, None)
+            if nbytes is None:
                 continue
             # A block that was reserved and not committed may be with any keeper, or still on its way to one.
             for keeper in [int.from_bytes(location)] if location else range(len(self._keepers)):
-                dropped.setdefault(keeper, []).append(block_id)
+                self._unfreed.add(keeper, block_id, nbytes)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Ask every keeper to drop its blocks that wait to be freed."""
         calls = [
-            (number, self._keepers[number].drop.remote(block_ids).future())
-            for number, block_ids in dropped.items()
-            if number not in self._lost
+            (number, block_ids, self._keepers[number].drop.remote(block_ids).future())
+            for number, block_ids in self._unfreed.waiting()
         ]
-        for number, call in calls:
+        for number, block_ids, call in calls:
             try:
-                call.result(DROP_TIMEOUT_S)
+                call.result(self._unfreed.timeout_s(number))
             except (RayError, FutureTimeout) as error:
-                self._lost.add(number)  # its blocks are gone, and readers get StoreLost: do not wait for it again
-                _logger.warning("%s is lost: %s", self.spec.address["names"][number], error)  # type: ignore[index]
+                if has_died(self._keepers[number]):
+                    self._unfreed.died(number, error)
+                else:
+                    self._unfreed.failed(number, error)
+            else:
+                self._unfreed.delivered(number, block_ids)
 
     def usage_bytes(self) -> int:
-        """Number of bytes of the blocks that are reserved or written."""
-        return sum(self._bytes.values())
+        """Number of bytes of the blocks that are reserved, written, or freed and not dropped yet."""
+        return sum(self._bytes.values()) + self._unfreed.nbytes
+
+    def unfreed_bytes(self) -> int:
+        """Number of bytes of the freed blocks that a keeper has not dropped. Asks the keepers again."""
+        self._deliver()
+        return self._unfreed.nbytes
+
+    def shortage(self) -> str:
+        """Name the processes that have not freed cleared blocks."""
+        return self._unfreed.described()
 
     def processes(self) -> dict[str, int]:
         """Return the keepers on this node."""
@@ -254,4 +278,7 @@ class RayObjectsStore:
         )
 
 
-STORE = StoreEntry(lambda config, run_id, one_host: RayObjectsHost(run_id), lambda spec, link: RayObjectsStore(spec))
+STORE = StoreEntry(
+    lambda config, run_id, one_host: RayObjectsHost(run_id, config.capacity_mib << 20),
+    lambda spec, link: RayObjectsStore(spec),
+)

@@ -5,14 +5,29 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import ActorDiedError, RayError
 
 _logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 5.0
+DEATH_TIMEOUT_S = 0.5
+"""Seconds that Ray may take to say whether an actor lives; one that is alive and busy does not answer in time."""
+
+
+def has_died(actor: Any) -> bool:
+    """Return whether Ray knows that the actor's process has ended. One that does not answer may be alive."""
+    try:
+        actor.__ray_ready__.remote().future().result(DEATH_TIMEOUT_S)
+    except ActorDiedError:
+        return True
+    except (RayError, FutureTimeout):
+        return False
+    return False
 
 
 def end_actors(actors: Sequence[Any], local_pids: Sequence[int]) -> None:

@@ -1,9 +1,10 @@
-"""Implements the store `shm`: pooled segments in /dev/shm, for runs on one host.
+"""Implements the store `shm`: a pool of memory in /dev/shm, for runs on one host.
 
-Ranges of freed blocks are used again, so that writers and readers find pages that are mapped already. A reader checks a
-block's generation before it copies and after (`settle`); if it is the same, the bytes were the block's all along. A
-writer marks its slot while it writes. A block that is freed while its writer is alive (because its reservation ended)
-keeps its range until the writer has stopped or died; otherwise a late writer would write into another block.
+The pool is one file that grows piece by piece, so that a range fits wherever there is room. Ranges of freed blocks are
+used again, so that writers and readers find pages that are mapped already. A reader checks a block's generation before
+it copies and after (`settle`); if it is the same, the bytes were the block's all along. A writer marks its slot while
+it writes. A block that is freed while its writer is alive (because its reservation ended) keeps its range until the
+writer has stopped or died; otherwise a late writer would write into another block.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ...codecs.integers import round_up
 from ...codecs.memory import ALIGN
 from ...codecs.owned_folder import SHARED_MEMORY, process_start, remove_stale_folders
 from ..block_store import StoreSpec, Want
+from ..config import StoreConfig
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
 from .free_ranges import FreeRanges
 from .registry import StoreEntry
@@ -31,23 +33,32 @@ from .shm_folder import (
     GENERATION,
     MAX_SLOTS,
     OPEN,
+    PIECE_BYTES,
     SLOT_BYTES,
     SLOTS_CHUNK,
     WRITER_PID,
     WRITER_START,
+    PoolMapping,
+    check_room,
     create_folder,
-    map_segment,
+    free_memory,
     map_slots,
     reserve_memory,
 )
 
 _logger = logging.getLogger(__name__)
 
-SEGMENT_BYTES = 16 << 20
-"""Number of bytes of a segment; a larger block gets one of its own size. Reserving one costs the directory about 5
-ms."""
+SPARE_PART = 8
+"""Divisor that gives the share of the capacity by which the pool may exceed it, for holes between ranges."""
+SPARE_BYTES = 16 << 20
+"""Number of bytes by which it may exceed that."""
 
-_LOCATION = struct.Struct("<IIQ")  # segment, slot, offset
+_LOCATION = struct.Struct("<IQ")  # slot, offset
+
+
+def pool_bytes(capacity_bytes: int) -> int:
+    """Return the number of bytes that the pool takes at most: the capacity, an eighth of it and SPARE_BYTES."""
+    return round_up(capacity_bytes + capacity_bytes // SPARE_PART + SPARE_BYTES, PIECE_BYTES)
 
 
 def _rounded(nbytes: int) -> int:
@@ -58,34 +69,33 @@ class SharedMemoryHost:
     """Allocates ranges, and owns the folder. Thread-safe."""
 
     def __init__(self, run_id: str, capacity_bytes: int, root: Path = SHARED_MEMORY) -> None:
-        """Raise ValueError when a living run uses `run_id`, or when there is no /dev/shm."""
-        if not root.is_dir():
-            raise ValueError(
-                f"dataplane.store.kind='shm' needs {root}, which this host does not have; use 'simple' or 'ray'"
-            )
-        remove_stale_folders(root)
-        self._folder, self._owner = create_folder(run_id, root)
+        """Raise ValueError when a living run uses `run_id`, and when there is no /dev/shm or it is smaller than the
+        capacity."""
+        if root.is_dir():
+            remove_stale_folders(root)
+        check_room(capacity_bytes, root)
+        self._limit_bytes = pool_bytes(capacity_bytes)
+        self._folder, self._owner = create_folder(run_id, self._limit_bytes, root)
         self._slots = map_slots(self._folder)
         self._slots[0, GENERATION] = OPEN
-        self._limit_bytes = capacity_bytes + capacity_bytes // 4 + SEGMENT_BYTES
-        self._segments: dict[int, FreeRanges] = {}
-        self._planned: dict[int, int] = {}
-        """Number of bytes of each segment that is being made."""
-        self._next_segment = 0
+        self._ranges = FreeRanges(0)
+        self._growing = threading.Lock()
+        """Lock of the pool's growth, which takes its time; `_lock` is not held meanwhile."""
         self._lock = threading.Lock()
-        self._held: dict[int, tuple[int, int, int, int]] = {}  # block -> segment, slot, offset, bytes
-        self._quarantined: list[tuple[int, int, int, int]] = []
+        self._held: dict[int, tuple[int, int, int]] = {}  # block -> slot, offset, bytes
+        self._quarantined: list[tuple[int, int, int]] = []
         self._free_slots: list[int] = []
         self._next_slot = 1
         self._backed_slots = SLOTS_CHUNK
         self._used_bytes = 0
-        self._full_logged = False
+        self._refused = ""
+        """Reason why the pool could not grow when it was last tried; "" when it could."""
         self.spec = StoreSpec(kind="shm", run_id=run_id, address={"folder": str(self._folder)})
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
-        """Allocate a range and a slot. None when the pool (capacity and a quarter) or /dev/shm itself has no room.
+        """Allocate a range and a slot. None when the pool or /dev/shm itself has no room; `shortage` says which.
 
-        Takes 5 ms and more for a new segment; other calls go on meanwhile.
+        Takes a millisecond and more when the pool grows; other calls go on meanwhile.
         """
         size = _rounded(nbytes)
         with self._lock:
@@ -96,21 +106,20 @@ class SharedMemoryHost:
             return self._place(block_id, size)
 
     def has_ready(self, nbytes: int) -> bool:
-        """Return whether the existing segments have such a range."""
+        """Return whether the pool has such a range without growing."""
         with self._lock:
             self._release_quarantined()
-            return any(ranges.holds(_rounded(nbytes)) for ranges in self._segments.values())
+            return self._ranges.holds(_rounded(nbytes))
 
     def make_ready(self, nbytes: int) -> None:
-        """Add a segment if there is no such range."""
-        if not self.has_ready(nbytes):
-            self._extend(_rounded(nbytes))
+        """Let the pool grow if there is no such range."""
+        self._extend(_rounded(nbytes))
 
     def cut(self, block_id: int, sizes: Sequence[int]) -> list[bytes]:
         """Cut a range into blocks; see `Cuts`. The first block keeps the slot, and with it what the writer has
         checked."""
         with self._lock:
-            segment, slot, offset, held_bytes = self._held[block_id]
+            slot, offset, held_bytes = self._held[block_id]
             assert sum(sizes) <= held_bytes and not any(size % ALIGN for size in sizes), (sizes, held_bytes)
             slots = [slot]
             while len(slots) < len(sizes):
@@ -123,12 +132,12 @@ class SharedMemoryHost:
             for number, (size, own) in enumerate(zip(sizes, slots, strict=True)):
                 if number:
                     self._slots[own] = (block_id + number + 1, 0, 0, 0)
-                self._held[block_id + number] = (segment, own, offset, size)
-                locations.append(_LOCATION.pack(segment, own, offset))
+                self._held[block_id + number] = (own, offset, size)
+                locations.append(_LOCATION.pack(own, offset))
                 offset += size
             rest = held_bytes - sum(sizes)
             if rest:
-                self._segments[segment].give(offset, rest)
+                self._ranges.give(offset, rest)
                 self._used_bytes -= rest
             return locations
 
@@ -138,8 +147,8 @@ class SharedMemoryHost:
             held = self._held.pop(block_id, None)
             if held is None:
                 return
-            self._slots[held[1], GENERATION] = 0
-            if self._writer_lives(held[1]):
+            self._slots[held[0], GENERATION] = 0
+            if self._writer_lives(held[0]):
                 self._quarantined.append(held)
             else:
                 self._release(held)
@@ -149,6 +158,26 @@ class SharedMemoryHost:
         with self._lock:
             self._release_quarantined()
             return self._used_bytes
+
+    def unfreed_bytes(self) -> int:
+        """Number of bytes of freed ranges that a living writer is still in."""
+        with self._lock:
+            self._release_quarantined()
+            return sum(nbytes for _, _, nbytes in self._quarantined)
+
+    def shortage(self) -> str:
+        """Say what keeps `allocate` from finding room: writers, /dev/shm, slots, or holes that are too small."""
+        unfreed_bytes = self.unfreed_bytes()
+        with self._lock:
+            if unfreed_bytes:
+                return f"writers that have not stopped are still in {unfreed_bytes} bytes of cleared blocks"
+            if self._refused:
+                return self._refused
+            if not self._free_slots and self._next_slot == MAX_SLOTS:
+                return f"the store holds {MAX_SLOTS - 1} blocks, and no more"
+            grown = self._limit_bytes - self._ranges.size_bytes
+            largest = max(self._ranges.largest_bytes, self._ranges.tail_bytes + grown)
+            return f"the largest piece that is free has {largest} bytes of {self._ranges.free_bytes + grown}"
 
     def processes(self) -> dict[str, int]:
         """Return nothing, as the bytes are files in memory."""
@@ -165,38 +194,41 @@ class SharedMemoryHost:
             self._owner = -1
 
     def _place(self, block_id: int, size: int) -> bytes | None:
-        """Take a range in the existing segments, and a slot."""
+        """Take a range of what the pool has, and a slot."""
         assert block_id not in self._held, block_id
         self._release_quarantined()
         slot = self._take_slot()
         if slot is None:
             return None
-        for segment, ranges in self._segments.items():
-            offset = ranges.take(size)
-            if offset is not None:
-                self._slots[slot] = (block_id + 1, 0, 0, 0)
-                self._held[block_id] = (segment, slot, offset, size)
-                self._used_bytes += size
-                return _LOCATION.pack(segment, slot, offset)
-        self._free_slots.append(slot)
-        return None
+        offset = self._ranges.take(size)
+        if offset is None:
+            self._free_slots.append(slot)
+            return None
+        self._slots[slot] = (block_id + 1, 0, 0, 0)
+        self._held[block_id] = (slot, offset, size)
+        self._used_bytes += size
+        return _LOCATION.pack(slot, offset)
 
     def _writer_lives(self, slot: int) -> bool:
+        """Return whether a living process writes there. One that cannot be looked up now, for lack of descriptors,
+        counts as alive."""
         pid = int(self._slots[slot, WRITER_PID])
-        return pid != 0 and process_start(pid) == int(self._slots[slot, WRITER_START])
+        try:
+            return pid != 0 and process_start(pid) == int(self._slots[slot, WRITER_START])
+        except OSError:
+            return True
 
     def _release_quarantined(self) -> None:
         if self._quarantined:
-            waiting, self._quarantined = self._quarantined, []
-            for held in waiting:
-                if self._writer_lives(held[1]):
-                    self._quarantined.append(held)
-                else:
-                    self._release(held)
+            lives = [self._writer_lives(slot) for slot, _, _ in self._quarantined]
+            over = [held for held, alive in zip(self._quarantined, lives, strict=True) if not alive]
+            self._quarantined = [held for held, alive in zip(self._quarantined, lives, strict=True) if alive]
+            for held in over:
+                self._release(held)
 
-    def _release(self, held: tuple[int, int, int, int]) -> None:
-        segment, slot, offset, size = held
-        self._segments[segment].give(offset, size)
+    def _release(self, held: tuple[int, int, int]) -> None:
+        slot, offset, size = held
+        self._ranges.give(offset, size)
         self._free_slots.append(slot)
         self._used_bytes -= size
 
@@ -213,45 +245,34 @@ class SharedMemoryHost:
         return self._next_slot - 1
 
     def _extend(self, size: int) -> bool:
-        """Add a segment that has a range of `size` bytes. Returns False when there is no room for it."""
-        with self._lock:
-            number = self._plan_segment(max(SEGMENT_BYTES, size))
-        if number is None:
-            return False
-        backed = self._back(f"seg-{number}", 0, self._planned[number])
-        with self._lock:
-            planned = self._planned.pop(number)
-            if not backed or self._owner < 0:
-                (self._folder / f"seg-{number}").unlink(missing_ok=True)
+        """Let the pool grow until it has a range of `size` bytes. Returns False when there is no room for it."""
+        with self._growing:
+            with self._lock:
+                if self._ranges.holds(size):
+                    return True
+                begin = self._ranges.size_bytes
+                end = round_up(begin - self._ranges.tail_bytes + size, PIECE_BYTES)
+            if end > self._limit_bytes:
+                self._refused = ""
                 return False
-            self._segments[number] = FreeRanges(planned)
-            return True
-
-    def _plan_segment(self, size_bytes: int) -> int | None:
-        """Return the number of a segment to be made, counted from now on. None when the pool has no room for it."""
-        pooled = sum(ranges.size_bytes for ranges in self._segments.values()) + sum(self._planned.values())
-        for number in [number for number, ranges in self._segments.items() if ranges.unused]:
-            if pooled + size_bytes <= self._limit_bytes:
-                break
-            # Unused and too small for this block. Clients let go of it when they map their next segment.
-            pooled -= self._segments.pop(number).size_bytes
-            (self._folder / f"seg-{number}").unlink()
-        if pooled + size_bytes > self._limit_bytes:
-            return None
-        number = self._next_segment
-        self._next_segment += 1
-        self._planned[number] = size_bytes
-        return number
+            if not self._back("pool", begin, end - begin):
+                return False
+            with self._lock:
+                self._ranges.grow(end - begin)
+                return self._owner >= 0
 
     def _back(self, name: str, offset: int, nbytes: int) -> bool:
+        root = self._folder.parent
         try:
             reserve_memory(self._folder / name, offset, nbytes)
-            return True
         except OSError as error:
-            if not self._full_logged:
-                _logger.warning("no room in %s for %d more bytes: %s", self._folder.parent, nbytes, error.strerror)
-                self._full_logged = True
+            reason = f"{root} has {free_memory(root)} bytes free, {nbytes} are needed: {error.strerror}"
+            if not self._refused:
+                _logger.warning("the pool of rows cannot grow: %s", reason)
+            self._refused = reason
             return False
+        self._refused = ""
+        return True
 
 
 class SharedMemoryStore:
@@ -260,14 +281,17 @@ class SharedMemoryStore:
     def __init__(self, spec: StoreSpec) -> None:
         """Raise StoreLost when the run's folder is gone."""
         self._folder = Path(str(spec.address["folder"]))
-        self._segments: dict[int, np.ndarray] = {}
-        self._lock = threading.Lock()
         self._writer = (0, 0)
         """Process id and start time of this process."""
         try:
             self._slots = map_slots(self._folder)
+            self._pool: PoolMapping | None = PoolMapping(self._folder)
         except FileNotFoundError:
-            raise self._lost("connect", time.monotonic()) from None
+            raise StoreLost(
+                "the shared-memory pool is not on this host: its data plane was closed, or runs on another host",
+                op="connect",
+                peer=str(self._folder),
+            ) from None
 
     def put(
         self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
@@ -277,9 +301,9 @@ class SharedMemoryStore:
         Raises RowsCleared when the reservation ended, StoreLost after the host's `close`.
         """
         started = time.monotonic()
-        segment, slot, base = _LOCATION.unpack(location)
+        slot, base = _LOCATION.unpack(location)
         self._check("put", block_id, slot, started)
-        memory = self._segment("put", block_id, slot, segment, started)
+        pool = self._mapped("put", started)
         entry = self._slots[slot]
         pid = os.getpid()
         if self._writer[0] != pid:  # the first put, or a fork
@@ -292,7 +316,7 @@ class SharedMemoryStore:
             # Freed before the mark was seen: the range may belong to another block by now.
             self._check("put", block_id, slot, started)
             for part, offset in zip(parts, offsets, strict=True):
-                np.copyto(memory[base + offset : base + offset + part.nbytes], part)
+                np.copyto(pool.range(base + offset, part.nbytes), part)
         finally:
             entry[WRITER_PID] = 0
         self._check("put", block_id, slot, started)
@@ -304,14 +328,14 @@ class SharedMemoryStore:
         started = time.monotonic()
         views = []
         for want in wants:
-            segment, slot, base = _LOCATION.unpack(want.block.location)
+            slot, base = _LOCATION.unpack(want.block.location)
             self._check("get", want.block.block_id, slot, started)
-            memory = self._segment("get", want.block.block_id, slot, segment, started)
+            pool = self._mapped("get", started)
             layout = want.block.layout
             offsets, sizes = layout.offsets, layout.part_bytes
             found = {}
             for part in want.parts:
-                view = memory[base + offsets[part] : base + offsets[part] + sizes[part]]
+                view = pool.range(base + offsets[part], sizes[part])
                 view.flags.writeable = False
                 found[part] = view
             views.append(found)
@@ -321,12 +345,11 @@ class SharedMemoryStore:
         """Raise RowsCleared when a block was freed since the `get`."""
         started = time.monotonic()
         for want in wants:
-            self._check("get", want.block.block_id, _LOCATION.unpack(want.block.location)[1], started)
+            self._check("get", want.block.block_id, _LOCATION.unpack(want.block.location)[0], started)
 
     def close(self) -> None:
-        """Drop the mappings; each ends with its last view."""
-        with self._lock:
-            self._segments.clear()
+        """Drop the mapping, which ends with its last view."""
+        self._pool = None
 
     def _check(self, op: str, block_id: int, slot: int, started: float) -> None:
         if int(self._slots[0, GENERATION]) != OPEN:
@@ -334,30 +357,19 @@ class SharedMemoryStore:
         if int(self._slots[slot, GENERATION]) != block_id + 1:
             raise RowsCleared(f"block {block_id} was freed", op=op, elapsed_s=time.monotonic() - started)
 
-    def _segment(self, op: str, block_id: int, slot: int, number: int, started: float) -> np.ndarray:
-        memory = self._segments.get(number)
-        if memory is not None:
-            return memory
-        with self._lock:
-            if number not in self._segments:
-                try:
-                    mapped = map_segment(self._folder, number)
-                except FileNotFoundError:
-                    self._check(op, block_id, slot, started)  # freed meanwhile, and its segment with it
-                    raise self._lost(op, started) from None
-                gone = [old for old in self._segments if not (self._folder / f"seg-{old}").exists()]
-                for old in gone:  # a mapping would keep the memory of a segment that the host has dropped
-                    del self._segments[old]
-                self._segments[number] = mapped
-            return self._segments[number]
+    def _mapped(self, op: str, started: float) -> PoolMapping:
+        pool = self._pool
+        if pool is None:
+            raise self._lost(op, started)
+        return pool
 
     def _lost(self, op: str, started: float) -> StoreLost:
         elapsed = time.monotonic() - started
         return StoreLost("the shared-memory pool is closed", op=op, peer=str(self._folder), elapsed_s=elapsed)
 
 
-STORE = StoreEntry(
-    lambda config, run_id, one_host: SharedMemoryHost(run_id, config.capacity_mib << 20),
-    lambda spec, link: SharedMemoryStore(spec),
-    remove_stale_folders,
-)
+def _open_host(config: StoreConfig, run_id: str, one_host: bool) -> SharedMemoryHost:
+    return SharedMemoryHost(run_id, config.capacity_mib << 20)
+
+
+STORE = StoreEntry(_open_host, lambda spec, link: SharedMemoryStore(spec), remove_stale_folders)

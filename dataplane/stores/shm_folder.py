@@ -3,19 +3,22 @@
 `/dev/shm/headrace-{run_id}/` holds
   `owner`   locked by the host's process for as long as it lives (see `codecs/owned_folder.py`)
   `slots`   a table with a 32-byte entry for each live block: its generation, and the pid and start time of its writer
-  `seg-N`   the bytes
+  `pool`    the bytes: a sparse file, as long as the pool may become, of which the host reserves the beginning
 The generation is stored apart from the bytes: a header within a segment would be overwritten by the payload of a later
 block, which might happen to look like a generation.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import mmap
 import os
 from pathlib import Path
 
 import numpy as np
 
+from ...codecs.integers import ceil_div
 from ...codecs.owned_folder import PREFIX, SHARED_MEMORY, create_owned_folder
 
 SLOT_BYTES = 32
@@ -26,24 +29,32 @@ SLOTS_CHUNK = 2048
 GENERATION, WRITER_PID, WRITER_START = 0, 1, 2
 """Columns of the table. Slot 0 belongs to the host, and its generation is OPEN or CLOSED."""
 OPEN, CLOSED = 1, 2
+PIECE_BYTES = 4 << 20
+"""Number of bytes of the pool that are reserved, and mapped, at a time; reserving them costs the host about 1 ms."""
+_MADV_POPULATE_WRITE = 23
+"""Advice of Linux 5.14 and later, which Python does not name."""
 
 
-def create_folder(run_id: str, root: Path = SHARED_MEMORY) -> tuple[Path, int]:
-    """Create the run's folder with an empty table. Returns it, and the descriptor that holds its lock.
+def create_folder(run_id: str, pool_bytes: int, root: Path = SHARED_MEMORY) -> tuple[Path, int]:
+    """Create the run's folder with an empty table and an empty pool, which may grow to `pool_bytes`.
+
+    Returns it, and the descriptor that holds its lock.
 
     Raises ValueError when a living run has the folder, or when `root` cannot be written.
     """
     folder = root / f"{PREFIX}{run_id}"
     try:
-        return folder, create_owned_folder(folder, run_id, _make_table)
+        return folder, create_owned_folder(folder, run_id, functools.partial(_make_files, pool_bytes))
     except OSError as error:
         raise ValueError(f"dataplane.store.kind='shm': {root} cannot be used: {error.strerror}") from None
 
 
-def _make_table(folder: Path) -> None:
+def _make_files(pool_bytes: int, folder: Path) -> None:
     with open(folder / "slots", "wb") as file:
         file.truncate(MAX_SLOTS * SLOT_BYTES)
         os.posix_fallocate(file.fileno(), 0, SLOTS_CHUNK * SLOT_BYTES)
+    with open(folder / "pool", "wb") as file:
+        file.truncate(pool_bytes)
 
 
 def map_slots(folder: Path) -> np.ndarray:
@@ -56,15 +67,55 @@ def map_slots(folder: Path) -> np.ndarray:
     return np.frombuffer(mapping, np.uint64).reshape(MAX_SLOTS, SLOT_BYTES // 8)
 
 
-def map_segment(folder: Path, number: int) -> np.ndarray:
-    """Map a whole segment as uint8; the array keeps the mapping alive. Raises FileNotFoundError."""
-    descriptor = os.open(folder / f"seg-{number}", os.O_RDWR)
-    try:
-        # Populated at once: 0.5 ms a MiB here, against a page fault per 4 KiB in the first copies.
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        return np.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=flags), np.uint8)
-    finally:
-        os.close(descriptor)
+class PoolMapping:
+    """Maps the whole pool into this process. The part that the host has not reserved is never touched."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raise FileNotFoundError."""
+        descriptor = os.open(folder / "pool", os.O_RDWR)
+        try:
+            self._mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+        self._bytes = np.frombuffer(self._mapping, np.uint8)
+        self._mapped = bytearray(ceil_div(len(self._bytes), PIECE_BYTES))
+        """Whether each piece's pages are mapped, 0 or 1."""
+
+    def range(self, offset: int, nbytes: int) -> np.ndarray:
+        """Return a reserved range as uint8 `[nbytes]`; it keeps the mapping alive."""
+        first, last = offset // PIECE_BYTES, (offset + max(nbytes, 1) - 1) // PIECE_BYTES
+        for piece in range(first, last + 1):
+            if not self._mapped[piece]:
+                self._populate(piece)
+        return self._bytes[offset : offset + nbytes]
+
+    def _populate(self, piece: int) -> None:
+        """Map a piece's pages at once: 0.5 ms a MiB here, against a page fault per 4 KiB in the first copies."""
+        start = piece * PIECE_BYTES
+        with contextlib.suppress(OSError):  # an older kernel: the pages are mapped as they are touched
+            self._mapping.madvise(_MADV_POPULATE_WRITE, start, min(PIECE_BYTES, len(self._bytes) - start))
+        self._mapped[piece] = 1
+
+
+def check_room(capacity_bytes: int, root: Path = SHARED_MEMORY) -> None:
+    """Raise ValueError unless `root` exists and could hold that many bytes of rows now. Writes nothing."""
+    if not root.is_dir():
+        raise ValueError(
+            f"dataplane.store.kind='shm' needs {root}, which this host does not have; use 'simple' or 'ray'"
+        )
+    free_bytes = free_memory(root)
+    if free_bytes < capacity_bytes:
+        raise ValueError(
+            f"dataplane.store.capacity_mib: got {capacity_bytes >> 20}, but {root} has {free_bytes >> 20} MiB free; "
+            f"expected at most that: lower capacity_mib, give {root} more room (docker: --shm-size), or use store.kind "
+            "'ray' or 'simple'"
+        )
+
+
+def free_memory(root: Path = SHARED_MEMORY) -> int:
+    """Return the number of bytes that can be written to the file system of `root` now."""
+    found = os.statvfs(root)
+    return found.f_bavail * found.f_frsize
 
 
 def reserve_memory(path: Path, offset: int, nbytes: int) -> None:

@@ -11,7 +11,6 @@ reach it (its wire format holds pickles), so that network must be private.
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import threading
 import time
@@ -41,14 +40,12 @@ from ..block_store import StoreSpec, Want
 from ..config import StoreConfig
 from ..errors import RowsCleared, StoreLost
 from .deadline import keep_freed_memory, received_part
-from .ray_processes import end_actors
+from .ray_processes import end_actors, has_died
 from .registry import StoreEntry
-
-_logger = logging.getLogger(__name__)
+from .unfreed import Unfreed
 
 NAMESPACE = "headrace"
 START_TIMEOUT_S = 60.0
-CLEAR_TIMEOUT_S = 5.0
 _IDENTITY = "TQ_STORAGE_headrace"  # a unit drops requests of peers whose identity does not begin with TQ_STORAGE_
 
 # Ray ships the unit's class by value, this constant in it. Above 1, TransferQueue switches torch's thread count around
@@ -194,12 +191,11 @@ def _prepare_unit(unit: Any) -> int:
 class SimpleHost:
     """Starts and ends the units. Called from one thread (the directory's)."""
 
-    def __init__(self, run_id: str, num_units: int) -> None:
+    def __init__(self, run_id: str, num_units: int, capacity_bytes: int) -> None:
         """Raise ValueError without Ray, StoreLost when a unit does not start within START_TIMEOUT_S."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='simple' needs Ray: call ray.init() first, or use 'local' or 'shm'")
         self._bytes: dict[int, int] = {}
-        self._lost: set[int] = set()
         self._uncommitted: deque[int] = deque(maxlen=256)
         config = {"total_storage_size": None, "num_data_storage_units": num_units}
         names = [f"headrace-{run_id}-unit-{number}" for number in range(num_units)]
@@ -221,13 +217,19 @@ class SimpleHost:
                 ) from None
             units.append(Unit(info.id, name, pid, info.ip, info.ports["put_get_socket"]))
         self._link = UnitLink(units)
+        self._unfreed = Unfreed([f"storage unit {unit.peer}" for unit in units], capacity_bytes // 4)
         address: dict[str, object] = {
             "units": [[unit.unit_id, unit.name, unit.pid, unit.ip, unit.port] for unit in units]
         }
         self.spec = StoreSpec(kind="simple", run_id=run_id, address=address)
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
-        """Return b"", as a block is located when it is written. The directory's capacity is the only limit."""
+        """Return b"", as a block is located when it is written. None while a unit has not freed a quarter of the
+        capacity; else the directory's capacity is the only limit."""
+        if self._unfreed.over_limit:
+            self._deliver()
+            if self._unfreed.over_limit:
+                return None
         self._bytes[block_id] = nbytes
         return b""
 
@@ -239,29 +241,45 @@ class SimpleHost:
         """Delete these blocks from the units: one round trip, about a millisecond. Idempotent.
 
         A block that was never committed may still be on its way to its unit, so it is deleted again with later ones.
+        Blocks of a unit that does not answer are kept, and it is asked again at the next call, unless it is dead.
         """
-        by_unit: dict[int, list[int]] = {}
         for block_id in self._uncommitted:
-            by_unit.setdefault(block_id % len(self._link.units), []).append(block_id)
+            self._unfreed.add(block_id % len(self._link.units), block_id, 0)
         for block_id, location in blocks:
-            if self._bytes.pop(block_id, None) is not None and not location:
+            nbytes = self._bytes.pop(block_id, None)
+            if nbytes is not None and not location:
                 self._uncommitted.append(block_id)
-            by_unit.setdefault(block_id % len(self._link.units), []).append(block_id)
-        for unit, block_ids in by_unit.items():
-            if unit in self._lost:
-                continue
+            self._unfreed.add(block_id % len(self._link.units), block_id, nbytes or 0)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Ask every unit to delete its blocks that wait to be freed."""
+        for unit, block_ids in self._unfreed.waiting():
             try:
                 request = Request(unit, ZMQRequestType.CLEAR_DATA, {"global_indexes": block_ids})
-                (reply,) = self._link.exchange("clear", [request], CLEAR_TIMEOUT_S)
+                (reply,) = self._link.exchange("clear", [request], self._unfreed.timeout_s(unit))
                 if reply.request_type != ZMQRequestType.CLEAR_DATA_RESPONSE:
                     raise StoreLost(str(reply.body.get("message")), op="clear", peer=self._link.units[unit].peer)
             except StoreLost as error:
-                self._lost.add(unit)  # its blocks are gone, and readers get StoreLost: do not wait for it again
-                _logger.warning("%s", error)
+                if has_died(self._actors[unit]):
+                    self._unfreed.died(unit, error)
+                else:
+                    self._unfreed.failed(unit, error)
+            else:
+                self._unfreed.delivered(unit, block_ids)
 
     def usage_bytes(self) -> int:
-        """Number of bytes of the blocks that are reserved or written."""
-        return sum(self._bytes.values())
+        """Number of bytes of the blocks that are reserved, written, or freed and not deleted yet."""
+        return sum(self._bytes.values()) + self._unfreed.nbytes
+
+    def unfreed_bytes(self) -> int:
+        """Number of bytes of the freed blocks that their unit has not deleted. Asks the units again."""
+        self._deliver()
+        return self._unfreed.nbytes
+
+    def shortage(self) -> str:
+        """Name the processes that have not freed cleared blocks."""
+        return self._unfreed.described()
 
     def processes(self) -> dict[str, int]:
         """Return the units on this node."""
@@ -349,7 +367,7 @@ class SimpleStore:
 
 
 def _open_host(config: StoreConfig, run_id: str, one_host: bool) -> SimpleHost:
-    return SimpleHost(run_id, config.num_units)
+    return SimpleHost(run_id, config.num_units, config.capacity_mib << 20)
 
 
 STORE = StoreEntry(_open_host, lambda spec, link: SimpleStore(spec))

@@ -52,8 +52,8 @@ class Wrong:  # reads one word too few
     SEGMENT = gpu_scatter_kernel.SEGMENT
 
     @staticmethod
-    def scatter(words, table, weights):
-        return gpu_scatter_kernel.scatter(words, table - torch.tensor([0, 1, 0]), weights)
+    def scatter(words, table):
+        return gpu_scatter_kernel.scatter(words, table - torch.tensor([0, 1, 0]))
 
 
 assert not gpu_scatter.check(Wrong, cpu)
@@ -66,10 +66,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from headrace.codecs import gpu_scatter_kernel as kernel
 
-signature = dict.fromkeys(("payload", "table", "weights", "out"), "*i64")
-sizes = dict(COLUMNS=4099, BLOCK=kernel._BLOCK, STEPS=kernel._STEPS)
+signature = dict.fromkeys(("payload", "table", "out"), "*i64")
+(_, first), (_, second), _ = kernel.MIX
+sizes = dict(GOLDEN=kernel.GOLDEN, FIRST=first, SECOND=second, BLOCK=kernel._BLOCK, STEPS=kernel._STEPS)
 signature |= dict.fromkeys(sizes, "constexpr")
-aligned = {(argument,): [["tt.divisibility", 16]] for argument in range(4)}
+aligned = {(argument,): [["tt.divisibility", 16]] for argument in range(3)}
 source = ASTSource(kernel._scatter, signature, sizes, aligned)
 found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
 assert found.asm["cubin"]

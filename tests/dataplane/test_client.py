@@ -26,6 +26,7 @@ from headrace.dataplane.errors import (
     DirectoryLost,
     FieldsNotReady,
     IntegrityError,
+    KeysNotFound,
     LeaseLost,
     RowsCleared,
     SchemaMismatch,
@@ -428,3 +429,51 @@ def test_a_store_that_cannot_start_says_why(ray_session: None) -> None:
         pytest.raises(ValueError, match="twice"),
     ):
         open_data_plane(config(store=StoreConfig(kind="shm", capacity_mib=1)), run_id="twice")
+
+
+def test_numbers_that_do_not_travel_are_refused(plane: DataPlane) -> None:
+    client = connect(plane.handle)
+    client.register("wide", Schema([Field("none", Kind.PER_TOKEN, torch.uint8, trailing=(0,))]), ["a"])
+    long = torch.empty(((1 << 31) + 5, 0), dtype=torch.uint8)  # of no bytes
+    with pytest.raises(SchemaMismatch, match="'b.1' has 2147483653 tokens, expected at most 2147483647"):
+        client.put("wide", ["b.0", "b.1"], {"none": [long[:3], long]})
+    with pytest.raises(KeysNotFound):
+        client.lookup("wide", ["b.0"])
+    client.put("wide", ["b.2"], {"none": [long[: (1 << 31) - 1]]})
+    assert client.get_keys("wide", ["b.2"], ["none"]).jagged("none").lengths.tolist() == [(1 << 31) - 1]
+    for versions in (1 << 63, np.array([1 << 63], np.uint64)):
+        with pytest.raises(ValueError, match="versions: got 9223372036854775808, expected at most 9223372036854775807"):
+            client.put("wide", ["v.0"], {"none": [long[:1]]}, versions=versions)
+    receipt = client.put("wide", ["v.0"], {"none": [long[:1]]}, versions=np.array([(1 << 63) - 1], np.uint64))
+    assert receipt.versions.tolist() == client.lookup("wide", ["v.0"]).versions.tolist() == [(1 << 63) - 1]
+    with pytest.raises(ValueError, match="min_version: got 9223372036854775808"):
+        client.claim("wide", "a", ["none"], 1, min_version=1 << 63)
+
+
+def test_a_block_of_more_rows_than_a_slot_can_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_rows"):
+        DataPlaneConfig(block_rows=(1 << 24) + 1)
+    assert DataPlaneConfig(block_rows=1 << 24).block_rows == 1 << 24
+
+
+def test_a_row_without_dimensions_is_no_ragged_field() -> None:
+    with pytest.raises(ValueError, match="'img': ndim 0, expected at least 1"):
+        Field("img", Kind.RAGGED, torch.uint8, ndim=0)
+
+
+def test_blocks_are_bounded_by_the_bytes_of_objects_too(plane: DataPlane) -> None:
+    store = StoreConfig(kind="local", capacity_mib=64)
+    with open_data_plane(config(store=store, block_rows=None), in_process=True) as wide, connect(wide.handle) as client:
+        client.register("t", Schema([Field("talk", Kind.OBJECT), Field("n", Kind.PER_SAMPLE, torch.int32)]))
+        keys = [f"k{number}.0" for number in range(2000)]
+        talks = [{"role": "user", "text": str(number) * 2500} for number in range(2000)]
+        meta = client.put("t", keys, {"talk": talks, "n": torch.arange(2000, dtype=torch.int32)})
+        assert (
+            max(max(block.layout.part_bytes) for block in meta.blocks)
+            < 5 << 20
+            < sum(block.layout.nbytes for block in meta.blocks)
+        )
+        some = meta.select([1999, 0, 777])
+        assert client.get(some).objects("talk") == [talks[1999], talks[0], talks[777]]
+        with pytest.raises(TypeError, match="field 'talk', row 1: "):
+            client.put("t", ["x.0", "x.1"], {"talk": [{}, {"a": object()}], "n": torch.zeros(2, dtype=torch.int32)})

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +22,8 @@ SCHEMA = Schema(
     [Field(name=name, kind=Kind.PER_TOKEN, dtype=torch.int32) for name in ("ids", "mask", "logp")]
     + [Field(name="score", kind=Kind.PER_SAMPLE, dtype=torch.float32)]
 )
+
+PLANE = (1 << 63) - 1
 
 
 def receipt(num_rows: int, rows_per_block: int = 16, first_block: int = 1, prefix: str = "reverse") -> KVBatchMeta:
@@ -55,6 +60,7 @@ def receipt(num_rows: int, rows_per_block: int = 16, first_block: int = 1, prefi
         ),
         5,
         schema=SCHEMA,
+        plane_id=PLANE,
     )
 
 
@@ -84,6 +90,7 @@ def test_bytes_round_trip(num_rows: int) -> None:
         again = KVBatchMeta.from_bytes(made.to_bytes())
         assert rows_of(again) == rows_of(made)
         assert (again.partition, again.fields, again.lease_id, again.schema) == ("train", made.fields, 5, SCHEMA)
+        assert again.plane_id == PLANE
         assert again.lengths.dtype == again.groups.dtype == np.int64
         assert again.sources[0].block.dtype == np.int32 and again.sources[0].start.dtype == np.int64
         assert rows_of(pickle.loads(pickle.dumps(made))) == rows_of(made)
@@ -93,6 +100,28 @@ def test_foreign_bytes_are_refused() -> None:
     for data in (b"", b"nonsense", pack_ints(np.arange(3)), receipt(4).to_bytes()[:-3]):
         with pytest.raises(ValueError, match="receipt"):
             KVBatchMeta.from_bytes(data)
+
+
+def test_damaged_receipts_are_refused_whatever_the_damage() -> None:
+    random = np.random.default_rng(5)
+    data = receipt(40).to_bytes()
+    for _ in range(3000):
+        damaged = bytearray(data)
+        for at in random.integers(0, len(data), random.integers(1, 4)).tolist():
+            damaged[at] ^= int(random.integers(1, 256))
+        with pytest.raises(ValueError, match="receipt"):
+            KVBatchMeta.from_bytes(bytes(damaged))
+    for body in (b"", b"\x90", b"\xc1", msgspec.msgpack.encode(["receipt3"] * 12), msgspec.msgpack.encode({"a": 1})):
+        with pytest.raises(ValueError, match="receipt"):
+            KVBatchMeta.from_bytes(xxhash.xxh3_64_digest(body) + body)
+
+
+def test_receipts_of_two_data_planes_are_not_joined() -> None:
+    other = dataclasses.replace(receipt(8), plane_id=PLANE - 1)
+    with pytest.raises(ValueError, match="plane"):
+        receipt(8).concat(other)
+    with pytest.raises(ValueError, match="data plane"):
+        receipt(8).merge_fields(other)
 
 
 def test_select_where_split() -> None:
@@ -136,7 +165,7 @@ def test_concat_of_receipts_whose_fields_were_written_together_differently() -> 
     rest = RowSource(("mask", "logp"), first.block, first.row, first.start)
     apart = KVBatchMeta(
         apart.partition, apart.keys, apart.fields, apart.lengths, apart.versions, apart.groups, apart.tags,
-        apart.blocks, (rest, moved, second), 6, schema=SCHEMA,
+        apart.blocks, (rest, moved, second), 6, schema=SCHEMA, plane_id=PLANE,
     )  # fmt: skip
     joined = meta.concat(apart)
     assert rows_of(joined) == rows_of(meta) + rows_of(apart)
@@ -150,7 +179,8 @@ def test_merge_fields_adds_and_replaces() -> None:
     late = KVBatchMeta(
         "train", meta.keys, ("mask", "score"), meta.lengths, meta.versions, meta.groups, {"new": np.arange(20)},
         written.blocks,
-        (RowSource(("mask",), *_places(written, 0)), RowSource(("score",), *_places(written, 1))), schema=SCHEMA,
+        (RowSource(("mask",), *_places(written, 0)), RowSource(("score",), *_places(written, 1))),
+        schema=SCHEMA, plane_id=PLANE,
     )  # fmt: skip
     merged = meta.merge_fields(late)
     assert set(merged.fields) == set(meta.fields) and set(merged.tags) == {*meta.tags, "new"} and merged.lease_id == 5

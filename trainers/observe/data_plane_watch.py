@@ -17,6 +17,7 @@ STATUS_FIELDS = (
     "rows",
     "bytes_used",
     "bytes_reserved",
+    "bytes_unfreed",
     "leased_rows",
     "oldest_lease_s",
     "waiting_claims",

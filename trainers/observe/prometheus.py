@@ -69,6 +69,7 @@ STATUS_GAUGES = (
     ("headrace_dataplane_waiting_puts", "waiting_puts", "Puts that wait for room."),
     ("headrace_dataplane_used_bytes", "bytes_used", "Bytes of committed blocks."),
     ("headrace_dataplane_reserved_bytes", "bytes_reserved", "Bytes reserved for puts in flight."),
+    ("headrace_dataplane_unfreed_bytes", "bytes_unfreed", "Bytes of cleared blocks that the store still holds."),
     ("headrace_dataplane_credit_bytes", "bytes_credit", "Bytes set aside for writers' next puts."),
     ("headrace_dataplane_capacity_bytes", "bytes_capacity", "Bytes that the data plane can hold."),
 )

@@ -193,7 +193,8 @@ def _read_bucket_file(path: Path) -> tuple[BucketFrame, torch.Tensor]:
     try:
         (length,) = _LENGTH.unpack_from(mapping)
         told = json.loads(mapping[_LENGTH.size : _LENGTH.size + length])["__metadata__"]
-        frame = BucketFrame(int(told["bucket"]), told["encoding"], int(told["nbytes"]), int(told["checksum"]))
+        numbers = {name: int(told[name]) for name in ("bucket", "nbytes", "checksum", "result")}
+        frame = BucketFrame(encoding=told["encoding"], **numbers)
     except (KeyError, TypeError, struct.error) as error:
         raise ValueError(f"it is not a bucket's file: {error!r}") from error
     if not frame.nbytes:

@@ -65,6 +65,9 @@ class BucketFrame:
     """Number of bytes of the payload; 0 for `same`."""
     checksum: int
     """Checksum of the payload (`codecs.buckets.checksum`); 0 where `send` was given a digest instead."""
+    result: int = 0
+    """xxh3 of the whole bucket that `same` or `sparse` makes of the base version's, so that a damaged base is found; 0
+    for `whole`."""
 
 
 class WeightTransferError(RuntimeError):

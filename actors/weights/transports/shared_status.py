@@ -2,7 +2,7 @@
 
     words 0-7          state, version, buckets, receivers, bytes of the reason, bytes of the contents; 2 unused
     512 bytes          reason why the update was aborted
-    4 words a bucket   state, encoding, bytes, checksum
+    5 words a bucket   state, encoding, bytes, checksum, result
     1 word a receiver  number of buckets that it has finished
     the rest           the transport's description of the update, an encoded message
 
@@ -31,7 +31,7 @@ _WORD = 8
 _REASON_AT = 8 * _WORD
 _REASON_ROOM = 512
 _BUCKETS_AT = _REASON_AT + _REASON_ROOM
-_BUCKET_WORDS = 4
+_BUCKET_WORDS = 5
 _NUMBER = itertools.count()
 
 
@@ -125,13 +125,13 @@ class SharedStatus:
     def publish(self, frame: BucketFrame) -> None:
         """Show receivers a bucket, whose bytes must be in place."""
         row = self._buckets[frame.bucket]
-        row[1:] = (_ENCODINGS.index(frame.encoding), frame.nbytes, frame.checksum)
+        row[1:] = (_ENCODINGS.index(frame.encoding), frame.nbytes, frame.checksum, frame.result)
         row[0] = 1
 
     def frame(self, bucket: int) -> BucketFrame | None:
         """Return the bucket's header; None until the bucket is published."""
-        sent, encoding, nbytes, checksum = (int(word) for word in self._buckets[bucket])
-        return BucketFrame(bucket, _ENCODINGS[encoding], nbytes, checksum) if sent else None
+        sent, encoding, nbytes, checksum, result = (int(word) for word in self._buckets[bucket])
+        return BucketFrame(bucket, _ENCODINGS[encoding], nbytes, checksum, result) if sent else None
 
 
 class Lease:

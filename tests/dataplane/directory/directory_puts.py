@@ -42,4 +42,4 @@ def put(directory: Directory, *arguments: object, now: float = 0.0, **options: o
 
 def commit(directory: Directory, reservation: Reservation, put: PutRows) -> tuple[KVBatchMeta, list[FreedBlock]]:
     committed, freed = directory.commit(reservation.reservation_id, put, lambda ids, _: [b"at"] * len(ids))
-    return committed.receipt(put, SCHEMA), freed
+    return committed.receipt(put, SCHEMA, 0), freed

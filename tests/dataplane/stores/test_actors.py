@@ -16,9 +16,11 @@ from headrace.codecs.blocks import BlockLayout
 from headrace.dataplane.block_store import Want
 from headrace.dataplane.errors import IntegrityError, RowsCleared, StoreLost
 from headrace.dataplane.meta import BlockRef
+from headrace.dataplane.stores import unfreed
 from headrace.tests.dataplane.rows import fresh_run_id
 
 SIZES = (100, 0, 300_000, 7)
+CAPACITY = 1 << 20
 
 
 def open_host(kind: str) -> Any:
@@ -26,10 +28,10 @@ def open_host(kind: str) -> Any:
     if kind == "ray":
         from headrace.dataplane.stores.ray_objects import RayObjectsHost
 
-        return RayObjectsHost(run_id)
+        return RayObjectsHost(run_id, CAPACITY)
     from headrace.dataplane.stores.simple import SimpleHost
 
-    return SimpleHost(run_id, num_units=2)
+    return SimpleHost(run_id, 2, CAPACITY)
 
 
 def open_store(spec: Any) -> Any:
@@ -202,11 +204,50 @@ def test_stopped_then_killed_process_is_named_within_the_bound(kind: str, ray_se
     host.free_many([(want.block.block_id, want.block.location) for want in wants])
     host.free(wants[0].block.block_id, b"")
     assert time.monotonic() - started < 5.0
+    deadline = time.monotonic() + 30
+    while host.unfreed_bytes() and time.monotonic() < deadline:
+        pass
+    assert host.unfreed_bytes() == 0, "the blocks of a dead process are gone"
     if kind == "simple":
         host_other = write_to(host, store, like=wants[1].block.block_id)
         assert_hold(store, [host_other])
     store.close()
     host.close()
+    host.close()
+
+
+@pytest.mark.parametrize("kind", ["ray", "simple"])
+def test_a_process_that_was_stopped_during_a_clear_is_told_again(
+    kind: str, ray_session: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(unfreed, "FREE_TIMEOUT_S", 0.5)
+    host = open_host(kind)
+    store = open_store(host.spec)
+    wants = [write(host, store) for _ in range(4)]
+    stopped = wants[::2] if kind == "simple" else wants  # one of two units
+    peers = peers_of(host.spec)
+    name, pid = peers[wants[0].block.block_id % len(peers)]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        host.free_many([(want.block.block_id, want.block.location) for want in wants])
+        waiting = sum(want.block.layout.nbytes for want in stopped)
+        assert host.unfreed_bytes() == host.usage_bytes() == waiting
+        assert name in host.shortage() and name in caplog.text
+        assert len([record for record in caplog.records if "did not free" in record.message]) == 1
+        assert waiting > CAPACITY // 4 and host.allocate(next(NEXT_BLOCK), 100) is None, "memory stays bounded"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    deadline = time.monotonic() + 30
+    while host.unfreed_bytes() and time.monotonic() < deadline:
+        pass
+    assert host.unfreed_bytes() == host.usage_bytes() == 0 and host.shortage() == ""
+    for want in wants:
+        with pytest.raises(RowsCleared):
+            store.get([want], 10.0)
+    later = write(host, store)
+    assert_hold(store, [later])
+    host.free(later.block.block_id, later.block.location)
+    store.close()
     host.close()
 
 

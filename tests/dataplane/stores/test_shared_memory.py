@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -13,16 +14,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from headrace.codecs.blocks import BlockLayout
 from headrace.codecs.owned_folder import process_start, remove_stale_folders
+from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.block_store import Want
-from headrace.dataplane.errors import RowsCleared, StoreLost
+from headrace.dataplane.config import DataPlaneConfig, StoreConfig
+from headrace.dataplane.errors import CapacityExceeded, RowsCleared, StoreLost
+from headrace.dataplane.factory import build_store_host, check_store, connect, open_data_plane
 from headrace.dataplane.meta import BlockRef
 from headrace.dataplane.stores import shared_memory
 from headrace.dataplane.stores.free_ranges import FreeRanges
-from headrace.dataplane.stores.shared_memory import SEGMENT_BYTES, SharedMemoryHost, SharedMemoryStore
-from headrace.dataplane.stores.shm_folder import WRITER_PID
+from headrace.dataplane.stores.shared_memory import SharedMemoryHost, SharedMemoryStore, pool_bytes
+from headrace.dataplane.stores.shm_folder import PIECE_BYTES, WRITER_PID, free_memory
 from headrace.tests.dataplane.rows import fresh_run_id
 
 MIB = 1 << 20
@@ -114,25 +119,124 @@ def test_freed_block_is_never_served_nor_its_range_mistaken_for_it(host: SharedM
 def test_pool_is_bounded_reused_and_takes_blocks_larger_than_a_segment(host: SharedMemoryHost) -> None:
     store = SharedMemoryStore(host.spec)
     for round_number in range(3):
-        small = [host.allocate(round_number * 1000 + n, MIB) for n in range(96)]
+        small = [host.allocate(round_number * 1000 + n, MIB) for n in range(88)]
         assert all(small)
-        assert host.allocate(99_999, MIB) is None, "capacity and a quarter and one segment"
+        assert host.allocate(99_999, MIB) is None, "capacity, an eighth of it and 16 MiB"
         for n, location in enumerate(small):
             host.free(round_number * 1000 + n, location or b"")
     assert host.usage_bytes() == 0
-    large = write(host, store, 5000, (40 * MIB,))  # its segment takes the place of unused small ones
+    large = write(host, store, 5000, (40 * MIB,))  # in the place of small ones
     assert_holds(store, large)
-    folder = Path(str(host.spec.address["folder"]))
-    assert sum(path.stat().st_size for path in folder.glob("seg-*")) <= 64 * MIB * 5 // 4 + SEGMENT_BYTES
+    assert memory_of(host) <= pool_bytes(64 * MIB) == 88 * MIB
+
+
+def memory_of(host: SharedMemoryHost) -> int:
+    """Bytes of memory that the pool takes now."""
+    return 512 * (Path(str(host.spec.address["folder"])) / "pool").stat().st_blocks
+
+
+@pytest.mark.parametrize("size", [8.01, 5.4, 9, 17, 33, 4.1, 0.3])
+def test_blocks_of_any_one_size_fill_the_whole_capacity(host: SharedMemoryHost, size: float) -> None:
+    nbytes = int(size * MIB)
+    count = 64 * MIB // nbytes
+    for round_number in range(2):
+        locations = [host.allocate(round_number * 1000 + number, nbytes) for number in range(count)]
+        assert None not in locations
+        assert memory_of(host) <= 64 * MIB + PIECE_BYTES
+        for number, location in enumerate(locations):
+            host.free(round_number * 1000 + number, location or b"")
+
+
+def test_readers_and_writers_meet_ranges_across_pieces_and_in_a_pool_that_has_grown(host: SharedMemoryHost) -> None:
+    store = SharedMemoryStore(host.spec)
+    wants = [write(host, store, block_id, (PIECE_BYTES * 2 // 3, 77)) for block_id in range(4)]
+    late = SharedMemoryStore(host.spec)
+    wants += [write(host, store, block_id, (PIECE_BYTES * 3 // 2,)) for block_id in range(4, 7)]
+    for want in wants:
+        assert_holds(late, want)
+        assert_holds(store, want)
+
+
+def test_a_store_that_has_no_room_says_why(host: SharedMemoryHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [host.allocate(number, MIB) for number in range(88)]
+    for number in range(0, 88, 2):
+        host.free(number, held[number] or b"")
+    assert host.allocate(1000, 2 * MIB) is None
+    assert host.shortage() == f"the largest piece that is free has {MIB} bytes of {44 * MIB}"
+
+    def no_more(pid: int) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    host._slots[1:89, WRITER_PID] = os.getpid()
+    for number in range(1, 88, 2):
+        monkeypatch.setattr(shared_memory, "process_start", no_more)
+        host.free(number, held[number] or b"")
+        assert host.unfreed_bytes() == MIB * (number + 1) // 2, "a writer that cannot be looked up may be alive"
+    assert host.shortage() == f"writers that have not stopped are still in {44 * MIB} bytes of cleared blocks"
+    monkeypatch.setattr(shared_memory, "process_start", lambda pid: None)
+    assert host.unfreed_bytes() == host.usage_bytes() == 0, "no range is lost"
+    assert host.allocate(1000, 88 * MIB) is not None
+
+
+def test_an_error_names_what_a_put_waited_for() -> None:
+    rows = {"x": torch.ones(4, MIB, dtype=torch.uint8)}
+    schema = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (MIB,))])
+    config = DataPlaneConfig(store=StoreConfig(kind="shm", capacity_mib=64), timeout_s=0.2)
+    with open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane, connect(plane.handle) as client:
+        client.register("t", schema)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared_memory, "reserve_memory", _full)
+            why = r"0 in use .*; /dev/shm has \d+ bytes free, \d+ are needed: No space"
+            with pytest.raises(CapacityExceeded, match=why):
+                client.put("t", [f"k.{n}" for n in range(4)], rows)
+        client.put("t", [f"k.{n}" for n in range(4)], rows)
+        failures = []
+
+        def large() -> None:
+            try:
+                client.put("t", [f"l.{n}" for n in range(62)], {"x": rows["x"][:1].expand(62, MIB)}, timeout_s=2.0)
+            except CapacityExceeded as error:
+                failures.append(str(error))
+
+        waiting = threading.Thread(target=large)
+        waiting.start()
+        while not client.status().waiting_puts:
+            assert waiting.is_alive()
+        with pytest.raises(CapacityExceeded, match=r"; a put of 650\d+ bytes by client pid=\d+ waits before it"):
+            client.put("t", ["s.0"], {"x": rows["x"][:1]})
+        waiting.join()
+        assert len(failures) == 1 and failures[0].startswith("no room for 650")
+
+
+def test_a_put_is_woken_by_the_end_of_a_writer_in_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (48 * MIB,))])
+    config = DataPlaneConfig(store=StoreConfig(kind="shm", capacity_mib=64), timeout_s=20)
+    rows = {"x": torch.ones(1, 48 * MIB, dtype=torch.uint8)}
+    with open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane:
+        with connect(plane.handle) as client, connect(plane.handle) as other:
+            client.register("t", schema)
+            client.put("t", ["a.0"], rows)
+            alive = True
+            monkeypatch.setattr(SharedMemoryHost, "_writer_lives", lambda host, slot: alive)
+            client.clear("t")
+            assert client.status().bytes_unfreed > 48 * MIB and client.status().bytes_used == 0
+            waiting = threading.Thread(target=lambda: client.put("t", ["b.0"], rows))
+            waiting.start()
+            while not other.status().waiting_puts:
+                assert waiting.is_alive()
+            alive = False  # nobody tells the directory
+            waiting.join(10)
+            assert not waiting.is_alive() and other.status().rows == 1
+
+
+def _full(path: Path, offset: int, nbytes: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_no_room_in_the_file_system_is_none_and_no_crash(
     host: SharedMemoryHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, offset: int, nbytes: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(shared_memory, "reserve_memory", full)
+    monkeypatch.setattr(shared_memory, "reserve_memory", _full)
     assert host.allocate(0, 1000) is None
     monkeypatch.undo()
     assert host.allocate(0, 1000) is not None
@@ -196,7 +300,7 @@ def test_range_of_a_writer_killed_half_way_is_reused(host: SharedMemoryHost) -> 
         assert host.allocate(1, 4096) != location
         writer.send_signal(signal.SIGKILL)
     assert host.allocate(2, 4096) == location
-    assert int(host._slots[int.from_bytes(location[4:8], "little"), WRITER_PID]) == 0
+    assert int(host._slots[int.from_bytes(location[:4], "little"), WRITER_PID]) == 0
 
 
 def test_closed_pool_says_so_and_leaves_nothing() -> None:
@@ -237,6 +341,63 @@ def test_folder_of_a_killed_host_is_readable_then_removed_by_the_next(tmp_path: 
     host = SharedMemoryHost("next", MIB, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["headrace-foreign", "headrace-next"]
     host.close()
+
+
+def test_a_host_without_the_memory_is_told_at_the_start() -> None:
+    free_mib = free_memory() >> 20
+    config = DataPlaneConfig(store=StoreConfig(kind="shm", capacity_mib=free_mib + 1000))
+    sentence = rf"dataplane.store.capacity_mib: got {free_mib + 1000}, but /dev/shm has \d+ MiB free.*--shm-size"
+    for start in (check_store, lambda config: open_data_plane(config, in_process=True)):
+        with pytest.raises(ValueError, match=sentence):
+            start(config)
+    small = DataPlaneConfig(store=StoreConfig(kind="shm", capacity_mib=1))
+    check_store(small)
+    for start in (lambda: check_store(small, one_host=False), lambda: build_store_host(small, "x", one_host=False)):
+        with pytest.raises(ValueError, match="dataplane.store.kind: got 'shm' for a run on several hosts"):
+            start()
+
+
+def test_folders_of_others_and_odd_ones_stop_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "headrace-folder" / "owner").mkdir(parents=True)
+    (tmp_path / "headrace-pipe").mkdir()
+    os.mkfifo(tmp_path / "headrace-pipe" / "owner")
+    (tmp_path / "headrace-link").mkdir()
+    (tmp_path / "precious").write_text("x")
+    (tmp_path / "headrace-link" / "owner").symlink_to(tmp_path / "precious")
+    (tmp_path / "headrace-file").write_text("x")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "owner").write_text("")
+    (tmp_path / "headrace-away").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "headrace-stale").mkdir()
+    (tmp_path / "headrace-stale" / "owner").write_text("")
+    before = {path.name for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: os.geteuid() + 1)  # all of it is another user's
+        assert remove_stale_folders(tmp_path) == []
+    SharedMemoryHost("mine", MIB, tmp_path).close()
+    assert {path.name for path in tmp_path.iterdir()} == before - {"headrace-stale"}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise KeyError", "fork"])
+def test_a_script_that_ends_without_close_leaves_nothing(end: str) -> None:
+    code = (
+        "import os, sys, torch\n"
+        "from headrace import DataPlaneConfig, Field, Kind, Schema, StoreConfig, connect, open_data_plane\n"
+        "config = DataPlaneConfig(store=StoreConfig(kind='shm', capacity_mib=4))\n"
+        "plane = open_data_plane(config, in_process=True, run_id=sys.argv[1])\n"
+        "client = connect(plane.handle)\n"
+        "client.register('t', Schema([Field('x', Kind.PER_SAMPLE, torch.uint8)]))\n"
+        "def rows(key): return 't', [key], {'x': torch.ones(1, dtype=torch.uint8)}\n"
+        "client.put(*rows('a'))\n"
+        "assert os.path.exists(f'/dev/shm/headrace-{sys.argv[1]}')\n"
+    )
+    # A child that ends does not take the parent's store along.
+    code += "os.fork() or sys.exit(); os.wait(); client.put(*rows('b'))\n" if end == "fork" else end
+    run_id = fresh_run_id()
+    done = subprocess.run([sys.executable, "-c", code, run_id], capture_output=True, text=True, timeout=60)
+    assert done.returncode == {"sys.exit(3)": 3, "raise KeyError": 1}.get(end, 0), done.stderr
+    assert not Path(f"/dev/shm/headrace-{run_id}").exists()
 
 
 @pytest.mark.processes

@@ -47,6 +47,7 @@ def payloads(
     """Frame and payload of each bucket, against `base` when there is one."""
     for bucket in range(len(plan.sizes)):
         payload, encoding = bucket_bytes_of(plan, bucket, named), "whole"
+        whole = checksum(payload) if len(payload) else 0
         if base is not None:
             old = bucket_bytes_of(plan, bucket, base)
             if torch.equal(payload, old):
@@ -55,7 +56,8 @@ def payloads(
                 sparse = encode_sparse(payload.numpy(), old.numpy(), 1)
                 if sparse is not None:
                     payload, encoding = torch.from_numpy(sparse), "sparse"
-        yield BucketFrame(bucket, encoding, len(payload), checksum(payload) if len(payload) else 0), payload
+        result = 0 if encoding == "whole" else whole
+        yield BucketFrame(bucket, encoding, len(payload), checksum(payload) if len(payload) else 0, result), payload
 
 
 def publish(

@@ -102,6 +102,31 @@ def test_a_delta_after_a_drop_refers_to_what_is_served(sender: IpcSender) -> Non
     inbox.close()
 
 
+def test_a_base_that_changed_since_it_came_is_found_and_sent_whole(sender: IpcSender) -> None:
+    inbox = WeightInbox(ReceiverConfig("e", SyncConfig(delta=True)), 0)
+    inbox.prepare(sent(sender, 1))
+    inbox.committed(1)
+    inbox.prepare(sent(sender, 2, base=1))  # its memory is the inbox's own
+    inbox.committed(2)
+    before, after = weights(2), weights(2)
+    after["head"][49, 7] += 1
+    for version, damaged in ((3, "embed"), (4, "head")):  # the first is sent as `same`, the second as `sparse`
+        update = sender.begin(version, plan_of(after, 256), GROUPS, 2)
+        assert set(publish(sender, plan_of(after, 256), after, before)) == {"same", "sparse"}
+        assert inbox._base is not None
+        kept = inbox._base.named[damaged][49, :1].view(torch.uint8)
+        kept[0] ^= 1
+        with pytest.raises(WeightTransferError, match="is damaged in version 2, which was kept here.*send it whole"):
+            inbox.prepare(update)
+        assert inbox.staged is None
+        kept[0] ^= 1
+    inbox.prepare(update)
+    assert inbox.staged is not None and equal(inbox.staged.named, after)
+    inbox.prepare(sent(sender, 5))
+    assert inbox.staged is not None and equal(inbox.staged.named, weights(5))
+    inbox.close()
+
+
 def test_without_staging_there_is_no_base(sender: IpcSender) -> None:
     inbox = WeightInbox(ReceiverConfig("e", SyncConfig(staging="none", delta=True)), 0)
     update = sent(sender, 1)
