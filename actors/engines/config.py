@@ -63,7 +63,7 @@ class RolloutConfig(Section):
     """Largest number of tokens of a sample. With `tool_use` it bounds everything after the episode's prompt, including
     the results of tools."""
     temperature: Positive = 1.0
-    """Sampling temperature of training rollouts. Validation is always greedy."""
+    """Sampling temperature of training rollouts; that of validation is `validation.temperature`."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Probability mass of the likeliest tokens from which each token is drawn; 1 draws from all tokens."""
     top_k: CountOrZero = 0

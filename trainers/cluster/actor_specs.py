@@ -96,10 +96,18 @@ def sampling(config: Config) -> SamplingParams:
     )
 
 
-def greedy(config: Config) -> SamplingParams:
+def validation_sampling(config: Config) -> SamplingParams:
     """Return the sampling parameters of validation."""
-    longest = config.validation.max_new_tokens or config.rollout.max_new_tokens
-    return SamplingParams(n=1, max_new_tokens=longest, temperature=0.0, seed=config.run.seed)
+    rollout, validation = config.rollout, config.validation
+    greedy = validation.temperature == 0
+    return SamplingParams(
+        n=validation.n,
+        max_new_tokens=validation.max_new_tokens or rollout.max_new_tokens,
+        temperature=validation.temperature,
+        top_p=1.0 if greedy else rollout.top_p,
+        top_k=0 if greedy else rollout.top_k,
+        seed=config.run.seed,
+    )
 
 
 def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle, device: str) -> EngineConfig:

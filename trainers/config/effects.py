@@ -148,7 +148,11 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "dataplane.store.num_units": (_is("dataplane.store.kind", "auto", "simple"),),
     "dataplane.store.protocol": (_is("dataplane.store.kind", "mooncake"),),
     "dataplane.store.device": (_is("dataplane.store.kind", "mooncake"), _is("dataplane.store.protocol", "rdma")),
-    **{f"validation.{name}": (VALIDATES,) for name in ("num_prompts", "max_new_tokens", "background", "stop_at")},
+    **{
+        f"validation.{name}": (VALIDATES,)
+        for name in ("num_prompts", "temperature", "metric", "max_new_tokens", "background", "stop_at")
+    },
+    "validation.n": (VALIDATES, _above_zero("validation.temperature")),
     "resources.num_cpus": (_unset("resources.ray_address"),),
     "logging.prometheus_host": (_set("logging.prometheus_port"),),
     "scripted.latency_s": (_is("rollout.engine", "scripted"),),
