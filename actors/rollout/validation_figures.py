@@ -42,7 +42,7 @@ def best_of(key: str, count: int) -> str:
 
 
 def needs_answers(key: str) -> bool:
-    """Tell whether a figure is about exact matches, so that it is a share and exists only where prompts have answers."""
+    """Tell whether a figure is about exact matches: it is a share, and exists only where prompts have answers."""
     return key == EXACT_MATCH or key.startswith("val/pass@")
 
 

@@ -13,6 +13,7 @@ from ...actors.engine_actor import EngineSetup
 from ...actors.engines.factory import EngineConfig
 from ...actors.engines.protocol import SamplingParams
 from ...actors.rollout.actor import RolloutSetup
+from ...actors.rollout.config import DataConfig
 from ...actors.rollout.journal import JournalConfig
 from ...actors.train.worker import WorkerSetup
 from ...actors.weights.transports.factory import LASTING_KINDS, build_sender, resolve_kind
@@ -93,6 +94,7 @@ def sampling(config: Config) -> SamplingParams:
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         seed=config.run.seed,
+        stop=rollout.stop,
     )
 
 
@@ -107,6 +109,7 @@ def validation_sampling(config: Config) -> SamplingParams:
         top_p=1.0 if greedy else rollout.top_p,
         top_k=0 if greedy else rollout.top_k,
         seed=config.run.seed,
+        stop=rollout.stop,
     )
 
 
@@ -174,7 +177,12 @@ def _fingerprint(config: Config) -> str:
     Journals of older runs hold it, so the text for a given configuration must never change.
     """
     rollout, data, seed = config.rollout, config.data, config.run.seed
-    read = data.model_dump(exclude={"train", "validation", "max_prompt_tokens"})
+    read = data.model_dump(include={"split", "prompt_field", "answer_field", "template", "options"})
+    for name in ("subset", "chat_template", "chat_template_kwargs", "system_prompt", "overlong_prompts"):
+        if getattr(data, name) != getattr(DataConfig(), name):  # these came later
+            read[name] = getattr(data, name)
+    if data.overlong_prompts == "drop":
+        read["max_prompt_tokens"] = data.max_prompt_tokens
     tagged = tagged_rewards(config)
     decisive = {
         "seed": seed,

@@ -89,10 +89,10 @@ def meaning_problems(config: Config) -> list[str]:
             f"algorithm.prev_logprobs: got 'rollout' with rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}"
             ", expected 'recompute', because the engine's log-probs then belong to a truncated distribution"
         )
-    if config.validation.every and data.validation is None and not data.generated:
+    if config.validation.every and not (data.validation or data.validation_split or data.generated):
         problems.append(
-            f"data.validation: not set, expected a file or dataset (or validation.every=0), because "
-            f"data.train={data.train!r} has no held-out part"
+            "data.validation: not set, expected a file or dataset, data.validation_split, or validation.every=0, "
+            f"because data.train={data.train!r} has no held-out part of its own"
         )
     problems += metric_problems(config)
     if config.trainer.backend == "scripted" and rollout.engine != "scripted":

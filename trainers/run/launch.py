@@ -63,9 +63,7 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
     with RunFolder(config, resume=resume) as folder, PrometheusEndpoint(config, folder.path) as endpoint:
         steps = config.algorithm.steps
         with (
-            Progress(
-                config.run.name, steps, enabled=config.logging.progress, judged=config.judged_figure
-            ) as progress,
+            Progress(config.run.name, steps, enabled=config.logging.progress, judged=config.judged_figure) as progress,
             under_watchdog(config, folder.path) as watch,
         ):
             if endpoint.address:
@@ -155,6 +153,10 @@ class _Training:
             if every and state.step and state.step % every == 0:
                 checkpoints.save(run, state)
 
+        if not self._begun:
+            for note in run.actors.data_notes:
+                self._progress.message(note)
+                folder.metrics.event("data", state.step, note=note)
         self._begun = True
         feed = open_feed(run, state, PARTITION)
         while True:
