@@ -134,6 +134,10 @@ class PromptSource(Protocol):
         """Return prompt `index`, the same at every call. Raises ValueError naming the row when it is malformed."""
         ...
 
+    def texts(self, start: int, stop: int) -> list[str]:
+        """Return the texts of the prompts from `start` up to `stop`, faster than row by row."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

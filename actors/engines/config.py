@@ -63,13 +63,22 @@ class RolloutConfig(Section):
     """Largest number of tokens of a sample. With `tool_use` it bounds everything after the episode's prompt, including
     the results of tools."""
     temperature: Positive = 1.0
-    """Sampling temperature of training rollouts. Validation is always greedy."""
+    """Sampling temperature of training rollouts; that of validation is `validation.temperature`."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Probability mass of the likeliest tokens from which each token is drawn; 1 draws from all tokens."""
     top_k: CountOrZero = 0
     """Number of likeliest tokens from which each token is drawn; 0 draws from all tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a sample, in training and validation; the text itself stays in the sample."""
     max_batch: Count = 256
     """Largest number of rows that an engine generates at the same time."""
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_are_texts(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(stop):
+            raise ValueError(f"got {list(stop)}, expected texts that are not empty")
+        return stop
 
 
 class ScriptedConfig(Section):

@@ -26,22 +26,35 @@ def load_tokenizer(path: str) -> Any:
 def encode_prompts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
     """Return the token ids of each text, int64 `[L]`. The tokenizer's special tokens are added, unless the text begins
     with its own, as a chat template's does."""
-    if not texts:
-        return []
-    begin = tokenizer.bos_token
-    if begin:
-        # A text that starts with the begin token must not get a second one.
-        plain = [not text.startswith(begin) for text in texts]
-    else:
-        plain = [True] * len(texts)
     ids: list[np.ndarray] = [np.zeros(0, np.int64)] * len(texts)
-    for add_special in (True, False):
-        chosen = [i for i, is_plain in enumerate(plain) if is_plain == add_special]
+    for add_special, chosen in _by_special_tokens(tokenizer, texts).items():
         if chosen:
             encoded = tokenizer([texts[i] for i in chosen], add_special_tokens=add_special)["input_ids"]
             for i, row in zip(chosen, encoded, strict=True):
                 ids[i] = np.asarray(row, dtype=np.int64)
     return ids
+
+
+def count_tokens(tokenizer: Any, texts: Sequence[str]) -> np.ndarray:
+    """Return the number of tokens that `encode_prompts` makes of each text, int64 `[N]`, without making them."""
+    if not getattr(tokenizer, "is_fast", False):
+        return np.array([len(ids) for ids in encode_prompts(tokenizer, texts)], np.int64)
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    counts = np.zeros(len(texts), np.int64)
+    for add_special, chosen in _by_special_tokens(tokenizer, texts).items():
+        encoded = backend.encode_batch_fast([texts[index] for index in chosen], add_special_tokens=add_special)
+        counts[chosen] = [len(encoding) for encoding in encoded]
+    return counts
+
+
+def _by_special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[bool, list[int]]:
+    """Return the indices of the texts that get the tokenizer's special tokens (True), and of those that do not."""
+    begin = tokenizer.bos_token
+    # A text that starts with the begin token must not get a second one.
+    plain = [not (begin and text.startswith(begin)) for text in texts]
+    return {add: [index for index, is_plain in enumerate(plain) if is_plain == add] for add in (True, False)}
 
 
 def decode_responses(tokenizer: Any, responses: Sequence[np.ndarray]) -> list[str]:

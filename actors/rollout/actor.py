@@ -26,7 +26,7 @@ from ..rewards.config import RewardFunctionConfig
 from ..rewards.factory import build_rubric
 from .config import DataConfig
 from .journal import GroupJournal, JournalConfig
-from .prompts import PromptStream, check_prompt_lengths, open_source
+from .prompts import PromptStream, open_prompts
 from .worker import RolloutWorker
 
 VALIDATION_UID = "val-"
@@ -58,7 +58,7 @@ class RolloutSetup:
     validates: bool
     """Whether this actor also opens the validation prompts."""
     check_prompts: bool
-    """Whether this actor looks for prompts above `data.max_prompt_tokens`, which are an error, in both sources."""
+    """Whether this actor looks for prompts above `data.max_prompt_tokens` in both sources, where they are an error."""
     data_plane: DataPlaneHandle
     engine_timeout_s: float = 120.0
     """Seconds that a request waits for an engine actor when none is left."""
@@ -73,6 +73,7 @@ class RolloutActor(EngineHost):
         super().__init__(setup.name)
         self._setup = setup
         self._worker: RolloutWorker | None = None
+        self._data_notes: tuple[str, ...] = ()
 
     @property
     def worker(self) -> RolloutWorker:
@@ -90,13 +91,14 @@ class RolloutActor(EngineHost):
         torch.set_num_threads(setup.threads)
         rubric = build_rubric(setup.rewards, setup.tagged_rewards)
         tokenizer = load_tokenizer(setup.tokenizer)
-        parts = (False, True) if setup.validates else (False,)
-        sources = [open_source(setup.data, tokenizer, seed=setup.seed, validation=part) for part in parts]
-        if setup.check_prompts:
-            for source in sources:
-                check_prompt_lengths(source, tokenizer, setup.data.max_prompt_tokens)
-        prompts = PromptStream(sources[0], seed=setup.seed)
-        held_out = PromptStream(sources[1], shuffle=False, uid_prefix=VALIDATION_UID) if len(sources) > 1 else None
+        opened = open_prompts(
+            setup.data, tokenizer, seed=setup.seed, validates=setup.validates, check_lengths=setup.check_prompts
+        )
+        self._data_notes = opened.notes
+        prompts = PromptStream(opened.train, seed=setup.seed)
+        held_out = None
+        if opened.validation is not None:
+            held_out = PromptStream(opened.validation, shuffle=False, uid_prefix=VALIDATION_UID)
         if setup.engine is None:
             engine = Router(timeout_s=setup.engine_timeout_s, on_left_out=lambda left: self.worker.note_left_out(left))
         else:
@@ -113,6 +115,10 @@ class RolloutActor(EngineHost):
             journal=None if setup.journal is None else GroupJournal(setup.journal, setup.name),
         )
         return engine
+
+    def data_notes(self) -> tuple[str, ...]:
+        """Return sentences for the user about the prompts that `build` opened: what was chosen or left out."""
+        return self._data_notes
 
     # ---------------------------------------------------------------- engines that are actors of their own
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from ...dataplane.section import Count, Section
 
@@ -15,21 +15,43 @@ class DataConfig(Section):
     file, the folder of a Hugging Face dataset, or the id of a dataset on the hub."""
     validation: str | None = None
     """Source of validation prompts, with the same choices as `data.train`. Unset: the held-out part of a generated
-    task; files and datasets have no such part."""
+    task, or with `data.validation_split` the same dataset as `data.train`."""
+    subset: str | None = None
+    """Name of the configuration of a Hugging Face dataset that has several, such as `main` of openai/gsm8k."""
     split: str = "train"
-    """Name of the split that is read from a Hugging Face dataset."""
+    """Name of the split of a Hugging Face dataset that is trained on."""
+    validation_subset: str | None = None
+    """Name of the configuration of `data.validation`. Unset: `data.subset` if that is the dataset of `data.train`, else
+    none."""
+    validation_split: str | None = None
+    """Name of the split that validation reads. Unset: `validation`, or `test` where there is none; a dataset that is
+    also trained on must have one of them, another one may have `data.split` or a single split instead."""
     prompt_field: str = "prompt"
-    """Name of the column that holds the prompt: text, or chat messages, which the tokenizer's chat template turns into
-    text."""
+    """Name of the column that holds the prompt: text, or a list of chat messages."""
     answer_field: str = "answer"
     """Name of the column that holds the expected answer. An empty name means that there are no answers."""
     template: str = "{prompt}"
-    """Python format string that makes the model's input from a row's columns. `{prompt}` stands for the prompt column,
-    whatever its name is."""
+    """Python format string over a row's columns that makes the prompt's text. `{prompt}` stands for the prompt column,
+    whatever its name is, and for chat messages after the chat template."""
+    chat_template: Literal["messages", "all"] = "messages"
+    """Prompts that go through the chat template of the model's tokenizer. `messages` are those that are chat messages;
+    a text is the model's input as it is. With `all` a text, as `data.template` makes it, becomes a user message."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Arguments of the chat template, such as `{enable_thinking: false}`. One that the template does not read is an
+    error."""
+    system_prompt: str | None = None
+    """System message that is put before chat messages that do not begin with one."""
     options: dict[str, Any] = {}
     """Options of a generated task, such as `min_digits` and `max_digits`."""
     max_prompt_tokens: Count = 512
-    """Largest number of tokens of a prompt. A longer prompt is an error when the run starts."""
+    """Largest number of tokens of a prompt, the chat template's included."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """Treatment of prompts from a file or dataset above `data.max_prompt_tokens`, which all are looked for at the
+    start. `error` ends the run there; `drop` leaves them out and says how many they were."""
+
+    def source(self, *, validation: bool) -> str:
+        """Return the source of the training or of the validation prompts."""
+        return (self.validation if validation else None) or self.train
 
     @property
     def generated(self) -> bool:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...codecs.imports import MissingExtra
-from ..engines.tokenizer import encode_prompts
+from ..engines.tokenizer import count_tokens
 from ..protocols import Prompt, PromptRow, PromptSource
 from .config import DataConfig
+from .prompt_files import PromptRows, load_rows, validation_note
 from .tasks import TaskSource
 
 _CHECK_CHUNK = 1000
@@ -31,31 +31,37 @@ def open_source(config: DataConfig, tokenizer: Any = None, *, seed: int = 0, val
     validation: whether to open the validation prompts, which a generated task has in its held-out part. Raises
     ValueError in one sentence.
     """
-    source = (config.validation if validation else None) or config.train
+    source = config.source(validation=validation)
     if source.startswith("task:"):
         task = source.removeprefix("task:")
         return TaskSource(task, held_out=validation, seed=seed, options=config.options)
-    return TableSource(config, source, load_rows(source, config.split), tokenizer)
+    return TableSource(config, load_rows(config, validation=validation), tokenizer)
 
 
 class TableSource:
     """PromptSource that makes prompts of the rows of a file or dataset."""
 
-    def __init__(self, config: DataConfig, name: str, rows: Any, tokenizer: Any = None) -> None:
-        """Check the first row. name: name of the source, for errors. rows: a sequence of dicts (a list, or a
-        `datasets.Dataset`)."""
-        self.name = name
+    def __init__(self, config: DataConfig, rows: PromptRows, tokenizer: Any = None) -> None:
+        """Check the first row."""
+        self.name = rows.name
         self.size: int | None = len(rows)
+        self.table = rows
         self._config = config
-        self._rows = rows
         self._tokenizer = tokenizer
         if not self.size:
             raise ValueError(f"data: {self.name!r} is empty, expected at least one row")
+        self._check_template_arguments()
         self.row(0)
 
     def row(self, index: int) -> PromptRow:
+        return self._row(self.table.rows[index], index)
+
+    def texts(self, start: int, stop: int) -> list[str]:
+        """Return the texts of the prompts from `start` up to `stop`."""
+        return [self._row(row, index).text for index, row in enumerate(self.table.dicts(start, stop), start)]
+
+    def _row(self, row: Mapping[str, Any], index: int) -> PromptRow:
         config = self._config
-        row = self._rows[index]
         prompt = self._column(row, config.prompt_field, "data.prompt_field", index)
         answer = self._column(row, config.answer_field, "data.answer_field", index) if config.answer_field else ""
         others = {name: value for name, value in row.items() if name not in (config.prompt_field, config.answer_field)}
@@ -71,12 +77,27 @@ class TableSource:
         return row[name]
 
     def _text(self, row: Mapping[str, Any], prompt: Any, index: int) -> str:
+        """Return the model's input: chat messages are rendered and then put into the template, a text is put into the
+        template and then, with data.chat_template=all, becomes the user's message."""
         if isinstance(prompt, list):
-            prompt = self._chat(prompt, index)
+            return self._formatted(row, self._chat(prompt, index), index)
         if not isinstance(prompt, str) or not prompt:
             raise ValueError(
                 f"{self.name!r} row {index}: the prompt is {prompt!r}, expected text or a list of chat messages"
             )
+        text = self._formatted(row, prompt, index)
+        config = self._config
+        if config.chat_template == "all":
+            return self._chat([{"role": "user", "content": text}], index)
+        for key in ("system_prompt", "chat_template_kwargs"):
+            if getattr(config, key):
+                raise ValueError(
+                    f"data.{key}: got {getattr(config, key)!r}, but the prompt of row {index} of {self.name!r} is "
+                    "text, expected chat messages or data.chat_template=all"
+                )
+        return text
+
+    def _formatted(self, row: Mapping[str, Any], prompt: str, index: int) -> str:
         try:
             return self._config.template.format(**{**row, "prompt": prompt})
         except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
@@ -87,16 +108,29 @@ class TableSource:
 
     def _chat(self, messages: list[Any], index: int) -> str:
         if self._tokenizer is None or not self._tokenizer.chat_template:
-            raise ValueError(
-                f"{self.name!r} row {index}: the prompt is a list of chat messages, but the model's tokenizer has no "
-                "chat template"
-            )
+            what = "data.chat_template is all" if self._config.chat_template == "all" else "the prompt is chat messages"
+            raise ValueError(f"{self.name!r} row {index}: {what}, but the model's tokenizer has no chat template")
+        system = self._config.system_prompt
+        if system and not (isinstance(messages[0], Mapping) and messages[0].get("role") == "system"):
+            messages = [{"role": "system", "content": system}, *messages]
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self._config.chat_template_kwargs
+            )
         except Exception as error:  # a template is a program of its own and may raise anything
             raise ValueError(
                 f"{self.name!r} row {index}: the chat template does not take the prompt: {error}"
             ) from error
+
+    def _check_template_arguments(self) -> None:
+        """Raise ValueError for an argument that the chat template does not read, as the template would ignore it."""
+        given = self._config.chat_template_kwargs
+        template = str(getattr(self._tokenizer, "chat_template", None) or "")
+        for name in given:
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                raise ValueError(
+                    f"data.chat_template_kwargs: got {name!r}, expected arguments that the model's chat template reads"
+                )
 
     def _answer(self, answer: Any, index: int) -> str:
         if answer is None:
@@ -154,90 +188,99 @@ def base36(number: int) -> str:
             return digits
 
 
+class KeptSource:
+    """PromptSource of some rows of another one."""
+
+    def __init__(self, source: PromptSource, kept: np.ndarray) -> None:
+        """kept: indices of the rows that stay, ascending, int64 `[N]`."""
+        self.name = source.name
+        self.size: int | None = len(kept)
+        self._source = source
+        self._kept = kept
+
+    def row(self, index: int) -> PromptRow:
+        return self._source.row(int(self._kept[index]))
+
+    def texts(self, start: int, stop: int) -> list[str]:
+        return [self.row(index).text for index in range(start, stop)]
+
+
+def prompt_lengths(source: PromptSource, tokenizer: Any) -> np.ndarray:
+    """Return the number of tokens of each of the source's prompts (the first 1000 of an endless one), int64 `[N]`."""
+    size = _CHECK_ENDLESS if source.size is None else source.size
+    parts = [
+        count_tokens(tokenizer, source.texts(start, min(size, start + _CHECK_CHUNK)))
+        for start in range(0, size, _CHECK_CHUNK)
+    ]
+    return np.concatenate(parts)
+
+
 def check_prompt_lengths(source: PromptSource, tokenizer: Any, max_tokens: int) -> int:
     """Tokenise the source's prompts (the first 1000 of an endless one), and return the length of the longest in tokens.
 
     Raises ValueError naming the first prompts above `max_tokens` with their lengths, and how many there are.
     """
-    size = _CHECK_ENDLESS if source.size is None else source.size
-    longest, too_long = 0, []
-    for start in range(0, size, _CHECK_CHUNK):
-        texts = [source.row(index).text for index in range(start, min(size, start + _CHECK_CHUNK))]
-        for index, ids in enumerate(encode_prompts(tokenizer, texts), start):
-            longest = max(longest, len(ids))
-            if len(ids) > max_tokens:
-                too_long.append(f"row {index} ({len(ids)} tokens)")
-    if too_long:
+    lengths = prompt_lengths(source, tokenizer)
+    too_long = np.flatnonzero(lengths > max_tokens)
+    if len(too_long):
+        named = ", ".join(f"row {index} ({lengths[index]} tokens)" for index in too_long[:3])
         more = f" and {len(too_long) - 3} more" if len(too_long) > 3 else ""
+        hint = "" if source.size is None else "; data.overlong_prompts=drop leaves them out"
         raise ValueError(
-            f"data.max_prompt_tokens: got {max_tokens}, but prompts of {source.name!r} are longer: "
-            f"{', '.join(too_long[:3])}{more}"
+            f"data.max_prompt_tokens: got {max_tokens}, but prompts of {source.name!r} are longer: {named}{more}{hint}"
         )
-    return longest
+    return int(lengths.max())
 
 
-# ---------------- Rows of prompt files: JSONL, Hugging Face datasets on disk or on the hub.
+def without_overlong(source: PromptSource, tokenizer: Any, max_tokens: int) -> tuple[PromptSource, int]:
+    """Return the source without its prompts above `max_tokens`, and how many these were.
 
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
-
-
-def load_rows(source: str, split: str) -> Sequence[dict[str, Any]]:
-    """Load all rows of `source`, as dicts by column.
-
-    source: a .jsonl file, a folder (`save_to_disk`, or data files that `datasets` reads), or a hub id. split: split of
-    a dataset; a JSONL file has none. Raises ValueError in one sentence.
+    Raises ValueError when no prompt would be left.
     """
-    path = Path(source).expanduser()
-    if path.suffix in JSONL_SUFFIXES:
-        return read_jsonl(path)
-    if not path.exists() and (source.startswith(("/", ".", "~")) or source.count("/") != 1):
+    lengths = prompt_lengths(source, tokenizer)
+    kept = np.flatnonzero(lengths <= max_tokens)
+    if not len(kept):
         raise ValueError(
-            f"data: got {source!r}, expected task:NAME, a .jsonl file or a folder that exists, or a hub id"
+            f"data.max_prompt_tokens: got {max_tokens}, but all {len(lengths)} prompts of {source.name!r} are longer, "
+            f"the shortest has {lengths.min()} tokens"
         )
-    if path.is_file():
-        raise ValueError(f"data: got file {source!r}, expected one that ends in {' or '.join(JSONL_SUFFIXES)}")
-    return _load_dataset(source, path, split)
+    return (source if len(kept) == len(lengths) else KeptSource(source, kept)), len(lengths) - len(kept)
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Read one JSON object from each line; blank lines are skipped. Raises ValueError naming file and line."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"data: {str(path)!r} cannot be read: {error}") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"data: line {number} of {str(path)!r} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"data: line {number} of {str(path)!r} is a {type(row).__name__}, expected an object")
-        rows.append(row)
-    return rows
+@dataclass(frozen=True, slots=True)
+class OpenedPrompts:
+    """The prompts of a run."""
+
+    train: PromptSource
+    validation: PromptSource | None
+    """Held-out prompts; None in a run that does not validate."""
+    notes: tuple[str, ...]
+    """Sentences for the user about what was chosen or left out."""
 
 
-def _load_dataset(source: str, path: Path, split: str) -> Any:
-    try:
-        import datasets  # takes seconds to import, and most runs do not need it
-    except ModuleNotFoundError:
-        raise MissingExtra("datasets", f"data: the dataset {source!r}", "datasets") from None
-    try:
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            loaded = datasets.load_from_disk(str(path))
-        else:
-            loaded = datasets.load_dataset(str(path) if path.is_dir() else source)
-    except Exception as error:  # builders raise whatever their parsers raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"data: {source!r} cannot be loaded as a dataset: {reason}") from error
-    if isinstance(loaded, datasets.DatasetDict):
-        if split not in loaded:
-            raise ValueError(
-                f"data.split: {source!r} has no split {split!r}, expected one of {', '.join(map(str, loaded))}"
-            )
-        return loaded[split]
-    if not isinstance(loaded, datasets.Dataset):
-        raise ValueError(f"data: {source!r} is a {type(loaded).__name__}, expected a dataset with random access")
-    return loaded
+def open_prompts(
+    config: DataConfig, tokenizer: Any, *, seed: int, validates: bool, check_lengths: bool
+) -> OpenedPrompts:
+    """Open the sources of a run's prompts. With `data.overlong_prompts=drop` they are without those that are too long.
+
+    check_lengths: whether prompts that are too long are an error with `data.overlong_prompts=error`. Raises ValueError
+    in one sentence.
+    """
+    sources, notes = list[PromptSource](), list[str]()
+    for validation in (False, True) if validates else (False,):
+        source = open_source(config, tokenizer, seed=seed, validation=validation)
+        if validation and isinstance(source, TableSource):
+            note = validation_note(config, source.table)
+            notes += [note] if note else []
+        if config.overlong_prompts == "drop" and source.size is not None:
+            whole = source.size
+            source, dropped = without_overlong(source, tokenizer, config.max_prompt_tokens)
+            if dropped:
+                notes.append(
+                    f"{dropped} of {whole} {'validation' if validation else 'training'} prompts of {source.name} are "
+                    f"left out, as they have more than data.max_prompt_tokens={config.max_prompt_tokens} tokens"
+                )
+        elif check_lengths:
+            check_prompt_lengths(source, tokenizer, config.max_prompt_tokens)
+        sources.append(source)
+    return OpenedPrompts(sources[0], sources[1] if validates else None, tuple(notes))

@@ -85,16 +85,14 @@ class ValidationReport:
 
     rows: int
     """Number of answered samples."""
-    exact_match: float
-    """Share of responses that equal the answer, surrounding white space aside; 0.0 without rows."""
-    reward: float
-    """Mean total reward of the rows that did not fail; 0.0 when there are none."""
     failed: int
-    """Number of rows whose reward raised."""
+    """Number of rows whose reward raised or whose generation was aborted."""
     first_error: str
     """Error of the first failed row; "" when none failed."""
-    response_length_mean: float
-    """Mean number of response tokens; 0.0 without rows."""
+    sums: Mapping[str, float]
+    """Sum of each figure, by its key in the metrics; see `FigureSums`."""
+    counts: Mapping[str, int]
+    """Number of samples or prompts in each sum, by key."""
 
 
 @dataclass(frozen=True, slots=True)

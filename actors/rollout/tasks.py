@@ -71,6 +71,10 @@ class TaskSource:
                 return row
         raise ValueError(f"data.options: {self._options} leave {self.name} no {part} prompts, expected a wider range")
 
+    def texts(self, start: int, stop: int) -> list[str]:
+        """Return the texts of the prompts from `start` up to `stop`."""
+        return [self.row(index).text for index in range(start, stop)]
+
 
 def _checked_options(task: str, options: dict[str, Any]) -> dict[str, int]:
     defaults: dict[str, int] = TASKS[task].__kwdefaults__ or {}

@@ -10,6 +10,7 @@ Groups that finish while an earlier one is being put share the next put.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from .journal_records import JournaledGroup
 from .prompts import PromptStream, row_key
 from .report import RolloutReport, RolloutTally, ValidationReport, group_figures
 from .rows import RolloutRows, join, rollout_rows
+from .validation_figures import FigureSums
 
 _RESTORED_TOGETHER = 16
 """Number of groups from the journal that share a put."""
@@ -160,16 +162,16 @@ class RolloutWorker:
             await _end(episodes)
         samples = [sample for group in groups for sample in group]
         scores = await self._score(samples)
-        tally = RolloutTally()
-        tally.add(group_figures(samples, scores))
-        exact = sum(bool(s.prompt.answer) and s.text.strip() == s.prompt.answer.strip() for s in samples)
+        sums, left = FigureSums(), iter(scores)
+        for group in groups:
+            sums.add_group(group, list(itertools.islice(left, len(group))))
+        failed = [score for score in scores if not score.valid]
         return ValidationReport(
-            rows=tally.rows,
-            exact_match=exact / tally.rows if tally.rows else 0.0,
-            reward=tally.reward_sum / (tally.rows - tally.failed) if tally.rows > tally.failed else 0.0,
-            failed=tally.failed,
-            first_error=tally.first_error,
-            response_length_mean=tally.response_tokens / tally.rows if tally.rows else 0.0,
+            rows=len(samples),
+            failed=len(failed),
+            first_error=next((score.error for score in failed if score.error), ""),
+            sums=sums.sums,
+            counts=sums.counts,
         )
 
     async def trim_journal(self, first: int, outstanding: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def test_a_deterministic_run_repeats_figure_by_figure(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # background validation also runs in test_healing
-def test_validation_in_the_background_keeps_the_best_and_ends_at_the_target(tmp_path: Path) -> None:
+def test_validation_in_the_background_ends_at_the_target_and_never_keeps_the_start(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     code, output = runs.run(
         run_dir, "algorithm.mode=async", "algorithm.steps=50", "validation.every=2", "validation.background=true",
@@ -71,7 +72,9 @@ def test_validation_in_the_background_keeps_the_best_and_ends_at_the_target(tmp_
     assert code == 0, output
     lines = [line for line in runs.metrics(run_dir) if "val/exact_match" in line]
     assert [(line["step"], line["val/version"]) for line in lines] == [(0, 0)]
-    assert (run_dir / "best" / "config.json").exists() and (run_dir / "best.json").exists()
+    best = json.loads((run_dir / "best.json").read_text())
+    assert (best["metric"], best["step"]) == ("val/exact_match", 0) and not (run_dir / "best").exists()
+    assert "best/: none, as no validation after the first had a higher val/exact_match" in output
 
     run_dir = tmp_path / "longer"
     code, output = runs.run(

@@ -13,6 +13,7 @@ from ...actors.engine_actor import EngineSetup
 from ...actors.engines.factory import EngineConfig
 from ...actors.engines.protocol import SamplingParams
 from ...actors.rollout.actor import RolloutSetup
+from ...actors.rollout.config import DataConfig
 from ...actors.rollout.journal import JournalConfig
 from ...actors.train.worker import WorkerSetup
 from ...actors.weights.transports.factory import LASTING_KINDS, build_sender, resolve_kind
@@ -93,13 +94,23 @@ def sampling(config: Config) -> SamplingParams:
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         seed=config.run.seed,
+        stop=rollout.stop,
     )
 
 
-def greedy(config: Config) -> SamplingParams:
+def validation_sampling(config: Config) -> SamplingParams:
     """Return the sampling parameters of validation."""
-    longest = config.validation.max_new_tokens or config.rollout.max_new_tokens
-    return SamplingParams(n=1, max_new_tokens=longest, temperature=0.0, seed=config.run.seed)
+    rollout, validation = config.rollout, config.validation
+    greedy = validation.temperature == 0
+    return SamplingParams(
+        n=validation.n,
+        max_new_tokens=validation.max_new_tokens or rollout.max_new_tokens,
+        temperature=validation.temperature,
+        top_p=1.0 if greedy else rollout.top_p,
+        top_k=0 if greedy else rollout.top_k,
+        seed=config.run.seed,
+        stop=rollout.stop,
+    )
 
 
 def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle, device: str) -> EngineConfig:
@@ -166,7 +177,12 @@ def _fingerprint(config: Config) -> str:
     Journals of older runs hold it, so the text for a given configuration must never change.
     """
     rollout, data, seed = config.rollout, config.data, config.run.seed
-    read = data.model_dump(exclude={"train", "validation", "max_prompt_tokens"})
+    read = data.model_dump(include={"split", "prompt_field", "answer_field", "template", "options"})
+    for name in ("subset", "chat_template", "chat_template_kwargs", "system_prompt", "overlong_prompts"):
+        if getattr(data, name) != getattr(DataConfig(), name):  # these came later
+            read[name] = getattr(data, name)
+    if data.overlong_prompts == "drop":
+        read["max_prompt_tokens"] = data.max_prompt_tokens
     tagged = tagged_rewards(config)
     decisive = {
         "seed": seed,

@@ -122,6 +122,9 @@ class RolloutHandle(EngineHandle):
     ) -> Call[RolloutReport]:
         return self._call(RolloutWorker.rollout, positions, partition, params, fresh, traced)
 
+    def data_notes(self) -> Call[tuple[str, ...]]:
+        return self._call(RolloutActor.data_notes)
+
     def end_rollouts(self) -> Call[None]:
         return self._call(RolloutWorker.end_rollouts)
 

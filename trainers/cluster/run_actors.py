@@ -44,6 +44,8 @@ class RunActors:
     """Address at which train workers reach rank 0."""
     max_replaced: int
     """Largest number of `replaced`."""
+    data_notes: tuple[str, ...]
+    """Sentences for the user about the prompts: what was chosen or left out."""
     replaced: int = 0
     """Number of rollout actors and engines that died and were replaced."""
     on_replaced: list[Callable[[], None]] = field(default_factory=list)
@@ -132,7 +134,8 @@ def start_actors(
     engines = EnginePool([Engine(host, count) for host, count in zip(hosts, counts, strict=True)], embedded)
     if not embedded:
         _introduce(engines, rollouts)
-    return RunActors(engines, rollouts, workers, starter.host, config.run.max_restarts)
+    [data_notes] = gather([rollouts[0].data_notes()], "start", START_TIMEOUT_S)
+    return RunActors(engines, rollouts, workers, starter.host, config.run.max_restarts, data_notes)
 
 
 class _ActorStarter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ...actors.rollout.validation_figures import find_figure, needs_answers
 from ...codecs.integers import ceil_div, round_up
 from ...dataplane.topology import Topology
 from ..backends.model_split import mesh_problems
@@ -88,11 +89,12 @@ def meaning_problems(config: Config) -> list[str]:
             f"algorithm.prev_logprobs: got 'rollout' with rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}"
             ", expected 'recompute', because the engine's log-probs then belong to a truncated distribution"
         )
-    if config.validation.every and data.validation is None and not data.generated:
+    if config.validation.every and not (data.validation or data.validation_split or data.generated):
         problems.append(
-            f"data.validation: not set, expected a file or dataset (or validation.every=0), because "
-            f"data.train={data.train!r} has no held-out part"
+            "data.validation: not set, expected a file or dataset, data.validation_split, or validation.every=0, "
+            f"because data.train={data.train!r} has no held-out part of its own"
         )
+    problems += metric_problems(config)
     if config.trainer.backend == "scripted" and rollout.engine != "scripted":
         problems.append(
             f"trainer.backend: got 'scripted' with rollout.engine={rollout.engine!r}, expected "
@@ -121,6 +123,17 @@ def meaning_problems(config: Config) -> list[str]:
             f"reward.functions: got the name {label!r}, which is taken, expected a different `name` for each function"
         )
     return problems + admission_problems(config) + replay_problems(config) + objective_problems(config)
+
+
+def metric_problems(config: Config) -> list[str]:
+    """Return sentences about the figure that judges validations."""
+    metric, known, data = config.validation.metric, config.figures, config.data
+    key = find_figure(metric, known)
+    if key is None:
+        return [f"validation.metric: got {metric!r}, expected one of {', '.join(known)}"]
+    if config.validation.every and needs_answers(key) and not data.answer_field and not data.generated:
+        return [f"validation.metric: got {metric!r} with data.answer_field='', expected a figure that needs no answers"]
+    return []
 
 
 def admission_problems(config: Config) -> list[str]:

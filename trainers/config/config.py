@@ -12,9 +12,10 @@ from pydantic import Field, field_validator
 from ...actors.engines.config import ModelConfig, RolloutConfig, ScriptedConfig
 from ...actors.rewards.config import RewardConfig
 from ...actors.rollout.config import DataConfig
+from ...actors.rollout.validation_figures import REWARD, figure_names, find_figure
 from ...actors.weights.config import SyncConfig
 from ...dataplane.config import DataPlaneConfig
-from ...dataplane.section import Count, CountOrZero, Positive, Section, Share
+from ...dataplane.section import Count, CountOrZero, NonNegative, Positive, Section
 from ..advantages.config import AdvantageConfig
 from ..backends.config import TrainerConfig
 from ..losses.config import LossConfig
@@ -102,7 +103,8 @@ class RunConfig(Section):
     sampling, rewards and seed, which decide how groups come out, must be those of that run; loss, trainer and mesh may
     differ."""
     keep_best: bool = False
-    """Whether the model with the best validation is exported to `best/` in the run folder."""
+    """Whether the model with the best validation, judged by `validation.metric`, is exported to `best/` in the run
+    folder. The validation before the first step is what later ones must beat, and is never exported itself."""
     max_restarts: CountOrZero = 3
     """Number of deaths of its own processes that a run survives. A rollout actor or engine that died is replaced. Train
     workers return to the last checkpoint, and rollouts continue where a journal is kept. After any other death the
@@ -134,21 +136,32 @@ class WarmupConfig(Section):
 
 
 class ValidationConfig(Section):
-    """Greedy evaluation on prompts that are never trained on."""
+    """Evaluation on prompts that are never trained on."""
 
     every: CountOrZero = 10
     """Number of steps between validations. There is also one before the first step and one after the last; 0 turns
     validation off."""
     num_prompts: Count = 128
     """Number of prompts of a validation."""
+    n: Count = 1
+    """Number of samples of each prompt. `val/reward` and the other means are over all samples (avg@n). With more than
+    one there are also `val/best@K` and `val/pass@K`: the expected reward, and the chance of an exact match, of the best
+    of K samples, for the powers of two up to n and for n itself."""
+    temperature: NonNegative = 0.0
+    """Sampling temperature of validation; 0 decodes greedily. Above 0, `rollout.top_p` and `rollout.top_k` hold here,
+    too."""
+    metric: str = REWARD
+    """Figure that tells how good a policy is, the higher the better; `run.keep_best`, `validation.stop_at`, the report
+    and Prometheus go by it. It is `val/reward`, `val/exact_match`, the name of a reward function, or with
+    `validation.n` above 1 one of `val/best@K`, `val/pass@K` and `val/reward/NAME/best@K`."""
     max_new_tokens: Count | None = None
     """Largest number of tokens of an answer. Unset: `rollout.max_new_tokens`."""
     background: bool = False
     """Whether validation runs while the next step generates and trains, until its optimizer step. Its metrics are then
     logged with that step, and `val/version` gives the policy that was measured."""
-    stop_at: Share | None = None
-    """Share of exact matches at which the run ends; with `validation.background` it ends after the current step. Unset:
-    the run ends after `algorithm.steps`."""
+    stop_at: float | None = None
+    """Value of `validation.metric` at which the run ends; with `validation.background` it ends after the current step.
+    Unset: the run ends after `algorithm.steps`."""
 
 
 class ResourcesConfig(Section):
@@ -213,6 +226,16 @@ class Config(Section):
     def with_reference(self) -> bool:
         """True when train workers keep a frozen copy of the initial weights."""
         return self.loss.kl_coef > 0
+
+    @property
+    def figures(self) -> list[str]:
+        """Keys of the figures that `validation.metric` can choose from."""
+        return figure_names([function.label for function in self.reward.functions], self.validation.n)
+
+    @property
+    def judged_figure(self) -> str:
+        """Key of the figure that `validation.metric` means; the name itself when there is no such figure."""
+        return find_figure(self.validation.metric, self.figures) or self.validation.metric
 
     @property
     def traced_step(self) -> int:

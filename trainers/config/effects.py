@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...actors.rollout.prompt_files import JSONL_SUFFIXES
 from .config import Config
 
 
@@ -91,6 +92,11 @@ TABLE_PROMPTS = Need(
     "prompts from a file or dataset",
     lambda config: not all(s.startswith("task:") for s in _sources(config)),
 )
+DATASET_PROMPTS = Need(
+    "data.train",
+    "prompts from a Hugging Face dataset",
+    lambda config: any(not s.startswith("task:") and not s.endswith(JSONL_SUFFIXES) for s in _sources(config)),
+)
 OVERTAKING = Need(
     "algorithm.sampler", "a sampler that may change the order of groups, unlike auto and in_order", _overtakes
 )
@@ -109,10 +115,19 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "warmup.corpus": (BUILTIN_MODEL,),
     **{f"warmup.{name}": (WARMED_UP,) for name in ("steps", "target_loss", "batch_size", "lr")},
     "data.validation": (VALIDATES,),
-    **{f"data.{name}": (TABLE_PROMPTS,) for name in ("split", "prompt_field", "answer_field", "template")},
+    **{f"data.{name}": (DATASET_PROMPTS,) for name in ("subset", "split")},
+    **{f"data.validation_{name}": (VALIDATES, DATASET_PROMPTS) for name in ("subset", "split")},
+    **{
+        f"data.{name}": (TABLE_PROMPTS,)
+        for name in (
+            "prompt_field", "answer_field", "template", "chat_template", "chat_template_kwargs", "system_prompt",
+            "overlong_prompts",
+        )
+    },
     "data.options": (TASK_PROMPTS,),
     "rollout.tp": (VLLM,),
     "rollout.kv_cache_mib": (VLLM,),
+    "rollout.stop": (MODEL_ENGINES,),
     "rollout.tools": (TOOL_USE,),
     "rollout.max_turns": (TOOL_USE,),
     "algorithm.max_staleness": (ASYNC,),
@@ -148,7 +163,11 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "dataplane.store.num_units": (_is("dataplane.store.kind", "auto", "simple"),),
     "dataplane.store.protocol": (_is("dataplane.store.kind", "mooncake"),),
     "dataplane.store.device": (_is("dataplane.store.kind", "mooncake"), _is("dataplane.store.protocol", "rdma")),
-    **{f"validation.{name}": (VALIDATES,) for name in ("num_prompts", "max_new_tokens", "background", "stop_at")},
+    **{
+        f"validation.{name}": (VALIDATES,)
+        for name in ("num_prompts", "temperature", "metric", "max_new_tokens", "background", "stop_at")
+    },
+    "validation.n": (VALIDATES, _above_zero("validation.temperature")),
     "resources.num_cpus": (_unset("resources.ray_address"),),
     "logging.prometheus_host": (_set("logging.prometheus_port"),),
     "scripted.latency_s": (_is("rollout.engine", "scripted"),),

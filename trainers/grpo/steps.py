@@ -49,7 +49,7 @@ class Run:
     estimate: AdvantageEstimator
     sampling: SamplingParams
     """Sampling parameters of training rollouts."""
-    greedy: SamplingParams
+    validating: SamplingParams
     """Sampling parameters of validation."""
     budget: Budget
     """Largest size of a microbatch."""

@@ -1,21 +1,31 @@
-"""Validation of the policy: greedy answers to held-out prompts, the best model is kept, the run ends at its target."""
+"""Validates the policy on held-out prompts, keeps the best model, and ends the run at its target.
+
+`validation.metric` names the figure that decides. The validation before step 1 is only what later ones must beat: the
+model that the run starts from is never exported, and neither is one that equals the best so far.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
+import math
 import shutil
 import time
 from pathlib import Path
 
 from ...actors.rollout.report import ValidationReport
+from ...actors.rollout.validation_figures import EXACT_MATCH, FigureSums, needs_answers
 from ..cluster.calls import ActorFailed, Call, gather_each
 from ..cluster.handles import RolloutHandle
+from ..errors import UserError
 from . import steps as grpo
 from .steps import Run, State
 
+_log = logging.getLogger(__name__)
 BEST = "best"
-"""Name of the best model's folder in the run's folder, and (with .json) of the file that holds its exact match."""
+"""Name of the best model's folder in the run's folder, and (with .json) of the file that says how good it is. As long
+as the file has step 0, no validation has beaten the start's, and there is no folder."""
 
 
 class Validation:
@@ -30,9 +40,23 @@ class Validation:
         """State of the run whose policy is validated."""
         self._started = 0.0
         self.reached = False
-        """Whether exact match has reached validation.stop_at."""
-        best = self._folder / f"{BEST}.json"
-        self._best = json.loads(best.read_text())["exact_match"] if best.exists() else -1.0
+        """Whether the judged figure has reached validation.stop_at."""
+        self._metric = run.config.judged_figure
+        self._best = self._best_before()
+
+    def _best_before(self) -> float:
+        """Return the best figure that a validation of this run had before, -inf without one."""
+        path = self._folder / f"{BEST}.json"
+        best = json.loads(path.read_text()) if path.exists() else {}
+        if best.get("metric") == self._metric:
+            return best["value"]
+        if best:
+            former = best.get("metric", EXACT_MATCH)
+            _log.warning(
+                "%s goes by %s, but validation.metric is now %s: the next better model replaces it",
+                path, former, self._metric,
+            )  # fmt: skip
+        return -math.inf
 
     def validate(self, state: State) -> dict[str, float]:
         """Validate the policy of `state`, which all engines serve; returns metrics. Raises ActorFailed."""
@@ -46,7 +70,7 @@ class Validation:
         rollouts = run.rollouts.active
         bounds = [total * index // len(rollouts) for index in range(len(rollouts) + 1)]
         self._calls = [
-            (rollout, rollout.validate(first, stop - first, run.greedy))
+            (rollout, rollout.validate(first, stop - first, run.validating))
             for rollout, (first, stop) in zip(rollouts, itertools.pairwise(bounds), strict=True)
             if stop > first
         ]
@@ -77,26 +101,44 @@ class Validation:
                     run.rollouts.replace(rollout, call.pid, outcome, self._state.version)
                     lost.append((rollout, call.again()))
                 calls = lost
-        rows = sum(report.rows for report in reports)
-        exact = sum(report.exact_match * report.rows for report in reports) / rows
-        self._judge(exact)
+        sums = FigureSums()
+        for report in reports:
+            for key, total in report.sums.items():
+                sums.add(key, total, report.counts[key])
+        rows, failed = (sum(getattr(report, name) for report in reports) for name in ("rows", "failed"))
+        if failed:
+            error = next(report.first_error for report in reports if report.failed)
+            _log.warning("validation: %d of %d rows failed, the first one: %s", failed, rows, error)
+        figures = sums.means()
+        self._judge(figures, failed)
         return {
-            "val/exact_match": exact,
-            "val/reward": sum(report.reward * report.rows for report in reports) / rows,
+            **figures,
+            "val/failed_rows": float(failed),
             "val/version": float(self._state.version),
             "time/validate_s": time.perf_counter() - self._started,
         }
 
-    def _judge(self, exact: float) -> None:
+    def _judge(self, figures: dict[str, float], failed: int) -> None:
         config = self._run.config
+        value = figures.get(self._metric)
+        if value is None and not failed:
+            raise UserError(
+                f"validation.metric: got {config.validation.metric!r}, which this validation does not have"
+                + (", as no validation prompt has an answer" if needs_answers(self._metric) else "")
+                + f", expected one of {', '.join(key for key in config.figures if key in figures)}"
+            )
+        if value is None:
+            return  # rewards raised: nothing is known of this policy
         target = config.validation.stop_at
-        self.reached = self.reached or (target is not None and exact >= target)
-        if config.run.keep_best and exact > self._best:
-            self._best = exact
+        self.reached = self.reached or (target is not None and value >= target)
+        if not config.run.keep_best or value <= self._best:
+            return
+        self._best = value
+        if self._state.step:
             draft = self._folder / f"{BEST}.new"
             shutil.rmtree(draft, ignore_errors=True)
             grpo.export_model(self._run, str(draft))
             shutil.rmtree(self._folder / BEST, ignore_errors=True)
             draft.rename(self._folder / BEST)
-            best = {"exact_match": exact, "step": self._state.step, "version": self._state.version}
-            (self._folder / f"{BEST}.json").write_text(json.dumps(best))
+        best = {"metric": self._metric, "value": value, "step": self._state.step, "version": self._state.version}
+        (self._folder / f"{BEST}.json").write_text(json.dumps(best))

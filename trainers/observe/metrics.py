@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...actors.rollout.validation_figures import needs_answers
 from ...codecs.imports import MissingExtra
 
 FINISHED = "finished"
@@ -47,6 +48,16 @@ def time_split(record: Mapping[str, float | None]) -> dict[str, float]:
         "sync": record.get("time/sync_s") or 0.0,
     }
     return {**split, "other": max(0.0, total - sum(split.values()))}
+
+
+def judged_label(judged: str) -> str:
+    """Return how readers are told of the validation's figure `judged`."""
+    return f"held-out {judged.removeprefix('val/').replace('_', ' ')}"
+
+
+def judged_format(judged: str) -> str:
+    """Return how the validation's figure `judged` is written: shares in percent, rewards as they are."""
+    return ".1%" if needs_answers(judged) else ".3f"
 
 
 class MetricsWriter:

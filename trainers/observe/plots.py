@@ -7,7 +7,9 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from ...actors.rollout.validation_figures import REWARD
 from ...codecs.imports import MissingExtra
 
 try:
@@ -18,7 +20,7 @@ try:
 except ModuleNotFoundError:
     raise MissingExtra("matplotlib", "report.html", "report") from None
 
-from .metrics import Record, time_split
+from .metrics import Record, judged_label, time_split
 
 # matplotlib draws with these placeholder colours, which become CSS variables in the SVG, so that a plot follows the
 # page's theme.
@@ -64,17 +66,18 @@ class Plot:
     """Whether the plot takes the page's whole width."""
 
 
-def all_plots(records: Sequence[Record]) -> list[Plot]:
-    """Draw every plot that `records` (ascending steps, as `read_metrics` returns them) have metrics for."""
-    makers = (_learning, _responses, _times, _data_plane, _overlap, _optimisation)
+def all_plots(records: Sequence[Record], judged: str = REWARD) -> list[Plot]:
+    """Draw every plot that `records` (ascending steps, as `read_metrics` returns them) have metrics for. judged: key of
+    the figure that judges validations."""
+    makers = (partial(_learning, judged), _responses, _times, _data_plane, _overlap, _optimisation)
     return [plot for plot in (make(records) for make in makers) if plot is not None]
 
 
 # ---------------------------------------------------------------- plots
 
 
-def _learning(records: Sequence[Record]) -> Plot | None:
-    rewards, matches = _series(records, "reward/mean"), _series(records, "val/exact_match")
+def _learning(judged: str, records: Sequence[Record]) -> Plot | None:
+    rewards, matches = _series(records, "reward/mean"), _series(records, judged)
     if not rewards[0] and not matches[0]:
         return None
     figure, axes = _figure()
@@ -85,7 +88,7 @@ def _learning(records: Sequence[Record]) -> Plot | None:
         legend.append(("training reward", "blue"))
     if matches[0]:
         axes.plot(*matches, color=_STAND_INS["orange"], linewidth=2, marker="o", markersize=4)
-        legend.append(("held-out exact match (greedy)", "orange"))
+        legend.append((judged_label(judged), "orange"))
     values = rewards[1] + matches[1]
     if min(values) >= 0 and max(values) <= 1:
         axes.set_ylim(-0.03, 1.03)

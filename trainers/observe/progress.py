@@ -13,7 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .metrics import time_split
+from ...actors.rollout.validation_figures import REWARD
+from .metrics import judged_format, judged_label, time_split
 
 COLOURS = {
     "rollout": "bright_blue",
@@ -45,10 +46,19 @@ SPARK_WIDTH = 40
 class Progress:
     """A context manager that displays the metrics of each step."""
 
-    def __init__(self, title: str, num_steps: int, *, enabled: bool = True, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        title: str,
+        num_steps: int,
+        *,
+        enabled: bool = True,
+        console: Console | None = None,
+        judged: str = REWARD,
+    ) -> None:
         """Prepare the view of a run of `num_steps` steps. Without a terminal it prints about twenty lines, and one for
-        each validation."""
+        each validation. judged: key of the figure that judges validations."""
         self._title = title
+        self._judged = judged
         self._num_steps = num_steps
         self._enabled = enabled
         self._console = console or Console()
@@ -108,7 +118,7 @@ class Progress:
         reward = metrics.get("reward/mean")
         if reward is not None:
             self._rewards.append(reward)
-        validated = "val/exact_match" in metrics
+        validated = self._judged in metrics
         if self._enabled and self._live is None and (validated or step % self._line_every == 0 or step == 1):
             self._print(self._line(metrics))
 
@@ -127,7 +137,7 @@ class Progress:
         parts = [f"step {self._step}/{self._num_steps}"]
         for label, key, form in (
             ("reward", "reward/mean", ".3f"),
-            ("held-out exact match", "val/exact_match", ".3f"),
+            (judged_label(self._judged), self._judged, ".3f"),
             ("loss", "train/loss", ".4f"),
             ("s/step", "time/step_s", ".2f"),
             ("tokens/s", "rollout/tokens_per_s", ",.0f"),
@@ -193,7 +203,7 @@ class Progress:
         cells = []
         for label, key, form in (
             ("reward", "reward/mean", ".3f"),
-            ("held-out exact match", "val/exact_match", ".1%"),
+            (judged_label(self._judged), self._judged, judged_format(self._judged)),
             ("response tokens", "rollout/response_length_mean", ".1f"),
             ("tokens/s", "rollout/tokens_per_s", ",.0f"),
             ("s/step", "time/step_s", ".2f"),

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from ...actors.rollout.validation_figures import EXACT_MATCH, REWARD
 from ...dataplane.errors import DataPlaneError
 from ...dataplane.traffic import EDGES, STEPS_PER_OCTAVE, Traffic, at_most
 from ..config.config import Config
@@ -30,7 +31,8 @@ END_TIMEOUT_S = 5.0
 
 STEP_GAUGES = (
     ("headrace_reward_mean", "reward/mean", "Mean reward of the step's rows that did not fail."),
-    ("headrace_validation_exact_match", "val/exact_match", "Held-out exact match of the last validation."),
+    ("headrace_validation_exact_match", EXACT_MATCH, "Held-out exact match of the last validation."),
+    ("headrace_validation_reward", REWARD, "Held-out mean reward of the last validation."),
     ("headrace_loss", "train/loss", "Loss of the step."),
     ("headrace_grad_norm", "train/grad_norm", "Gradient norm of the step before clipping."),
     ("headrace_reference_kl", "train/reference_kl", "KL to the reference model."),
@@ -79,8 +81,10 @@ STATUS_GAUGES = (
 class RunCollector(Collector):
     """Collects the metrics that a scrape gets. Thread-safe, because every scrape has its own thread."""
 
-    def __init__(self, run_name: str) -> None:
+    def __init__(self, run_name: str, judged: str) -> None:
+        """judged: key of the figure that judges validations."""
         self._run_name = run_name
+        self._judged = judged
         self._lock = threading.Lock()
         self._metrics: dict[str, float] = {}
         self._groups = dict.fromkeys(GROUP_COUNTS, 0.0)
@@ -111,6 +115,12 @@ class RunCollector(Collector):
                 "headrace_last_step_timestamp_seconds", "Unix time at which the last step was finished.", step[1]
             )
             yield from step_families(metrics)
+            yield _labelled(
+                "headrace_validation",
+                "Figure of the last validation that validation.metric names.",
+                "metric",
+                {key: metrics[key] for key in (self._judged,) if key in metrics},
+            )
             yield from group_families(metrics, groups)
         if watch is not None:
             yield from call_families(watch.total())
@@ -211,7 +221,7 @@ class PrometheusEndpoint:
 
         Raises UserError when it cannot listen on the port.
         """
-        self.run = RunCollector(config.run.name)
+        self.run = RunCollector(config.run.name, config.judged_figure)
         self.address = ""
         """URL to scrape; "" when nothing is served."""
         self._file = folder / "prometheus.txt"

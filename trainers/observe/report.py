@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from ...actors.rollout.validation_figures import EXACT_MATCH, REWARD, find_figure
 from ..errors import UserError
-from .metrics import ELAPSED, FINISHED, Record, read_metrics
+from .metrics import ELAPSED, FINISHED, Record, judged_format, judged_label, read_metrics
 
 if TYPE_CHECKING:
     from .plots import Plot
@@ -149,15 +150,16 @@ def render(records: Sequence[Record], events: Sequence[Record], config_text: str
     steps = max((record["step"] for record in records), default=0)
     finished = any(event["event"] == FINISHED and event["step"] == steps for event in events)
     of = f" of {num_steps}" if num_steps else ""
+    judged = _judged(config, records)
     state = f"finished, {steps} steps" if finished else f"not finished, {steps}{of} steps"
     return Template(PAGE).substitute(
         title=html.escape(title),
         state=html.escape(state),
         state_class="good" if finished else "open",
-        cards="".join(_card(*card) for card in summary_cards(records)),
-        plots="".join(_plot_html(plot) for plot in all_plots(records)),
+        cards="".join(_card(*card) for card in summary_cards(records, judged)),
+        plots="".join(_plot_html(plot) for plot in all_plots(records, judged)),
         phases=_phases_html(events),
-        validations=_validations_html(records),
+        validations=_validations_html(records, judged),
         settings=_settings_html(config),
         config=html.escape(config_text),
     )
@@ -166,10 +168,12 @@ def render(records: Sequence[Record], events: Sequence[Record], config_text: str
 # ---------------------------------------------------------------- cards
 
 
-def summary_cards(records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """Return (label, value, small print) of the cards at the top, for the metrics that the records have."""
+def summary_cards(records: Sequence[Record], judged: str = REWARD) -> list[tuple[str, str, str]]:
+    """Return (label, value, small print) of the cards at the top, for the metrics that the records have. judged: key of
+    the figure that judges validations."""
     cards = []
-    for label, key, form in (("Held-out exact match", "val/exact_match", ".1%"), ("Reward", "reward/mean", ".3f")):
+    held_out = (judged_label(judged).capitalize(), judged, judged_format(judged))
+    for label, key, form in (held_out, ("Reward", "reward/mean", ".3f")):
         values = _values(records, key)
         if values:
             cards.append((label, f"{values[-1]:{form}}", f"first {values[0]:{form}}, best {max(values):{form}}"))
@@ -282,14 +286,22 @@ def _phases_html(events: Sequence[Record]) -> str:
     return _table("Events", ("event", ""), lines)
 
 
-def _validations_html(records: Sequence[Record]) -> str:
+def _validations_html(records: Sequence[Record], judged: str) -> str:
+    keys = list(dict.fromkeys((judged, EXACT_MATCH, REWARD)))
+    keys = [key for key in keys if any(key in record for record in records)]
     lines = [
-        f"<tr><td>{record['step']}</td><td>{_short(record.get('val/exact_match'))}</td>"
-        f"<td>{_short(record.get('val/reward'))}</td></tr>"
+        f"<tr><td>{record['step']}</td>" + "".join(f"<td>{_short(record.get(key))}</td>" for key in keys) + "</tr>"
         for record in records
-        if "val/exact_match" in record
+        if any(key in record for key in keys)
     ]
-    return _table("Validation", ("step", "exact match", "reward"), lines)
+    return _table("Validation", ("step", *(key.removeprefix("val/").replace("_", " ") for key in keys)), lines)
+
+
+def _judged(config: dict[str, Any], records: Sequence[Record]) -> str:
+    """Return the key of the figure that judged the run's validations; runs without `validation.metric` went by exact
+    match."""
+    keys = {key for record in records for key in record}
+    return find_figure(_at(config, "validation.metric") or EXACT_MATCH, keys) or REWARD
 
 
 def _settings_html(config: dict[str, Any]) -> str:

@@ -28,6 +28,7 @@ from ..grpo.feed import PARTITION, Feed
 from ..grpo.loop import open_feed
 from ..grpo.rollout_pool import RolloutPool
 from ..grpo.stages import Stages
+from ..grpo.validation import BEST
 from ..grpo.weight_sync import WeightSync
 from ..observe.data_plane_watch import DataPlaneWatch
 from ..observe.progress import Progress
@@ -62,7 +63,7 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
     with RunFolder(config, resume=resume) as folder, PrometheusEndpoint(config, folder.path) as endpoint:
         steps = config.algorithm.steps
         with (
-            Progress(config.run.name, steps, enabled=config.logging.progress) as progress,
+            Progress(config.run.name, steps, enabled=config.logging.progress, judged=config.judged_figure) as progress,
             under_watchdog(config, folder.path) as watch,
         ):
             if endpoint.address:
@@ -152,6 +153,10 @@ class _Training:
             if every and state.step and state.step % every == 0:
                 checkpoints.save(run, state)
 
+        if not self._begun:
+            for note in run.actors.data_notes:
+                self._progress.message(note)
+                folder.metrics.event("data", state.step, note=note)
         self._begun = True
         feed = open_feed(run, state, PARTITION)
         while True:
@@ -171,6 +176,8 @@ class _Training:
         grpo.export_model(run, str(draft))
         shutil.rmtree(folder.path / "model", ignore_errors=True)  # of the run that this one resumed
         draft.rename(folder.path / "model")
+        if config.run.keep_best and not (folder.path / BEST).exists():
+            self._progress.message(f"best/: none, as no validation after the first had a higher {config.judged_figure}")
 
     def _may_restart_workers(self, run: grpo.Run, error: ActorFailed) -> bool:
         """Whether train workers and nothing else were lost, and the journal has the groups that they trained on."""
@@ -278,7 +285,7 @@ def launched(
             watch=DataPlaneWatch(client),
             estimate=build_advantages(config.advantage, actor_specs.reward_weights(config)),
             sampling=actor_specs.sampling(config),
-            greedy=actor_specs.greedy(config),
+            validating=actor_specs.validation_sampling(config),
             budget=actor_specs.budget(config),
         )
 

@@ -87,8 +87,11 @@ def _policy(config: Config, run_dir: Path, model: str | None, version: int | Non
         return (str(run_dir / "base_model") if config.model.builtin else config.model.path), 0
     if model == BEST:
         figures = run_dir / f"{BEST}.json"
-        if not figures.exists():
-            raise UserError(f"--model best: {run_dir} has no best model, expected a run with run.keep_best=true")
+        if not figures.exists() or not (run_dir / BEST).is_dir():
+            raise UserError(
+                f"--model best: {run_dir} has no best model, expected a run with run.keep_best=true that had a better "
+                "validation than its first"
+            )
         return str(run_dir / BEST), json.loads(figures.read_text())["version"]
     if version is None:
         raise UserError(f"--model: got {model} without --version, expected the policy version that it is")

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.actors.engines.tokenizer import count_tokens, encode_prompts
 from headrace.actors.rollout.config import DataConfig
-from headrace.actors.rollout.prompts import PromptStream, base36, check_prompt_lengths, open_source
+from headrace.actors.rollout.prompts import (
+    PromptStream,
+    base36,
+    check_prompt_lengths,
+    open_prompts,
+    open_source,
+    without_overlong,
+)
 from headrace.actors.rollout.tasks import TaskSource, is_held_out
 
 
@@ -90,11 +99,154 @@ def test_dataset_folders(tmp_path: Path) -> None:
         open_source(DataConfig(train=str(tmp_path / "dict"), split="dev"))
 
 
-def test_chat_messages_use_the_tokenizer_s_template(tmp_path: Path, tokenizer: Any) -> None:
-    import copy
+def held_out(config: DataConfig) -> tuple[str, str | None]:
+    """Text of the first validation prompt, and what the user is told."""
+    opened = open_prompts(config, None, seed=0, validates=True, check_lengths=False)
+    assert opened.validation is not None
+    return opened.validation.row(0).text, " ".join(opened.notes) or None
 
+
+def saved(folder: Path, *splits: str) -> str:
+    datasets = pytest.importorskip("datasets")
+    tables = {split: datasets.Dataset.from_dict({"prompt": [f"{split} q"], "answer": ["1"]}) for split in splits}
+    datasets.DatasetDict(tables).save_to_disk(str(folder))
+    return str(folder)
+
+
+def test_validation_never_reads_the_training_split_unasked(tmp_path: Path) -> None:
+    both = saved(tmp_path / "both", "train", "test")
+    text, note = held_out(DataConfig(train=both, validation=both))
+    assert text == "test q" and note == (
+        f"validation reads the split 'test' of {both} (data.validation_split is not set)"
+    )
+    three = saved(tmp_path / "three", "train", "test", "validation")
+    assert held_out(DataConfig(train=three, validation=three))[0] == "validation q"
+    assert held_out(DataConfig(train=three, validation_split="test")) == ("test q", None)
+    alone = saved(tmp_path / "alone", "train")
+    with pytest.raises(ValueError, match="which is also data.train, has no split validation or test beside"):
+        held_out(DataConfig(train=alone, validation=alone))
+    with pytest.raises(ValueError, match="no split validation or test beside the one that is trained on"):
+        held_out(DataConfig(train=both, validation=both, split="test"))
+    text, note = held_out(DataConfig(train=alone, validation_split="train"))
+    assert text == "train q" and note is not None and note.startswith("validation reads the prompts that are trained")
+    with pytest.raises(ValueError, match="data.validation_split: .* has no split 'dev', expected one of train, test"):
+        held_out(DataConfig(train=both, validation_split="dev"))
+
+
+def test_another_dataset_s_validation_split_is_chosen_and_told(tmp_path: Path) -> None:
+    train, other = saved(tmp_path / "train", "train"), saved(tmp_path / "other", "train", "test")
+    assert held_out(DataConfig(train=train, validation=other))[0] == "test q"
+    assert held_out(DataConfig(train=other, validation=train))[0] == "train q", "its only split, another's prompts"
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "answer": "b"}])
+    assert held_out(DataConfig(train=train, validation=file)) == ("a", None)
+    with pytest.raises(ValueError, match="data.validation_split: got 'test', but .* is a file, expected it unset"):
+        held_out(DataConfig(train=train, validation=file, validation_split="test"))
+
+
+def configurations(folder: Path) -> str:
+    """A folder with two configurations, as openai/gsm8k has on the hub."""
+    pytest.importorskip("datasets")
+    lines = ["---", "configs:"]
+    for name in ("main", "socratic"):
+        (folder / name).mkdir(parents=True)
+        lines.append(f"- {{config_name: {name}, data_files: [")
+        for split in ("train", "test"):
+            jsonl(folder / name / f"{split}.jsonl", [{"prompt": f"{name} {split}", "answer": "1"}])
+            lines[-1] += f"{{split: {split}, path: {name}/{split}.jsonl}}, "
+        lines[-1] += "]}"
+    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+    return str(folder)
+
+
+def test_a_configuration_of_a_dataset_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = configurations(tmp_path / "gsm8k")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    with pytest.raises(ValueError, match="data.subset: not set, but .* several configurations: .*main.*socratic"):
+        open_source(DataConfig(train=source))
+    with pytest.raises(ValueError, match="data.subset: got 'mian', which .* does not have"):
+        open_source(DataConfig(train=source, subset="mian"))
+    config = DataConfig(train=source, validation=source, subset="socratic")
+    assert open_source(config).row(0).text == "socratic train"
+    assert held_out(config)[0] == "socratic test"
+    other = DataConfig(train=source, validation=source, subset="main", validation_subset="socratic")
+    assert held_out(other)[0] == "socratic test"
+    with pytest.raises(ValueError, match="data.subset: got 'main', but .* has no configurations"):
+        open_source(DataConfig(train=saved(tmp_path / "saved", "train"), subset="main"))
+
+
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+    "{% if not thinking | default(true) %}<quick>{% endif %}"
+)
+
+
+def test_texts_become_messages_and_a_system_prompt_is_put_before_them(tmp_path: Path, tokenizer: Any) -> None:
+    chatty = copy.deepcopy(tokenizer)
+    chatty.chat_template = CHAT
+    messages = [{"role": "system", "content": "mine"}, {"role": "user", "content": "hi"}]
+    rows = [
+        {"prompt": "2+2", "answer": "4"},
+        {"prompt": messages, "answer": ""},
+        {"prompt": messages[1:], "answer": ""},
+    ]
+
+    def texts(count: int = 3, **options: Any) -> list[str]:
+        source = jsonl(tmp_path / "p.jsonl", rows[:count])
+        opened = open_source(DataConfig(train=source, **options), chatty)
+        found = [opened.row(index).text for index in range(count)]
+        assert opened.texts(0, count) == found
+        return found
+
+    assert texts() == ["2+2", "<system>mine<user>hi<bot>", "<user>hi<bot>"], "a text is the input as it is by default"
+    assert texts(chat_template="all", template="Q: {prompt}")[0] == "<user>Q: 2+2<bot>"
+    assert texts(chat_template="all", system_prompt="be brief") == [
+        "<system>be brief<user>2+2<bot>",
+        "<system>mine<user>hi<bot>",
+        "<system>be brief<user>hi<bot>",
+    ]
+    assert texts(chat_template="all", chat_template_kwargs={"thinking": False})[0] == "<user>2+2<bot><quick>"
+    with pytest.raises(ValueError, match="data.chat_template_kwargs: got 'thinkin', expected arguments that"):
+        texts(chat_template="all", chat_template_kwargs={"thinkin": False})
+    with pytest.raises(ValueError, match="data.system_prompt: got 'be brief', but the prompt of row 0 .* is text"):
+        texts(system_prompt="be brief")
+    chatty.chat_template = None
+    with pytest.raises(ValueError, match="row 0: data.chat_template is all, but .* no chat template"):
+        texts(1, chat_template="all")
+
+
+def test_prompts_that_are_too_long_are_dropped_and_counted(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": "1" * length, "answer": ""} for length in (3, 9, 4, 12, 10, 8)]
+    train = jsonl(tmp_path / "p.jsonl", rows)
+    other = jsonl(tmp_path / "v.jsonl", rows[:2])
+    config = DataConfig(train=train, validation=other, max_prompt_tokens=8, overlong_prompts="drop")
+    opened = open_prompts(config, tokenizer, seed=0, validates=True, check_lengths=False)
+    assert opened.train.size == 3 and [opened.train.row(index).text for index in range(3)] == ["111", "1111", "1" * 8]
+    assert opened.train.texts(1, 3) == ["1111", "1" * 8] and opened.validation is not None
+    assert opened.validation.size == 1
+    assert opened.notes == (
+        f"3 of 6 training prompts of {train} are left out, as they have more than data.max_prompt_tokens=8 tokens",
+        f"1 of 2 validation prompts of {other} are left out, as they have more than data.max_prompt_tokens=8 tokens",
+    )
+    with pytest.raises(ValueError, match="got 2, but all 6 prompts of .* are longer, the shortest has 3 tokens"):
+        without_overlong(open_source(config), tokenizer, 2)
+    strict = config.model_copy(update={"overlong_prompts": "error"})
+    with pytest.raises(ValueError, match="and 0 more|are longer: row 1 .*; data.overlong_prompts=drop leaves them out"):
+        open_prompts(strict, tokenizer, seed=0, validates=False, check_lengths=True)
+
+
+def test_tokens_are_counted_as_prompts_are_encoded(tokenizer: Any) -> None:
+    beginning = copy.deepcopy(tokenizer)
+    beginning.bos_token = beginning.eos_token
+    texts = ["12+30=", "", beginning.eos_token + "77", "r48213="]
+    for each in (tokenizer, beginning):
+        assert count_tokens(each, texts).tolist() == [len(ids) for ids in encode_prompts(each, texts)]
+
+
+def test_chat_messages_use_the_tokenizer_s_template(tmp_path: Path, tokenizer: Any) -> None:
     source = jsonl(tmp_path / "chat.jsonl", [{"prompt": [{"role": "user", "content": "hi"}], "answer": "x"}])
-    with pytest.raises(ValueError, match="row 0: the prompt is a list of chat messages, but .* no chat template"):
+    with pytest.raises(ValueError, match="row 0: the prompt is chat messages, but .* no chat template"):
         open_source(DataConfig(train=source), tokenizer)
     chatty = copy.deepcopy(tokenizer)
     chatty.chat_template = (

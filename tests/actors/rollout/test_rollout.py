@@ -357,10 +357,13 @@ def test_validation_scores_held_out_prompts_and_puts_nothing(tokenizer: Any) -> 
     rollouts = worker(ScriptedEngine(right_then_wrong(tokenizer)), tokenizer, client)
     greedy = SamplingParams(n=1, max_new_tokens=12, temperature=0.0)
     report = asyncio.run(rollouts.validate(0, 30, greedy))
-    assert (report.rows, report.exact_match, report.reward, report.failed) == (30, 1.0, 1.0, 0)
-    assert 4 <= report.response_length_mean <= 9 and not client.puts
+    means = {key: total / report.counts[key] for key, total in report.sums.items()}
+    assert (report.rows, means["val/exact_match"], means["val/reward"], report.failed) == (30, 1.0, 1.0, 0)
+    assert means["val/reward/exact_match"] == means["val/reward/per_position"] == 1.0
+    assert 4 <= means["val/response_length_mean"] <= 9 and not client.puts
     both = asyncio.run(rollouts.validate(0, 30, SamplingParams(n=2, max_new_tokens=12)))
-    assert both.rows == 60 and 0.5 <= both.exact_match < 0.6
+    assert both.rows == 60 and 30 <= both.sums["val/exact_match"] < 36
+    assert (both.sums["val/pass@2"], both.counts["val/pass@2"]) == (30.0, 30), "the first sample is right"
     assert asyncio.run(rollouts.validate(0, 0, greedy)).rows == 0
 
 

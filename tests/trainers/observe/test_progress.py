@@ -53,7 +53,7 @@ def shown(*steps: dict[str, float], terminal: bool) -> str:
 
 def run(num_steps: int, *, terminal: bool, enabled: bool = True) -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
-    with Progress("tiny", num_steps, enabled=enabled, console=console) as progress:
+    with Progress("tiny", num_steps, enabled=enabled, console=console, judged="val/exact_match") as progress:
         for done in range(1, 4):
             progress.phase("warm-up", done, 3, f"loss {3 - done}")
         progress.update(0, {"val/exact_match": 0.1})

@@ -136,10 +136,11 @@ def test_what_stands_there_is_asked_for_at_each_scrape_and_its_loss_shows(endpoi
 
 
 def test_a_figure_stays_until_a_step_has_it_again(endpoint: PrometheusEndpoint) -> None:
-    endpoint.run.publish(1, {"reward/mean": 0.5, "val/exact_match": 0.9})
+    endpoint.run.publish(1, {"reward/mean": 0.5, "val/exact_match": 0.9, "val/reward": 0.7})
     endpoint.run.publish(2, {"reward/mean": 0.6, "val/exact_match": None})
     found = scrape(endpoint.address)
-    assert found["headrace_validation_exact_match", ""] == 0.9 and found["headrace_reward_mean", ""] == 0.6
+    assert found["headrace_validation_exact_match", ""] == 0.9 and found["headrace_validation", "val/reward"] == 0.7
+    assert found["headrace_reward_mean", ""] == 0.6
 
 
 def test_the_queue_and_its_staleness_are_of_the_last_step_and_lost_groups_add_up(endpoint: PrometheusEndpoint) -> None:

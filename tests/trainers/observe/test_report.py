@@ -148,12 +148,24 @@ def test_missing_and_null_figures_are_left_out(tmp_path: Path) -> None:
 def test_summary_cards_are_last_first_best_and_medians() -> None:
     records = [step_record(step) for step in range(1, 41)]
     records[0]["time/step_s"] = 9.0
-    cards = {label: (value, small) for label, value, small in summary_cards(records)}
+    cards = {label: (value, small) for label, value, small in summary_cards(records, "val/exact_match")}
     assert cards["Held-out exact match"] == ("80.0%", "first 42.5%, best 80.0%")
     assert cards["Time per step"] == ("400 ms", "median; largest 9.0 s")
     assert cards["Put per step"][0] == "61.0 kB"
     assert cards["Through the driver"][0] == "61 B per row"
     assert "Failed rows" not in cards
+
+
+def test_the_report_goes_by_the_metric_that_judged_the_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "val/exact_match": 0.0, "val/reward": 0.2, "val/reward/math": 0.25}\n'
+        '{"step": 1, "val/exact_match": 0.0, "val/reward": 0.9, "val/reward/math": 0.75}\n'
+    )
+    for metric, label, value in (("math", "Held-out reward/math", "0.750"), ("val/reward", "Held-out reward", "0.900")):
+        (tmp_path / "config.yaml").write_text(f"validation: {{metric: {metric}}}")
+        text = write_report(tmp_path).read_text()
+        assert f"<span>{label}</span><b>{value}</b>" in text
+        assert f"held-out {label.removeprefix('Held-out ')}</li>" in text, "the plot's legend"
 
 
 def test_rollouts_beside_the_training_have_a_plot_and_lock_step_has_none() -> None:

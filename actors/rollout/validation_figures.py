@@ -1,0 +1,97 @@
+"""Computes a validation's figures: means over all samples, and what the best of several samples of a prompt reaches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from ..protocols import Sample, Score
+
+REWARD = "val/reward"
+"""Key of the mean total reward, and with `/NAME` of the mean of one reward function's own value."""
+EXACT_MATCH = "val/exact_match"
+"""Key of the share of samples that equal the expected answer, surrounding white space aside."""
+RESPONSE_LENGTH = "val/response_length_mean"
+"""Key of the mean number of response tokens."""
+
+
+def figure_names(rewards: Sequence[str], n: int) -> list[str]:
+    """Return the keys of all figures that can tell how good a policy is. rewards: names of the reward functions.
+
+    n: number of samples of each prompt.
+    """
+    means = [REWARD, EXACT_MATCH, *(f"{REWARD}/{name}" for name in rewards)]
+    return means + [best_of(key, count) for key in means for count in best_counts(n)]
+
+
+def find_figure(name: str, known: Collection[str]) -> str | None:
+    """Return the key among `known` that a user means by `name`: the key itself, without `val/`, or a reward's name."""
+    return next((key for key in (name, f"val/{name}", f"{REWARD}/{name}") if key in known), None)
+
+
+def best_counts(n: int) -> list[int]:
+    """Return the numbers K of samples whose best one has a figure: the powers of two from 2 on, and `n`."""
+    return sorted({2**power for power in range(1, n.bit_length()) if 2**power <= n} | ({n} if n > 1 else set()))
+
+
+def best_of(key: str, count: int) -> str:
+    """Return the key of what the best of `count` samples of a prompt reaches in the figure `key`."""
+    return {REWARD: f"val/best@{count}", EXACT_MATCH: f"val/pass@{count}"}.get(key, f"{key}/best@{count}")
+
+
+def needs_answers(key: str) -> bool:
+    """Tell whether a figure is about exact matches: it is a share, and exists only where prompts have answers."""
+    return key == EXACT_MATCH or key.startswith("val/pass@")
+
+
+def expected_best(values: Sequence[float], count: int) -> float:
+    """Return the expected largest of `count` values that are drawn from `values` without replacement.
+
+    With values of 0 and 1 this is the unbiased pass@k (Chen et al. 2021, arXiv:2107.03374).
+    """
+    ascending, draws = sorted(values), math.comb(len(values), count)
+    return sum(math.comb(index, count - 1) / draws * value for index, value in enumerate(ascending))
+
+
+class FigureSums:
+    """Sums up figures over prompts, so that those of several actors add up exactly."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        """Sum of each figure over samples, or over prompts where it is about the best of several samples, by key."""
+        self.counts: dict[str, int] = {}
+        """Number of samples or prompts in each sum, by key; a figure that nothing was added to is absent."""
+
+    def add_group(self, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
+        """Add the scored samples of one prompt. Failed rows are in no reward's figure.
+
+        A sample counts for exact match when its prompt has an answer, whatever its rewards do.
+        """
+        for sample in samples:
+            self.add(RESPONSE_LENGTH, float(np.count_nonzero(sample.response_mask)), 1)
+        values: dict[str, list[float]] = {}
+        for score in scores:
+            if score.valid:
+                values.setdefault(REWARD, []).append(score.reward)
+                for name, value in score.components.items():
+                    values.setdefault(f"{REWARD}/{name}", []).append(value)
+        values[EXACT_MATCH] = [
+            float(sample.text.strip() == answer) for sample in samples if (answer := sample.prompt.answer.strip())
+        ]
+        for key, found in values.items():
+            if found:
+                self.add(key, sum(found), len(found))
+            for count in best_counts(len(samples)):
+                if len(found) >= count:
+                    self.add(best_of(key, count), expected_best(found, count), 1)
+
+    def add(self, key: str, total: float, count: int) -> None:
+        """Add the sum of `count` values to the figure `key`."""
+        self.sums[key] = self.sums.get(key, 0.0) + total
+        self.counts[key] = self.counts.get(key, 0) + count
+
+    def means(self) -> dict[str, float]:
+        """Return each figure's mean, by key."""
+        return {key: total / self.counts[key] for key, total in self.sums.items()}

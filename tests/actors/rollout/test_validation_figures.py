@@ -1,0 +1,87 @@
+"""Tests the figures of a validation: means, pass@k and best@k, and the names that users give them."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+
+import numpy as np
+import pytest
+
+from headrace.actors.protocols import Prompt, Sample, Score
+from headrace.actors.rollout.validation_figures import (
+    FigureSums,
+    best_counts,
+    expected_best,
+    figure_names,
+    find_figure,
+)
+
+
+def sample(text: str, answer: str = "7") -> Sample:
+    mask = np.array([0, 1, 1], np.uint8)
+    return Sample(
+        prompt=Prompt("val-0", "3+4=", answer, {}),
+        index=0,
+        input_ids=np.zeros(3, np.int32),
+        response_mask=mask,
+        logprobs=np.zeros(3, np.float32),
+        text=text,
+        finish_reason="stop",
+        versions=np.zeros(3, np.int32),
+    )
+
+
+def score(reward: float, valid: bool = True) -> Score:
+    return Score(reward=reward, components={"mine": 2 * reward}, valid=valid, error="" if valid else "boom")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_the_expected_best_is_the_mean_over_all_choices(count: int) -> None:
+    values = [0.25, -1.0, 3.0, 0.25, 2.0]
+    mean = statistics.fmean(max(chosen) for chosen in itertools.combinations(values, count))
+    assert expected_best(values, count) == pytest.approx(mean)
+
+
+def test_pass_at_k_is_the_unbiased_one() -> None:
+    wrong, right = 5, 3
+    assert expected_best([0.0] * wrong + [1.0] * right, 2) == pytest.approx(1 - (5 * 4) / (8 * 7))
+
+
+def test_there_is_a_figure_for_powers_of_two_and_for_n() -> None:
+    assert [best_counts(n) for n in (1, 2, 3, 6, 8)] == [[], [2], [2, 3], [2, 4, 6], [2, 4, 8]]
+
+
+def test_figures_are_means_over_samples_and_over_prompts_of_the_best() -> None:
+    sums = FigureSums()
+    sums.add_group([sample("7"), sample("8")], [score(1.0), score(0.0)])
+    sums.add_group([sample("no"), sample(" 7 ")], [score(0.5), score(9.0, valid=False)])
+    sums.add_group([sample("", answer=""), sample("", answer="")], [score(0.0), score(0.5)])
+    assert sums.means() == pytest.approx(
+        {
+            "val/response_length_mean": 2.0,
+            "val/reward": 2.0 / 5,
+            "val/reward/mine": 4.0 / 5,
+            "val/best@2": (1.0 + 0.5) / 2,  # the prompt with a failed row has not two samples
+            "val/reward/mine/best@2": (2.0 + 1.0) / 2,
+            "val/exact_match": 2 / 4,  # of the samples whose prompts have answers
+            "val/pass@2": 1.0,
+        }
+    )
+    assert set(sums.means()) <= {*figure_names(["mine"], 2), "val/response_length_mean"}
+
+
+def test_without_answers_there_is_no_exact_match() -> None:
+    sums = FigureSums()
+    sums.add_group([sample("", answer="")], [score(0.5)])
+    assert set(sums.means()) == {"val/response_length_mean", "val/reward", "val/reward/mine"}
+
+
+def test_a_figure_has_its_key_its_short_name_or_the_name_of_a_reward() -> None:
+    known = figure_names(["mine", "exact_match"], 4)
+    assert find_figure("val/reward", known) == find_figure("reward", known) == "val/reward"
+    assert find_figure("mine", known) == find_figure("reward/mine", known) == "val/reward/mine"
+    assert find_figure("exact_match", known) == "val/exact_match"
+    assert find_figure("pass@4", known) == "val/pass@4"
+    assert find_figure("mine/best@2", known) == "val/reward/mine/best@2"
+    assert find_figure("pass@3", known) is None
