@@ -85,7 +85,7 @@ def rewards(*values: float) -> list[Mapping[str, float]]:
 
 def test_the_best_model_is_that_of_the_best_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Validations(tmp_path, monkeypatch, rewards(0.05, 0.3, 0.6, 0.4), stop_at=0.5)
-    reached = []
+    reached, figures = [], {}
     for step in range(4):
         figures = run.after(step)
         reached.append(run.validation.reached)
@@ -106,7 +106,9 @@ def test_the_start_is_never_the_best_nor_is_what_only_equals_it(
 
 @pytest.mark.parametrize("metric", ["math", "val/reward/math", "reward/math"])
 def test_a_reward_that_the_user_names_judges(metric: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = [{"val/reward": 1.0 - math, "val/reward/math": math} for math in (0.1, 0.2, 0.15)]
+    values: list[Mapping[str, float]] = [
+        {"val/reward": 1.0 - math, "val/reward/math": math} for math in (0.1, 0.2, 0.15)
+    ]
     run = Validations(tmp_path, monkeypatch, values, metric=metric, stop_at=0.2)
     for step in range(3):
         run.after(step)

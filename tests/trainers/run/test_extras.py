@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.rollout import prompts
+from headrace.actors.rollout import prompt_files
+from headrace.actors.rollout.config import DataConfig
 from headrace.cli import main
 from headrace.codecs.imports import MissingExtra
 from headrace.trainers.config.load import build_config
@@ -82,7 +83,7 @@ def test_writers_and_sources_name_the_extra_of_their_package(bare: None, tmp_pat
     with pytest.raises(MissingExtra, match="tensorboard"):
         MetricsWriter(tmp_path / "metrics.jsonl", tmp_path / "board")
     with pytest.raises(MissingExtra, match="datasets"):
-        prompts._load_dataset("org/math", tmp_path / "absent", "train")
+        prompt_files._load_dataset(DataConfig(train="org/math"), "org/math", tmp_path / "absent", False)
 
 
 def test_the_error_survives_a_process_boundary() -> None:
