@@ -19,7 +19,7 @@ from ..codecs.blocks import BlockLayout
 from ..codecs.schema import Field, Kind, Schema
 from ..dataplane.config import DataPlaneConfig, StoreConfig
 from ..dataplane.directory.directory import ClaimRows, Directory
-from ..dataplane.directory.partition import Grouping, PutRows
+from ..dataplane.directory.partition import Grouping, PutRows, schema_id
 from ..dataplane.factory import connect, open_data_plane
 from ..trainers.cluster.ray_cluster import Cluster, Demand
 from .conditions import conditions
@@ -190,6 +190,7 @@ def _put_rows(start: int, count: int) -> PutRows:
         tuple(layouts),
         False,
         "bench",
+        schema_id(_schema()),
     )
 
 

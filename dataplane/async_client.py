@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from .block_store import BlockStore
 from .directory.directory import Outcome
 from .directory.requests import body_of
 from .directory.samplers import TaskConfig
+from .errors import DataPlaneTimeout, DirectoryLost
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta
 from .operations import Ask, Fields, Moved, Operations, Steps, Work
@@ -30,15 +32,20 @@ T = TypeVar("T")
 class AsyncDataPlaneClient:
     """Offers the methods of `DataPlaneClient` as coroutines, with the same arguments, results, errors and time limits.
 
-    Created by `connect_async`. Bytes are packed, moved and unpacked in threads, so that the event loop only waits.
-    Tasks of one loop may share a client. A cancelled put leaves nothing behind: it waits until the store no longer
-    touches its bytes, gives its reservation back, then raises CancelledError. A cancelled claim may have been granted;
-    its rows return when the lease ends.
+    Created by `connect_async`. Bytes are packed, moved and unpacked in the client's own threads, so that the event loop
+    only waits; the wait for a thread counts in a call's time limit. Tasks of one loop may share a client.
+
+    A cancelled call leaves nothing behind: a put waits until the store no longer touches its bytes; rows that were
+    leased, room that was reserved and rows that were written meanwhile are given back. Only a put with replace=True may
+    have taken effect, as the values of before are gone.
     """
 
     def __init__(self, handle: DataPlaneHandle, link: Link, store: BlockStore, name: str = "") -> None:
         self._operations = Operations(handle, store, LeaseRenewal(link, handle.config.lease_s), name)
         self._link = link
+        # Of its own: the event loop's default threads may all be held by tools that hang.
+        self._threads = ThreadPoolExecutor(thread_name_prefix="data-plane")
+        self._closed = False
 
     @property
     def stats(self) -> ClientStats:
@@ -50,6 +57,10 @@ class AsyncDataPlaneClient:
     ) -> None:
         """See `DataPlaneClient.register`."""
         await self._run("register", self._operations.register(partition, schema, tasks, group_size))
+
+    async def unregister(self, partition: str, *, timeout_s: float | None = None) -> int:
+        """See `DataPlaneClient.unregister`."""
+        return await self._run("unregister", self._operations.unregister(partition, timeout_s))
 
     async def put(
         self,
@@ -137,7 +148,11 @@ class AsyncDataPlaneClient:
 
     async def close(self) -> None:
         """See `DataPlaneClient.close`."""
+        if self._closed:
+            return
         await self._carry_out(self._operations.close())
+        self._closed = True
+        self._threads.shutdown(wait=False)
         await self._link.detach_async()
 
     async def __aenter__(self) -> AsyncDataPlaneClient:
@@ -174,7 +189,7 @@ class AsyncDataPlaneClient:
                 step = steps.send(answer) if failure is None else steps.throw(failure)
                 answer, failure = None, None
                 try:
-                    answer = await (_in_thread(step) if isinstance(step, Work) else self._ask(step))
+                    answer = await (self._in_thread(step) if isinstance(step, Work) else self._ask(step))
                 except BaseException as error:  # CancelledError too: the operation takes back what it reserved
                     failure = error
         except StopIteration as end:
@@ -186,19 +201,34 @@ class AsyncDataPlaneClient:
         self.stats.count_directory(len(step.payload) + len(reply))
         return body_of(reply, step.op, time.monotonic() - started)
 
+    async def _in_thread(self, work: Work) -> Any:
+        """Run the work in a thread. Raises DataPlaneTimeout when none is free until the work's deadline.
 
-async def _in_thread(work: Work) -> Any:
-    """Run the work in a thread. When cancelled, wait for its end first, as a block must not be freed under its
-    writer."""
-    future = asyncio.get_running_loop().run_in_executor(None, work.run)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        while not future.done():
-            try:
-                await asyncio.wait([future])
-            except asyncio.CancelledError:
-                continue  # it is being obeyed; the store's own bound ends this wait
-        if not future.cancelled():
-            future.exception()  # seen: the cancellation is what the caller is told
-        raise
+        When cancelled, wait for the end of work that has begun, as a block must not be freed under its writer.
+        """
+        if self._closed:
+            raise DirectoryLost("this client is closed", op=work.op, elapsed_s=0.0)
+        started = time.monotonic()
+        call = self._threads.submit(work.run)
+        future = asyncio.wrap_future(call)
+        try:
+            if work.deadline is not None:
+                done, _ = await asyncio.wait([future], timeout=max(0.0, work.deadline - started))
+                if not done and call.cancel():
+                    raise DataPlaneTimeout(
+                        f"no thread was free: {self._threads._max_workers} other calls of this client move bytes",
+                        op=work.op,
+                        elapsed_s=time.monotonic() - started,
+                    )
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            if call.cancel():  # it has not begun
+                raise
+            while not future.done():
+                try:
+                    await asyncio.wait([future])
+                except asyncio.CancelledError:
+                    continue  # it is being obeyed; the store's own bound ends this wait
+            if not future.cancelled():
+                future.exception()  # seen: the cancellation is what the caller is told
+            raise

@@ -55,6 +55,14 @@ class DataPlaneClient:
         """
         self._run("register", self._operations.register(partition, schema, tasks, group_size))
 
+    def unregister(self, partition: str, *, timeout_s: float | None = None) -> int:
+        """Forget a partition with its rows, leases, tasks and schema, and return how many rows it had.
+
+        Claims that wait for its rows raise ValueError, as every later call that names it does. The name may be
+        registered again, also with another schema.
+        """
+        return self._run("unregister", self._operations.unregister(partition, timeout_s))
+
     def put(
         self,
         partition: str,

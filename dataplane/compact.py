@@ -76,15 +76,26 @@ def unpack_keys(data: bytes) -> list[str]:
     return text.decode().split("\0")
 
 
-def check_keys(keys: Sequence[str]) -> list[str]:
-    """Return `keys` as a list. Raises ValueError unless each is a non-empty str without NUL."""
+def check_keys(keys: Sequence[str], argument: str = "keys") -> list[str]:
+    """Return `keys` as a list. Raises ValueError naming the argument unless each is a non-empty str without NUL that
+    UTF-8 can encode."""
     if isinstance(keys, str):
-        raise ValueError(f"keys: got the string {keys!r}, expected a sequence of strings")
+        raise ValueError(f"{argument}: got the string {keys!r}, expected a sequence of strings")
     checked = list(keys)
-    if set(map(type, checked)) - {str} or "" in checked or "\0" in "".join(checked):
-        bad = next(key for key in checked if type(key) is not str or not key or "\0" in key)
-        raise ValueError(f"keys: got {bad!r}, expected non-empty strings without NUL")
+    if set(map(type, checked)) - {str} or "" in checked or not _is_plain("".join(checked)):
+        bad = next(key for key in checked if type(key) is not str or not key or not _is_plain(key))
+        raise ValueError(f"{argument}: got {bad!r}, expected non-empty strings of valid Unicode without NUL")
     return checked
+
+
+def _is_plain(text: str) -> bool:
+    """Return whether `text` has no NUL and no lone surrogate."""
+    if "\0" in text:
+        return False
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def pack_source(source: RowSource, lengths: np.ndarray) -> list:

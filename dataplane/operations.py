@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -24,9 +25,9 @@ from .compact import check_keys, pack_keys, unpack_keys
 from .credit import Credit
 from .directory import requests
 from .directory.directory import Outcome
-from .directory.partition import ClaimRows, Committed, Grouping, PutRows, check_distinct
+from .directory.partition import ClaimRows, Committed, Grouping, PutRows, check_distinct, schema_id
 from .directory.samplers import TaskConfig
-from .errors import DataPlaneError, ForeignReceipt, RowsCleared, SchemaMismatch
+from .errors import DataPlaneError, DataPlaneTimeout, ForeignReceipt, RowsCleared, SchemaMismatch
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta, check_tags
 from .renewal import LeaseRenewal
@@ -61,7 +62,10 @@ class Ask:
 class Work:
     """Tells the client to run a function, which may move bytes and block. It must not be abandoned before its end."""
 
+    op: str
     run: Callable[[], Any]
+    deadline: float | None = None
+    """`time.monotonic` until which it may wait for a thread; None waits as long as it takes."""
 
 
 T = TypeVar("T")
@@ -113,6 +117,11 @@ class Operations:
         yield Ask("register", requests.encode(request), self.timeout(None))
         self._schemas[partition] = schema
 
+    def unregister(self, partition: str, timeout_s: float | None) -> Steps[int]:
+        reply = yield Ask("unregister", requests.encode(requests.Unregister(partition)), self.timeout(timeout_s))
+        self._schemas.pop(partition, None)
+        return messages.decode(reply, int)
+
     def put(
         self,
         partition: str,
@@ -127,9 +136,28 @@ class Operations:
         bound = self.timeout(timeout_s)
         deadline = time.monotonic() + bound
         schema = yield from self._schema(partition, bound)
+        try:
+            moved = self._put(schema, partition, keys, fields, versions, groups, tags, replace, deadline)
+            return (yield from moved)
+        except SchemaMismatch:
+            self._schemas.pop(partition, None)  # it may have been registered anew
+            raise
+
+    def _put(
+        self,
+        schema: Schema,
+        partition: str,
+        keys: Sequence[str],
+        fields: Fields,
+        versions: int | np.ndarray | None,
+        groups: Sequence[str] | None,
+        tags: Mapping[str, np.ndarray] | None,
+        replace: bool,
+        deadline: float,
+    ) -> Steps[Moved[KVBatchMeta]]:
         names = check_keys(keys)
         check_distinct(names, partition)
-        group_names = None if groups is None else check_keys(groups)
+        group_names = None if groups is None else check_keys(groups, "groups")
         if group_names is not None and len(group_names) != len(names):
             raise ValueError(f"groups: got {len(group_names)} names, expected one for each of {len(names)} keys")
 
@@ -151,10 +179,11 @@ class Operations:
                 tuple(block.layout for block in blocks),
                 replace,
                 self.label,
+                schema_id(schema),
             )
             return put, blocks
 
-        put, blocks = yield Work(prepare)
+        put, blocks = yield Work("put", prepare, deadline)
         if not names:
             return Moved(_empty_receipt(partition, schema, put.fields, self._plane_id), 0)
         space, given_back = self._credit.take(put.nbytes, len(blocks))
@@ -184,12 +213,19 @@ class Operations:
         try:
             try:
                 locations = yield Work(
-                    lambda: write_blocks(self.store, blocks, space.first_block_id, space.location, deadline)
+                    "put",
+                    lambda: write_blocks(self.store, blocks, space.first_block_id, space.location, deadline),
+                    deadline,
                 )
-            except RowsCleared:
+            except RowsCleared as error:
                 if credit:  # revoked while it was being written
                     return None
-                raise
+                raise DataPlaneTimeout(
+                    f"the put took longer than reserve_s={self.handle.config.reserve_s:g}s: its bytes were reclaimed",
+                    op="put",
+                    partition=put.partition,
+                    keys=put.keys,
+                ) from error
             commit = requests.Commit(space.space_id, credit, put, locations, *self._credit.next_request())
             remaining = max(0.0, deadline - time.monotonic())
             reply = yield Ask("commit", requests.encode(commit), remaining, lambda body: _withdraw(put, body))
@@ -208,15 +244,20 @@ class Operations:
         space_ids = self._credit.drop_all()
         if space_ids:
             yield from self._give_back(space_ids)
-        yield Work(self.store.close)
+        yield Work("close", self.store.close)
 
     def get(self, meta: KVBatchMeta, fields: Sequence[str] | None, timeout_s: float | None) -> Steps[Moved[Batch]]:
-        bound = self.timeout(timeout_s)
+        deadline = time.monotonic() + self.timeout(timeout_s)
         names = meta.fields if fields is None else tuple(fields)
         self._check_origin(meta, "get")
         check_readable(meta, names)
         check = self.handle.config.integrity == "verify"
-        batch = yield Work(lambda: read_rows(self.store, meta, names, check=check, timeout_s=bound))
+
+        def read() -> Batch:
+            left_s = max(0.0, deadline - time.monotonic())
+            return read_rows(self.store, meta, names, check=check, timeout_s=left_s)
+
+        batch = yield Work("get", read, deadline)
         return Moved(batch, sum(map(column_bytes, batch.values())))
 
     def lookup(
@@ -244,8 +285,9 @@ class Operations:
         timeout_s: float | None,
     ) -> Steps[KVBatchMeta]:
         bound = self.timeout(timeout_s)
-        _check_min_version(min_version)
-        request = requests.Claim(ClaimRows(partition, task, tuple(fields), n, whole_groups, min_version), bound)
+        least = None if min_version is None else _min_version(min_version)
+        rows = ClaimRows(partition, task, tuple(fields), _integer("n", n), whole_groups, least)
+        request = requests.Claim(rows, bound)
         reply = yield Ask("claim", requests.encode(request), bound, lambda body: _retry(task, body))
         meta = KVBatchMeta.from_bytes(reply)
         self._leases.add(meta.lease_id, len(meta))
@@ -272,8 +314,7 @@ class Operations:
         whole_groups: bool,
         timeout_s: float | None,
     ) -> Steps[tuple[str, ...]]:
-        _check_min_version(min_version)
-        rows = ClaimRows(partition, task, tuple(fields), 0, whole_groups, min_version)
+        rows = ClaimRows(partition, task, tuple(fields), 0, whole_groups, _min_version(min_version))
         reply = yield Ask("clear_stale", requests.encode(requests.ClearStale(rows)), self.timeout(timeout_s))
         return tuple(unpack_keys(reply))
 
@@ -347,6 +388,14 @@ def _packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str])
     return batch
 
 
+def _integer(name: str, value: int) -> int:
+    """Return `value` as an int. Raises ValueError naming the argument for what is not an integer."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}: got {value!r}, expected an integer") from None
+
+
 def _versions(versions: int | np.ndarray | None, num_rows: int) -> np.ndarray | None:
     """Return int64 `[N]`. Raises ValueError for another shape, and for numbers that are not integers or beyond
     2^63 - 1."""
@@ -362,9 +411,12 @@ def _versions(versions: int | np.ndarray | None, num_rows: int) -> np.ndarray | 
     return np.broadcast_to(array, (num_rows,)).astype(np.int64)
 
 
-def _check_min_version(version: int | None) -> None:
-    if version is not None and not -_MAX_VERSION <= version <= _MAX_VERSION:
+def _min_version(value: int) -> int:
+    """Return `value` as an int. Raises ValueError for what is not an integer, and for what no row's version can be."""
+    version = _integer("min_version", value)
+    if not -_MAX_VERSION <= version <= _MAX_VERSION:
         raise ValueError(f"min_version: got {version}, expected at most {_MAX_VERSION}")
+    return version
 
 
 def _empty_receipt(partition: str, schema: Schema, fields: tuple[str, ...], plane_id: int) -> KVBatchMeta:

@@ -21,7 +21,7 @@ from ..status import DataPlaneStatus
 from .block_table import BlockTable, FreedBlock, Reservation
 from .partition import ClaimRows, Committed, Partition, PutRows
 from .ready import ReadyView
-from .rows import ROW_BITS, UNWRITTEN, Numbers, pick
+from .rows import ROW_BITS, Numbers, pick
 from .samplers import TaskConfig
 from .task_cursor import DONE, LeaseBook
 
@@ -83,6 +83,12 @@ class Directory:
         ):
             if old != new:
                 raise ValueError(f"register {name!r}: {what} {new}, but it is registered with {old}")
+
+    def unregister(self, name: str) -> tuple[int, list[FreedBlock]]:
+        """Forget a partition. Returns the number of rows that it had, and the blocks that lost their last row."""
+        found = self.clear(name, None)
+        del self._partitions[name]
+        return found
 
     def schema(self, partition: str) -> Schema:
         return self._partition(partition).schema
@@ -322,8 +328,8 @@ class Directory:
         parts = list(self._partitions.values()) if partition is None else [self._partition(partition)]
         ready: dict[str, int] = {}
         for part in parts:
-            for name, column in part.rows.slots.items():
-                ready[name] = ready.get(name, 0) + int((column != UNWRITTEN).sum())
+            for name, count in part.rows.num_written.items():
+                ready[name] = ready.get(name, 0) + count
         leases = self._leases.of(partition)
         return DataPlaneStatus(
             partitions={part.name: len(part.rows) for part in parts},

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ...codecs import messages
 from ...codecs.blocks import BlockLayout, RowSource
 from ...codecs.integers import distinct
 from ...codecs.schema import Kind, Schema
@@ -15,7 +17,7 @@ from ..meta import POSITION, BlockRef, KVBatchMeta
 from .ready import ReadyView
 from .rows import ROW_BITS, UNKNOWN, UNWRITTEN, GroupTable, Numbers, RowTable, pick
 from .samplers import TaskConfig
-from .task_cursor import DONE, TaskCursor
+from .task_cursor import TaskCursor
 
 # ---------------- Rows of a put form groups by names that the caller gives, or by row keys up to their last dot.
 
@@ -100,6 +102,8 @@ class PutRows:
     """Layouts of the blocks, which hold the rows in order."""
     replace: bool
     writer: str
+    schema_id: int
+    """Digest of the schema by which the blocks were encoded, see `schema_id`."""
 
     @property
     def nbytes(self) -> int:
@@ -156,6 +160,11 @@ class Committed:
         )
 
 
+def schema_id(schema: Schema) -> int:
+    """Return a digest by which a writer's schema is told from another that the partition's name had."""
+    return zlib.crc32(messages.encode(schema))
+
+
 class Partition:
     """Holds the rows of one named flow."""
 
@@ -163,6 +172,7 @@ class Partition:
         """Raise ValueError for a sampler that cannot be built."""
         self.name = name
         self.schema = schema
+        self._schema_id = schema_id(schema)
         self.rows = RowTable(schema)
         self.groups = GroupTable(group_size)
         self.tasks = {task.name: TaskCursor(task, name, self.rows, self.groups) for task in tasks}
@@ -186,20 +196,17 @@ class Partition:
     def shortage(self, claim: ClaimRows, view: ReadyView) -> str:
         """Say why a claim cannot be served now."""
         task = self.tasks[claim.task]
-        rows = self.rows.live()
-        cursor = task.column[rows]
-        free = rows[cursor == 0]
-        lacking = {name: int((~self.rows.written(free, (name,))).sum()) for name in claim.fields}
-        reasons = [f"{count} of the others lack field {name!r}" for name, count in lacking.items() if count]
+        lacking = {name: len(self.rows) - self.rows.num_written[name] for name in claim.fields}
+        reasons = [f"{count} lack field {name!r}" for name, count in lacking.items() if count]
         counts = (
-            (int((cursor > 0).sum()), "leased"),
-            (int((cursor == DONE).sum()), "done"),
+            (task.num_leased, "leased"),
+            (task.num_done, "done"),
             (view.num_stale, f"older than min_version={claim.min_version}"),
         )
         reasons += [f"{count} {what}" for count, what in counts if count]
         kind = "rows in whole groups" if claim.whole_groups else "rows"
         text = f"task {claim.task!r} waited for fields {list(claim.fields)} of {claim.num_rows} {kind}"
-        text += f"; {view.num_ready} of the partition's {len(rows)} rows are ready"
+        text += f"; {view.num_ready} of the partition's {len(self.rows)} rows are ready"
         return text + "".join(f", {reason}" for reason in reasons) + task.waits_for()
 
     def find(self, keys: Sequence[str], op: str) -> np.ndarray:
@@ -227,6 +234,8 @@ class Partition:
         AlreadyWritten."""
         check_distinct(put.keys, self.name)
         self.check_fields(put.fields)
+        if put.schema_id != self._schema_id:
+            raise self._mismatch("the writer knows another schema: the partition was registered anew", put.keys)
         if sum(layout.num_rows for layout in put.layouts) != len(put.keys):
             raise self._mismatch(f"blocks of {[at.num_rows for at in put.layouts]} rows", put.keys)
         rows = self.rows.find(put.keys)
@@ -308,8 +317,9 @@ class Partition:
         sizes = [layout.num_rows for layout in put.layouts]
         slots = np.concatenate([(block << ROW_BITS) + np.arange(n) for block, n in zip(block_ids, sizes, strict=True)])
         replaced = np.stack([self.rows.slots[name][rows] for name in put.fields])
-        for name in put.fields:
+        for name, before in zip(put.fields, replaced, strict=True):
             self.rows.slots[name][rows] = slots
+            self.rows.num_written[name] += int((before == UNWRITTEN).sum())
         if put.lengths is not None:
             self.rows.lengths[rows] = put.lengths
         if put.versions is not None:
@@ -323,8 +333,9 @@ class Partition:
     def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Forget rows (each once). Returns (their slots, the ids of leases that held them, one a row)."""
         slots = np.stack([column[rows] for column in self.rows.slots.values()])
-        for column in self.rows.slots.values():
-            column[rows] = UNWRITTEN
+        for name, before in zip(self.rows.slots, slots, strict=True):
+            self.rows.slots[name][rows] = UNWRITTEN
+            self.rows.num_written[name] -= int((before != UNWRITTEN).sum())
         leases = [np.empty(0, dtype=np.int64)]
         leases += [cursor.forget(rows) for cursor in self.tasks.values()]
         self.groups.remove(rows, self.rows.groups[rows])
@@ -336,12 +347,12 @@ class Partition:
 
         Returns (the slots that were unwritten, the ids of leases that held rows which are forgotten, one a row).
         """
-        columns = self.rows.slots.values()
-        slots = np.stack([column[rows] for column in columns])
+        slots = np.stack([column[rows] for column in self.rows.slots.values()])
         blocks = slots >> ROW_BITS
         mine = (blocks >= first_block_id) & (blocks < first_block_id + num_blocks)
-        for column, own in zip(columns, mine, strict=True):
-            column[rows[own]] = UNWRITTEN
+        for name, own in zip(self.rows.slots, mine, strict=True):
+            self.rows.slots[name][rows[own]] = UNWRITTEN
+            self.rows.num_written[name] -= int(own.sum())
         tokens = [name in self._token_fields for name in self.rows.slots]
         left = (slots != UNWRITTEN) & ~mine
         self.rows.lengths[rows[mine.any(axis=0) & ~left[tokens].any(axis=0)]] = UNKNOWN

@@ -24,6 +24,13 @@ class Register:
 
 
 @dataclass(frozen=True, slots=True)
+class Unregister:
+    """Forgets a partition. Answered by the number of rows that it had."""
+
+    partition: str
+
+
+@dataclass(frozen=True, slots=True)
 class Describe:
     """Asks for a partition's `Schema`."""
 
@@ -157,7 +164,7 @@ CANCELLED = b"\2"
 """Reply to a request that was cancelled before it took effect."""
 WAITING_OPS = frozenset(("claim", "reserve"))
 """Requests that wait, and that can be cancelled while they do."""
-TAKE_EFFECT = WAITING_OPS | {"register", "commit", "release", "clear", "clear_stale"}
+TAKE_EFFECT = WAITING_OPS | {"register", "unregister", "commit", "release", "clear", "clear_stale"}
 """Requests after which something is different, so that it matters whether one whose answer is lost was carried out."""
 TAKE_BACK = frozenset(("abort", "withdraw"))
 """Requests that are carried out even if nobody waits for their answer."""

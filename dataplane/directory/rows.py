@@ -79,6 +79,8 @@ class RowTable:
         """Order in which rows were first written, ascending."""
         self.slots = {name: np.empty(0, dtype=np.int64) for name in fields}
         """Places of each field's values, `block_id << ROW_BITS | row in block`, or UNWRITTEN."""
+        self.num_written = dict.fromkeys(self.slots, 0)
+        """Number of rows in which each field is written."""
         self.tags: dict[str, np.ndarray] = {}
         self.tag_given: dict[str, np.ndarray] = {}
         """Whether each row was given the tag, bool, for each tag."""

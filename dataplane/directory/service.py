@@ -18,8 +18,8 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -66,18 +66,44 @@ class Queue:
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
-        self.waiting = 0
-        """Number of waiters, including the current holder. Callers may skip the queue when it is 0."""
+        self._places: list[_Place] = []
 
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait for one's turn, which ends with the context."""
-        self.waiting += 1
+    @property
+    def waiting(self) -> int:
+        """Number of waiters, including the current holder. Callers may skip the queue when it is 0."""
+        return len(self._places)
+
+    @contextmanager
+    def place(self, wants: str) -> Iterator[_Place]:
+        """Join the queue, which is left with the context. wants: what errors of those behind say that it waits for."""
+        place = _Place(self._lock, wants)
+        self._places.append(place)
         try:
-            async with self._lock:
-                yield
+            yield place
         finally:
-            self.waiting -= 1
+            self._places.remove(place)
+
+    def before(self, place: _Place, what: str) -> str:
+        """Return what an error says of those before `place`; "" when it is the first. what: what they are, such as
+        "claim"."""
+        ahead = self._places.index(place)
+        if not ahead:
+            return ""
+        first = self._places[0].wants
+        return (
+            f", behind 1 {what} that waits for {first}"
+            if ahead == 1
+            else (f", behind {ahead} {what}s, of which the first waits for {first}")
+        )
+
+
+class _Place:
+    """Is one caller's place in a queue."""
+
+    def __init__(self, lock: asyncio.Lock, wants: str) -> None:
+        self.turn = lock
+        """Context of the caller's turn. Those who ask for it get it in the order in which they ask."""
+        self.wants = wants
 
 
 _logger = logging.getLogger(__name__)
@@ -103,7 +129,6 @@ class DirectoryService:
         self._host = host
         self._store = HostCalls(host, lambda: self._space_freed.fire())
         self._put_queue = Queue()
-        self._first_put: PutRows | None = None
         """Put whose turn it was last."""
         self._claim_queues: dict[tuple[str, str], Queue] = defaultdict(Queue)
         self._space_freed = Pulse()
@@ -115,6 +140,7 @@ class DirectoryService:
         self._closed = False
         self._handlers: dict[str, Callable[[bytes], bytes | Coroutine[Any, Any, bytes]]] = {
             "register": self._register,
+            "unregister": self._unregister,
             "describe": self._describe,
             "reserve": self._reserve,
             "commit": self._commit,
@@ -184,28 +210,25 @@ class DirectoryService:
 
     async def _reserve_later(self, put: PutRows, timeout_s: float) -> bytes:
         deadline = self._now() + timeout_s
-        first = False
-        try:
-            async with self._turn(self._put_queue, deadline):
-                first, self._first_put = True, put
-                seen = self._space_freed.count
-                while (reservation := await self._try_reserve(put)) is None:
-                    await self._wait_for_space(seen, deadline)
+        with self._put_queue.place(f"{put.nbytes} bytes for {put.writer}") as place:
+            try:
+                async with self._turn(place, deadline):
                     seen = self._space_freed.count
-        except TimeoutError:
-            raise await self._no_room(put, first, timeout_s) from None
+                    while (reservation := await self._try_reserve(put)) is None:
+                        await self._wait_for_space(seen, deadline)
+                        seen = self._space_freed.count
+            except TimeoutError:
+                raise await self._no_room(put, self._put_queue.before(place, "put"), timeout_s) from None
         return messages.encode(_space(reservation))
 
-    async def _no_room(self, put: PutRows, first: bool, timeout_s: float) -> CapacityExceeded:
-        """Say what a put waited for. first: whether it was its turn, so that nothing else waited before it."""
+    async def _no_room(self, put: PutRows, before: str, timeout_s: float) -> CapacityExceeded:
+        """Say what a put waited for. before: what an error says of the puts before it; "" when it was its turn."""
         status = self._directory.status(None, self._now())
         message = (
             f"no room for {put.nbytes} bytes: {status.bytes_used} in use and {status.bytes_reserved} reserved "
-            f"of {status.bytes_capacity}"
+            f"of {status.bytes_capacity}{before}"
         )
-        if not first and self._first_put is not None:
-            message += f"; a put of {self._first_put.nbytes} bytes by {self._first_put.writer} waits before it"
-        elif status.bytes_used + status.bytes_reserved + put.nbytes <= status.bytes_capacity:
+        if not before and status.bytes_used + status.bytes_reserved + put.nbytes <= status.bytes_capacity:
             reason = await self._store.shortage()
             message += f"; {reason}" if reason else ""
         return CapacityExceeded(message, op="put", partition=put.partition, keys=put.keys, elapsed_s=timeout_s)
@@ -318,16 +341,20 @@ class DirectoryService:
         return self._claim_later(claim, queue, request.timeout_s)
 
     async def _claim_later(self, claim: ClaimRows, queue: Queue, timeout_s: float) -> bytes:
-        pulse = self._ready_pulse(claim.partition)
-        try:
-            async with asyncio.timeout(timeout_s), queue.turn():
-                # No await between a lease and its reply: a claim that is cut off holds no rows.
-                while (receipt := self._directory.claim(claim, self._now())) is None:
-                    await self._wait(pulse, pulse.count)
-        except TimeoutError:
-            raise ClaimTimeout(
-                self._directory.shortage(claim), op="claim", partition=claim.partition, elapsed_s=timeout_s
-            ) from None
+        with queue.place(f"{claim.num_rows} rows") as place:
+            try:
+                async with asyncio.timeout(timeout_s), place.turn:
+                    # No await between a lease and its reply: a claim that is cut off holds no rows.
+                    while (receipt := self._directory.claim(claim, self._now())) is None:
+                        pulse = self._ready_pulse(claim.partition)
+                        await self._wait(pulse, pulse.count)
+            except TimeoutError:
+                raise ClaimTimeout(
+                    self._directory.shortage(claim) + queue.before(place, "claim"),
+                    op="claim",
+                    partition=claim.partition,
+                    elapsed_s=timeout_s,
+                ) from None
         return receipt.to_bytes()
 
     def _renew(self, payload: bytes) -> bytes:
@@ -340,7 +367,8 @@ class DirectoryService:
         try:
             self._directory.release(request.partition, request.task, request.lease_id, keys, request.outcome)
         finally:
-            self._ready_pulse(request.partition).fire()
+            if (pulse := self._ready.get(request.partition)) is not None:
+                pulse.fire()
         return b""
 
     def _clear(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
@@ -366,6 +394,15 @@ class DirectoryService:
         request = messages.decode(payload, requests.Register)
         self._directory.register(request.partition, request.schema, request.tasks, request.group_size)
         return b""
+
+    def _unregister(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
+        partition = messages.decode(payload, requests.Unregister).partition
+        count, freed = self._directory.unregister(partition)
+        reply = self._cleared(partition, messages.encode(count), freed)  # claims that wait notice that it is gone
+        self._ready.pop(partition)
+        for key in [key for key, queue in self._claim_queues.items() if key[0] == partition and not queue.waiting]:
+            del self._claim_queues[key]
+        return reply
 
     def _describe(self, payload: bytes) -> bytes:
         return messages.encode(self._directory.schema(messages.decode(payload, requests.Describe).partition))
@@ -401,11 +438,11 @@ class DirectoryService:
             raise DirectoryLost("the data plane was closed while this call waited")
 
     @asynccontextmanager
-    async def _turn(self, queue: Queue, deadline: float) -> AsyncIterator[None]:
+    async def _turn(self, place: _Place, deadline: float) -> AsyncIterator[None]:
         """Take one's turn in a queue. The deadline limits the wait for it, not what is done in it."""
         async with AsyncExitStack() as stack:
             async with asyncio.timeout_at(deadline):
-                await stack.enter_async_context(queue.turn())
+                await stack.enter_async_context(place.turn)
             yield
 
     async def _free(self, blocks: Sequence[FreedBlock]) -> None:

@@ -33,6 +33,8 @@ class TaskCursor:
         self.progress = StreamProgress(config.first_prompt, config.settled) if self.sampler.order == "prompt" else None
         """Progress in the prompt stream; None for samplers that do not follow it."""
         self.column = np.empty(0, dtype=np.int64)
+        self.num_leased = 0
+        self.num_done = 0
         self._partition = partition
         self._rows = rows
         self._groups = groups
@@ -89,7 +91,8 @@ class TaskCursor:
         self._settle(rows)
 
     def set(self, rows: np.ndarray, value: int) -> None:
-        self.column[rows] = value
+        """Set the column of `rows` (each once)."""
+        self._assign(rows, value)
         self.refresh(rows)
 
     def refresh(self, rows: np.ndarray, *, requeue: bool = False) -> None:
@@ -105,10 +108,19 @@ class TaskCursor:
     def forget(self, rows: np.ndarray) -> np.ndarray:
         """Forget cleared rows, whose slots are unwritten by now. Returns the ids of leases that held them."""
         self.refresh(rows)
-        held = self.column[rows]
-        self.column[rows] = 0
+        held = self._assign(rows, 0)
         self._settle(rows)
         return held[held > 0]
+
+    def _assign(self, rows: np.ndarray, value: int) -> np.ndarray:
+        """Set the column of `rows` and the counts. Returns its values of before."""
+        before = self.column[rows]
+        self.num_leased -= int((before > 0).sum())
+        self.num_done -= int((before == DONE).sum())
+        self.num_leased += len(rows) * (value > 0)
+        self.num_done += len(rows) * (value == DONE)
+        self.column[rows] = value
+        return before
 
     def waits_for(self) -> str:
         """Say what its sampler waits for, for a ClaimTimeout; "" when it waits for nothing but rows."""

@@ -66,6 +66,8 @@ class DirectoryActor:
         self._service = DirectoryService(self._config, self._host)
         self._server = DirectoryServer(self._service)
         address = await self._server.start(name, "" if one_host else ray.util.get_node_ip_address())
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # each thread of a client takes a descriptor
         np.unique(np.empty(0))  # it imports numpy.ma when it is first called: 20 ms that no put should wait for
         gc.freeze()  # what was imported stays: the collector need not look at it again and again
         return Started(os.getpid(), platform.node(), self._host.spec, self._host.processes(), address)

@@ -9,6 +9,7 @@ has gone, as after a stall of this process, are dropped.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 import select
@@ -26,6 +27,11 @@ _logger = logging.getLogger(__name__)
 
 TOKEN_TIMEOUT_S = 10.0
 """Seconds after which a connection that has not shown the token is closed."""
+MAX_STRANGERS = 128
+"""Number of connections that have not shown the token, above which those that have sent nothing are closed, the oldest
+first."""
+LOOKED_AT = 8
+"""Number of such connections that are looked at for each new one."""
 END_TIMEOUT_S = 2.0
 BACKLOG = 1024
 
@@ -37,6 +43,8 @@ class DirectoryServer:
         self._service = service
         self._token = secrets.token_bytes(32)
         self._sessions: set[_Session] = set()
+        self._strangers: dict[_Session, None] = {}
+        """Connections that have not shown the token, the oldest first."""
         self._servers: list[asyncio.Server] = []
 
     async def start(self, name: str, host: str) -> DirectoryAddress:
@@ -68,18 +76,21 @@ class DirectoryServer:
             session.end()
 
     def _session(self) -> _Session:
-        return _Session(self._service, self._token, self._sessions)
+        return _Session(self._service, self._token, self._sessions, self._strangers)
 
 
 class _Session(asyncio.Protocol):
     """Serves one connection."""
 
-    def __init__(self, service: DirectoryService, token: bytes, sessions: set[_Session]) -> None:
+    def __init__(
+        self, service: DirectoryService, token: bytes, sessions: set[_Session], strangers: dict[_Session, None]
+    ) -> None:
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """Requests that are not answered yet, by number."""
         self._service = service
         self._token = token
         self._sessions = sessions
+        self._strangers = strangers
         self._reader = FrameReader()
         self._poll = select.poll()
         """Says whether the peer has ended the connection, before all that it sent is read."""
@@ -96,6 +107,9 @@ class _Session(asyncio.Protocol):
             tcp.set_up(connection)
         self._deadline = self._loop.call_later(TOKEN_TIMEOUT_S, self._transport.abort)
         self._sessions.add(self)
+        self._strangers[self] = None
+        if len(self._strangers) > MAX_STRANGERS:
+            self._end_silent_stranger()
 
     def data_received(self, data: bytes) -> None:
         frames = self._reader.feed(data)
@@ -110,6 +124,7 @@ class _Session(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._poll = select.poll()  # the number of its descriptor may be another's from now on
         self._sessions.discard(self)
+        self._strangers.pop(self, None)
         if self._deadline is not None:
             self._deadline.cancel()
         for task in self.tasks.values():
@@ -118,6 +133,16 @@ class _Session(asyncio.Protocol):
     def end(self) -> None:
         self._transport.close()
 
+    def _end_silent_stranger(self) -> None:
+        """End the oldest connection that has sent nothing. Clients show the token as soon as they have connected."""
+        for session in itertools.islice(self._strangers, LOOKED_AT):
+            poll = select.poll()
+            poll.register(session._transport.get_extra_info("socket").fileno(), select.POLLIN)
+            if not poll.poll(0):
+                del self._strangers[session]
+                session._transport.abort()
+                return
+
     def _admit(self, shown: bytes) -> bool:
         self._known = is_token(shown, self._token)
         if not self._known:
@@ -125,6 +150,7 @@ class _Session(asyncio.Protocol):
             self._transport.abort()
         elif self._deadline is not None:
             self._deadline.cancel()
+        self._strangers.pop(self, None)
         return self._known
 
     def _answer_all(self, frames: Sequence[tuple[int, str, bytes]]) -> None:

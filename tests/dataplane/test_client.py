@@ -8,7 +8,8 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -231,6 +232,91 @@ def test_renewals_that_come_during_a_stall_of_the_directory_count() -> None:
         client.release(held, "a", "done")
 
 
+def test_who_waits_behind_others_is_told_so(client: DataPlaneClient, plane: DataPlane) -> None:
+    client.put("p", [f"a.{n}" for n in range(2)], {"ids": ids(2), "blob": torch.zeros(2, 100_000, dtype=torch.uint8)})
+    other = connect(plane.handle)
+
+    def claim_more() -> None:
+        with pytest.raises(ClaimTimeout, match=r"of 100 rows; 2 of the partition's 2 rows are ready \(op"):
+            other.claim("p", "a", ["ids"], 100, timeout_s=1.0)
+
+    def put_more() -> None:
+        with pytest.raises(CapacityExceeded, match=r"of 1048576 \(op"):
+            other.put(
+                "p", [f"b{n}" for n in range(9)], {"blob": torch.zeros(9, 100_000, dtype=torch.uint8)}, timeout_s=1.0
+            )
+
+    threads = [threading.Thread(target=claim_more), threading.Thread(target=put_more)]
+    for thread in threads:
+        thread.start()
+    while client.status().waiting_claims + client.status().waiting_puts < 2:
+        time.sleep(0.005)
+    with pytest.raises(ClaimTimeout, match="2 rows are ready, behind 1 claim that waits for 100 rows"):
+        client.claim("p", "a", ["ids"], 1, timeout_s=0)
+    with pytest.raises(CapacityExceeded, match=r"of 1048576, behind 1 put that waits for 9\d{5} bytes"):
+        client.put("p", ["c"], {"blob": torch.zeros(1, 100_000, dtype=torch.uint8)}, timeout_s=0)
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert len(client.claim("p", "a", ["ids"], 1, timeout_s=0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda client: client.claim("p", "a", ["ids"], 1.0), "n: got 1.0, expected an integer"),
+        (
+            lambda client: client.claim("p", "a", ["ids"], 1, min_version="3"),
+            "min_version: got '3', expected an integer",
+        ),
+        (
+            lambda client: client.put("p", ["a"], {"ids": ids(1)}, groups=[3]),
+            "groups: got 3, expected non-empty strings",
+        ),
+        (lambda client: client.put("p", ["\udc80"], {"ids": ids(1)}), "keys: got '.udc80', expected .* valid Unicode"),
+        (lambda client: client.lookup("p", ["a\0b"]), "keys: got 'a.x00b', expected .* without NUL"),
+    ],
+)
+def test_mistakes_in_arguments_are_named(client: DataPlaneClient, call: Callable[[Any], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call(client)
+    assert len(client.put("p", ["\U0001f99c\n.0"], {"ids": ids(1)})) == 1
+    assert len(client.claim("p", "a", ["ids"], np.int64(1))) == 1
+
+
+def test_a_partition_can_be_dropped(client: DataPlaneClient, plane: DataPlane) -> None:
+    client.put("p", ["a.0", "a.1"], {"ids": ids(2)})
+    client.claim("p", "a", ["ids"], 1)
+    waiting: list[str] = []
+
+    def wait(count: int) -> None:
+        with pytest.raises(ValueError, match="'p': not registered") as caught:
+            connect(plane.handle).claim("p", "a", ["ids"], count)
+        waiting.append(str(caught.value))
+
+    threads = [threading.Thread(target=wait, args=(count,)) for count in (5, 1)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        while client.status().waiting_claims <= number:
+            time.sleep(0.005)
+    stale = connect(plane.handle)
+    stale.put("p", ["b.0"], {"ids": ids(1)})
+    assert client.unregister("p") == 3
+    for thread in threads:
+        thread.join(5)
+    assert len(waiting) == 2
+    status = client.status()
+    assert status.partitions == {} and (status.leases, status.waiting_claims, status.bytes_used) == (0, 0, 0)
+    for call in (client.unregister, client.clear, lambda name: client.put(name, ["a.0"], {"ids": ids(1)})):
+        with pytest.raises(ValueError, match="not registered"):
+            call("p")
+    client.register("p", Schema([Field("ids", Kind.PER_TOKEN, torch.int64)]), ("a",))
+    with pytest.raises(SchemaMismatch, match="registered anew"):
+        stale.put("p", ["b.0"], {"ids": ids(1)})
+    wide = [torch.arange(3)]
+    assert stale.get(stale.put("p", ["b.0"], {"ids": wide})).jagged("ids").values.dtype == torch.int64
+
+
 def test_a_put_waits_for_room(client: DataPlaneClient, plane: DataPlane) -> None:
     full = client.put("p", [f"k{i}" for i in range(8)], {"blob": torch.zeros(8, 100_000, dtype=torch.uint8)})
     more = {"blob": torch.ones(4, 100_000, dtype=torch.uint8)}
@@ -285,6 +371,22 @@ def test_a_late_writer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(DataPlaneTimeout, match="reserve_s=0.1"):
             client.put("p", ["a.0"], {"ids": ids(1)})
         assert (client.status().rows, client.status().store_bytes) == (0, 0)
+
+
+def test_a_writer_that_begins_too_late_is_refused_and_leaves_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = LocalHost.write
+
+    def late(self: LocalHost, block_id: int, parts: object) -> None:
+        while self.usage_bytes():  # until its room is taken back
+            time.sleep(0.01)
+        written(self, block_id, parts)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LocalHost, "write", late)
+    with open_data_plane(config(reserve_s=0.1), in_process=True) as plane, connect(plane.handle) as client:
+        client.register("p", SCHEMA)
+        with pytest.raises(DataPlaneTimeout, match="reserve_s=0.1.*op=put partition='p' keys=.'a.0'"):
+            client.put("p", ["a.0"], {"ids": ids(1)})
+        assert not client._operations.store._host._blocks  # type: ignore[attr-defined]
 
 
 def test_damage_is_noticed_and_named(plane: DataPlane) -> None:
@@ -362,6 +464,73 @@ def test_a_cancelled_put_waits_for_its_bytes_and_takes_everything_back(
             assert (status.rows, status.bytes_reserved, status.store_bytes) == (0, 0, 0)
 
     asyncio.run(cancel())
+
+
+def test_async_calls_do_not_wait_behind_other_threads_of_the_loop(plane: DataPlane, client: DataPlaneClient) -> None:
+    receipt = client.put("p", ["a.0"], {"ids": ids(1)})
+    go_on = threading.Event()
+
+    async def use() -> None:
+        loop = asyncio.get_running_loop()
+        hanging = [loop.run_in_executor(None, go_on.wait, 30) for _ in range(64)]  # tools that do not return
+        async with connect_async(plane.handle) as twin:
+            try:
+                assert (await asyncio.wait_for(twin.get(receipt, timeout_s=5), 10)).num_rows == 1
+            finally:
+                go_on.set()
+            await asyncio.gather(*hanging)
+
+    asyncio.run(use())
+
+
+def test_the_wait_for_a_thread_counts_in_the_time_limit(
+    plane: DataPlane, client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receipt = client.put("p", ["a.0"], {"ids": ids(1)})
+    go_on = threading.Event()
+    read = LocalHost.read
+    monkeypatch.setattr(LocalHost, "read", lambda *arguments: (go_on.wait(30), read(*arguments))[1])
+
+    async def use() -> None:
+        async with connect_async(plane.handle) as twin:
+            slow = [asyncio.create_task(twin.get(receipt)) for _ in range(twin._threads._max_workers)]
+            await asyncio.sleep(0)
+            try:
+                with pytest.raises(DataPlaneTimeout, match="no thread was free.*op=get"):
+                    await asyncio.wait_for(twin.get(receipt, timeout_s=0.1), 10)
+                queued = asyncio.create_task(twin.get(receipt, timeout_s=30))
+                await asyncio.sleep(0)
+                queued.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await queued
+            finally:
+                go_on.set()
+            assert [batch.num_rows for batch in await asyncio.gather(*slow)] == [1] * len(slow)
+        with pytest.raises(DirectoryLost, match="closed"):
+            await twin.get(receipt)
+        await twin.close()
+
+    asyncio.run(use())
+
+
+@pytest.mark.processes
+def test_a_forked_process_is_told_that_the_directory_is_not_its_own(plane: DataPlane, client: DataPlaneClient) -> None:
+    told, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            started = time.monotonic()
+            for call in (client.status, lambda: connect(plane.handle)):
+                with pytest.raises(DirectoryLost, match="forked"):
+                    call()
+            plane.close()
+            assert time.monotonic() - started < 2
+            os.write(tell, b"told")
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(told, 4) == b"told"
+    assert client.status().rows == 0, "the parent's goes on"
 
 
 def test_closed_data_plane(plane: DataPlane, client: DataPlaneClient) -> None:

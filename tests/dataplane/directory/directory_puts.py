@@ -9,7 +9,7 @@ from headrace.codecs.blocks import BlockLayout
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.directory.block_table import FreedBlock, Reservation
 from headrace.dataplane.directory.directory import Directory
-from headrace.dataplane.directory.partition import Grouping, PutRows
+from headrace.dataplane.directory.partition import Grouping, PutRows, schema_id
 from headrace.dataplane.meta import KVBatchMeta
 
 SCHEMA = Schema(
@@ -30,7 +30,9 @@ def make_put(keys: list[str], fields: tuple[str, ...], lengths: list[int] | None
     given = np.array(lengths if lengths is not None else [5] * len(keys))
     base: dict = {"versions": None, "groups": None, "tags": {}, "replace": False, "writer": "w"} | options
     base["groups"] = Grouping.of(keys, base["groups"])
-    return PutRows("p", keys, fields, lengths=given if tokens else None, layouts=layouts, **base)
+    return PutRows(
+        "p", keys, fields, lengths=given if tokens else None, layouts=layouts, schema_id=schema_id(SCHEMA), **base
+    )
 
 
 def put(directory: Directory, *arguments: object, now: float = 0.0, **options: object) -> KVBatchMeta:

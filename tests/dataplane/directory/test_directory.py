@@ -9,6 +9,7 @@ import pytest
 
 from headrace.dataplane.directory.directory import ClaimRows, Directory
 from headrace.dataplane.directory.partition import PutRows
+from headrace.dataplane.directory.rows import RowTable
 from headrace.dataplane.errors import (
     AlreadyWritten,
     CapacityExceeded,
@@ -124,7 +125,9 @@ def test_refused_puts_change_nothing(directory: Directory, options: dict, error:
 
 def _unknown_field() -> PutRows:
     made = make_put(["g.0"], ("ids",))
-    return PutRows("p", made.keys, ("nope",), made.lengths, None, made.groups, {}, made.layouts, False, "w")
+    return PutRows(
+        "p", made.keys, ("nope",), made.lengths, None, made.groups, {}, made.layouts, False, "w", made.schema_id
+    )
 
 
 def test_row_without_tokens_gets_its_length_later(directory: Directory) -> None:
@@ -194,7 +197,7 @@ def test_shortage_says_what_is_missing(directory: Directory) -> None:
     assert meta is not None and meta.keys == ("g.0",)
     text = directory.shortage(ClaimRows("p", "a", ("ids", "logp"), 2))
     assert "fields ['ids', 'logp'] of 2 rows; 1 of the partition's 3 rows are ready" in text
-    assert "1 of the others lack field 'logp'" in text and "1 leased" in text
+    assert "1 lack field 'logp'" in text and "1 leased" in text
 
 
 def test_group_numbers_are_never_used_again(directory: Directory) -> None:
@@ -204,6 +207,16 @@ def test_group_numbers_are_never_used_again(directory: Directory) -> None:
     again = put(directory, ["g.0"], ("ids",))
     assert again.groups[0] not in first.groups
     assert put(directory, ["h.1"], ("ids",)).groups[0] == first.groups[1]
+
+
+def test_a_shortage_is_told_without_looking_at_the_rows(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(directory, ["g.0", "g.1", "h.0"], ("ids",))
+    put(directory, ["g.0"], ("logp",))
+    claim = ClaimRows("p", "a", ("ids", "logp"), 2)
+    assert directory.claim(claim, 0.0) is None
+    monkeypatch.setattr(RowTable, "live", None)
+    monkeypatch.setattr(RowTable, "written", None)
+    assert "1 of the partition's 3 rows are ready, 2 lack field 'logp'" in directory.shortage(claim)
 
 
 def test_a_claim_does_not_look_at_rows_that_are_not_ready() -> None:

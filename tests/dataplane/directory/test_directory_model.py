@@ -206,6 +206,10 @@ class Run:
         assert status.ready == {name: sum(name in row.places for row in rows) for name in SCHEMA}
         assert status.bytes_used == sum(self.model.blocks.values())
         assert status.leased_rows == sum(state > 0 for row in rows for state in row.state.values())
+        for task, cursor in self.directory._partition("p").tasks.items():
+            states = [row.state[task] for row in rows]
+            assert cursor.num_leased == sum(state > 0 for state in states)
+            assert cursor.num_done == sum(state < 0 for state in states)
         assert (status.blocks, status.bytes_reserved) == (len(self.model.blocks), 0)
         keys = [row.key for row in rows if "ids" in row.places]
         self.check(self.directory.lookup("p", keys, ("ids",)))

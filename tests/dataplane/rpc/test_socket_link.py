@@ -22,6 +22,7 @@ from headrace.dataplane.errors import ClaimTimeout, DataPlaneError, DirectoryLos
 from headrace.dataplane.factory import connect, connect_async
 from headrace.dataplane.rpc import links
 from headrace.dataplane.rpc.frames import DirectoryAddress, FrameReader, frame
+from headrace.dataplane.rpc.server import MAX_STRANGERS
 from headrace.dataplane.rpc.socket_link import SocketLink
 from headrace.tests.dataplane.rpc.served import Served, wait_until
 
@@ -298,6 +299,19 @@ def test_many_clients_connect_while_the_directory_is_busy(served: Served) -> Non
     assert len(links) == 1200
     for link in links:
         link.detach()
+
+
+def test_strangers_are_few_and_keep_nobody_out(served: Served, client: DataPlaneClient) -> None:
+    strangers = [socket.socket(socket.AF_UNIX) for _ in range(300)]
+    for stranger in strangers:
+        stranger.connect("\0" + served.address.local)
+    wait_until(lambda: len(served.server._strangers) <= MAX_STRANGERS and len(served.server._sessions) > MAX_STRANGERS)
+    strangers[0].settimeout(10)
+    assert strangers[0].recv(1) == b"", "the oldest is closed long before its ten seconds"
+    with connect(served.handle) as other:
+        assert other.status().rows == client.status().rows == 0
+    for stranger in strangers:
+        stranger.close()
 
 
 # ------------------------------------------------------------------ bugs

@@ -202,7 +202,7 @@ def test_an_error_names_what_a_put_waited_for() -> None:
         waiting.start()
         while not client.status().waiting_puts:
             assert waiting.is_alive()
-        with pytest.raises(CapacityExceeded, match=r"; a put of 650\d+ bytes by client pid=\d+ waits before it"):
+        with pytest.raises(CapacityExceeded, match=r", behind 1 put that waits for 650\d+ bytes for client pid=\d+"):
             client.put("t", ["s.0"], {"x": rows["x"][:1]})
         waiting.join()
         assert len(failures) == 1 and failures[0].startswith("no room for 650")
