@@ -117,7 +117,7 @@ class Scatter:
         if len(payload) != self._nbytes:
             raise ValueError(f"payload: got {len(payload)} bytes, expected {self._nbytes}")
         if self._kernel is not None and payload.data_ptr() % _TARGET == 0:
-            return self._kernel.scatter(payload.view(torch.int64), self._table)[0] + self._unread
+            return self._kernel.scatter(payload.view(torch.int64), self._table, GOLDEN, MIX)[0] + self._unread
         if self._pieces:
             targets = [target for _, target in self._pieces]
             _copy_all(targets, [payload[begin : begin + len(target)] for begin, target in self._pieces])

@@ -7,13 +7,12 @@ Needs Triton, which CUDA builds of torch include, and a C compiler.
 # Triton need not be installed where types are checked.
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-
-from .gpu_scatter import GOLDEN, MIX
 
 _BLOCK = 1024
 _STEPS = 8
@@ -65,18 +64,20 @@ def _scatter(
     tl.atomic_add(out, tl.sum(total, axis=0))
 
 
-def scatter(words: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def scatter(
+    words: torch.Tensor, table: torch.Tensor, golden: int, mix: Sequence[tuple[int, int | None]]
+) -> torch.Tensor:
     """Sum `gpu_scatter.mixed` of all words that `table` names, modulo 2**64, and copy them. Returns int64 `[1]`.
 
     It is queued on the current stream. words: int64, contiguous. table: int64 `[rows, 3]`: the first word (a multiple
     of 8), the number of words (at most SEGMENT), and the address to copy them to (a multiple of 16; 0 copies nothing).
-    All are on one GPU.
+    All are on one GPU. golden, mix: `gpu_scatter.GOLDEN` and `MIX`.
     """
     out = torch.zeros(1, dtype=torch.int64, device=words.device)
-    (first_shift, first), (second_shift, second), (last_shift, _) = MIX
+    (first_shift, first), (second_shift, second), (last_shift, _) = mix
     assert (first_shift, second_shift, last_shift) == (32, 29, 32), "as in _mixed"
     kernel: Any = _scatter
     launch = kernel[(len(table),)]
     with torch.cuda.device_of(words):  # Triton launches on the current device
-        launch(words, table, out, GOLDEN=GOLDEN, FIRST=first, SECOND=second, BLOCK=_BLOCK, STEPS=_STEPS, num_warps=4)
+        launch(words, table, out, GOLDEN=golden, FIRST=first, SECOND=second, BLOCK=_BLOCK, STEPS=_STEPS, num_warps=4)
     return out

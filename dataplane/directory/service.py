@@ -129,7 +129,6 @@ class DirectoryService:
         self._host = host
         self._store = HostCalls(host, lambda: self._space_freed.fire())
         self._put_queue = Queue()
-        """Put whose turn it was last."""
         self._claim_queues: dict[tuple[str, str], Queue] = defaultdict(Queue)
         self._space_freed = Pulse()
         self._ready: dict[str, Pulse] = {}

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 HEADER = struct.Struct("<QIB")
 CANCEL = "cancel"
 """Op of the frame that cancels the request of its number."""
+MAX_FRAME_BYTES = 1 << 32
+"""Number of bytes that a frame's body has at most. A frame that says that it has more is refused before it is read."""
 MAX_TOKEN_BYTES = 64
 """Number of bytes that are read at most from a peer that has not shown the token."""
 
@@ -39,8 +41,10 @@ def frame(number: int, body: bytes, op: str = "") -> bytes:
 
 
 def head(number: int, nbytes: int, op: str = "") -> bytes:
-    """Encode a frame up to its payload of `nbytes` bytes."""
+    """Encode a frame up to its payload of `nbytes` bytes. Raises ValueError when it has more than MAX_FRAME_BYTES."""
     name = op.encode()
+    if len(name) + nbytes > MAX_FRAME_BYTES:
+        raise ValueError(f"{op or 'reply'}: got a message of {nbytes} bytes, expected less than {MAX_FRAME_BYTES}")
     return HEADER.pack(len(name) + nbytes, number, len(name)) + name
 
 
@@ -60,7 +64,10 @@ class FrameReader:
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[tuple[int, str, bytes]]:
-        """Return (request number, op, payload) of every frame that `data` completes."""
+        """Return (request number, op, payload) of every frame that `data` completes.
+
+        Raises ValueError when a frame says that it has more than MAX_FRAME_BYTES.
+        """
         if self._buffer:
             self._buffer += data
             data = self._buffer  # type: ignore[assignment]
@@ -68,6 +75,8 @@ class FrameReader:
         position, end = 0, len(data)
         while end - position >= HEADER.size:
             nbytes, number, op_bytes = HEADER.unpack_from(data, position)
+            if nbytes > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {nbytes} bytes, expected at most {MAX_FRAME_BYTES}")
             body = position + HEADER.size
             if end - body < nbytes:
                 break

@@ -25,7 +25,6 @@ from .staging import StagingPool
 _logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0
-CLOSE_TIMEOUT_S = 10.0
 INFINIBAND = Path("/sys/class/infiniband")
 
 NOT_FOUND = -704
@@ -73,6 +72,8 @@ class MooncakeClient:
         library = _load(protocol, device)
         self._lock = threading.Lock()
         self._leaving: threading.Thread | None = None
+        self.ended = threading.Event()
+        """Set once the master is gone, as its connection broke, or this client was closed."""
         self._store: Any = library.MooncakeDistributedStore()
         self._watch = self._connect(started)
         threading.Thread(target=self._watch_master, name="mooncake-watch", daemon=True).start()
@@ -159,20 +160,12 @@ class MooncakeClient:
                 raise self._error("clear", key, code, started)
         return codes
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the master is gone, as its connection broke, or this client was closed."""
-        return self._leaving is not None
-
     def close(self) -> None:
-        """Leave the master; what this client lent is removed. Idempotent.
+        """Leave the master, in the background; what this client lent is removed. Idempotent.
 
-        Waits at most CLOSE_TIMEOUT_S for that; a client that lends nothing leaves in the background. The library holds
-        Python's lock meanwhile, for a second or two.
+        The library holds Python's lock meanwhile, for a second or two.
         """
-        leaving = self._leave(StoreLost("this client is closed", op="connect", peer=self.master.peer), lost=False)
-        if self._lends:
-            leaving.join(CLOSE_TIMEOUT_S)
+        self._leave(StoreLost("this client is closed", op="connect", peer=self.master.peer), lost=False)
 
     # -------------------------------------------------------------- inside
 
@@ -205,7 +198,7 @@ class MooncakeClient:
             pass  # a reset is an end, too
         self._leave(StoreLost("mooncake master is lost: connection broke", peer=self.master.peer), lost=True)
 
-    def _leave(self, error: StoreLost, *, lost: bool) -> threading.Thread:
+    def _leave(self, error: StoreLost, *, lost: bool) -> None:
         """End all calls with `error`, then the library's client, which would go on calling a dead master for ever."""
         with self._lock:
             if self._leaving is None:
@@ -217,13 +210,13 @@ class MooncakeClient:
                     target=self._end_library, args=(lost,), name="mooncake-leave", daemon=stuck
                 )
                 self._leaving.start()
-        return self._leaving
+                self.ended.set()
 
     def _end_library(self, lost: bool) -> None:
         self._threads.wait_idle(None)
         if not (lost and self._lends):
-            # Else it would tell the dead master for 20 s, under Python's lock, that the segment goes: the segment of
-            # a lost store stays until its process ends.
+            # Else it would tell the dead master for 20 s, under Python's lock, that the segment goes. Its process ends
+            # at once (`mooncake_segment.py`).
             self._store.close()
         try:
             self._watch.shutdown(socket.SHUT_RDWR)

@@ -5,9 +5,9 @@ ms to get, where TransferQueue's, with an object for each row and field, took 18
 cores, separate runs). It also retries for 2 s on what is missing, returns uninitialised memory for repeated keys, and
 kills the masters of other runs.
 
-The directory's process lends the memory; producers and consumers lend none, so no rows are lost when they die. The
-master belongs to the run. Reads are sound because keys are never used twice, a free deletes even while others read, and
-`settle` asks whether the block is still there.
+A process of its own lends the memory (`mooncake_segment.py`); producers and consumers lend none, so no rows are lost
+when they die. The master belongs to the run. Reads are sound because keys are never used twice, a free deletes even
+while others read, and `settle` asks whether the block is still there.
 
 Mooncake's data and handshake ports (15000-17000, per process) listen on all interfaces and know no password, so that
 network must be private. The master listens on the run's interface only.
@@ -32,6 +32,7 @@ from ..errors import RowsCleared, StoreLost
 from .deadline import received_part
 from .mooncake_client import NOT_FOUND, UNFINISHED, MooncakeClient
 from .mooncake_master import MasterAddress, MooncakeMaster
+from .mooncake_segment import MooncakeSegment
 from .registry import StoreEntry
 from .unfreed import FREE_TIMEOUT_S, RETRY_TIMEOUT_S
 
@@ -70,12 +71,14 @@ class MooncakeHost:
         self._lost = False
         self._limit_bytes = capacity_bytes + capacity_bytes // 4 + SLACK_BYTES
         self._master = MooncakeMaster(run_id, host)
+        master = self._master.address
         try:
-            self._client = MooncakeClient(self._master.address, protocol, device, self._limit_bytes)
+            self._client = MooncakeClient(master, protocol, device)
+            # Without the segment the rows are gone: the master's end tells everybody at once.
+            self._segment = MooncakeSegment(master, protocol, device, self._limit_bytes, self._master.close)
         except BaseException:
             self._master.close()
             raise
-        master = self._master.address
         self.spec = StoreSpec(
             kind="mooncake",
             run_id=run_id,
@@ -123,12 +126,13 @@ class MooncakeHost:
         return f"{held} bytes of cleared blocks are not removed by {self._master.address.peer} yet" if held else ""
 
     def processes(self) -> dict[str, int]:
-        """Return the master."""
-        return {"mooncake master": self._master.address.pid}
+        """Return the master, and the process that lends the memory."""
+        return {"mooncake master": self._master.address.pid, "mooncake segment": self._segment.pid}
 
     def close(self) -> None:
-        """Take the segment back, and end the master. Idempotent."""
+        """End the segment and the master. Idempotent."""
         self._client.close()
+        self._segment.close()
         self._master.close()
 
     def _remove(self, block_ids: Sequence[int]) -> None:
@@ -142,7 +146,7 @@ class MooncakeHost:
             timeout_s = RETRY_TIMEOUT_S if self._silent else FREE_TIMEOUT_S
             codes = self._client.remove([_key(self._run_id, block_id) for block_id in asked], timeout_s)
         except StoreLost as error:
-            if self._client.has_ended:  # its connection broke: the blocks went with the master
+            if self._client.ended.is_set():  # its connection broke: the blocks went with the master
                 self._lost = True
                 self._unfinished.clear()
                 _logger.warning("%s", error)

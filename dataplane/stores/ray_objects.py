@@ -31,6 +31,7 @@ from .unfreed import Unfreed
 
 NAMESPACE = "headrace"
 START_TIMEOUT_S = 60.0
+LATE_BLOCKS = 1 << 16
 
 
 class Keeper:
@@ -38,7 +39,8 @@ class Keeper:
 
     def __init__(self) -> None:
         self._blocks: dict[int, ray.ObjectRef] = {}
-        self._dropped_early: set[int] = set()
+        self._dropped_early: dict[int, None] = {}
+        """Blocks that were dropped before they came, the last LATE_BLOCKS of them."""
 
     def pid(self) -> int:
         """Return the pid of the actor's process."""
@@ -62,7 +64,9 @@ class Keeper:
         """Forget blocks, and refuse those that have not come yet."""
         for block_id in block_ids:
             if self._blocks.pop(block_id, None) is None:
-                self._dropped_early.add(block_id)
+                self._dropped_early[block_id] = None
+        while len(self._dropped_early) > LATE_BLOCKS:
+            self._dropped_early.pop(next(iter(self._dropped_early)), None)
 
 
 class RayObjectsHost:

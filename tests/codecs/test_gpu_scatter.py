@@ -52,8 +52,8 @@ class Wrong:  # reads one word too few
     SEGMENT = gpu_scatter_kernel.SEGMENT
 
     @staticmethod
-    def scatter(words, table):
-        return gpu_scatter_kernel.scatter(words, table - torch.tensor([0, 1, 0]))
+    def scatter(words, table, *constants):
+        return gpu_scatter_kernel.scatter(words, table - torch.tensor([0, 1, 0]), *constants)
 
 
 assert not gpu_scatter.check(Wrong, cpu)
@@ -65,10 +65,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from headrace.codecs import gpu_scatter_kernel as kernel
+from headrace.codecs.gpu_scatter import GOLDEN, MIX
 
 signature = dict.fromkeys(("payload", "table", "out"), "*i64")
-(_, first), (_, second), _ = kernel.MIX
-sizes = dict(GOLDEN=kernel.GOLDEN, FIRST=first, SECOND=second, BLOCK=kernel._BLOCK, STEPS=kernel._STEPS)
+(_, first), (_, second), _ = MIX
+sizes = dict(GOLDEN=GOLDEN, FIRST=first, SECOND=second, BLOCK=kernel._BLOCK, STEPS=kernel._STEPS)
 signature |= dict.fromkeys(sizes, "constexpr")
 aligned = {(argument,): [["tt.divisibility", 16]] for argument in range(3)}
 source = ASTSource(kernel._scatter, signature, sizes, aligned)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from headrace.codecs.memory import ALIGN
 from headrace.dataplane.block_store import StoreSpec, Want
 from headrace.dataplane.errors import IntegrityError, RowsCleared, StoreLost
 from headrace.dataplane.meta import BlockRef
+from headrace.dataplane.stores import mooncake_store
 from headrace.dataplane.stores.mooncake_master import MooncakeMaster
 from headrace.dataplane.stores.mooncake_store import SLACK_BYTES, MooncakeHost, MooncakeStore
 from headrace.tests.dataplane.rows import fresh_run_id
@@ -255,6 +257,73 @@ def test_stopped_then_killed_master_is_named_within_the_bound(mooncake_library: 
     host.close()
     assert time.monotonic() - started < 5.0
     assert frozen.end() < 2.0, "the library held Python's lock"
+
+
+@pytest.mark.slow
+def test_nobody_calls_a_dead_master_and_the_segment_ends_with_it(mooncake_library: None) -> None:
+    host = MooncakeHost(fresh_run_id(), 8 << 20)
+    store = MooncakeStore(host.spec)
+    free(host, write(host, store))
+    address = str(host.spec.address["host"]), int(str(host.spec.address["port"]))
+    segment = Path("/proc") / str(host.processes()["mooncake segment"])
+    assert not ended(segment)
+    os.kill(int(str(host.spec.address["pid"])), signal.SIGKILL)
+    wait_until(lambda: ended(segment))
+    for client in (host._client, store._client):
+        assert client.ended.wait(10) and client._leaving is not None
+        client._leaving.join(20)
+        assert not client._leaving.is_alive()
+    with socket.create_server(address) as server:
+        server.settimeout(3.0)
+        with pytest.raises(TimeoutError):
+            server.accept()
+    store.close()
+    host.close()
+
+
+def test_rows_that_went_with_the_segment_are_lost_at_once(mooncake_library: None) -> None:
+    host = MooncakeHost(fresh_run_id(), 8 << 20)
+    store = MooncakeStore(host.spec)
+    want = write(host, store)
+    os.kill(host.processes()["mooncake segment"], signal.SIGKILL)
+    wait_until(store._client.ended.is_set)
+    with pytest.raises(StoreLost, match=str(host.spec.address["name"])):
+        store.get([want], 10.0)
+    store.close()
+    host.close()
+
+
+def test_a_master_that_was_stopped_during_a_clear_is_told_again(
+    mooncake_library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_store, "FREE_TIMEOUT_S", 0.5)
+    host = MooncakeHost(fresh_run_id(), 8 << 20)
+    store = MooncakeStore(host.spec)
+    wants = [write(host, store) for _ in range(3)]
+    pid = int(str(host.spec.address["pid"]))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        free(host, *wants)
+        held = sum(want.block.layout.nbytes for want in wants)
+        assert host.unfreed_bytes() == host.usage_bytes() == held and f"pid={pid}" in host.shortage()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: host.unfreed_bytes() == 0)
+    assert host.usage_bytes() == 0 and host.shortage() == ""
+    for want in wants:
+        with pytest.raises(RowsCleared):
+            store.get([want], 10.0)
+    assert_hold(store, [later := write(host, store)])
+    free(host, later)
+    store.close()
+    host.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def ended(process: Path) -> bool:

@@ -61,6 +61,7 @@ def test_a_step_has_the_calls_of_all_processes() -> None:
     assert math.isnan(figures["dataplane/get/gb_per_s"]) and math.isnan(figures["dataplane/get/fixed_us"])
     assert "dataplane/claim/bytes" not in figures and figures["dataplane/claim/calls"] == 1
     standing = {"rows": 64, "bytes_used": 1000, "bytes_reserved": 200, "leased_rows": 32, "oldest_lease_s": 1.5}
+    standing["bytes_unfreed"] = 0
     for name, value in (standing | {"waiting_claims": 3, "waiting_puts": 1}).items():
         assert figures[f"dataplane/{name}"] == value
 

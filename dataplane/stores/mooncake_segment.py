@@ -1,0 +1,90 @@
+"""Lends a run's memory to its mooncake master from a process of its own, which ends with the master.
+
+The library's threads in a process that lends memory call a dead master for ever, and a goodbye to one takes 20 s under
+Python's lock. In a process of their own they end with it, and the directory's process goes on undisturbed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from ..errors import StoreLost
+from .mooncake_client import MooncakeClient
+from .mooncake_master import MasterAddress
+
+START_TIMEOUT_S = 60.0
+
+
+class MooncakeSegment:
+    """Starts and ends the process that lends the memory."""
+
+    def __init__(
+        self, master: MasterAddress, protocol: str, device: str, nbytes: int, lost: Callable[[], None]
+    ) -> None:
+        """nbytes: memory to lend. lost: called from a thread when the process has ended before `close`.
+
+        Raises ValueError or StoreLost, as `MooncakeClient` does there, and StoreLost when it does not start in time.
+        """
+        arguments = [master.name, master.pid, master.host, master.port, protocol, device, nbytes]
+        started = time.monotonic()
+        told, tell = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(tell), json.dumps(arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(tell,),
+            )
+        finally:
+            os.close(tell)
+        self.pid = self._process.pid
+        self._lost = lost
+        self._closed = False
+        try:
+            with os.fdopen(told) as answers:
+                ready, _, _ = select.select([answers], [], [], START_TIMEOUT_S)
+                answer = answers.readline() if ready else "the segment's process did not start in time"
+            if answer != "ready\n":
+                peer, elapsed = f"{master.name} segment pid={self.pid}", time.monotonic() - started
+                text = answer.strip() or "the segment's process ended when it started"
+                raise StoreLost(text, op="start", peer=peer, elapsed_s=elapsed)
+        except BaseException:
+            self.close()
+            raise
+        threading.Thread(target=self._watch, name="mooncake-segment", daemon=True).start()
+
+    def close(self) -> None:
+        """Kill the process and wait for its end. Idempotent."""
+        self._closed = True
+        self._process.kill()
+        self._process.wait()
+
+    def _watch(self) -> None:
+        self._process.wait()
+        if not self._closed:
+            self._lost()
+
+
+def main(tell: int, name: str, pid: int, host: str, port: int, protocol: str, device: str, nbytes: int) -> None:
+    """Lend the memory until the master ends, which ends with the process that started it."""
+    with os.fdopen(tell, "w") as answers:
+        try:
+            client = MooncakeClient(MasterAddress(name, pid, host, port), protocol, device, nbytes)
+        except Exception as error:  # told to the process that waits, whatever it is
+            answers.write(f"{type(error).__name__}: {error}\n")
+            answers.flush()
+            os._exit(1)
+        answers.write("ready\n")
+    client.ended.wait()
+    os._exit(0)  # without the library's goodbye
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *json.loads(sys.argv[2]))
