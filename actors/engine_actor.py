@@ -12,7 +12,7 @@ import torch
 from ..codecs import messages
 from .engines.factory import EngineConfig, build_engine
 from .engines.generate_messages import GenerateCall, GenerateReply
-from .engines.protocol import CommitReport, EngineStats, GenerationEngine, PauseMode
+from .engines.protocol import CommitReport, EngineDied, EngineStats, GenerationEngine, PauseMode, Prepared
 from .protocols import ActorInfo
 from .remote_methods import decode_arguments
 from .weights.transports.protocol import WeightUpdate
@@ -43,7 +43,9 @@ class EngineHost(ABC):
         return self
 
     async def info(self) -> ActorInfo:
-        """Describe this process; an answer also shows that it is alive."""
+        """Describe this process; an answer also shows that it is alive. Raises EngineDied when its engine is not."""
+        if self._hosted is not None and (died := self._hosted.died):
+            raise EngineDied(f"{self._name}: {died}")
         return ActorInfo.here(self._name)
 
     async def build(self) -> None:
@@ -57,9 +59,9 @@ class EngineHost(ABC):
     def _build(self) -> GenerationEngine:
         """Load the engine and all else that the actor hosts; `build` runs it in a thread."""
 
-    async def prepare_weights(self, update: WeightUpdate) -> None:
+    async def prepare_weights(self, update: WeightUpdate) -> Prepared:
         """Run `WeightHost.prepare_weights`."""
-        await self._engine.prepare_weights(update)
+        return await self._engine.prepare_weights(update)
 
     async def commit_weights(self, version: int, in_flight: PauseMode) -> CommitReport:
         """Run `WeightHost.commit_weights`."""
@@ -80,6 +82,10 @@ class EngineHost(ABC):
     async def stats(self) -> EngineStats:
         """Counters of what the engine has done since it started."""
         return self._engine.stats
+
+    async def progress(self) -> int:
+        """Number that changes whenever this actor gets on with its work. Raises EngineDied when its engine is gone."""
+        return self._engine.progress
 
     async def pause(self, mode: PauseMode) -> None:
         """Run `Sleeper.pause`."""

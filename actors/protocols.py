@@ -172,6 +172,8 @@ class Sample:
     """Reason why the episode ended: `stop`, `length` or `abort`; `error` for a failed row."""
     versions: np.ndarray
     """Policy version that produced each token, int32 `[L]`; -1 where the policy did not choose it (prompt, tools)."""
+    error: str = ""
+    """Description of what the episode failed with, in one line; its row is then a failed row. "" when it ended well."""
 
     @property
     def version(self) -> int:
@@ -189,7 +191,7 @@ class Score:
     components: Mapping[str, float]
     """Unweighted value of each reward, by name."""
     valid: bool
-    """Whether the sample can be trained on; False when a reward function raised."""
+    """Whether the sample can be trained on; False when a reward function or the episode itself failed."""
     error: str = ""
     """Description of the exception in one line; "" when valid."""
 
@@ -202,12 +204,17 @@ class Reward(Protocol):
 
 # ---------------------------------------------------------------- environments
 
+EPISODE_ERRORS = (ValueError, ArithmeticError, LookupError, TypeError)
+"""Errors that only concern an episode, such as a prompt beyond the model's context or log-probs that are not finite.
+Its rows are then failed rows, counted by `reward.max_error_share`. Other errors end the rollout."""
+
 
 class Environment(Protocol):
     """Plays episodes of one prompt against an engine."""
 
     async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
-        """Return `params.n` finished episodes, in order of their `index`. Raises what the engine raises.
+        """Return `params.n` finished episodes, in order of their `index`. Raises what the engine raises; after one of
+        EPISODE_ERRORS all rows of the group are failed rows.
 
         tokenizer: a Hugging Face tokenizer.
         """

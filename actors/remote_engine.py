@@ -11,7 +11,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from .engine_actor import EngineActor
 from .engines.generate_messages import GenerateCall
-from .engines.protocol import CommitReport, Completion, EngineDied, EngineStats, PauseMode, SamplingParams
+from .engines.protocol import CommitReport, Completion, EngineDied, EngineStats, PauseMode, Prepared, SamplingParams
 from .remote_methods import decode_result, encode_arguments, submit
 from .weights.transports.protocol import WeightUpdate
 
@@ -27,7 +27,7 @@ HEALTH_TIMEOUT_S = 30.0
 class RemoteEngine:
     """Implements GenerationEngine by calls of an EngineActor. Methods run in one event loop.
 
-    Once the actor is gone or silent, every call raises EngineDied from then on.
+    Once the actor is gone or silent, or its engine has died, every call raises EngineDied from then on.
     """
 
     def __init__(
@@ -71,6 +71,15 @@ class RemoteEngine:
     def num_workers(self) -> int:
         return self._num_workers
 
+    @property
+    def progress(self) -> int:
+        """Number of tokens returned as of the last answer."""
+        return self.stats.tokens
+
+    @property
+    def died(self) -> str:
+        return self._dead.result() if self._dead.done() else ""
+
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Generate in the actor's engine. Cancelling the call also ends the request there."""
         call = GenerateCall(request_id, np.asarray(prompt_ids, dtype=np.int32), params)
@@ -110,8 +119,8 @@ class RemoteEngine:
     async def reset_prefix_cache(self) -> None:
         await self._call(EngineActor.reset_prefix_cache)
 
-    async def prepare_weights(self, update: WeightUpdate) -> None:
-        await self._call(EngineActor.prepare_weights, update)
+    async def prepare_weights(self, update: WeightUpdate) -> Prepared:
+        return await self._call(EngineActor.prepare_weights, update)
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
         report = await self._call(EngineActor.commit_weights, version, in_flight)
@@ -166,6 +175,8 @@ class RemoteEngine:
             return decode_result(method, await reference)
         except RayTaskError as error:
             cause = error.cause
+            if isinstance(cause, EngineDied):
+                self._die(str(cause))
             raise (cause if isinstance(cause, Exception) else error) from None
         except RayError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]

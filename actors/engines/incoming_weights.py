@@ -12,6 +12,7 @@ import torch
 
 from ..weights.inbox import WeightInbox
 from ..weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
+from .protocol import Prepared
 
 Ready = TypeVar("Ready")
 
@@ -37,15 +38,27 @@ class IncomingWeights(Generic[Ready]):
         self._committing: int | None = None
         self._ready: tuple[int, Ready] | None = None
 
-    async def prepare(self, update: WeightUpdate, served: Callable[[], int]) -> None:
-        """Receive, verify and check `update`, as `WeightHost.prepare_weights`. served: returns the present version."""
+    @property
+    def num_received(self) -> int:
+        """Number of buckets received since the start."""
+        return 0 if self._inbox is None else self._inbox.num_received
+
+    async def prepare(self, update: WeightUpdate, served: Callable[[], int]) -> Prepared:
+        """Receive, verify and check `update`, as `WeightHost.prepare_weights`.
+
+        served: returns the present version; -1 when there is no whole one.
+        """
         if self._inbox is None:
             raise RuntimeError("weights: this engine was built without a weight receiver")
         if self._arriving is not None:
             self.drop(self._arriving)  # the latest announcement replaces the one before
         async with self._turn:
-            if update.version <= served():
-                raise ValueError(f"weights: got version {update.version}, expected one above the current {served()}")
+            if update.version == served():
+                return "staged"
+            if update.version < served():
+                raise ValueError(
+                    f"weights: got version {update.version}, expected the current {served()} or a later one"
+                )
             if self._ready is not None:
                 self.drop(self._ready[0])
             self._arriving, self._dropped = update.version, False
@@ -62,6 +75,7 @@ class IncomingWeights(Generic[Ready]):
             finally:
                 self._arriving = None
             self._ready = (update.version, ready)
+            return "staged"
 
     def _receive(self, inbox: WeightInbox, update: WeightUpdate) -> Ready:
         inbox.prepare(update)

@@ -17,6 +17,10 @@ PauseMode = Literal["keep", "wait", "abort"]
 """Treatment of requests in flight during a pause: `keep` freezes them, and they go on after `resume`; `wait` lets them
 end first; `abort` ends them at once with the tokens made so far (finish_reason `abort`)."""
 
+Prepared = Literal["staged", "joined"]
+"""State of an engine after `prepare_weights`: `staged` holds the whole, verified version beside the one it serves;
+`joined` has only joined the transfer, and receives straight into its parameters during the commit."""
+
 SESSION_SEPARATOR = "/"
 """Separates session and turn in a request id, `{session}` or `{session}/{turn}`. All turns of a session go to one
 engine, whose prefix cache holds the earlier ones."""
@@ -113,8 +117,8 @@ class CommitReport:
 
 
 class EngineBroken(RuntimeError):
-    """The engine no longer holds a whole version of the weights, because a commit without staging failed half way. It
-    refuses to generate until a later version is committed whole."""
+    """The engine holds no whole version of the weights: a commit failed half way, or `sleep` dropped them. After a
+    failed commit requests wait for the next whole version; after `sleep` they are refused with this error."""
 
 
 class EngineDied(RuntimeError):
@@ -136,7 +140,9 @@ class Generator(Protocol):
         """Return `params.n` completions, in order. The engine batches concurrent calls.
 
         request_id: must be unique among the requests in flight. Raises ValueError naming the lengths when prompt +
-        max_new_tokens exceed the context, or for an id in flight; EngineBroken; RuntimeError when asleep or closed.
+        max_new_tokens exceed the context, or for an id in flight; EngineBroken after `sleep` dropped the weights;
+        EngineDied; RuntimeError when asleep or closed. While a commit that failed has left the engine without a whole
+        version, requests wait for the next commit.
         """
         ...
 
@@ -159,12 +165,13 @@ class WeightHost(Protocol):
         """Number of the engine's processes that receive weights: tp for vllm, 1 for engines in this process."""
         ...
 
-    async def prepare_weights(self, update: WeightUpdate) -> None:
+    async def prepare_weights(self, update: WeightUpdate) -> Prepared:
         """Receive and verify `update`; the engine goes on serving the old version, and nothing else changes.
 
         Raises WeightTransferError (what was staged is dropped), or ValueError naming missing, unknown or misshapen
-        parameters or a version that is not above the current one. An engine without room for a second copy
-        (`staging: none`) only joins the transfer here and receives in `commit_weights`.
+        parameters or a version below the current one. An engine without room for a second copy (`staging: none`) only
+        joins the transfer here and receives in `commit_weights`. The version that is served already counts as staged,
+        and nothing is received. An engine that holds no whole version takes any version.
         """
         ...
 
@@ -172,8 +179,9 @@ class WeightHost(Protocol):
         """Serve the prepared `version`: pause, replace all parameters, forget cached prefixes, resume. Every token made
         from then on carries `version`, also those of requests that were kept.
 
-        Raises ValueError when `version` is not the prepared one. Without staging it may raise WeightTransferError; the
-        engine is then broken (EngineBroken) until a later commit.
+        For the version that is served already nothing happens. Raises ValueError when `version` is not the prepared
+        one. Without staging it may raise WeightTransferError: the engine then holds no whole version, and its requests,
+        those in flight too, wait for the next commit.
         """
         ...
 
@@ -213,6 +221,20 @@ class GenerationEngine(Generator, WeightHost, Sleeper, Protocol):
     @property
     def stats(self) -> EngineStats:
         """Counters of what the engine has done since it started."""
+        ...
+
+    @property
+    def progress(self) -> int:
+        """Number that changes whenever the engine makes tokens, also those of requests that it has not answered yet,
+        and whenever it receives a bucket of weights.
+
+        Raises EngineDied when the engine's own process is known to be gone.
+        """
+        ...
+
+    @property
+    def died(self) -> str:
+        """Reason why the engine can never answer again, in words; "" while it lives."""
         ...
 
     async def close(self) -> None:

@@ -29,6 +29,7 @@ from .protocol import (
     EngineStats,
     GenerationEngine,
     PauseMode,
+    Prepared,
     SamplingParams,
     expect_pause_mode,
 )
@@ -55,6 +56,8 @@ class LeftOut:
 
 class Router:
     """Sends each request to one engine, which answers it exactly once and as a whole. Methods run in one event loop."""
+
+    died = ""
 
     def __init__(self, *, timeout_s: float, on_left_out: Callable[[LeftOut], None] | None = None) -> None:
         """timeout_s: seconds that a request waits for an engine when there is none.
@@ -260,13 +263,14 @@ class Router:
     def num_workers(self) -> int:
         return sum(member.engine.num_workers for member in self._members.values())
 
-    async def prepare_weights(self, update: WeightUpdate) -> None:
+    async def prepare_weights(self, update: WeightUpdate) -> Prepared:
         """Prepare `update` in every engine, or in none: when one refuses, all drop the version."""
         try:
-            await self._each("prepare_weights", update)
+            states = await self._each("prepare_weights", update)
         except (WeightTransferError, ValueError):
             await self._each("drop_weights", update.version)
             raise
+        return "joined" if "joined" in states.values() else "staged"
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
         """Commit `version` in every engine at the same time. An engine that fails half way is left out.
@@ -306,6 +310,11 @@ class Router:
         for stats in (self._past, *self.engine_stats().values()):
             _accumulate(total, stats)
         return total
+
+    @property
+    def progress(self) -> int:
+        """Number of tokens that engines have returned: what they make before they answer, only they themselves tell."""
+        return self.stats.tokens
 
     async def close(self) -> None:
         """Close all engines; requests that wait for one raise RuntimeError. Idempotent."""

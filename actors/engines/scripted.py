@@ -14,7 +14,16 @@ import torch
 
 from ..weights.transports.protocol import ReceiverConfig, WeightUpdate
 from .incoming_weights import IncomingWeights
-from .protocol import CommitReport, Completion, EngineBroken, EngineStats, PauseMode, SamplingParams, expect_pause_mode
+from .protocol import (
+    CommitReport,
+    Completion,
+    EngineBroken,
+    EngineStats,
+    PauseMode,
+    Prepared,
+    SamplingParams,
+    expect_pause_mode,
+)
 from .stop_texts import StopTexts
 
 Script = Callable[[str, Sequence[int], int], Sequence[int]]
@@ -47,6 +56,8 @@ class ScriptedEngine:
     An abort therefore returns a share of the tokens, and a commit under `keep` leaves those that had time to come with
     the old version.
     """
+
+    died = ""
 
     def __init__(
         self,
@@ -94,6 +105,13 @@ class ScriptedEngine:
     @property
     def num_workers(self) -> int:
         return 1
+
+    @property
+    def progress(self) -> int:
+        """Milliseconds in which tokens could be made, which stand still without requests, tokens returned, and buckets
+        received."""
+        flowed_ms = int(1000 * self._clock.now()) if self._num_flowing else 0
+        return self.stats.tokens + flowed_ms + self._incoming.num_received
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return `params.n` completions of the script, cut at max_new_tokens and after the request's own stops.
@@ -228,12 +246,14 @@ class ScriptedEngine:
     async def reset_prefix_cache(self) -> None:
         """Do nothing, as no keys and values are kept."""
 
-    async def prepare_weights(self, update: WeightUpdate) -> None:
+    async def prepare_weights(self, update: WeightUpdate) -> Prepared:
         """Receive and verify `update`. Any names and shapes are accepted, as there is no model."""
-        await self._incoming.prepare(update, lambda: self._version - bool(self._broken))
+        return await self._incoming.prepare(update, lambda: -1 if self._broken else self._version)
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
         """Serve the prepared `version`. A paused engine stays paused; its frozen requests are kept or ended."""
+        if self._serves(version):
+            return CommitReport(version, 0.0, 0.0, 0, 0)
         self._incoming.expect(version)
         if self._unusable:
             raise RuntimeError(f"weights: the engine is {self._unusable}")
@@ -241,18 +261,23 @@ class ScriptedEngine:
         was_paused, running = not self._resumed.is_set(), self._num_flowing
         await self.pause(in_flight)
         paused = time.perf_counter()
+        kept = [request for request in self._requests.values() if request.versions]
         try:
-            async with self._incoming.committing(version) as weights:
-                self.loaded, self._version, self._broken = weights, version, ""
-                kept = [request for request in self._requests.values() if request.versions]
-                for request in kept:
-                    request.versions.append((self._clock.now() - request.started_s, version))
+            if not self._serves(version):  # else a commit that began earlier has done it
+                async with self._incoming.committing(version) as weights:
+                    self.loaded, self._version, self._broken = weights, version, ""
+                    kept = [request for request in self._requests.values() if request.versions]
+                    for request in kept:
+                        request.versions.append((self._clock.now() - request.started_s, version))
         finally:
             if not was_paused:
                 await self.resume()
         done = time.perf_counter()
         aborted = running if in_flight == "abort" else 0
         return CommitReport(version, paused - clock, done - paused, len(kept), aborted)
+
+    def _serves(self, version: int) -> bool:
+        return self._version == version and not self._broken
 
     async def drop_weights(self, version: int) -> None:
         self._incoming.drop(version)

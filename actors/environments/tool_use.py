@@ -7,6 +7,7 @@ prompt -> "... <tool>calculator: 12*3</tool>" -> "<result>36</result>" -> "... 3
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +18,8 @@ import numpy as np
 from ..engines.continuation import generate_whole
 from ..engines.protocol import SESSION_SEPARATOR, Completion, Generator, SamplingParams
 from ..engines.tokenizer import encode_prompts
-from ..protocols import Prompt, Sample
+from ..protocols import EPISODE_ERRORS, Prompt, Sample
+from ..user_threads import TooManyHang, UserThreads
 from .single_turn import response_texts
 from .tools import Tool
 
@@ -25,20 +27,28 @@ CALL_END = "</tool>"
 _CALL = re.compile(r"<tool>\s*(\w+)\s*:((?:(?!<tool>).)*)" + re.escape(CALL_END), re.DOTALL)
 
 TOOL_TIMEOUT_S = 30.0
-"""Seconds after which a tool's call fails; the policy gets an error as result."""
+"""Seconds after which a tool's call is given up; the policy gets an error as result."""
+NUM_TOOL_THREADS = 32
+"""Largest number of tools that run at the same time in a rollout actor."""
 
 
 class ToolUse:
-    """Plays episodes of up to `max_turns` turns; each turn ends with a call of a tool, or with the answer."""
+    """Plays episodes of up to `max_turns` turns; each turn ends with a call of a tool, or with the answer.
+
+    Tools run in threads of their own, so that one that hangs holds up nothing else. A tool may also be an `async def`,
+    which is awaited.
+    """
 
     def __init__(self, tools: Mapping[str, Tool], max_turns: int) -> None:
         if max_turns < 1:
             raise ValueError(f"environment.max_turns: got {max_turns}, expected at least 1")
         self._tools = tools
         self._max_turns = max_turns
+        self._threads = UserThreads("tools", NUM_TOOL_THREADS)
 
     async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
-        """Return `params.n` samples in order; raises what the engine raises.
+        """Return `params.n` samples in order; raises what the engine raises, but a turn that it refuses only fails its
+        episode. Raises TooManyHang when too many calls of tools have not returned.
 
         `params.max_new_tokens` limits an episode's tokens after the prompt, results of tools included. A sample's text
         is that of its last turn, the answer. An episode that ends with a call has finish_reason `length`.
@@ -56,6 +66,12 @@ class ToolUse:
             await asyncio.gather(*episodes, return_exceptions=True)
 
     async def _play(self, episode: _Episode, engine: Generator, tokenizer: Any, params: SamplingParams) -> Sample:
+        try:
+            return await self._turns(episode, engine, tokenizer, params)
+        except EPISODE_ERRORS as error:
+            return episode.sample("error", f"{type(error).__name__}: {error}")
+
+    async def _turns(self, episode: _Episode, engine: Generator, tokenizer: Any, params: SamplingParams) -> Sample:
         for turn in range(self._max_turns):
             left = params.max_new_tokens - episode.num_response
             of_turn = replace(params, n=1, max_new_tokens=left, stop=(*params.stop, CALL_END))
@@ -81,8 +97,13 @@ class ToolUse:
         if tool is None:
             return f"error: no tool {name}, there is {', '.join(self._tools)}"
         try:
-            async with asyncio.timeout(TOOL_TIMEOUT_S):
-                return str(await asyncio.to_thread(tool, arguments))
+            result: Any = await self._threads.call(f"tool {name!r}", lambda: tool(arguments), TOOL_TIMEOUT_S)
+            if inspect.isawaitable(result):
+                async with asyncio.timeout(TOOL_TIMEOUT_S):
+                    result = await result
+            return str(result)
+        except TooManyHang:
+            raise
         except Exception as error:
             return f"error: {str(error) or type(error).__name__}"
 
@@ -130,8 +151,8 @@ class _Episode:
         self._logprobs = np.concatenate([self._logprobs, logprobs])
         self._versions = np.concatenate([self._versions, versions])
 
-    def sample(self, finish_reason: str) -> Sample:
-        """Make the finished sample."""
+    def sample(self, finish_reason: str, error: str = "") -> Sample:
+        """Make the finished sample. error: what the episode failed with."""
         return Sample(
             prompt=self.prompt,
             index=self.index,
@@ -141,4 +162,5 @@ class _Episode:
             text=self._text,
             finish_reason=finish_reason,
             versions=self._versions,
+            error=error,
         )

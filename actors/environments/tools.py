@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from ...codecs.imports import import_object
 
-Tool = Callable[[str], str]
-"""Function from the text of a call's arguments to the text of its result. The policy gets its errors as result."""
+Tool = Callable[[str], str | Awaitable[str]]
+"""Function from the text of a call's arguments to the text of its result; it may be an `async def`. The policy gets its
+errors as result."""
 
 _MAX_LENGTH = 200
 _MAX_BITS = 4096

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from ...dataplane.section import Section, Share
+from ...dataplane.section import Positive, Section, Share
 
 REWARD_KINDS = ("exact_match", "per_position", "format", "overlong")
 
@@ -49,8 +49,11 @@ class RewardConfig(Section):
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(kind="exact_match"),)
     """Reward functions of the rubric: a list of sections with the keys below."""
     max_error_share: Share = 0.5
-    """Largest share of a step's rows whose reward function may raise an error; above it the run stops. Such rows are
+    """Largest share of a step's rows whose reward function or episode may fail; above it the run stops. Such rows are
     counted and not trained on."""
+    timeout_s: Positive = 60.0
+    """Seconds after which the reward functions of a row are given up; the row then counts as one whose reward function
+    failed."""
 
     @field_validator("functions")
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,17 +51,25 @@ class Rubric:
     def names(self) -> list[str]:
         return [name for name, *_ in self._rewards]
 
-    def score(self, prompt: Prompt, response: str, finish_reason: str, response_tokens: int | None = None) -> Score:
+    def score(
+        self,
+        prompt: Prompt,
+        response: str,
+        finish_reason: str,
+        response_tokens: int | None = None,
+        begin: Callable[[str], None] = lambda name: None,
+    ) -> Score:
         """Return the weighted total. The sample is not valid when a reward raises or returns no finite number.
 
         Values of the other rewards are kept in `components`, and the first failure is named in `error`.
         response_tokens: number of tokens that the policy chose, stop token included. None stands for an unknown number,
-        and then every reward that asks for it fails.
+        and then every reward that asks for it fails. begin: is called with each reward's name before it runs.
         """
         components: dict[str, float] = {}
         errors: list[str] = []
         total = 0.0
         for name, reward, weight, counts in self._rewards:
+            begin(name)
             try:
                 value = _finite(name, _value(reward, counts, prompt, response, finish_reason, response_tokens))
             except Exception as error:  # user code may raise anything; the row is masked and the error reported

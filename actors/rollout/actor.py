@@ -60,6 +60,8 @@ class RolloutSetup:
     check_prompts: bool
     """Whether this actor looks for prompts above `data.max_prompt_tokens` in both sources, where they are an error."""
     data_plane: DataPlaneHandle
+    reward_timeout_s: float = 60.0
+    """Seconds that the rewards of a row may take."""
     engine_timeout_s: float = 120.0
     """Seconds that a request waits for an engine actor when none is left."""
     journal: JournalConfig | None = None
@@ -113,6 +115,7 @@ class RolloutActor(EngineHost):
             held_out=held_out,
             client=connect_async(setup.data_plane, name=setup.name),
             journal=None if setup.journal is None else GroupJournal(setup.journal, setup.name),
+            reward_timeout_s=setup.reward_timeout_s,
         )
         return engine
 

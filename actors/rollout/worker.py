@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +22,10 @@ from ...dataplane.async_client import AsyncDataPlaneClient
 from ...dataplane.meta import POSITION
 from ..engines.protocol import Generator, SamplingParams
 from ..engines.router import LeftOut
-from ..protocols import Environment, Sample, Score, Span
+from ..engines.tokenizer import encode_prompts
+from ..protocols import EPISODE_ERRORS, Environment, Prompt, Sample, Score, Span
 from ..rewards.rubric import Rubric
+from ..user_threads import UserThreads
 from .journal import GroupJournal
 from .journal_records import JournaledGroup
 from .prompts import PromptStream, row_key
@@ -50,9 +51,10 @@ class RolloutWorker:
         held_out: PromptStream | None,
         client: AsyncDataPlaneClient,
         journal: GroupJournal | None = None,
+        reward_timeout_s: float = 60.0,
     ) -> None:
         """held_out: prompts of `validate`; None when the run has none. journal: keeps finished groups; None to keep
-        none."""
+        none. reward_timeout_s: seconds that the rewards of a row may take."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -63,8 +65,9 @@ class RolloutWorker:
         self._journal = journal
         self._left_out: list[LeftOut] = []
         self._open: set[_OpenCall] = set()
-        # Users' reward functions may be slow, so they run in a thread while generation and other calls go on.
-        self._scoring = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
+        # Users' reward functions may be slow or hang, so they run in a thread while generation and other calls go on.
+        self._scoring = UserThreads("rewards", 1)
+        self._reward_timeout_s = reward_timeout_s
 
     def note_left_out(self, engine: LeftOut) -> None:
         """Mention in the next report that `engine` gets no more requests."""
@@ -81,8 +84,9 @@ class RolloutWorker:
         """Roll out the prompts at `positions` of the stream, `params.n` rows each, into `partition`.
 
         Rows have the keys `{prompt_uid}.{sample}`; each finished group is put as a whole. A failed row is also put, but
-        masked: its response_mask, its log-probs and its tags `valid` and `reward` are 0. When an episode or a put
-        fails, or the call is cancelled, the other episodes are ended before the error is raised; groups already put
+        masked: its response_mask, its log-probs and its tags `valid` and `reward` are 0. That is a row whose rewards
+        failed or took too long, or whose episode failed with one of EPISODE_ERRORS. When an episode fails otherwise, or
+        a put, or the call is cancelled, the other episodes are ended before the error is raised; groups already put
         stay.
 
         Groups that the journal has are put as they are, unless `fresh`: then all are generated and replace those in the
@@ -181,7 +185,6 @@ class RolloutWorker:
 
     async def close(self) -> None:
         """Close journal and client; the engine belongs to whoever made it. Idempotent."""
-        self._scoring.shutdown(wait=False, cancel_futures=True)
         if self._journal is not None:
             self._journal.close()
         await self._client.close()
@@ -189,7 +192,11 @@ class RolloutWorker:
     # ------------------------------------------------------------ inside
 
     async def _episodes(self, prompts: PromptStream, position: int, params: SamplingParams) -> list[Sample]:
-        return await self._environment.run(prompts[position], self._engine, self._tokenizer, params)
+        prompt = prompts[position]
+        try:
+            return await self._environment.run(prompt, self._engine, self._tokenizer, params)
+        except EPISODE_ERRORS as error:
+            return _failed_samples(prompt, self._tokenizer, params.n, f"{type(error).__name__}: {error}")
 
     async def _journaled(self, positions: Sequence[int]) -> list[JournaledGroup]:
         """Return the groups that the journal has of the prompts at `positions`."""
@@ -237,7 +244,18 @@ class RolloutWorker:
         return np.where(versions < 0, self._engine.version, versions)
 
     async def _score(self, samples: list[Sample]) -> list[Score]:
-        return await asyncio.get_running_loop().run_in_executor(self._scoring, _score_all, self._rubric, samples)
+        """Score samples one after another. The rewards of one that take too long are given up: its row has failed, and
+        another thread goes on with the next."""
+        scores: list[Score] = []
+        while len(scores) < len(samples):
+            work = _Scoring(self._rubric, samples[len(scores) :])
+            try:
+                await self._scoring.call(work.name, work.run, self._reward_timeout_s, lambda work=work: work.since)
+            except TimeoutError:
+                scores += work.given_up(f"reward.timeout_s={self._reward_timeout_s:g}")
+            else:
+                scores += work.scores
+        return scores
 
 
 def generation_spans(wall: float, ends: Sequence[float], positions: Sequence[int]) -> list[Span]:
@@ -255,16 +273,69 @@ def generation_spans(wall: float, ends: Sequence[float], positions: Sequence[int
     return spans
 
 
-def _score_all(rubric: Rubric, samples: Sequence[Sample]) -> list[Score]:
-    return [_score_one(rubric, sample) for sample in samples]
+class _Scoring:
+    """Scores samples one after another in a thread; the event loop sees how far it is."""
+
+    def __init__(self, rubric: Rubric, samples: Sequence[Sample]) -> None:
+        self._rubric = rubric
+        self._samples = samples
+        self._reward = ""
+        self.scores: list[Score] = []
+        self.since = time.monotonic()
+        """Time by `time.monotonic` at which the scoring of the present sample began."""
+
+    @property
+    def name(self) -> str:
+        """The samples, for errors."""
+        return f"the rewards of prompt {self._samples[0].prompt.uid!r}"
+
+    def run(self) -> None:
+        for sample in self._samples:
+            self.since = time.monotonic()
+            self.scores.append(_score_one(self._rubric, sample, self._begin))
+
+    def _begin(self, reward: str) -> None:
+        self._reward = reward
+
+    def given_up(self, bound: str) -> list[Score]:
+        """The scores so far, and a failed one for the sample whose reward has not returned."""
+        scores = list(self.scores)
+        if len(scores) == len(self._samples):
+            return scores
+        uid = self._samples[len(scores)].prompt.uid
+        error = f"prompt {uid!r}: reward {self._reward!r} did not return within {bound} s"
+        return [*scores, Score(reward=0.0, components={}, valid=False, error=error)]
 
 
-def _score_one(rubric: Rubric, sample: Sample) -> Score:
+def _failed_samples(prompt: Prompt, tokenizer: Any, count: int, error: str) -> list[Sample]:
+    """Make the failed rows of a group whose episodes failed: the prompt alone."""
+    (ids,) = encode_prompts(tokenizer, [prompt.text])
+    ids = ids.astype(np.int32)
+    return [
+        Sample(
+            prompt=prompt,
+            index=index,
+            input_ids=ids,
+            response_mask=np.zeros(len(ids), np.uint8),
+            logprobs=np.zeros(len(ids), np.float32),
+            text="",
+            finish_reason="error",
+            versions=np.full(len(ids), -1, np.int32),
+            error=error,
+        )
+        for index in range(count)
+    ]
+
+
+def _score_one(rubric: Rubric, sample: Sample, begin: Callable[[str], None]) -> Score:
+    if sample.error:
+        error = f"prompt {sample.prompt.uid!r}: the episode failed: {' '.join(sample.error.split())}"
+        return Score(reward=0.0, components={}, valid=False, error=error)
     if sample.finish_reason == "abort":
         # We cut the response off, so its reward would say nothing about the policy.
         return Score(reward=0.0, components={}, valid=False, error=f"prompt {sample.prompt.uid!r}: generation aborted")
     tokens = int(np.count_nonzero(sample.response_mask))
-    return rubric.score(sample.prompt, sample.text, sample.finish_reason, tokens)
+    return rubric.score(sample.prompt, sample.text, sample.finish_reason, tokens, begin)
 
 
 class _OpenCall:

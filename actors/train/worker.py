@@ -234,6 +234,11 @@ class TrainWorker:
         return self._publishes().publish_cached(update)
 
     @in_thread_of("abort")
+    def sent(self) -> int:
+        """Number of weights gathered and buckets sent since the start; 0 on ranks that publish nothing."""
+        return 0 if self._publisher is None else self._publisher.sent
+
+    @in_thread_of("abort")
     def abort_update(self, reason: str) -> None:
         """End the open update, whichever thread sends it. Rank 0 only; idempotent."""
         self._publishes().abort(reason)

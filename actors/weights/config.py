@@ -25,9 +25,9 @@ class SyncConfig(Section):
     token records the version that generated it."""
     staging: Staging = "auto"
     """Place where an engine receives a new version. `full` receives and verifies the whole version beside the weights
-    that the engine serves. `none` writes straight into the weights of the paused engine, which then cannot serve if the
-    transfer fails. `auto` is `full` on a CPU; on a GPU it is `full` when the free memory holds the model twice, else
-    `none`."""
+    that the engine serves. `none` writes straight into the weights of the paused engine; if the transfer fails, its
+    requests wait for the next whole version. `auto` is `full` on a CPU; on a GPU it is `full` when the free memory
+    holds the model twice, else `none`."""
     delta: bool = False
     """Whether only what has changed since the last version is sent. The trainer then keeps two versions in host memory
     to compare them."""

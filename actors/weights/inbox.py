@@ -8,7 +8,7 @@ prepare(update) -> arriving(update) -> committed    without such room, so that i
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -52,8 +52,11 @@ class WeightInbox:
     One thread at a time calls it; any thread may call `drop` and `close`.
     """
 
-    def __init__(self, config: ReceiverConfig, worker: int) -> None:
-        """worker: number of this process in its engine, from 0."""
+    def __init__(
+        self, config: ReceiverConfig, worker: int, *, on_received: Callable[[int], None] = lambda num_received: None
+    ) -> None:
+        """worker: number of this process in its engine, from 0. on_received: is called with `num_received` after each
+        bucket, by the thread that receives."""
         self._config = config
         self._worker = worker
         self._lock = threading.Lock()
@@ -70,6 +73,9 @@ class WeightInbox:
         self._chosen: Staging | None = None
         self._dropped: int | None = None
         self._closed = False
+        self._on_received = on_received
+        self.num_received = 0
+        """Number of buckets received since the inbox was made."""
 
     @property
     def staging(self) -> Staging:
@@ -165,6 +171,7 @@ class WeightInbox:
             for frame, payload in stream:
                 yield self._whole_tensors(plan, frame, payload, pieces, places)
                 read.add(frame.bucket)
+                self._count_received()
             _expect_whole(stream, read)
         finally:
             stream.close()
@@ -254,9 +261,14 @@ class WeightInbox:
             elif target.data_ptr() != payload.data_ptr():
                 target.copy_(payload)
             read.add(frame.bucket)
+            self._count_received()
         _expect_whole(stream, read)
         views = self._views if owner is None else BucketViews()  # views of a stream's memory must not be kept
         return StagedWeights(update.version, dict(views.all(plan, memory)), plan, memory, owner)
+
+    def _count_received(self) -> None:
+        self.num_received += 1
+        self._on_received(self.num_received)
 
     def _whole_tensors(
         self,

@@ -50,6 +50,8 @@ class WeightPublisher:
         self._planned: tuple[list[tuple[str, tuple[torch.dtype, tuple[int, ...]]]], BucketPlan] | None = None
         """Specs and plan of the last update, which most updates use again."""
         self._views = BucketViews()
+        self.sent = 0
+        """Number of weights gathered and buckets handed to the sender since the start. Any thread may read it."""
         self._finished: WeightUpdate | None = None
         """Newest update that the sender has finished; None before the first."""
 
@@ -108,11 +110,12 @@ class WeightPublisher:
                     stream = BucketStream(self._sender, opened, draft, base, self._views)
                     for name, tensor in gather:
                         stream.feed(name, tensor)
+                        self.sent += 1
                     stream.finish()
                 return stream.report(gather.waited_s)
         finally:
             for _ in gather:
-                pass
+                self.sent += 1
 
     def publish_cached(self, update: WeightUpdate) -> SendReport:
         """Send the open `update` from the cache, or nothing when a lasting sender still has the version whole.
@@ -126,6 +129,7 @@ class WeightPublisher:
                     assert source is not None
                     for bucket in range(len(source.plan.sizes)):
                         stream.copy(bucket, source.bucket(bucket))
+                        self.sent += 1
                     stream.finish()
             return stream.report(0.0)
 

@@ -156,6 +156,7 @@ def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandl
         validates=config.validation.every > 0,
         check_prompts=index == 0,
         data_plane=handle,
+        reward_timeout_s=config.reward.timeout_s,
         engine_timeout_s=config.resources.stage_timeout_s,
         journal=journal(config),
     )

@@ -32,9 +32,17 @@ class Engine:
     left_out: str = ""
     """Reason why it gets no requests; "" while it gets some."""
     dead: bool = False
-    """Whether its process is gone."""
+    """Whether its process is gone, or that of the engine within it."""
+    broken: bool = False
+    """Whether a commit that failed has left it without a whole version: its requests wait for the next one."""
+    joins: bool | None = None
+    """Whether it receives weights straight into its parameters, as it did at its last update; None before the first."""
     ping: Call[ActorInfo] | None = None
     """The `ping` that it has not answered yet; None when it owes no answer."""
+
+    def renew(self) -> None:
+        """Note that a new process has taken its place, with the run's first weights."""
+        self.version, self.dead, self.broken, self.joins, self.ping = 0, False, False, None, None
 
     @property
     def name(self) -> str:

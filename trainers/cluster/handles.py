@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...actors.engine_actor import EngineHost
-from ...actors.engines.protocol import CommitReport, PauseMode, SamplingParams
+from ...actors.engines.protocol import CommitReport, PauseMode, Prepared, SamplingParams
 from ...actors.protocols import ActorInfo
 from ...actors.remote_methods import encode_arguments
 from ...actors.rollout.actor import RolloutActor
@@ -68,6 +68,9 @@ class TrainHandle(ActorHandle):
     def abort_update(self, reason: str) -> Call[None]:
         return self._call(TrainWorker.abort_update, reason)
 
+    def sent(self) -> Call[int]:
+        return self._call(TrainWorker.sent)
+
     def save(self, path: str) -> Call[None]:
         return self._call(TrainWorker.save, path)
 
@@ -88,13 +91,25 @@ class EngineHandle(ActorHandle):
         """Ask who the actor is, which also shows that it answers."""
         return self._call(EngineHost.info)
 
+    def progress(self) -> Call[int]:
+        return self._call(EngineHost.progress)
+
     def build(self) -> Call[None]:
         return self._call(EngineHost.build)
 
     def num_workers(self) -> Call[int]:
         return self._call(EngineHost.num_workers)
 
-    def prepare_weights(self, update: WeightUpdate) -> Call[None]:
+    def version(self) -> Call[int]:
+        return self._call(EngineHost.version)
+
+    def pause(self, mode: PauseMode) -> Call[None]:
+        return self._call(EngineHost.pause, mode)
+
+    def resume(self) -> Call[None]:
+        return self._call(EngineHost.resume)
+
+    def prepare_weights(self, update: WeightUpdate) -> Call[Prepared]:
         return self._call(EngineHost.prepare_weights, update)
 
     def commit_weights(self, version: int, in_flight: PauseMode) -> Call[CommitReport]:

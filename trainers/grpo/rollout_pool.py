@@ -57,10 +57,24 @@ class RolloutPool:
             self._actors.replace(actor, failure)
             if engine is None:
                 return
-            engine.version, engine.dead, engine.ping = 0, False, None
+            engine.renew()
             if version:
                 self._weights.sync(version, [engine])
             engines.take_back(engine)
+
+    def mend(self, version: int) -> None:
+        """Give the engines that a sync left without a whole version `version`, the train workers' present one.
+
+        Their requests in flight go on with it. Where it is older than what made their first tokens, all rollouts are
+        ended first: no row goes back to an older policy.
+        """
+        broken = [engine for engine in self._actors.engines.engines if engine.broken and not engine.dead]
+        if not broken:
+            return
+        if any(engine.version > version for engine in broken):
+            self.end_rollouts(self._actors.rollouts)
+        with self._stages.timed("sync"):
+            self._weights.sync(version, broken)
 
     def replace_dead(self, version: int) -> bool:
         """Replace the engines that died, as often as run.max_restarts allows; returns whether there were any and all

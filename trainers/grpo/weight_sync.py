@@ -2,40 +2,47 @@
 
     open update -> [gather, send | prepare in every engine] -> commit in the engines that have all of it
                           |
-                          +-- an engine that failed is tried once more, then left out: it keeps its old version and
-                              gets no requests
+                          +-- an engine that failed is tried once more, then left out: it gets no requests
 
 stage       waits for                                     unblocked by
+hold        engines without staging, with `wait`          the end of their running requests
 open        train rank 0                                  the announcement; nothing is sent yet
 transfer    all train workers and all engines             every bucket verified, or a failure that names its engine
 commit      the engines that have the whole version       each engine's pause, load and resume
 
-Every wait is bounded by sync.timeout_s. An engine that fails does not hold up the others; the run ends when no engine
-is left.
+An engine with room for a second version stages it whole before the commit. One without (`staging: none`) only joins the
+transfer and receives during the commit: a failure then leaves it without a whole version, and its requests wait for the
+next attempt.
+
+Every wait ends sync.timeout_s and a margin after the last progress: tokens of requests that are waited for, buckets,
+weights. An engine that fails does not hold up the others; the run ends when no engine is left.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...actors.engines.protocol import CommitReport
+from ...actors.engines.protocol import CommitReport, EngineDied
 from ...actors.protocols import Span
 from ...actors.weights.stream import SendReport
 from ...actors.weights.transports.protocol import WeightTransferError, WeightUpdate
 from ..cluster.calls import ActorFailed, Call, gather, gather_each, settled
 from ..cluster.engine_pool import Engine, EnginePool
-from ..cluster.handles import TrainHandle
+from ..cluster.handles import EngineHandle, TrainHandle
+from ..cluster.moving import gather_moving
 from ..config.config import SyncConfig
 
 MARGIN_S = 10.0
-"""Seconds that the driver waits beyond sync.timeout_s, after which both ends of a transfer give up by themselves."""
+"""Seconds that the driver waits for progress beyond sync.timeout_s, after which both ends of a transfer give up by
+themselves."""
 HEALTH_S = 5.0
 """Seconds that a sync waits for an engine's answer to a `ping`. A sync does not wait again for the same answer: an
 engine that is late takes part again in the first sync after it has answered."""
 ATTEMPTS = 2
-"""Number of times that an engine may try to receive one version."""
+"""Number of times that an engine may fail to receive one version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,44 +78,49 @@ class WeightSync:
     """The driver's side of weight updates. One sync at a time."""
 
     def __init__(
-        self, config: SyncConfig, workers: Sequence[TrainHandle], engines: EnginePool, *, lasting: bool, direct: bool
+        self, config: SyncConfig, workers: Sequence[TrainHandle], engines: EnginePool, *, lasting: bool
     ) -> None:
-        """lasting: whether the transport's last versions stay readable, so that another attempt needs no trainer.
-        direct: whether engines receive straight into their parameters: then either all of them start to, or none.
-        """
+        """lasting: whether the transport's last versions stay readable, so that another attempt needs no trainer."""
         self._config = config
         self._workers = workers
         self._engines = engines
         self._lasting = lasting
-        self._direct = direct
         self._cached = config.cache or config.delta
         """Whether train rank 0 keeps the last versions in host memory."""
         self._bound_s = config.timeout_s + MARGIN_S
         self._last: WeightUpdate | None = None
         """Announcement of the version that was gathered last; None when there is none to send again."""
+        self._whole = False
+        """Whether that version was sent to its end, so that a lasting transport still has it."""
 
     def sync(self, version: int, engines: Sequence[Engine] | None = None) -> SyncReport:
         """Bring `engines` (None: all of the run) to `version`, the train workers' present weights.
 
         Engines that were left out earlier are tried again if they answer. An engine that has the version already, or a
-        later one, keeps it: no engine's version ever falls. Raises NoEngineLeft when no engine of the run serves the
-        version afterwards, ActorFailed when a train worker died or failed on its own.
+        later one, keeps it: no engine's version ever falls, but that of an engine without a whole version. Raises
+        NoEngineLeft when no engine of the run serves the version afterwards, ActorFailed when a train worker died or
+        failed on its own; engines that the death left without a whole version are then `broken`.
         """
         asked = self._engines.engines if engines is None else engines
-        waiting = self._answering([engine for engine in asked if engine.version < version])
-        tally = _Tally()
-        for attempt in range(1, ATTEMPTS + 1):
-            if not waiting:
-                break
-            failures = self._attempt(version, waiting, tally, again=attempt > 1)
+        waiting = self._answering([engine for engine in asked if engine.version < version or engine.broken])
+        tally, tries = _Tally(), Counter[str]()
+        while waiting:
+            failures = self._attempt(version, waiting, tally, again=tally.announced)
             failed = [engine for engine in waiting if engine.name in failures]
+            # Whom the sender blames has failed; in a broadcast, the others lost their version with that one.
+            tries.update({engine.name for engine in failed} & tally.blamed or {engine.name for engine in failed})
             alive = self._alive(failed)
+            self._notice_late(version, [engine for engine in alive if not engine.broken])
             for engine in failed:
-                engine.dead |= failures[engine.name].died
-                if attempt == ATTEMPTS or self._direct or engine not in alive:
-                    self._engines.leave_out(engine, str(failures[engine.name]))
-            waiting = [engine for engine in waiting if engine.version != version and not engine.left_out]
-        serving = [engine for engine in self._engines.active if engine.version >= version]
+                failure = failures[engine.name]
+                engine.dead |= _died(failure)
+                if engine.version != version or engine.broken:
+                    if tries[engine.name] >= ATTEMPTS or engine.dead or engine not in alive:
+                        self._engines.leave_out(engine, str(failure))
+            waiting = [
+                engine for engine in waiting if (engine.version != version or engine.broken) and not engine.left_out
+            ]
+        serving = [engine for engine in self._engines.active if engine.version >= version and not engine.broken]
         return SyncReport(
             version=version,
             bytes_sent=sum(report.bytes_sent for report in tally.sends),
@@ -147,38 +159,82 @@ class WeightSync:
     def _attempt(
         self, version: int, engines: Sequence[Engine], tally: _Tally, *, again: bool
     ) -> dict[str, ActorFailed]:
-        """Announce, transfer and commit. Returns, by engine, why it does not serve the version."""
+        """Hold, announce, transfer and commit. Returns, by engine, why it does not serve the version; an engine without
+        staging may be in neither state, when another one's failure ended the transfer before it began."""
+        tally.blamed = set()
+        held = [engine for engine in engines if self._must_be_held(engine)]
+        started = time.monotonic()
+        try:
+            failures = self._hold(held)
+            tally.held = dict.fromkeys([engine.name for engine in held], time.monotonic() - started)
+            engines = [engine for engine in engines if engine.name not in failures]
+            if engines:
+                failures |= self._transfer(version, engines, tally, again)
+            return failures
+        finally:
+            gather_each([engine.handle.resume() for engine in held], "resume", HEALTH_S)
+
+    def _transfer(self, version: int, engines: Sequence[Engine], tally: _Tally, again: bool) -> dict[str, ActorFailed]:
         update, sends = self._announce(version, engines, tally, again)
         prepares = [engine.handle.prepare_weights(update) for engine in engines]
-        failures = _failures(engines, gather_each(prepares, "weight sync", self._bound_s))
-        # What an engine has prepared is whole and verified, whatever became of the others.
+        outcomes = gather_moving(prepares, "weight sync", self._bound_s, EngineHandle.progress)
+        failures = _failures(engines, outcomes)
+        for engine, outcome in zip(engines, outcomes, strict=True):
+            if not isinstance(outcome, ActorFailed):
+                engine.joins = outcome == "joined"
+        # What an engine has staged is whole and verified, whatever became of the others.
         ready = [engine for engine in engines if engine.name not in failures]
-        if failures and self._direct and ready:
+        joined = [engine for engine in ready if engine.joins]
+        if failures and joined:
             # They have only joined: nobody may start to load what will not come whole.
             gather_each([self._workers[0].abort_update("an engine failed")], "abort", HEALTH_S)
-            self._drop(version, ready)
-            ready = []
+            self._drop(version, joined)
+            ready = [engine for engine in ready if not engine.joins]
         failures |= self._commit(version, ready, tally)
-        sent = gather_each(sends, "weight sync", self._bound_s)
+        sent = gather_moving(sends, "weight sync", self._bound_s, TrainHandle.sent)
         for outcome in sent:
             if isinstance(outcome, ActorFailed) and not isinstance(outcome.cause, WeightTransferError):
                 raise outcome
-        tally.sends += [outcome for outcome in sent if isinstance(outcome, SendReport)]
+        reports = [outcome for outcome in sent if isinstance(outcome, SendReport)]
+        self._whole |= bool(reports)
+        tally.sends += reports
+        tally.blamed = _blamed(sent)
         self._drop(version, [engine for engine in engines if engine.name in failures])
         return failures
+
+    def _must_be_held(self, engine: Engine) -> bool:
+        """Whether the engine's requests must end before a transfer begins: under `wait`, an engine that receives during
+        its commit would keep the sender waiting for as long as they run. Before its first update that is unknown."""
+        may_join = self._config.staging != "full" if engine.joins is None else engine.joins
+        return self._config.in_flight == "wait" and may_join
+
+    def _hold(self, engines: Sequence[Engine]) -> dict[str, ActorFailed]:
+        """Let the running requests of `engines` end, and new ones wait. Returns, by engine, why that failed."""
+        pauses = [engine.handle.pause("wait") for engine in engines]
+        return _failures(engines, gather_moving(pauses, "hold", self._bound_s, EngineHandle.progress))
+
+    def _notice_late(self, version: int, engines: Sequence[Engine]) -> None:
+        """Find out which of `engines`, whose answers failed or came too late, serve the version all the same."""
+        answers = gather_each([engine.handle.version() for engine in engines], "version", HEALTH_S)
+        for engine, answer in zip(engines, answers, strict=True):
+            if answer == version:
+                engine.version = version
+                self._engines.take_back(engine)
 
     def _announce(
         self, version: int, engines: Sequence[Engine], tally: _Tally, again: bool
     ) -> tuple[WeightUpdate, Sequence[Call[SendReport | None]]]:
         """The announcement of `version`, and the calls that send it. again: without another gather where possible."""
         receivers = [engine.group for engine in engines]
-        if again and self._lasting and self._last is not None and self._last.base is None:
+        tally.announced = True
+        if again and self._lasting and self._whole and self._last is not None and self._last.base is None:
             return replace(self._last, receivers=tuple(receivers)), []  # it is still there
         first = self._workers[0]
         if again and self._cached:
             [update] = gather([first.open_cached(version, receivers)], "open update", self._bound_s)
             return update, [first.send_cached(update)]
         base = None if again else self._base(engines)
+        self._whole = False
         [self._last] = gather([first.open_update(version, receivers, base)], "open update", self._bound_s)
         tally.gathers += 1
         others = [worker.send_weights(None) for worker in self._workers[1:]]
@@ -194,10 +250,12 @@ class WeightSync:
         """Have engines serve what they have prepared. Returns, by engine, why it does not."""
         wall = time.time()
         calls = [engine.handle.commit_weights(version, self._config.in_flight) for engine in engines]
-        outcomes = gather_each(calls, "commit", self._bound_s)
+        outcomes = gather_moving(calls, "commit", self._bound_s, EngineHandle.progress)
         for engine, report in zip(engines, outcomes, strict=True):
+            engine.broken = isinstance(report, ActorFailed) and bool(engine.joins)
             if isinstance(report, ActorFailed):
                 continue
+            report = replace(report, pause_s=report.pause_s + tally.held.get(engine.name, 0.0))
             tally.commits.append(report)
             pause = Span("pause", wall, report.pause_s)
             tally.spans.append((engine.name, (pause, Span("load weights", wall + report.pause_s, report.load_s))))
@@ -225,7 +283,7 @@ class WeightSync:
             engine = by_call[call]
             engine.ping = None
             if isinstance(answer, ActorFailed):
-                engine.dead |= answer.died
+                engine.dead |= _died(answer)
             else:
                 alive.append(engine)
         return [engine for engine in engines if engine in alive]
@@ -244,6 +302,17 @@ def _failures(engines: Sequence[Engine], outcomes: Sequence[object]) -> dict[str
     }
 
 
+def _died(failure: ActorFailed) -> bool:
+    """Whether the actor is gone, or the engine within it."""
+    return failure.died or isinstance(failure.cause, EngineDied)
+
+
+def _blamed(sent: Sequence[object]) -> set[str]:
+    """Names of the engines that a sender found at fault."""
+    causes = [outcome.cause for outcome in sent if isinstance(outcome, ActorFailed)]
+    return {engine for cause in causes if isinstance(cause, WeightTransferError) for engine in cause.engines}
+
+
 class _Tally:
     """Collects what the attempts of one sync add to its SyncReport."""
 
@@ -252,3 +321,9 @@ class _Tally:
         self.commits: list[CommitReport] = []
         self.spans: list[tuple[str, tuple[Span, ...]]] = []
         self.gathers = 0
+        self.announced = False
+        """Whether an attempt came as far as its announcement."""
+        self.held: dict[str, float] = {}
+        """Seconds until the engines that were held before the last attempt's announcement stood still, by name."""
+        self.blamed: set[str] = set()
+        """Names of the engines that the last attempt's sender found at fault."""

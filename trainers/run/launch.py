@@ -194,7 +194,8 @@ class _Training:
         """Restart the train workers at the newest whole checkpoint, to which `state` goes back, while rollouts in
         flight go on. Returns the feed to go on with.
 
-        Engines keep the version that they serve. The groups that were trained on since the checkpoint come again from
+        Engines keep the version that they serve; those that the loss left without a whole one are given the
+        checkpoint's. The groups that were trained on since the checkpoint come again from
         the journal, until the train workers have caught up with the engines.
         """
         earlier = self._go_back(f"{error}; the train workers alone are restarted, the rollouts go on")
@@ -205,6 +206,7 @@ class _Training:
         run.stages.heartbeat.enter("loading the checkpoint")
         checkpoints.load(run, earlier)
         state.go_back(earlier)
+        run.rollouts.mend(state.version)
         feed.give_up()
         self._folder.resumed(state.step)
         return open_feed(run, state, f"{PARTITION}-{self._restarts}")
@@ -271,7 +273,6 @@ def launched(
             actors.workers,
             actors.engines,
             lasting=actor_specs.is_lasting(config, one_host=cluster.num_nodes == 1, gpus=cluster.num_gpus > 0),
-            direct=config.sync.staging == "none" or (config.sync.staging == "auto" and cluster.num_gpus > 0),
         )
         stages = Stages(tracer, heartbeat)
         yield grpo.Run(

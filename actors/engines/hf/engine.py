@@ -17,7 +17,16 @@ from ...weights.transports.protocol import ReceiverConfig, WeightUpdate
 from ..incoming_weights import IncomingWeights
 from ..parameters import ParameterSet
 from ..prompt_checks import checked_prompt
-from ..protocol import CommitReport, Completion, EngineBroken, EngineStats, PauseMode, SamplingParams, expect_pause_mode
+from ..protocol import (
+    CommitReport,
+    Completion,
+    EngineBroken,
+    EngineStats,
+    PauseMode,
+    Prepared,
+    SamplingParams,
+    expect_pause_mode,
+)
 from ..sampling import row_keys
 from ..stop_texts import StopTexts
 from ..tokenizer import load_tokenizer
@@ -40,6 +49,8 @@ class HfEngine:
     change between two decoding steps. A request that a commit keeps retains the keys and values of its earlier tokens
     as the older weights made them.
     """
+
+    died = ""
 
     def __init__(
         self,
@@ -81,6 +92,7 @@ class HfEngine:
         self._batch: Batch | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine")
         self._exclusive = asyncio.Lock()  # held while a batch decodes or weights change
+        self._swapping = asyncio.Lock()  # one commit at a time changes weights
         self._interrupt = threading.Event()  # has the thread come back at the next step
         self._serving: asyncio.Task[None] | None = None
         self._paused = False  # new requests are held
@@ -96,6 +108,12 @@ class HfEngine:
     @property
     def num_workers(self) -> int:
         return 1
+
+    @property
+    def progress(self) -> int:
+        """Number of tokens returned, of decoding steps of the present batch, and of buckets received."""
+        decoding = None if self._batch is None else self._batch.decoding
+        return self.stats.tokens + (0 if decoding is None else decoding.num_steps) + self._incoming.num_received
 
     # ---------------------------------------------------------------- requests
 
@@ -171,13 +189,15 @@ class HfEngine:
 
     # ---------------------------------------------------------------- weights
 
-    async def prepare_weights(self, update: WeightUpdate) -> None:
+    async def prepare_weights(self, update: WeightUpdate) -> Prepared:
         """Receive and verify `update`. A tied parameter may come under any of its names, or several times if equal.
         Other float dtypes are converted."""
-        await self._incoming.prepare(update, lambda: self._version - bool(self._broken))
+        return await self._incoming.prepare(update, lambda: -1 if self._broken else self._version)
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
         """Serve the prepared `version`. A paused engine stays paused; its frozen requests are kept or ended."""
+        if self._serves(version):
+            return CommitReport(version, 0.0, 0.0, 0, 0)
         self._incoming.expect(version)
         if self._unusable:
             raise RuntimeError(f"weights: the engine is {self._unusable}")
@@ -195,11 +215,17 @@ class HfEngine:
         done = time.perf_counter()
         return CommitReport(version, paused - clock, done - paused, kept, running if in_flight == "abort" else 0)
 
+    def _serves(self, version: int) -> bool:
+        return self._version == version and not self._broken
+
     async def _swap(self, version: int) -> None:
-        async with self._incoming.committing(version) as pairs, self._exclusive:
-            await self._in_thread(self._parameters.copy, pairs)
-            self._version = version
-            self._broken = ""
+        async with self._swapping:
+            if self._serves(version):
+                return  # a commit that began earlier has done it
+            async with self._incoming.committing(version) as pairs, self._exclusive:
+                await self._in_thread(self._parameters.copy, pairs)
+                self._version = version
+                self._broken = ""
 
     async def drop_weights(self, version: int) -> None:
         self._incoming.drop(version)

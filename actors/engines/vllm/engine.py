@@ -22,12 +22,13 @@ from ..protocol import (
     EngineDied,
     EngineStats,
     PauseMode,
+    Prepared,
     SamplingParams,
     expect_pause_mode,
 )
 from . import library
 from .names import WeightNames
-from .process import ProcessSettings, VllmProcess
+from .process import LOOK_S, ProcessSettings, VllmProcess
 from .requests import BusyClock, RequestChecks, RunningRequest, completion
 from .updates import WeightUpdates
 
@@ -96,7 +97,9 @@ class VllmEngine:
         self._held = False  # whether a caller has paused the engine
         self._asleep = 0
         self._closed = False
-        self._broken = ""
+        self._dropped = ""  # why it holds no weights: requests are refused
+        self._partial = ""  # why its weights mix two versions: requests wait for the next whole one
+        self._death: asyncio.Task[None] | None = None
         self.stats = EngineStats()
         self._busy = BusyClock(self.stats)
 
@@ -107,6 +110,17 @@ class VllmEngine:
     @property
     def num_workers(self) -> int:
         return self._tp
+
+    @property
+    def progress(self) -> int:
+        """Number of tokens made, those of running requests too, and of buckets received. Raises EngineDied."""
+        self._expect_alive("progress")
+        return self._process.versions.num_tokens + self._updates.num_received
+
+    @property
+    def died(self) -> str:
+        """The engine process or worker that is gone, in words; "" while all live."""
+        return "" if self._closed else self._process.died or self._updates.lost
 
     @property
     def load_way(self) -> str:
@@ -136,10 +150,11 @@ class VllmEngine:
         """Return `params.n` completions, in order. Cancelling the call ends the request.
 
         Raises ValueError for a prompt that does not fit (empty, too long, unknown ids) or an id in flight,
-        EngineBroken, EngineDied, FloatingPointError when the weights give non-finite log-probs, RuntimeError when
-        asleep or closed.
+        EngineBroken after `sleep(2)`, EngineDied, FloatingPointError when the weights give non-finite log-probs,
+        RuntimeError when asleep or closed. While a load that broke off has left no whole version, the call waits.
         """
         self._expect_usable(f"request {request_id!r}")
+        self._watch_process()
         if request_id in self._in_flight:
             raise ValueError(f"request {request_id!r} is already in flight; ids must be unique")
         prompt = self._checks.prompt(request_id, prompt_ids, params)
@@ -152,8 +167,6 @@ class VllmEngine:
                 completions = await self._samples(request, prompt, sampling)
             else:
                 completions = [Completion.empty() for _ in range(params.n)]
-            if request.failure is not None:
-                raise request.failure
         finally:
             del self._in_flight[request_id]
             request.done.set()
@@ -173,7 +186,7 @@ class VllmEngine:
         try:
             return await asyncio.gather(*tasks)
         except library.EngineDeadError as error:
-            raise EngineDied(f"request {request.id!r}: vLLM's engine process died") from error
+            raise EngineDied(f"request {request.id!r}: {self.died or 'vLLM ended its engine process'}") from error
         finally:
             self._busy.change(running=-1)
             for task in tasks:
@@ -239,6 +252,7 @@ class VllmEngine:
 
         Otherwise the engine could serve new weights as the old version.
         """
+        self._watch_process()
 
         async def locked() -> T:
             async with self._control:
@@ -252,7 +266,7 @@ class VllmEngine:
         On a frozen engine `wait` acts like `keep`, because no request would end there. vLLM itself is paused only when
         it has requests; new ones wait here.
         """
-        self._process.expect_alive()
+        self._expect_alive("pause")
         self._flowing.clear()
         running = [request for request in self._in_flight.values() if request.submitted]
         if not self._frozen:
@@ -270,8 +284,8 @@ class VllmEngine:
         return len(running), 0
 
     async def _thaw(self) -> None:
-        """Go on generating, unless the engine is also held by a caller, asleep or broken."""
-        if self._flowing.is_set() or self._held or self._asleep or self._broken:
+        """Go on generating, unless the engine is also held by a caller, asleep or without a whole version."""
+        if self._flowing.is_set() or self._held or self._asleep or self._partial or self._dropped:
             return
         if self._frozen:
             await self._process.resume()
@@ -291,13 +305,13 @@ class VllmEngine:
 
     # ---------------------------------------------------------------- weights
 
-    async def prepare_weights(self, update: WeightUpdate) -> None:
+    async def prepare_weights(self, update: WeightUpdate) -> Prepared:
         """Receive and verify `update` in the workers, while the engine goes on serving the old version.
 
         Cancelling the call ends the reception.
         """
         self._expect_alive(f"weights of version {update.version}")
-        await self._updates.prepare(update, lambda: self._version)
+        return await self._updates.prepare(update, lambda: -1 if self._partial or self._dropped else self._version)
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
         """Serve the prepared `version`. Kept requests compute their keys and values anew, so that every later log-prob
@@ -305,15 +319,18 @@ class VllmEngine:
 
         A paused engine keeps or ends its requests in flight and stays paused. A sleeping engine wakes its weights only;
         `wake` does the rest. When a load breaks off (WeightTransferError without staging, else EngineBroken), requests
-        in flight raise EngineBroken.
+        in flight and new ones wait for the next whole version: no token is made with a mix.
         """
         self._expect_alive(f"weights of version {version}")
         expect_pause_mode(in_flight)
-        self._updates.expect(version)
+        if version != self._updates.loading and not self._serves(version):
+            self._updates.expect(version)
         return await self._alone(self._commit(version, in_flight))
 
     async def _commit(self, version: int, in_flight: PauseMode) -> CommitReport:
         async with self._updates.turn:
+            if self._serves(version):
+                return CommitReport(version, 0.0, 0.0, 0, 0)
             started = time.perf_counter()
             self._updates.expect(version)
             kept, aborted = await self._freeze(in_flight)
@@ -331,21 +348,25 @@ class VllmEngine:
             except Exception as error:
                 raise await self._break(version, error) from error
             loaded = time.perf_counter()
-            self._version, self._broken = version, ""
+            self._version, self._partial, self._dropped = version, "", ""
             await self._thaw()
             return CommitReport(version, stopped - started, loaded - stopped, kept, aborted)
 
     async def _break(self, version: int, error: Exception) -> Exception:
-        """Stop generating after a failed load, which leaves a mix of two versions. Returns the error to raise."""
-        self._broken = f"version {version} was not loaded whole: {error}"
-        broken = EngineBroken(f"weights: {self._broken}; commit a later version")
-        running = list(self._in_flight.values())
-        for request in running:
-            request.failure = broken
-        if not self._process.llm.errored:
-            await self._end(running)
-            await self._updates.drop(version)
-        return error if isinstance(error, WeightTransferError) else broken
+        """Stand still after a failed load, which leaves a mix of two versions. Returns the error to raise.
+
+        vLLM stays frozen with the requests in flight: once a whole version is loaded, they go on with it.
+        """
+        self._partial = f"version {version} was not loaded whole: {error}"
+        if died := self.died:
+            return EngineDied(f"weights of version {version}: {died}")
+        await self._updates.drop(version)
+        if isinstance(error, WeightTransferError):
+            return error
+        return EngineBroken(f"weights: {self._partial}; requests wait until a whole version is committed")
+
+    def _serves(self, version: int) -> bool:
+        return version == self._version and not self._partial and not self._dropped
 
     async def drop_weights(self, version: int) -> None:
         """Forget a prepared version, or end its reception. Idempotent; the current one stays in service."""
@@ -370,7 +391,7 @@ class VllmEngine:
             if self._process.can_sleep:
                 await self._process.sleep(level)
                 if level == 2:
-                    self._broken = "sleep(2) dropped its weights"
+                    self._dropped = "sleep(2) dropped its weights"
 
         await self._alone(sleep())
 
@@ -392,8 +413,10 @@ class VllmEngine:
         """End vLLM's processes. Requests in flight return the tokens made so far. Idempotent."""
         if self._closed:
             return
-        self._closed = True
-        if not self._process.llm.errored:
+        died, self._closed = self.died, True
+        if self._death is not None:
+            self._death.cancel()
+        if not died:
             try:
                 await asyncio.wait_for(self._end(list(self._in_flight.values())), 5.0)
             except TimeoutError:
@@ -402,13 +425,27 @@ class VllmEngine:
         await self._process.end()
         await self._updates.close()
 
+    # ---------------------------------------------------------------- life and death
+
+    def _watch_process(self) -> None:
+        """Look after the engine process from now on, so that requests that wait for the engine learn of its death."""
+        if self._death is None:
+            self._death = asyncio.create_task(self._tell_death())
+
+    async def _tell_death(self) -> None:
+        while not self.died:
+            await asyncio.sleep(LOOK_S)
+        self._flowing.set()  # those that wait find that it died
+
     def _expect_alive(self, what: str) -> None:
         if self._closed:
             raise RuntimeError(f"{what}: the engine is closed")
+        if died := self.died:
+            raise EngineDied(f"{what}: {died}")
 
     def _expect_usable(self, what: str) -> None:
         self._expect_alive(what)
         if self._asleep:
             raise RuntimeError(f"{what}: the engine is asleep: wake it first")
-        if self._broken:
-            raise EngineBroken(f"{what}: {self._broken}; commit a later version")
+        if self._dropped:
+            raise EngineBroken(f"{what}: {self._dropped}; commit a version")

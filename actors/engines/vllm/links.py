@@ -43,7 +43,8 @@ class Order:
 class Answer:
     """A message of a worker: a greeting with its number, then a `state` or `report` for each order.
 
-    A message with an order's number and neither of them says that the load has begun.
+    A message with an order's number and neither of them says that the load has begun. One with `received` says only how
+    far the worker is.
     """
 
     worker: int
@@ -54,6 +55,8 @@ class Answer:
     """Outcome of preparing."""
     report: LoadReport | None = None
     """Outcome of loading."""
+    received: int = 0
+    """Number of buckets that the worker has received since its start; 0 in all other messages."""
 
 
 class WorkerLinks:
@@ -68,7 +71,18 @@ class WorkerLinks:
         self._answers: dict[int, Answer] = {}
         self._number = 0
         self._lost: set[int] = set()
+        self._received: dict[int, int] = {}
         self._changed = asyncio.Condition()
+
+    @property
+    def num_received(self) -> int:
+        """Number of buckets that the workers have received, as far as they have told."""
+        return sum(self._received.values())
+
+    @property
+    def lost(self) -> str:
+        """The first worker whose connection broke while it was needed, in words; "" without one."""
+        return f"vLLM's worker {min(self._lost)} has ended its connection; its process died" if self._lost else ""
 
     async def listen(self) -> str:
         """Listen on a socket and return its path, to which workers connect."""
@@ -124,8 +138,8 @@ class WorkerLinks:
         self._expect_all()
 
     def _expect_all(self) -> None:
-        if self._lost:
-            raise EngineDied(f"vLLM's worker {min(self._lost)} has ended its connection; its process died")
+        if self.lost:
+            raise EngineDied(self.lost)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         worker = -1
@@ -134,6 +148,9 @@ class WorkerLinks:
                 (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
                 answer = messages.decode(await reader.readexactly(length), Answer)
                 worker = answer.worker
+                if answer.received:
+                    self._received[worker] = answer.received
+                    continue
                 async with self._changed:
                     self._writers[worker] = writer
                     if answer.number == self._number and (answer.state or answer.report):
@@ -165,6 +182,10 @@ class WorkerLink:
     def answer(self, order: Order, *, state: PrepareState | None = None, report: LoadReport | None = None) -> None:
         """Report the outcome of an order, or that its load has begun. An engine that is gone is ignored."""
         self._send(Answer(self._worker, order.number, state, report))
+
+    def tell_received(self, num_received: int) -> None:
+        """Tell how many buckets have come since the worker's start."""
+        self._send(Answer(self._worker, received=num_received))
 
     def close(self) -> None:
         """Close the socket, which ends the thread. Idempotent."""

@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 CALL_PATIENCE_S = 300.0
 """Longest wait in seconds for the engine process's answer to any call that is not a request."""
+LOOK_S = 0.2
+"""Seconds between two looks at whether the engine process lives, while it owes an answer."""
 CLOSE_PATIENCE_S = 10.0
 """Seconds that vLLM's processes get to end by themselves before they are killed."""
 
@@ -65,8 +67,9 @@ class VllmProcess:
         self._asleep: set[str] = set()
         """Kinds of memory that were given back: `weights`, `kv_cache`."""
         manager: Any = self.llm.engine_core.resources.engine_manager
-        engines = [psutil.Process(process.pid) for process in manager.processes]
-        self._processes = [*engines, *(child for engine in engines for child in engine.children(recursive=True))]
+        self._engines = [psutil.Process(process.pid) for process in manager.processes]
+        children = [child for engine in self._engines for child in engine.children(recursive=True)]
+        self._processes = [*self._engines, *children]
 
     @property
     def pids(self) -> list[int]:
@@ -109,16 +112,16 @@ class VllmProcess:
         """
         await self._bounded("pause", self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
         self.llm._run_output_handler()  # vLLM starts it with the first request, which may be on its way
-        await self.versions.drain()
+        await self._bounded("drain", self.versions.drain())
 
     async def resume(self) -> None:
         """Go on generating."""
         await self._bounded("resume", self.llm.resume_generation())
 
     async def mark(self, version: int) -> None:
-        """Count tokens that have not come in yet as `version`."""
+        """Count tokens that have not come in yet as `version`. Raises EngineDied."""
         self.llm._run_output_handler()  # vLLM starts it with the first request, and there may have been none
-        await self.versions.mark(version)
+        await self._bounded("mark", self.versions.mark(version))
 
     async def forget_keys_and_values(self) -> None:
         """Drop all keys and values computed so far: cached prefixes go, and frozen requests compute theirs anew.
@@ -143,14 +146,17 @@ class VllmProcess:
             await self._bounded("wake_up", self.llm.wake_up(sorted(wanted)))
             self._asleep -= wanted
 
-    def expect_alive(self) -> None:
-        """Raise EngineDied when the engine process is known to have died."""
-        if self.llm.errored:
-            raise EngineDied("vLLM's engine process died")
+    @property
+    def died(self) -> str:
+        """Reason why no call can be answered any more; "" while the engine process lives. It is looked at now."""
+        gone = [process.pid for process in self._engines if not _lives(process)]
+        if gone:
+            return f"vLLM's engine process died (pid {gone[0]})"
+        return "vLLM's engine process died" if self.llm.errored else ""
 
     async def end(self) -> None:
         """End all processes; those that do not end in time are killed."""
-        if not self.llm.errored:
+        if not self.died:
             try:
                 await asyncio.wait_for(self.llm.collective_rpc("headrace_close"), CLOSE_PATIENCE_S)
             except (TimeoutError, library.EngineDeadError):
@@ -170,18 +176,34 @@ class VllmProcess:
         del self.llm  # its finalizer would fail at the interpreter's end
 
     async def _bounded(self, name: str, awaitable: Any) -> Any:
+        """Return the answer. Raises EngineDied as soon as the engine process is gone: vLLM would let calls wait on."""
+        task = asyncio.ensure_future(awaitable)
+        deadline = asyncio.get_running_loop().time() + CALL_PATIENCE_S
         try:
-            return await asyncio.wait_for(awaitable, CALL_PATIENCE_S)
-        except TimeoutError:
-            raise RuntimeError(
-                f"vLLM's engine process did not answer {name!r} within {CALL_PATIENCE_S:.0f} s"
-            ) from None
+            while not task.done():
+                await asyncio.wait({task}, timeout=LOOK_S)
+                if task.done():
+                    break
+                if died := self.died:
+                    raise EngineDied(f"{died}, found at {name!r}")
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise RuntimeError(f"vLLM's engine process did not answer {name!r} within {CALL_PATIENCE_S:.0f} s")
+            return task.result()
         except library.EngineDeadError as error:
             raise EngineDied(f"vLLM's engine process died, found at {name!r}: {error}") from error
         except Exception as error:
             if type(error) is Exception:  # vLLM wraps what was raised in its process like this
                 raise RuntimeError(f"vLLM: {error}") from error
             raise
+        finally:
+            task.cancel()
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def all_of(*calls: Coroutine[Any, Any, None]) -> None:

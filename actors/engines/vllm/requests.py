@@ -27,8 +27,6 @@ class RunningRequest:
         self.submitted = False
         """Whether the request was handed to vLLM; until then it waits for the engine to go on."""
         self.aborted = asyncio.Event()
-        self.failure: Exception | None = None
-        """Error that the call raises instead of returning; None without one."""
         self.done = asyncio.Event()
 
     async def admitted(self, flowing: asyncio.Event) -> None:

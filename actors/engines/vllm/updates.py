@@ -6,15 +6,20 @@ import asyncio
 import pickle
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from ...weights.transports.protocol import ReceiverConfig, WeightTransferError, WeightUpdate
+from ..protocol import Prepared
 from .links import WorkerLinks
 from .process import CALL_PATIENCE_S, VllmProcess
 from .wire import PrepareState
 
+T = TypeVar("T")
+
 _PREPARE_TIMEOUTS = 20
-"""Number of the update's timeouts within which all workers must have a version, so that a thread that hangs shows."""
+"""Number of the update's timeouts without a bucket after which a worker's thread counts as hung."""
+_LOOK_S = 1.0
+"""Seconds between two looks at how many buckets the workers have received."""
 
 
 class WeightUpdates:
@@ -28,24 +33,39 @@ class WeightUpdates:
         self.turn = asyncio.Lock()
         """Lock that is held while a version is prepared, and by the engine while it commits one."""
         self._arriving: int | None = None
-        self._loading: int | None = None
+        self.loading: int | None = None
+        """Version that is being loaded; None when there is none."""
         self.prepared: int | None = None
         """Version that can be loaded; None when there is none."""
         self.way = ""
         """Way in which the last version was loaded: `in place`, or `layerwise: ` and the reason."""
 
-    async def prepare(self, update: WeightUpdate, current: Callable[[], int]) -> None:
+    @property
+    def num_received(self) -> int:
+        """Number of buckets that the workers have received, as far as they have told."""
+        return self._links.num_received
+
+    @property
+    def lost(self) -> str:
+        """The worker that died, in words, as far as its broken connection shows; "" without one."""
+        return self._links.lost
+
+    async def prepare(self, update: WeightUpdate, current: Callable[[], int]) -> Prepared:
         """Have the workers receive and verify `update`.
 
         When this fails or is cancelled, what has come is dropped. A version that is still arriving is given up for the
-        new one. current: returns the version that is served. Raises WeightTransferError, or ValueError naming what does
-        not fit.
+        new one. current: returns the version that is served; -1 when there is no whole one. Raises WeightTransferError,
+        or ValueError naming what does not fit.
         """
         if self._arriving is not None:
             await self.drop(self._arriving)
         async with self.turn:
-            if update.version <= current():
-                raise ValueError(f"weights: got version {update.version}, expected one above the current {current()}")
+            if update.version == current():
+                return "staged"
+            if update.version < current():
+                raise ValueError(
+                    f"weights: got version {update.version}, expected the current {current()} or a later one"
+                )
             if self._receiver_info is None:
                 raise ValueError("weights: the engine was built without a receiver")
             if not self._opened:
@@ -56,13 +76,14 @@ class WeightUpdates:
                 await self.drop(self.prepared)
             self._arriving = update.version
             try:
-                await self._receive(update)
+                prepared = await self._receive(update)
             except BaseException:
                 await asyncio.shield(self.drop(update.version))
                 raise
             finally:
                 self._arriving = None
             self.prepared = update.version
+            return prepared
 
     def expect(self, version: int) -> None:
         """Raise ValueError unless `version` is prepared."""
@@ -73,7 +94,7 @@ class WeightUpdates:
         """Forget a prepared version, or end its reception. A load that has begun is finished. Idempotent."""
         if self.prepared == version:
             self.prepared = None
-        if self._opened and version != self._loading:
+        if self._opened and version != self.loading:
             await self._process.call("headrace_drop", version)
 
     async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -82,14 +103,15 @@ class WeightUpdates:
         Raises what `meanwhile` raises, EngineDied, WeightTransferError when the version did not arrive whole, or
         RuntimeError. After the last two the model mixes two versions.
         """
-        self.prepared, self._loading = None, version
+        self.prepared, self.loading = None, version
         try:
-            async with asyncio.timeout(CALL_PATIENCE_S):
-                reports = await self._links.load(version, meanwhile)
+            reports = await self._moving(self._links.load(version, meanwhile), CALL_PATIENCE_S)
         except TimeoutError:
-            raise RuntimeError(f"weights of version {version}: not loaded within {CALL_PATIENCE_S:.0f} s") from None
+            raise RuntimeError(
+                f"weights of version {version}: not loaded, and no bucket came for {CALL_PATIENCE_S:.0f} s"
+            ) from None
         finally:
-            self._loading = None
+            self.loading = None
         failed = [report for report in reports if report.error]
         if failed:
             told = "; ".join(
@@ -103,18 +125,33 @@ class WeightUpdates:
         """Close the connections to the workers. Idempotent."""
         await self._links.close()
 
-    async def _receive(self, update: WeightUpdate) -> None:
+    async def _moving(self, work: Coroutine[Any, Any, T], bound_s: float) -> T:
+        """Return what `work` returns. Raises TimeoutError once the workers have received nothing for `bound_s`."""
+        task, received, since = asyncio.ensure_future(work), self.num_received, time.monotonic()
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=min(_LOOK_S, bound_s))
+                if self.num_received != received:
+                    received, since = self.num_received, time.monotonic()
+                elif time.monotonic() >= since + bound_s and not task.done():
+                    raise TimeoutError
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def _receive(self, update: WeightUpdate) -> Prepared:
         """Wait until all workers have received `update`, or one has failed."""
         started, timeout_s = time.perf_counter(), _PREPARE_TIMEOUTS * update.timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
-                states = await self._links.prepare(update)
+            states = await self._moving(self._links.prepare(update), timeout_s)
         except TimeoutError:
             raise WeightTransferError(
-                f"weights of version {update.version}: the workers have not finished after {timeout_s:.1f} s"
+                f"weights of version {update.version}: the workers have not finished, and no bucket came for "
+                f"{timeout_s:.1f} s"
             ) from None
         if any(state.phase == "failed" for state in states):
             raise _failure(states, update, time.perf_counter() - started)
+        return "staged" if all(state.staged for state in states) else "joined"
 
 
 def _failure(states: list[PrepareState], update: WeightUpdate, waited_s: float) -> Exception:

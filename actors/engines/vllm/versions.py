@@ -33,6 +33,8 @@ class TokenVersions:
         """core: the AsyncMPClient of an AsyncLLM whose output loop has not run yet."""
         self._version = version
         self._queue: asyncio.Queue[Any] = core.outputs_queue
+        self.num_tokens = 0
+        """Number of tokens that have come in since the start."""
         self._spans: dict[str, list[list[int]]] = {}
         """Version and number of tokens of each stretch of equal version, by request id."""
         self._next_output = core.get_output_async
@@ -78,6 +80,7 @@ class TokenVersions:
             if not outputs.passed.done():
                 outputs.passed.set_result(None)
         for output in outputs.outputs:
+            self.num_tokens += len(output.new_token_ids)
             # vLLM appends `-` and eight characters to the id that a request was submitted with.
             spans = self._spans.get(output.request_id.rpartition("-")[0])
             if spans is None or not output.new_token_ids:

@@ -18,6 +18,8 @@ class PrepareState:
 
     version: int
     phase: Literal["none", "receiving", "ready", "failed"]
+    staged: bool = False
+    """Whether the whole version is there, verified; False when it was only joined."""
     kind: Literal["", "transfer", "value"] = ""
     """Kind of the failure: `transfer` when the version did not arrive whole, `value` when it does not fit the model."""
     error: str = ""

@@ -30,6 +30,9 @@ from .loading import ModelLoader
 from .names import WeightNames
 from .wire import BACKEND, LoadReport, PrepareState
 
+TELL_EVERY_S = 0.25
+"""Seconds between two messages of a worker that say how many buckets it has received."""
+
 
 @dataclass
 class InboxInfo(library.WeightTransferInitInfo):
@@ -67,6 +70,8 @@ class StagedWeightEngine(library.WeightTransferEngine):
         self._state = PrepareState(-1, "none")
         self._begun: Callable[[], None] = lambda: None
         """Function to call once the load in progress has queued its first work."""
+        self._told = 0.0
+        """Time by `time.monotonic` of the last word on buckets received."""
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         """CUDA stream for receiving, so that it and the model's steps do not wait for each other; None on a CPU."""
 
@@ -78,7 +83,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         assert isinstance(config, ReceiverConfig)
         self._names = WeightNames(init_info.model)
         rank = self.parallel_config.rank
-        self._inbox = WeightInbox(replace(config, device=str(self.device)), rank)
+        self._inbox = WeightInbox(replace(config, device=str(self.device)), rank, on_received=self._tell_received)
         self._link = WorkerLink(init_info.link, rank, self._follow)
 
     def start_weight_update(self) -> None:
@@ -139,23 +144,32 @@ class StagedWeightEngine(library.WeightTransferEngine):
                 link.answer(order, report=self._load(order.load))
                 self.loader.look()
 
+    def _tell_received(self, num_received: int) -> None:
+        """Tell the engine how many buckets have come, at most once in TELL_EVERY_S."""
+        now = time.monotonic()
+        if self._link is not None and now >= self._told + TELL_EVERY_S:
+            self._told = now
+            self._link.tell_received(num_received)
+
     def _prepare(self, update: WeightUpdate) -> PrepareState:
         """Receive and check `update`, after dropping what was prepared before. Failures are in the state returned."""
-        state = PrepareState(update.version, "ready")
+        staged = False
         self._update, self._state = update, PrepareState(update.version, "receiving")
         try:
             inbox, names = self._opened()
             inbox.prepare(update)
-            if (staged := inbox.staged) is not None:
-                names.check(staged.named)
+            if (version := inbox.staged) is not None:
+                names.check(version.named)
+                staged = True
             if self._stream is not None:
                 self._stream.synchronize()
+            state = PrepareState(update.version, "ready", staged)
         except WeightTransferError as error:
-            state = PrepareState(update.version, "failed", "transfer", str(error))
+            state = PrepareState(update.version, "failed", kind="transfer", error=str(error))
         except ValueError as error:
-            state = PrepareState(update.version, "failed", "value", str(error))
+            state = PrepareState(update.version, "failed", kind="value", error=str(error))
         except Exception as error:  # a thread's exception would be lost, so the engine raises it
-            state = PrepareState(update.version, "failed", "transfer", f"{type(error).__name__}: {error}")
+            state = PrepareState(update.version, "failed", kind="transfer", error=f"{type(error).__name__}: {error}")
         if state.phase == "failed" and self._inbox is not None:
             self._inbox.drop(update.version)
         self._state = state

@@ -279,11 +279,46 @@ def test_a_version_that_is_not_prepared_or_does_not_rise_is_refused(subject: Sub
         with pytest.raises(ValueError, match=str(old + 2)):
             await engine.commit_weights(old + 2)
         await engine.commit_weights(old + 1)
-        with pytest.raises(ValueError, match=f"version {old + 1}.*{old + 1}"):
+        later = subject.update()
+        await engine.prepare_weights(later)
+        await engine.commit_weights(old + 2)
+        with pytest.raises(ValueError, match=f"version {old + 1}.*{old + 2}"):
             await engine.prepare_weights(update)
         with pytest.raises(ValueError):
             await engine.commit_weights(old + 1)
-        assert engine.version == old + 1
+        assert engine.version == old + 2
+
+    subject.run(main)
+
+
+def test_preparing_and_committing_the_version_that_is_served_does_nothing(subject: Subject) -> None:
+    async def main() -> None:
+        engine, old = subject.engine, subject.engine.version
+        update = subject.update()
+        assert await engine.prepare_weights(update) == "staged"
+        (running,) = await subject.begun("running")
+        first, second = await asyncio.gather(engine.commit_weights(old + 1), engine.commit_weights(old + 1))
+        assert first.version == second.version == engine.version == old + 1
+        expect_sound(await running, LONG, {old})
+        before = engine.progress
+        for _ in range(2):
+            assert await engine.prepare_weights(update) == "staged"
+            assert (await engine.commit_weights(old + 1)).load_s == 0.0
+        assert engine.progress == before, "nothing was received"
+        expect_sound(await subject.start("g", GREEDY), GREEDY, {old + 1})
+        assert engine.progress > before
+
+    subject.run(main)
+
+
+def test_progress_is_seen_while_a_request_runs(subject: Subject) -> None:
+    async def main() -> None:
+        (running,) = await subject.begun("running")
+        before = subject.engine.progress
+        while subject.engine.progress == before:
+            assert not running.done(), "no token was counted before the request's end"
+            await asyncio.sleep(0.001)
+        await running
 
     subject.run(main)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -123,8 +124,9 @@ def test_wrong_weights_are_named_and_leave_the_old_version(
         assert engine.version == 0
         assert all(torch.equal(before[name], p) for name, p in engine._model.named_parameters())
         await serve(engine, publisher, 2, scaled(folder, 2.0))
-        with pytest.raises(ValueError, match="got version 2, expected one above the current 2"):
-            await engine.prepare_weights(publisher.publish(2, scaled(folder, 2.0)))
+        await serve(engine, publisher, 3, scaled(folder, 2.0))
+        with pytest.raises(ValueError, match="got version 2, expected the current 3 or a later one"):
+            await engine.prepare_weights(replace(publisher.publish(4, scaled(folder, 2.0)), version=2))
         await engine.close()
         publisher.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import string
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from headrace.actors.environments.factory import build_environment
 from headrace.actors.environments.tool_use import ToolUse, find_call
 from headrace.actors.environments.tools import build_tools, calculator
 from headrace.actors.protocols import Prompt, Sample
+from headrace.actors.user_threads import MAX_HUNG, TooManyHang
 from headrace.tests.actors.weights.weight_updates import Publisher, receiver
 
 EOS = 0
@@ -124,7 +126,83 @@ def test_a_slow_tool_holds_up_nobody_and_is_given_up(ascii_tokenizer: Any, monke
     assert [sample.text for sample in samples] == ["done"] * 4 and time.monotonic() - started < 1.1
     monkeypatch.setattr(tool_use, "TOOL_TIMEOUT_S", 0.05)
     (sample,) = play(environment, ascii_tokenizer, ["<tool>slow: x</tool>", "{}"])
+    assert sample.text == "error: tool 'slow' did not return within 0.05 s"
+
+
+def test_hung_tools_hold_up_neither_weights_nor_the_journal_until_too_many_hang(
+    ascii_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tool_use, "TOOL_TIMEOUT_S", 0.1)
+    release, publisher = threading.Event(), Publisher(tmp_path)
+
+    def hang(arguments: str) -> str:
+        release.wait()
+        return "late"
+
+    async def main() -> None:
+        script = actor_of(ascii_tokenizer, ["<tool>hang: x</tool>", "{}"])
+        engine = ScriptedEngine(script, tokenizer=ascii_tokenizer, receiver=receiver())
+        environment, prompt = ToolUse({"hang": hang}, 2), Prompt("p", "q", "", {})
+
+        async def episodes(count: int) -> list[Sample]:
+            params = SamplingParams(n=count, max_new_tokens=200)
+            return await environment.run(prompt, engine, ascii_tokenizer, params)
+
+        samples = await episodes(MAX_HUNG)  # more than the event loop's own threads, on a small machine
+        assert {sample.text for sample in samples} == {"error: tool 'hang' did not return within 0.1 s"}
+        async with asyncio.timeout(20):
+            await engine.prepare_weights(publisher.publish(1, {"w": torch.ones(3)}))
+            await engine.commit_weights(1)
+            await asyncio.to_thread(int)  # as the journal does it
+        assert engine.version == 1
+        with pytest.raises(TooManyHang, match="tools: 16 calls hang.*tool 'hang'.*a time limit of its own"):
+            await episodes(1)
+        release.set()
+        while environment._threads.num_hung:
+            await asyncio.sleep(0.005)
+        [sample] = await episodes(1)
+        assert sample.text == "late"
+
+    try:
+        asyncio.run(main())
+    finally:
+        release.set()
+        publisher.close()
+
+
+def test_an_async_tool_is_awaited(ascii_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def search(arguments: str) -> str:
+        await asyncio.sleep(0)
+        return f"found {arguments}"
+
+    async def stuck(arguments: str) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    monkeypatch.setattr(tool_use, "TOOL_TIMEOUT_S", 0.1)
+    environment = ToolUse({"search": search, "stuck": stuck}, 3)
+    (sample,) = play(environment, ascii_tokenizer, ["<tool>search: 42</tool>", "<tool>stuck: 1</tool>", "{}"])
+    assert "<result>found 42</result>" in ascii_tokenizer.decode(sample.input_ids)
     assert sample.text == "error: TimeoutError"
+
+
+def test_a_turn_that_the_engine_refuses_fails_its_episode_alone(ascii_tokenizer: Any) -> None:
+    script = actor_of(ascii_tokenizer, ["<tool>calculator: 2</tool>", "{}"])
+
+    class Refusing(ScriptedEngine):
+        async def generate(self, request_id: str, *args: Any) -> Any:
+            if request_id == "p.1/1":
+                raise ValueError("request 'p.1/1': 300 tokens of prompt and 200 more exceed the context of 256")
+            return await super().generate(request_id, *args)
+
+    async def main() -> list[Sample]:
+        engine = Refusing(script, tokenizer=ascii_tokenizer)
+        environment, params = ToolUse({"calculator": calculator}, 2), SamplingParams(n=3, max_new_tokens=200)
+        return await environment.run(Prompt("p", "q", "", {}), engine, ascii_tokenizer, params)
+
+    good, bad, other = asyncio.run(main())
+    assert (good.text, other.text, good.error, other.error) == ("2", "2", "", "")
+    assert bad.finish_reason == "error" and "exceed the context" in bad.error and len(bad.input_ids) > 1
 
 
 def test_calls_are_found_at_the_end_only() -> None:

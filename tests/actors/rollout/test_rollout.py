@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from headrace.actors.engines.config import RolloutConfig
 from headrace.actors.engines.hf.engine import HfEngine
-from headrace.actors.engines.protocol import SamplingParams
+from headrace.actors.engines.protocol import EngineDied, SamplingParams
 from headrace.actors.engines.router import LeftOut
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.environments.factory import build_environment
@@ -60,7 +61,9 @@ def right_then_wrong(tokenizer: Any) -> Any:
     return script
 
 
-def worker(engine: Any, tokenizer: Any, client: Any, rewards: Rubric | None = None) -> RolloutWorker:
+def worker(
+    engine: Any, tokenizer: Any, client: Any, rewards: Rubric | None = None, reward_timeout_s: float = 60.0
+) -> RolloutWorker:
     return RolloutWorker(
         engine=engine,
         environment=SingleTurn(),
@@ -69,6 +72,7 @@ def worker(engine: Any, tokenizer: Any, client: Any, rewards: Rubric | None = No
         prompts=PromptStream(TaskSource("reverse", held_out=False)),
         held_out=PromptStream(TaskSource("reverse", held_out=True), shuffle=False, uid_prefix="val-"),
         client=client,
+        reward_timeout_s=reward_timeout_s,
     )
 
 
@@ -391,3 +395,84 @@ def test_stop_texts_stay_in_the_response_and_stop_tokens_do_not(tokenizer: Any) 
         assert cut[0].text == stop and cut[0].finish_reason == "stop" and cut[0].input_ids[-1] != EOS
 
     asyncio.run(run())
+
+
+# ---------------------------------------------------------------- rewards that hang, episodes that fail
+
+
+def test_a_reward_that_hangs_fails_its_row_and_no_other(tokenizer: Any) -> None:
+    release = threading.Event()
+
+    def judge(prompt: Prompt, response: str, finish_reason: str) -> float:
+        if prompt.uid.endswith("1") and not release.is_set():
+            release.wait()
+        return 1.0
+
+    async def run() -> Any:
+        engine, client = ScriptedEngine(right_then_wrong(tokenizer)), FakeClient()
+        rollouts = worker(engine, tokenizer, client, rubric(("judge", judge, 1.0)), reward_timeout_s=0.2)
+        report = await rollouts.rollout([0, 1, 2], PARTITION, SamplingParams(n=1, max_new_tokens=12))
+        async with asyncio.timeout(20):
+            await asyncio.to_thread(int)
+        return report, client.puts
+
+    try:
+        report, puts = asyncio.run(run())
+    finally:
+        release.set()
+    valid = {key: flag for keys, _, tags in puts for key, flag in zip(keys, tags["valid"].tolist(), strict=True)}
+    assert (report.rows, report.failed) == (3, 1) and sorted(valid.values()) == [0.0, 1.0, 1.0]
+    assert valid["1.0"] == 0.0
+    assert report.first_error == "prompt '1': reward 'judge' did not return within reward.timeout_s=0.2 s"
+
+
+def test_slow_rewards_of_many_rows_do_not_add_up_to_the_bound_of_one(tokenizer: Any) -> None:
+    def judge(prompt: Prompt, response: str, finish_reason: str) -> float:
+        time.sleep(0.1)
+        return 1.0
+
+    async def run() -> Any:
+        engine = ScriptedEngine(right_then_wrong(tokenizer))
+        rollouts = worker(engine, tokenizer, FakeClient(), rubric(("judge", judge, 1.0)), reward_timeout_s=0.6)
+        return await rollouts.rollout([0], PARTITION, SamplingParams(n=10, max_new_tokens=12))
+
+    assert asyncio.run(run()).failed == 0
+
+
+@pytest.mark.parametrize("error", [ValueError("the prompt exceeds the context"), FloatingPointError("not finite")])
+def test_an_episode_that_fails_makes_failed_rows_of_its_group(tokenizer: Any, error: Exception) -> None:
+    class Failing(ScriptedEngine):
+        async def generate(self, request_id: str, *args: Any) -> Any:
+            if request_id == "1":
+                raise error
+            return await super().generate(request_id, *args)
+
+    async def run() -> Any:
+        engine, client = Failing(right_then_wrong(tokenizer), version=4), FakeClient()
+        report = await worker(engine, tokenizer, client).rollout(
+            [0, 1], PARTITION, SamplingParams(n=2, max_new_tokens=12)
+        )
+        return report, client
+
+    report, client = asyncio.run(run())
+    assert (report.rows, report.failed) == (4, 2)
+    assert report.first_error == f"prompt '1': the episode failed: {type(error).__name__}: {error}"
+    rows = {
+        key: (valid, length)
+        for keys, _, tags in client.puts
+        for key, valid, length in zip(keys, tags["valid"].tolist(), tags["response_length"].tolist(), strict=True)
+    }
+    assert rows["1.0"] == rows["1.1"] == (0.0, 0.0) and rows["0.0"][0] == 1.0 and client.versions == [4] * 4
+
+
+def test_an_engine_that_died_is_no_failed_row(tokenizer: Any) -> None:
+    class Dead(ScriptedEngine):
+        async def generate(self, request_id: str, *args: Any) -> Any:
+            raise EngineDied("its process is gone")
+
+    async def run() -> None:
+        engine = Dead(right_then_wrong(tokenizer))
+        await worker(engine, tokenizer, FakeClient()).rollout([0], PARTITION, SamplingParams(n=2, max_new_tokens=12))
+
+    with pytest.raises(EngineDied):
+        asyncio.run(run())

@@ -59,7 +59,7 @@ class Subject:
         """Log-probs are those of the model as it is now, temperature, top-k and top-p applied."""
         params = params or SamplingParams()
         for one in completions:
-            np.testing.assert_allclose(one.logprobs, self.logprobs(prompt, one.token_ids, params), atol=1e-3)
+            np.testing.assert_allclose(one.logprobs, self.logprobs(prompt, one.token_ids, params), atol=3e-3)
 
     def logprobs(self, prompt: list[int], response: np.ndarray, params: SamplingParams) -> np.ndarray:
         ids = torch.tensor([[*prompt, *response.tolist()]])

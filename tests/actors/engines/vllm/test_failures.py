@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -53,9 +54,9 @@ def test_without_staging_weights_arrive_during_the_commit(unstaged: Subject) -> 
     unstaged.run(main())
 
 
-@pytest.mark.parametrize("loss", ["withdrawn", "incomplete"])
-def test_an_engine_whose_load_broke_off_serves_nothing_until_a_whole_version_comes(
-    unstaged: Subject, tmp_path: Path, loss: str
+@pytest.mark.parametrize(("loss", "again"), [("withdrawn", 2), ("incomplete", 1)])
+def test_requests_of_an_engine_whose_load_broke_off_wait_until_a_whole_version_comes(
+    unstaged: Subject, tmp_path: Path, loss: str, again: int
 ) -> None:
     async def main() -> None:
         engine, old = unstaged.engine, unstaged.engine.version
@@ -70,18 +71,21 @@ def test_an_engine_whose_load_broke_off_serves_nothing_until_a_whole_version_com
         await asyncio.sleep(0.02)
         with pytest.raises(WeightTransferError if loss == "withdrawn" else EngineBroken, match=f"version {old + 1}"):
             await engine.commit_weights(old + 1, "keep")
-        with pytest.raises(EngineBroken, match=f"version {old + 1} was not loaded whole"):
-            await running
-        with pytest.raises(EngineBroken, match="commit a later version"):
-            await engine.generate("next", PROMPT, SHORT)
+        waiting = asyncio.create_task(engine.generate("next", PROMPT, SHORT))
+        newest = engine.tokens_of_newest()
+        await asyncio.sleep(0.2)
+        assert not running.done() and not waiting.done() and engine.tokens_of_newest() == newest
         assert engine.version == old
         publisher.close()
-        update = unstaged.publisher.publish(old + 2, unstaged.weights())
+        update = unstaged.publisher.publish(old + again, unstaged.weights())
         await engine.prepare_weights(update)
-        await engine.commit_weights(old + 2)
-        completions = await engine.generate("healed", PROMPT, SHORT)
-        unstaged.expect_logprobs(PROMPT, completions)
-        assert all((one.versions == old + 2).all() for one in completions)
+        await engine.commit_weights(old + again)
+        for completions in (await waiting, await engine.generate("healed", PROMPT, SHORT)):
+            unstaged.expect_logprobs(PROMPT, completions)
+            assert all((one.versions == old + again).all() for one in completions)
+        kept = await running
+        assert {one.finish_reason for one in kept} <= {"stop", "length"}
+        assert set(np.concatenate([one.versions for one in kept]).tolist()) == {old, old + again}
 
     unstaged.run(main())
 
@@ -150,6 +154,44 @@ def test_an_engine_without_receiver_takes_no_weights_and_one_that_dies_says_so(
         await engine.close()
         with pytest.raises(RuntimeError, match="closed"):
             await engine.generate("late", PROMPT, SHORT)
+        assert not any(psutil.pid_exists(pid) for pid in engine.pids)
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+    publisher.close()
+
+
+def test_an_engine_whose_process_is_killed_while_nothing_runs_is_found_at_once(
+    tmp_path: Path, unstaged: Subject
+) -> None:
+    publisher = Publisher(tmp_path)
+
+    async def main() -> None:
+        engine = build(unstaged.model_folder)
+        try:
+            update = publisher.publish(1, unstaged.weights())
+            await engine.prepare_weights(update)
+            await engine.pause()
+            held = asyncio.create_task(engine.generate("held", PROMPT, SHORT))
+            await asyncio.sleep(0.05)
+            assert not engine.died
+            [core] = [pid for pid in engine.pids if "EngineCore" in psutil.Process(pid).name()]
+            os.kill(core, signal.SIGKILL)
+            async with asyncio.timeout(10):
+                with pytest.raises(EngineDied, match="'held': vLLM's engine process died"):
+                    await held
+            assert "died" in engine.died
+            for call in (
+                lambda: engine.generate("late", PROMPT, SHORT),
+                lambda: engine.prepare_weights(update),
+                lambda: engine.commit_weights(1),
+                lambda: engine.drop_weights(1),
+                lambda: engine.reset_prefix_cache(),
+            ):
+                async with asyncio.timeout(5):
+                    with pytest.raises(EngineDied, match="vLLM's engine process died"):
+                        await call()
+        finally:
+            await engine.close()
         assert not any(psutil.pid_exists(pid) for pid in engine.pids)
 
     asyncio.run(asyncio.wait_for(main(), 120))

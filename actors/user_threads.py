@@ -1,0 +1,123 @@
+"""Runs functions that users wrote, tools and rewards, in threads of their own, and gives up those that do not return.
+
+Python cannot end a thread. A call that is given up keeps its thread until it returns, if ever, but no place in the
+pool, so that others go on; when too many hang, the next one is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+MAX_HUNG = 16
+"""Largest number of calls that may hang at the same time; each of them may take a core's share from this process."""
+
+
+class TooManyHang(RuntimeError):
+    """More calls of users' functions hang than a process bears: the message names the last one and its seconds."""
+
+
+class UserThreads:
+    """A pool of daemon threads, one for each call. It belongs to one event loop."""
+
+    def __init__(self, what: str, num_threads: int) -> None:
+        """what: kind of the functions, plural, for errors. num_threads: most calls that run at the same time."""
+        self._what = what
+        self._places = asyncio.Semaphore(num_threads)
+        self._lock = threading.Lock()
+        self._num_hung = 0
+
+    @property
+    def num_hung(self) -> int:
+        """Number of calls that were given up and have not returned."""
+        return self._num_hung
+
+    async def call(
+        self, name: str, function: Callable[[], T], timeout_s: float, since: Callable[[], float] | None = None
+    ) -> T:
+        """Return what `function` returns, or raise what it raises.
+
+        since: returns the `time.monotonic` from which `timeout_s` counts, when the function does several pieces of work
+        in turn; None counts from its start. name: names the function in errors. Raises TimeoutError when it takes
+        longer, TooManyHang when too many earlier calls have not returned.
+        """
+        async with self._places:
+            if self._num_hung >= MAX_HUNG:
+                raise TooManyHang(
+                    f"{self._what}: {self._num_hung} calls hang, each for longer than its bound of {timeout_s:g} s, "
+                    f"and keep a thread each; the next was to be {name}: give the function a time limit of its own"
+                )
+            loop, started = asyncio.get_running_loop(), time.monotonic()
+            result: asyncio.Future[T] = loop.create_future()
+            call = _Call(function, loop, result, self._returned)
+            threading.Thread(target=call.run, name=f"headrace-{self._what}", daemon=True).start()
+            try:
+                while not result.done():
+                    left_s = (started if since is None else max(started, since())) + timeout_s - time.monotonic()
+                    if left_s <= 0.0:
+                        raise TimeoutError(f"{name} did not return within {timeout_s:g} s")
+                    await asyncio.wait({result}, timeout=left_s)
+                return result.result()
+            finally:
+                if not result.done():  # given up, or cancelled
+                    result.cancel()
+                    with self._lock:
+                        self._num_hung += call.give_up()
+
+    def _returned(self) -> None:
+        with self._lock:
+            self._num_hung -= 1
+
+
+class _Call(Generic[T]):
+    """One call in its thread."""
+
+    def __init__(
+        self,
+        function: Callable[[], T],
+        loop: asyncio.AbstractEventLoop,
+        result: asyncio.Future[T],
+        returned: Callable[[], None],
+    ) -> None:
+        """returned: is called by the thread when a call that was given up has returned."""
+        self._function = function
+        self._loop = loop
+        self._result = result
+        self._returned = returned
+        self._lock = threading.Lock()
+        self._over = False
+        self._given_up = False
+
+    def run(self) -> None:
+        settle: Callable[[], None]
+        try:
+            settle = partial(self._result.set_result, self._function())
+        except BaseException as raised:  # the caller raises it
+            error = raised if isinstance(raised, Exception) else RuntimeError(f"{type(raised).__name__}: {raised}")
+            settle = partial(self._result.set_exception, error)
+        with self._lock:
+            self._over = True
+            given_up = self._given_up
+        if given_up:
+            self._returned()
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._settle, settle)
+        except RuntimeError:
+            return  # the loop was closed
+
+    def give_up(self) -> bool:
+        """Wait for the function no longer; returns whether it still runs."""
+        with self._lock:
+            self._given_up = not self._over
+            return self._given_up
+
+    def _settle(self, settle: Callable[[], None]) -> None:
+        if not self._result.done():
+            settle()

@@ -1,0 +1,166 @@
+"""Weight sync as the driver leads it: direct engines that fail, a trainer that dies, requests that run for long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.actors.engines.scripted import ScriptedEngine
+from headrace.actors.weights.transports.protocol import WeightTransferError
+from headrace.tests.trainers.grpo.sync_world import DirectEngine, World, world
+from headrace.trainers.cluster.calls import ActorFailed
+from headrace.trainers.cluster.engine_pool import NoEngineLeft
+from headrace.trainers.grpo import weight_sync
+from headrace.trainers.grpo.rollout_pool import RolloutPool
+
+
+def test_a_direct_update_that_fails_in_the_middle_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    with world(monkeypatch, [DirectEngine, DirectEngine]) as it:
+        it.hosted[0].damage = 1
+        report = it.sync.sync(1)
+        assert (report.engines, report.left_out) == (2, 0)
+        it.expect(1, 1.0)
+
+
+def test_an_engine_that_fails_twice_is_left_out_and_the_others_have_the_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with world(monkeypatch, [DirectEngine, DirectEngine, ScriptedEngine]) as it:
+        it.hosted[0].damage = 2
+        report = it.sync.sync(1)
+        assert (report.engines, report.left_out) == (2, 1)
+        first, *others = it.pool.engines
+        assert "damaged" in first.left_out and first.broken and [engine.version for engine in others] == [1, 1]
+        it.trainer.scale = 2.0
+        assert it.sync.sync(2).engines == 3, "it answers, and takes part again"
+        it.expect(2, 2.0)
+
+
+def test_engines_that_only_joined_are_not_lost_with_one_that_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    with world(monkeypatch, [DirectEngine, DirectEngine]) as it:
+
+        async def refuse(update: Any) -> Any:
+            raise WeightTransferError("no way to the sender")
+
+        it.hosted[0].prepare_weights = refuse
+        report = it.sync.sync(1)
+        assert (report.engines, report.left_out) == (1, 1)
+        assert it.pool.engines[1].version == it.hosted[1].version == 1
+        assert "no way to the sender" in it.pool.engines[0].left_out
+
+
+def test_who_is_blamed_for_a_lost_broadcast_is_left_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with world(monkeypatch, [DirectEngine, DirectEngine]) as it:
+        send, culprit = it.trainer.send_weights, it.pool.engines[1].name
+
+        def broken(update: Any) -> Any:
+            send(update)
+            if any(group.engine == culprit for group in update.receivers):
+                error = WeightTransferError(f"weights: {culprit} is lost")
+                error.engines = (culprit,)
+                raise error
+
+        it.trainer.send_weights = broken
+        for hosted in it.hosted:
+            hosted.damage = 1  # a broadcast that one receiver loses is lost to all
+        it.hosted[1].damage = 2
+        assert it.sync.sync(1).engines == 1
+        first, second = it.pool.engines
+        assert first.version == 1 and not first.broken and not first.left_out
+        assert second.left_out and second.broken
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "wait"])
+def test_a_trainer_that_dies_in_a_direct_update_leaves_engines_whose_requests_wait_for_the_next_version(
+    monkeypatch: pytest.MonkeyPatch, in_flight: str
+) -> None:
+    with world(monkeypatch, [DirectEngine, DirectEngine], latency_s=0.4, in_flight=in_flight) as it:
+        it.sync.sync(1)
+        it.trainer.on_weight = lambda name: _die_at(it, name)
+        running = it.request(0, "running")
+        with pytest.raises(ActorFailed) as failure:
+            it.sync.sync(2)
+        assert failure.value.died
+        assert [engine.broken for engine in it.pool.engines] == [True, True]
+        late = it.request(1, "late")
+        it.restart_trainer()
+        it.trainer.scale = 3.0
+        assert not late.done() and (in_flight == "wait" or not running.done())
+        pool = RolloutPool(
+            SimpleNamespace(engines=it.pool, rollouts=[]),  # pyright: ignore[reportArgumentType]
+            it.sync,
+            _Stages(),  # pyright: ignore[reportArgumentType]
+            5.0,
+        )
+        pool.mend(1)
+        it.expect(1, 3.0)
+        for answer in (running, late):
+            [completion] = answer.result(10)
+            assert completion.finish_reason == "stop" and set(completion.versions.tolist()) == {1}
+
+
+class _Stuck(ScriptedEngine):
+    """Makes no token."""
+
+    progress = 0  # pyright: ignore[reportAssignmentType]
+
+
+class _Stages:
+    def timed(self, *args: Any) -> Any:
+        return threading.Lock()
+
+
+def _die_at(it: World, name: str) -> None:
+    """End the trainer's process while the engines load."""
+    if name == "v":
+        deadline = time.monotonic() + 10.0
+        while not all(hosted.partial for hosted in it.hosted):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        it.trainer.kill()
+        it.trainer._publisher._sender.close()
+        raise SystemExit
+
+
+# ---------------------------------------------------------------- requests that run for long
+
+
+@pytest.mark.parametrize("kind", [ScriptedEngine, DirectEngine])
+def test_wait_waits_for_requests_as_long_as_they_get_on(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    monkeypatch.setattr(weight_sync, "MARGIN_S", 0.2)
+    with world(monkeypatch, [kind], latency_s=2.5, timeout_s=0.4, in_flight="wait") as it:
+        running = it.request(0, "long")
+        report = it.sync.sync(1)
+        assert running.done() and report.engines == 1 and report.pause_s > 1.0
+        it.expect(1, 1.0)
+
+
+def test_an_engine_whose_requests_stand_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_sync, "MARGIN_S", 0.2)
+    monkeypatch.setattr(weight_sync, "HEALTH_S", 0.5)
+    with world(monkeypatch, [_Stuck, ScriptedEngine], latency_s=60.0, timeout_s=0.4, in_flight="wait") as it:
+        it.request(0, "stuck")
+        started = time.monotonic()
+        report = it.sync.sync(1)
+        assert (report.engines, report.left_out) == (1, 1) and time.monotonic() - started < 30
+        assert "no progress" in it.pool.engines[0].left_out
+
+
+# ---------------------------------------------------------------- who died
+
+
+def test_an_engine_that_died_within_a_living_actor_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    with world(monkeypatch, [ScriptedEngine, ScriptedEngine]) as it:
+        it.hosted[0].died = "its process is gone"
+        it.pool.leave_out(it.pool.engines[0], "a router found it dead")
+        assert it.sync.sync(1).engines == 1
+        assert it.pool.engines[0].dead and not it.pool.engines[1].dead
+        it.hosted[1].died = "its process is gone, too"
+        with pytest.raises(NoEngineLeft):
+            it.pool.leave_out(it.pool.engines[1], "died")
+            it.sync.sync(2)
+        assert it.pool.engines[1].dead
