@@ -1,6 +1,7 @@
 """The command `headrace`: train, simulate, replay, doctor, report and bench.
 
-Exit codes: 0 done, 1 failed, 2 the user's mistake (one sentence each, no traceback), 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 the user's mistake (one sentence each, no traceback), 130 interrupted (Ctrl-C), 143
+terminated (SIGTERM).
 Heavy packages (torch, ray, transformers, matplotlib) are imported by the commands that need them, once they need them.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import shlex
 import signal
 import sys
@@ -31,7 +33,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .trainers.config.config import Config
 
-DONE, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, MISTAKE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
 _EPILOG = """examples:
   headrace doctor
@@ -63,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _mistake(error.problems)
     except (UserError, MissingExtra) as error:
         return _mistake([str(error)])
+    except _Terminated:
+        print("headrace: terminated", file=sys.stderr)
+        return TERMINATED
     except KeyboardInterrupt:
         print("headrace: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -78,6 +83,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from .trainers.config.load import load_config
     from .trainers.simulation.config import simulation_section
 
+    _import_from_here()
     config = load_config(arguments.config, arguments.overrides, of_old_run=arguments.resume)
     simulation_section(config)  # a run reads none of it, but a mistake there is told at once
     if arguments.resume and config.run.dir is None:
@@ -85,11 +91,13 @@ def _train(arguments: argparse.Namespace) -> int:
     config = with_run_dir(config)
     if arguments.dry_run:
         from .trainers.run.dry_run import describe
-        from .trainers.run.extras import check_extras
+        from .trainers.run.preflight import check_start
 
-        check_extras(config)
+        left = check_start(config, resume=arguments.resume)
         print(resolved_yaml(config))
         print(describe(config))
+        for line in left:
+            print(f"not checked: {line}")
         return DONE
     from .trainers.run.launch import run_training
 
@@ -134,6 +142,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     from .trainers.run.rollout_replay import replay_rollouts, write_replay
 
+    _import_from_here()
     folder: Path = arguments.run_dir
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder}: no config.yaml there, expected a run folder")
@@ -346,10 +355,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.print_help(sys.stderr)
         parser.exit(MISTAKE)
     arguments, rest = parser.parse_known_args(argv)
-    # argparse treats overrides behind an option as unknown arguments.
-    if arguments.command in (_train, _simulate) and all("=" in word and not word.startswith("-") for word in rest):
-        arguments.overrides = [*arguments.overrides, *rest]
-    elif arguments.command in (_gpu_train, _gpu_weights):
+    # argparse treats overrides behind an option as unknown arguments. A malformed one is refused where all are read.
+    if arguments.command in (_train, _simulate):
+        arguments.overrides = [*arguments.overrides, *(word for word in rest if not word.startswith("-"))]
+        rest = [word for word in rest if word.startswith("-")]
+    if arguments.command in (_gpu_train, _gpu_weights):
         arguments.rest = rest
     elif rest:
         overrides = "; overrides are written key.sub=value, without dashes" if hasattr(arguments, "overrides") else ""
@@ -493,14 +503,25 @@ def _failure(error: Exception) -> int:
     return FAILED
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, by which schedulers and containers end a process."""
+
+
 def _stop_on_sigterm() -> None:
     """Let SIGTERM unwind like Ctrl-C, so that the run ends its processes and removes its files."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, _terminate)
 
 
-def _interrupt(_signum: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _terminate(_signum: int, _frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+def _import_from_here() -> None:
+    """Let rewards, tools and samplers be imported from the working folder, as the run's actors import them."""
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
 
 
 if __name__ == "__main__":

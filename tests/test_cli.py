@@ -43,7 +43,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 @pytest.fixture
 def config(tmp_path: Path) -> str:
     path = tmp_path / "run.yaml"
-    path.write_text("algorithm: {steps: 2}\n")
+    path.write_text("algorithm: {steps: 2}\ndata: {max_prompt_tokens: 16}\nrollout: {max_new_tokens: 8}\n")
     return str(path)
 
 
@@ -84,6 +84,8 @@ def test_a_second_run_in_the_folder_exits_2(
         (["--resume"], "--resume: run.dir is not set"),
         (["--dp=3"], "unknown argument '--dp=3'"),
         (["trainer.lr", "--dry-run"], "expected key.sub=value"),
+        (["--dry-run", "run.dir=runs/dry", "trainer.lr"], "headrace: override 'trainer.lr': expected key.sub=value"),
+        (["--dry-run", "run.dir=runs/dry", "--lr=3", "trainer.lr"], "unknown argument '--lr=3'"),
     ],
 )
 def test_mistakes_exit_2_with_a_sentence(
@@ -197,5 +199,5 @@ def test_sigterm_unwinds_the_run(config: str, tmp_path: Path) -> None:
         start = time.monotonic()
         os.kill(process.pid, signal.SIGTERM)
         assert process.stdout.read() == "cleaned up\n"
-        assert process.wait(timeout=20) == 130
+        assert process.wait(timeout=20) == 143
         assert time.monotonic() - start < 20

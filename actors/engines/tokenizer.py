@@ -8,6 +8,10 @@ from typing import Any
 
 import numpy as np
 
+_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
+_SUFFIXES = (".model", ".tiktoken")
+"""Beginnings and ends of the names of tokenizers' files."""
+
 
 def load_tokenizer(path: str) -> Any:
     """Load the Hugging Face tokenizer of a local folder or hub id. Raises ValueError in one sentence."""
@@ -15,12 +19,18 @@ def load_tokenizer(path: str) -> Any:
 
     folder = Path(path).expanduser()
     if not folder.is_dir() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
-        raise ValueError(f"tokenizer: got {path!r}, expected a folder that exists or a hub id (organisation/name)")
+        raise ValueError(f"model.path: got {path!r}, expected a folder that exists or a hub id (organisation/name)")
+    expected = "expected a model whose tokenizer can be loaded"
+    # transformers makes an empty tokenizer of a config.json that has no tokenizer beside it.
+    if folder.is_dir() and not any(
+        path.name.startswith(_FILES) or path.suffix in _SUFFIXES for path in folder.iterdir()
+    ):
+        raise ValueError(f"model.path: got {path!r}, {expected}: its folder has no tokenizer.json or the like")
     try:
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"tokenizer: {path!r} has none that can be loaded: {reason}") from error
+    except Exception as error:  # a damaged file makes the libraries below raise whatever they like
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"model.path: got {path!r}, {expected}: {reason}") from error
 
 
 def encode_prompts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:

@@ -78,14 +78,14 @@ def build_tools(names: Sequence[str]) -> dict[str, Tool]:
     for entry in names:
         name = entry.rpartition(":")[2]
         if name in tools:
-            raise ValueError(f"environment.tools: {name!r} is given twice")
+            raise ValueError(f"rollout.tools: {name!r} is given twice")
         if ":" in entry:
-            tools[name] = import_object(entry, "environment.tools")
+            tools[name] = import_object(entry, "rollout.tools")
         elif entry in TOOLS:
             tools[name] = TOOLS[entry]
         else:
             raise ValueError(
-                f"environment.tools: got {entry!r}, expected one of {', '.join(TOOLS)} or an import path "
+                f"rollout.tools: got {entry!r}, expected one of {', '.join(TOOLS)} or an import path "
                 f"'package.module:function'"
             )
     return tools

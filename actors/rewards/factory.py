@@ -32,6 +32,16 @@ def build_rubric(functions: Sequence[RewardFunctionConfig], tagged: Collection[s
     )
 
 
+def check_rewards(functions: Sequence[RewardFunctionConfig]) -> None:
+    """Raise as `build_rubric` does for mistakes, without building users' own classes, which may load a model."""
+    for config in functions:
+        if config.kind in BUILT_REWARDS:
+            build_reward(config)
+        else:
+            target = _target(config.kind)
+            _check_options(config.kind, target, dict(config.options), inspect.isclass(target))
+
+
 def build_reward(config: RewardFunctionConfig) -> Reward:
     """Build one reward. Raises like `build_rubric`."""
     target = _target(config.kind)

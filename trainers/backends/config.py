@@ -89,9 +89,10 @@ class BackendConfig:
     scripted: ScriptedConfig = ScriptedConfig()
     total_steps: int = 0
     """Step at which the schedules cosine and linear reach 0; `constant` does not need it."""
-    prev: Literal["rollout", "recompute"] = "rollout"
+    prev: Literal["rollout", "recompute", "train_pass"] = "rollout"
     """Source of the log-probs in the denominator of the ratio. `rollout` means the engine's; `recompute` means the
-    column `prev_logprobs`, which is written before the step."""
+    column `prev_logprobs`, which is written before the step; `train_pass` means those of the pass that trains, which
+    are the same as long as rows are trained on in one optimizer step."""
     with_reference: bool = False
     """Whether a frozen copy of the initial weights is kept for `logprobs(reference=True)`."""
     entropy: bool = False

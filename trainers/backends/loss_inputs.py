@@ -35,7 +35,10 @@ def loss_inputs(
 
     loss = config.loss
     rollout = column("rollout_logprobs", "every step")
-    recompute = config.prev == "recompute"
+    if config.prev == "recompute":
+        prev = column("prev_logprobs", "prev = 'recompute'")
+    else:
+        prev = rollout if config.prev == "rollout" else logprobs.detach()
     groups = None
     if loss.aggregation == "prompt":
         if micro.group_tokens is None:
@@ -43,7 +46,7 @@ def loss_inputs(
         groups = torch.from_numpy(micro.group_tokens).to(device)
     return LossInputs(
         logprobs=logprobs,
-        prev_logprobs=column("prev_logprobs", "algorithm.prev_logprobs = 'recompute'") if recompute else rollout,
+        prev_logprobs=prev,
         rollout_logprobs=rollout,
         ref_logprobs=column("ref_logprobs", "loss.kl_coef") if loss.kl_coef > 0 else None,
         advantages=torch.tensor(micro.advantages, device=device)[row_ids],

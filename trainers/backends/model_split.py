@@ -42,6 +42,11 @@ def check_split(trainer: TrainerConfig, model: Any) -> None:
     if trainer.backend == "scripted":  # it has no model
         return
     kind = getattr(model, "model_type", None)
+    if trainer.backend == "megatron" and kind not in (None, *MODEL_TYPES):
+        raise ValueError(
+            f"trainer.backend: got 'megatron', expected 'fsdp' for a model of type {kind!r}, because megatron trains "
+            f"only models of the types {', '.join(MODEL_TYPES)}"
+        )
     if trainer.backend == "fsdp" and trainer.tp > 1 and kind not in (None, *MODEL_TYPES):
         raise ValueError(
             f"trainer.tp: got {trainer.tp}, expected 1 for a model of type {kind!r}, because only models of the types "

@@ -86,7 +86,8 @@ def model_config(config: Config) -> dict[str, Any]:
 
 
 def check_model(config: Config) -> None:
-    """Raise UserError when the longest row exceeds the model's context, or the train mesh cannot split the model.
+    """Raise UserError when the longest row exceeds the model's context, or the train mesh or an engine's processes
+    cannot split the model.
 
     A model whose config is not on this machine is not checked here; its backend checks it when it starts.
     """
@@ -95,6 +96,9 @@ def check_model(config: Config) -> None:
         check_split(config.trainer, SimpleNamespace(**model))
     except ValueError as error:
         raise UserError(str(error)) from None
+    tp, heads = config.rollout.tp, model.get("num_attention_heads")
+    if config.rollout.engine == "vllm" and heads and heads % tp:
+        raise UserError(f"rollout.tp: got {tp}, expected a divisor of the model's num_attention_heads = {heads}")
     context = model.get("max_position_embeddings")
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if context is not None and longest > context:

@@ -253,7 +253,7 @@ def backend_config(config: Config, model: str) -> BackendConfig:
         loss,
         config.scripted,
         total_steps=config.algorithm.steps,
-        prev=config.algorithm.prev_logprobs,
+        prev="train_pass" if config.algorithm.prev_logprobs == "recompute" else "rollout",
         with_reference=config.with_reference,
     )
 

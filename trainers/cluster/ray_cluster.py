@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,7 +61,7 @@ class Cluster:
             # Ray's processes read these: else it sends usage reports and warns about accelerators that it did not find.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            with any_agent_port():
+            with any_agent_port(), _own_signal_handlers():
                 ray.init(
                     address="local",
                     num_cpus=num_cpus or max(os.cpu_count() or 1, demand.cpus),
@@ -68,7 +70,8 @@ class Cluster:
                     **quiet,
                 )
         else:
-            ray.init(address=address, **quiet)
+            with _own_signal_handlers():
+                ray.init(address=address, **quiet)
             self._check(demand)
         self._started = set(psutil.Process().children()) - before if self.owned else set()
         self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
@@ -77,7 +80,8 @@ class Cluster:
     def _check(self, demand: Demand) -> None:
         free = ray.available_resources().get("CPU", 0.0)
         if free < demand.cpus:
-            ray.shutdown()
+            with _own_signal_handlers():
+                ray.shutdown()
             raise UserError(
                 f"resources.ray_address: that Ray cluster has {free:g} free CPUs, expected at least {demand.cpus}: "
                 f"{demand} need a logical CPU each"
@@ -88,7 +92,8 @@ class Cluster:
         if not ray.is_initialized():
             return
         started = [process for root in self._started for process in _family(root)]
-        ray.shutdown()
+        with _own_signal_handlers():
+            ray.shutdown()
         _, alive = psutil.wait_procs(started, timeout=10)
         for process in alive:
             process.kill()
@@ -108,6 +113,25 @@ def any_agent_port() -> Iterator[None]:
         yield
     finally:
         parameter.RayParams = original
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Have SIGTERM and SIGINT handled afterwards as before.
+
+    Ray installs handlers of its own, in Python and in C++, where SIGTERM aborts the process, and takes them away again
+    when it ends.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # else it was not installed from Python
+                signal.signal(number, handler)
 
 
 def _family(root: psutil.Process) -> list[psutil.Process]:

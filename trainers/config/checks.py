@@ -17,7 +17,7 @@ WHOLE_STEP_ADVANTAGES = ("gdpo", "reinforce_pp")
 ROLLOUT_ROW_BYTES = 64
 """Number of bytes of a row's version_spans, which are a few pairs (first token, version) of int32."""
 LOGPROB_BYTES = 4
-"""Number of bytes of a token in each column that the train workers write back."""
+"""Number of bytes of a token in the column that the train workers write back."""
 
 
 def contradictions(config: Config) -> list[str]:
@@ -27,9 +27,8 @@ def contradictions(config: Config) -> list[str]:
 
 def step_bytes(config: Config) -> int:
     """Return the number of bytes that a step's rows take in the store when every row has its largest length."""
-    columns = (config.algorithm.prev_logprobs == "recompute") + config.with_reference
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    row = longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * columns) + ROLLOUT_ROW_BYTES
+    row = longest * (ROLLOUT_TOKEN_BYTES + LOGPROB_BYTES * config.with_reference) + ROLLOUT_ROW_BYTES
     return config.rows_per_step * row
 
 

@@ -70,8 +70,10 @@ class AlgorithmConfig(Section):
     group_size: int = 8
     """Number of samples of each prompt, which form a group. At least 2."""
     prev_logprobs: Literal["rollout", "recompute"] = "rollout"
-    """Source of the old policy's log-probs in the probability ratio. `rollout` takes those that the engine reported;
-    `recompute` makes the trainer compute them before each step."""
+    """Source of the old policy's log-probs in the probability ratio. `rollout` takes those that the engine reported, so
+    that the ratio also contains what the policy has changed since. `recompute` takes the trainer's own from before the
+    step; as a step updates the policy once, the ratio is then 1 at every token, nothing is clipped, and what the engine
+    sampled from an older policy needs a `loss.correction`."""
 
     @field_validator("group_size")
     @classmethod

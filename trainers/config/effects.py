@@ -79,6 +79,7 @@ TOOL_USE = _is("rollout.environment", "tool_use")
 MEGATRON = _is("trainer.backend", "megatron")
 MODEL_BACKENDS = _is("trainer.backend", "fsdp", "megatron")
 CLIPPED = _is("loss.kind", "ppo_clip", "gspo", "cispo")
+MOVING_RATIO = _is("algorithm.prev_logprobs", "rollout")
 WITH_KL = _above_zero("loss.kl_coef")
 VALIDATES = _above_zero("validation.every")
 WARMED_UP = replace(_is("warmup.corpus", "digit_skills"), switch=True)
@@ -136,12 +137,12 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "algorithm.chunk_groups": (_is("algorithm.mode", "streaming"),),
     "algorithm.dynamic_sampling.max_factor": (_is("algorithm.dynamic_sampling.enabled", True),),
     "algorithm.dynamic_sampling.oversample": (_is("algorithm.mode", "sync", "streaming"),),
-    "advantage.normalize_std": (_is("advantage.kind", "grpo", "dr_grpo"),),
+    "advantage.normalize_std": (_is("advantage.kind", "grpo"),),
     "advantage.baseline": (_is("advantage.kind", "reinforce_pp"),),
     "loss.kind": (MODEL_BACKENDS,),
-    "loss.clip_low": (MODEL_BACKENDS, CLIPPED),
-    "loss.clip_high": (MODEL_BACKENDS, CLIPPED),
-    "loss.clip_dual": (MODEL_BACKENDS, _is("loss.kind", "ppo_clip")),
+    "loss.clip_low": (MODEL_BACKENDS, CLIPPED, MOVING_RATIO),
+    "loss.clip_high": (MODEL_BACKENDS, CLIPPED, MOVING_RATIO),
+    "loss.clip_dual": (MODEL_BACKENDS, _is("loss.kind", "ppo_clip"), MOVING_RATIO),
     "loss.aggregation": (MODEL_BACKENDS,),
     "loss.length_norm": (MODEL_BACKENDS, _is("loss.aggregation", "sequence_sum")),
     "loss.correction": (MODEL_BACKENDS,),
@@ -189,6 +190,7 @@ def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[
     `validation.every=0` requires no other change.
     """
     problems = []
+    problems += _doubtful(config, overridden)
     for key, needs in EFFECTS.items():
         value, default = value_of(config, key), value_of(_DEFAULTS, key)
         if value == default:
@@ -202,6 +204,32 @@ def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[
                     f"{expected}, because it has an effect only with {need.words}"
                 )
                 break
+    return problems
+
+
+def _doubtful(config: Config, overridden: Collection[str]) -> list[str]:
+    """Return one sentence for each choice that has an effect, but not the one that its name promises."""
+    problems = []
+    algorithm, loss, trainer = config.algorithm, config.loss, config.trainer
+    # An override that shortens the run requires no other change.
+    excused = _among("algorithm.steps", overridden) and not _among("trainer.warmup_steps", overridden)
+    if trainer.warmup_steps > algorithm.steps and not excused:
+        problems.append(
+            f"trainer.warmup_steps: got {trainer.warmup_steps}, expected at most algorithm.steps={algorithm.steps}, "
+            "because the learning rate would never reach trainer.lr"
+        )
+    if loss.kl_coef > 0 and loss.kl_kind == "k1" and loss.kl_in == "loss":
+        problems.append(
+            "loss.kl_kind: got 'k1' with loss.kl_in='loss', expected 'k2' or 'k3' (or loss.kl_in='reward'), because "
+            "the gradient of k1 is 0 on average"
+        )
+    stale = algorithm.mode == "async" and algorithm.max_staleness > 0 and trainer.backend != "scripted"
+    if stale and algorithm.prev_logprobs == "recompute" and loss.correction == "none":
+        problems.append(
+            "loss.correction: got 'none' with algorithm.mode='async' and algorithm.prev_logprobs='recompute', expected "
+            "'tis' or another correction, because rows of older policies would be trained on as if the newest had "
+            "sampled them"
+        )
     return problems
 
 

@@ -250,10 +250,71 @@ def _shown(value: Any) -> str:
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
 
 
+SIMILAR, SIMILAR_ELSEWHERE = 0.7, 0.75
+"""Least similarity (`difflib`, 0 to 1) of two names of which one is taken for a misspelling of the other, in one
+section and in different ones."""
+
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "adv_estimator": ("advantage.kind",),
+    "batch_size": ("algorithm.prompts_per_step",),
+    "beta": ("loss.kl_coef",),
+    "bf16": ("trainer.mixed_precision", "model.dtype"),
+    "clip_ratio": ("loss.clip_low", "loss.clip_high"),
+    "clip_ratio_high": ("loss.clip_high",),
+    "clip_ratio_low": ("loss.clip_low",),
+    "cliprange": ("loss.clip_low", "loss.clip_high"),
+    "entropy_coeff": ("loss.entropy_coef",),
+    "epsilon": ("loss.clip_low", "loss.clip_high"),
+    "epsilon_high": ("loss.clip_high",),
+    "eval_steps": ("validation.every",),
+    "gradient_checkpointing": ("trainer.recompute",),
+    "kl_loss_coef": ("loss.kl_coef",),
+    "kl_loss_type": ("loss.kl_kind",),
+    "learning_rate": ("trainer.lr",),
+    "loss_agg_mode": ("loss.aggregation",),
+    "loss_type": ("loss.kind",),
+    "lr_scheduler_type": ("trainer.schedule",),
+    "max_completion_length": ("rollout.max_new_tokens",),
+    "max_grad_norm": ("trainer.grad_clip",),
+    "max_prompt_length": ("data.max_prompt_tokens",),
+    "max_response_length": ("rollout.max_new_tokens",),
+    "max_steps": ("algorithm.steps",),
+    "max_tokens": ("rollout.max_new_tokens",),
+    "micro_batch_size": ("trainer.tokens_per_microbatch",),
+    "model_name_or_path": ("model.path",),
+    "n": ("algorithm.group_size",),
+    "num_generations": ("algorithm.group_size",),
+    "num_iterations": (),
+    "num_train_epochs": ("algorithm.steps",),
+    "optim": ("trainer.lr", "trainer.betas", "trainer.weight_decay"),
+    "optimizer": ("trainer.lr", "trainer.betas", "trainer.weight_decay"),
+    "output_dir": ("run.dir",),
+    "per_device_train_batch_size": ("trainer.tokens_per_microbatch",),
+    "ppo_epochs": (),
+    "ppo_micro_batch_size": ("trainer.tokens_per_microbatch",),
+    "ppo_micro_batch_size_per_gpu": ("trainer.tokens_per_microbatch",),
+    "ppo_mini_batch_size": (),
+    "prompt_key": ("data.prompt_field",),
+    "save_freq": ("run.checkpoint_every",),
+    "save_steps": ("run.checkpoint_every",),
+    "scale_rewards": ("advantage.normalize_std",),
+    "tensor_model_parallel_size": ("rollout.tp", "trainer.tp"),
+    "tensor_parallel_size": ("rollout.tp", "trainer.tp"),
+    "test_freq": ("validation.every",),
+    "total_epochs": ("algorithm.steps",),
+    "train_batch_size": ("algorithm.prompts_per_step",),
+    "train_files": ("data.train",),
+    "val_files": ("data.validation",),
+    "warmup_ratio": ("trainer.warmup_steps",),
+}
+"""Names that TRL and verl have for a key -> the keys here that do the same; () where nothing here does."""
+
+
 def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
     """Return a hint at the key that was probably meant, or the keys that there are.
 
-    The same name in another section comes first, then the most similar name in this section, then one elsewhere.
+    The same name in another section comes first, then the keys that do what this name means in other libraries, then
+    the most similar name in this section, then one elsewhere.
     """
     *parents, name = (str(part) for part in location)
     model = _model_at(location[:-1], root)
@@ -263,10 +324,15 @@ def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
     elsewhere = [dotted for dotted, last in known.items() if last == name]
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere[:3])}?"
-    near = difflib.get_close_matches(name, siblings, 1)
+    meant = OTHER_NAMES.get(name)
+    if meant:
+        return f"did you mean {' or '.join(meant)}?"
+    if meant == ():
+        return "nothing here does that, a step takes all its rows in one optimizer step"
+    near = difflib.get_close_matches(name, siblings, 1, SIMILAR)
     if near:
         return f"did you mean {prefix}{near[0]}?"
-    near = difflib.get_close_matches(name, known.values(), 1, cutoff=0.75)
+    near = difflib.get_close_matches(name, known.values(), 1, SIMILAR_ELSEWHERE)
     if near:
         return f"did you mean {' or '.join([dotted for dotted, last in known.items() if last == near[0]][:3])}?"
     return f"{prefix.rstrip('.') or 'the configuration'} has {', '.join(siblings)}"

@@ -16,7 +16,7 @@ from ...actors.engines.protocol import SamplingParams
 from ...actors.rewards.rubric import reward_tag
 from ...actors.train.reader import holds_receipt
 from ...actors.train.step_rows import TrainShard
-from ...actors.train.worker import PREV, REF, WorkerReport
+from ...actors.train.worker import REF, WorkerReport
 from ...dataplane.client import DataPlaneClient
 from ...dataplane.meta import KVBatchMeta
 from ...dataplane.plans import Budget, plan_shards
@@ -133,15 +133,15 @@ def group_tokens(meta: KVBatchMeta) -> np.ndarray:
 
 
 def write_logprobs(run: Run) -> list[WorkerReport]:
-    """Have the train workers write the columns that the loss needs: previous and reference log-probs."""
-    fields = [PREV] if run.config.algorithm.prev_logprobs == "recompute" else []
-    fields += [REF] if run.config.loss.kl_coef > 0 else []
-    reports = []
-    for name in fields:
-        with run.stages.timed("logprob"):
-            found = run.gather([worker.write_logprobs(name) for worker in run.workers], name)
-        reports += _traced(run, found)
-    return reports
+    """Have the train workers write the column that the loss needs beside those of the rollouts: reference log-probs.
+
+    The policy's own log-probs need no pass: a step takes one optimizer step, so those of the pass that trains are the
+    ones from before it."""
+    if not run.config.loss.kl_coef:
+        return []
+    with run.stages.timed("logprob"):
+        reports = run.gather([worker.write_logprobs(REF) for worker in run.workers], REF)
+    return _traced(run, reports)
 
 
 def accumulate(run: Run) -> list[WorkerReport]:

@@ -67,6 +67,8 @@ class MetricsWriter:
         """Open `path` to append to it. `tensorboard_dir` None writes no TensorBoard events and does not import
         torch."""
         self._start = time.monotonic()
+        self.begun = False
+        """Whether a step has been logged."""
         self._board = None
         if tensorboard_dir is not None:
             try:
@@ -87,6 +89,7 @@ class MetricsWriter:
             line[key] = _number(key, value)
         line[ELAPSED] = self.elapsed_s
         self._append(line)
+        self.begun = True
         if self._board is not None:
             for key, value in line.items():
                 if value is not None and key != "step":
@@ -107,15 +110,20 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Flush and close the file and TensorBoard. Idempotent."""
-        if not self._file.closed:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        try:
+            if not self._file.closed:
+                self._file.close()
+        finally:
+            board, self._board = self._board, None
+            if board is not None:
+                board.close()
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, f"{self._file.name} cannot be written: {error.strerror}") from error
 
 
 def _number(key: str, value: Any) -> float | int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import os
 import statistics
@@ -136,8 +137,13 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     page = render(records, events, config_text, title=folder.resolve().name)
     path = folder / "report.html"
     new = folder / "report.html.new"
-    new.write_text(page, encoding="utf-8")
-    new.replace(path)
+    try:
+        new.write_text(page, encoding="utf-8")
+        new.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
     return path
 
 

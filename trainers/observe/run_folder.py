@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import traceback
@@ -12,6 +13,9 @@ from ...codecs.owned_folder import try_lock
 from ..config.config import Config, resolved_yaml
 from ..errors import UserError
 from .metrics import RESUMED, MetricsWriter
+
+_DRAFTS = ("checkpoints/*.tmp", "*.new", "*.tmp")
+"""Names of what is written under another name first, and is worth nothing until it has its own."""
 
 
 def has_figures(folder: str | os.PathLike[str]) -> bool:
@@ -51,9 +55,13 @@ class RunFolder:
         self.report_path = self.path / "report.html"
         self.error_path = self.path / "error.txt"
         self.watchdog_path = self.path / "watchdog.txt"
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        """Folders that this start makes, from the deepest."""
         if resume and not self.holds_run:
             raise UserError(f"run.dir: {self.path} holds no run to resume, expected the folder of an earlier run")
         self._lock = self._acquire()
+        self._before = set() if self._made else {path.name for path in self.path.iterdir()}
+        """Names of what was in the folder before."""
         try:
             if not resume and self.holds_run:
                 raise UserError(
@@ -68,7 +76,9 @@ class RunFolder:
             self.metrics = MetricsWriter(
                 self.metrics_path, self.tensorboard_dir if config.logging.tensorboard else None
             )
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, UserError | OSError):
+                self._remove_what_was_made()
             os.close(self._lock)
             raise
 
@@ -116,10 +126,12 @@ class RunFolder:
 
     def close(self) -> None:
         """Close the files and release the lock. Idempotent."""
-        self.metrics.close()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        try:
+            self.metrics.close()
+        finally:
+            if self._lock >= 0:
+                os.close(self._lock)
+                self._lock = -1
 
     def __enter__(self) -> RunFolder:
         return self
@@ -127,7 +139,52 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._remove_drafts()
         if isinstance(error, Exception) and not isinstance(error, UserError):
-            self.error_path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-            error.add_note(f"The traceback is in {self.error_path}")
+            self._write_traceback(error)
+        try:
+            self.metrics.close()
+        except OSError:
+            if error is None:
+                self.close()
+                raise  # beside the run's own error it says nothing new: the same disk is full
+        if isinstance(error, UserError) and not self.metrics.begun:
+            self._remove_what_was_made()
         self.close()
+
+    def _write_traceback(self, error: Exception) -> None:
+        """Write error.txt and note its place on the error, or why it cannot be written."""
+        try:
+            self.error_path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        except OSError as full:
+            with contextlib.suppress(OSError):
+                self.error_path.unlink(missing_ok=True)
+            error.add_note(f"The traceback could not be written to {self.error_path}: {full.strerror}")
+        else:
+            error.add_note(f"The traceback is in {self.error_path}")
+
+    def _remove_drafts(self) -> None:
+        """Remove what was being written when the run failed. The run's processes have ended."""
+        for pattern in _DRAFTS:
+            for draft in self.path.glob(pattern):
+                _remove(draft)
+
+    def _remove_what_was_made(self) -> None:
+        """Remove what a start that failed by the user's mistake has made, so that the next one finds the folder as this
+        one did. The lock is still held."""
+        for path in list(self.path.iterdir()):
+            if path.name not in self._before:
+                _remove(path)
+        for folder in self._made:
+            with contextlib.suppress(OSError):  # something else may be in it by now
+                folder.rmdir()
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder with all it holds; one that cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink()

@@ -170,10 +170,8 @@ def _machine() -> list[Finding]:
     cores = len(os.sched_getaffinity(0))
     quota = _cgroup_cores()
     given = f", and the container's share is {quota:g}" if quota and quota < cores else ""
-    memory = psutil.virtual_memory()
-    limit = _cgroup_memory_limit()
-    total = min(memory.total, limit) if limit else memory.total
-    within = " (the container's limit)" if limit and limit < memory.total else ""
+    memory, total = psutil.virtual_memory(), total_memory()
+    within = " (the container's limit)" if total < memory.total else ""
     return [
         Finding("machine", "cores", State.OK, f"{cores} usable of {os.cpu_count()}{given}"),
         Finding("machine", "memory", State.OK, f"{_gib(memory.available)} free of {_gib(total)}{within}"),
@@ -188,10 +186,10 @@ def _cgroup(name: str) -> str:
         return ""
 
 
-def _cgroup_memory_limit() -> int | None:
-    """Return the number of bytes that the container may use, or None without a limit."""
-    text = _cgroup("memory.max")
-    return int(text) if text.isdigit() else None
+def total_memory() -> int:
+    """Return the number of bytes of memory that this machine has, or that its container may use."""
+    total, limit = psutil.virtual_memory().total, _cgroup("memory.max")
+    return min(total, int(limit)) if limit.isdigit() else total
 
 
 def _cgroup_cores() -> float | None:

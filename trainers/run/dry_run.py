@@ -70,17 +70,16 @@ def describe(config: Config) -> str:
     lines = ["placement"]
     lines += [f"  {place.name:<16} {place.cpus} CPU   {place.what}" for place in placements(config)]
     lines += ["memory"]
-    params = count_parameters(config)
+    params = parameters(config)
     if params is None:
         lines += [f"  model            {config.model.path}: read when the run starts"]
     else:
-        wide = {"float32": 4, "bfloat16": 2}[config.model.dtype]
         trained = trained_bytes(config, params)
         lines += [
             f"  model            {params:,} parameters",
             f"  train worker     {_size(trained)} weights, gradients, Adam"
             + (" and reference" * config.with_reference),
-            f"  engine           {_size(params * wide / config.rollout.tp)} weights"
+            f"  engine           {_size(engine_bytes(config, params))} weights"
             + f" in each of {config.rollout.tp} processes" * (config.rollout.tp > 1),
         ]
     store = config.dataplane.store
@@ -113,7 +112,12 @@ def trained_bytes(config: Config, params: int) -> int:
     return int(params * 4 * copies) // (topology.tp * topology.pp)
 
 
-def count_parameters(config: Config) -> int | None:
+def engine_bytes(config: Config, params: int) -> float:
+    """Return the bytes of weights in one process of an engine."""
+    return params * {"float32": 4, "bfloat16": 2}[config.model.dtype] / config.rollout.tp
+
+
+def parameters(config: Config) -> int | None:
     """Return the number of parameters of a dense Llama-like model, computed from its config.
 
     None: the config is not on this machine, or the model is of another kind.

@@ -39,7 +39,7 @@ from ..observe.trace import Tracer
 from ..supervision.cleanup import remove_shared_memory
 from ..supervision.heartbeat import Heartbeat
 from ..supervision.report import read_actors, write_actors
-from .extras import check_extras
+from .preflight import check_start
 from .restarts import lost_only_workers, lost_process
 from .under_watchdog import WatchdogProcess, under_watchdog
 
@@ -59,9 +59,15 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
     problems = contradictions(config)  # a config that was built in Python has not been checked by the loader
     if problems:
         raise ConfigError(problems)
-    check_extras(config)
+    check_start(config, resume=resume)
     with RunFolder(config, resume=resume) as folder, PrometheusEndpoint(config, folder.path) as endpoint:
         steps = config.algorithm.steps
+        if resume and (done := _steps_done(folder)) >= steps:
+            print(
+                f"nothing to do: the run in {folder.path} has {done} steps and its model; set algorithm.steps above "
+                f"{done} to go on with it"
+            )
+            return folder.path
         with (
             Progress(config.run.name, steps, enabled=config.logging.progress, judged=config.judged_figure) as progress,
             under_watchdog(config, folder.path) as watch,
@@ -70,6 +76,12 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
                 progress.message(f"metrics for Prometheus: {endpoint.address}")
             _Training(config, folder, endpoint, progress, watch).run(resume)
     return folder.path
+
+
+def _steps_done(folder: RunFolder) -> int:
+    """Return the step of the newest checkpoint of a run that reached its end and left its model, else 0."""
+    checkpoints = Checkpoints(folder.checkpoints_dir)
+    return checkpoints.latest_state().step if (folder.path / "model").is_dir() else 0
 
 
 class _Training:

@@ -148,7 +148,7 @@ def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[
     timed, trains = rollout.engine == "scripted", config.trainer.backend != "scripted"
     latency_s = value("latency_s", scripted.latency_s if timed else 0.0)
     train_token_s = value("train_token_s", 1e-5 if trains else 0.0)
-    passes = algorithm.prev_logprobs == "recompute" or config.loss.kl_coef > 0
+    passes = config.loss.kl_coef > 0
     sync_s, prompts = value("sync_s", 1.0), algorithm.prompts_per_step
     return Scenario(
         steps=section.steps or min(algorithm.steps, MAX_STEPS),

@@ -119,6 +119,26 @@ def test_prev_is_what_the_config_says(model: str) -> None:
     assert recomputed["train/loss"] != from_rollout["train/loss"]
 
 
+def test_the_train_pass_gives_prev_without_a_column(model: str) -> None:
+    """With one optimizer step the policy before it is that of the train pass: ratios are 1 and nothing is clipped."""
+    rows = random_rows(3, 6)
+    with torch.no_grad():
+        now = [ReferenceTrainer(model).row_logprobs(row).numpy() for row in rows]
+    given = [
+        Row(row.ids, row.mask, {**row.columns, "prev_logprobs": own}, row.advantage, 0)
+        for row, own in zip(rows, now, strict=True)
+    ]
+    unread = [
+        Row(row.ids, row.mask, {**row.columns, "prev_logprobs": own - 99}, row.advantage, 0)
+        for row, own in zip(rows, now, strict=True)
+    ]
+    plain = {"loss": LossConfig(kind="ppo_clip", clip_low=1e-3, clip_high=1e-3), "with_reference": False}
+    written = run_step(FsdpBackend(backend_config(model, prev="recompute", **plain), 0, 1), [given])
+    taken = run_step(FsdpBackend(backend_config(model, prev="train_pass", **plain), 0, 1), [unread])
+    assert taken == pytest.approx(written, rel=1e-4, abs=1e-6)
+    assert (taken["train/ratio_mean"], taken["train/clip_fraction"], taken["train/approx_kl"]) == (1.0, 0.0, 0.0)
+
+
 def test_the_mismatch_is_of_the_policy_that_the_step_starts_from(model: str) -> None:
     plain, rows = ReferenceTrainer(model), random_rows(6, 11)
     with torch.no_grad():
@@ -203,7 +223,7 @@ def test_calls_out_of_order_and_missing_columns(model: str) -> None:
         backend.begin_step()
     with pytest.raises(RuntimeError, match="save: a step is open"):
         backend.save("nowhere")
-    with pytest.raises(ValueError, match="has no 'prev_logprobs', which algorithm.prev_logprobs = 'recompute' needs"):
+    with pytest.raises(ValueError, match="has no 'prev_logprobs', which prev = 'recompute' needs"):
         backend.accumulate([micro_batch(rows, ("rollout_logprobs",))], 1)
     with pytest.raises(RuntimeError, match="a microbatch of the open step failed"):
         backend.finish_step()

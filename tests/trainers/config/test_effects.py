@@ -85,6 +85,27 @@ def test_the_table_speaks_of_keys_that_there_are() -> None:
             {"rollout": {"tools": ["calculator", "my:tool"]}},
             "because it has an effect only with rollout.environment=tool_",
         ),
+        (
+            {"loss": {"clip_high": 0.1}, "algorithm": {"prev_logprobs": "recompute"}},
+            "loss.clip_high: got 0.1 with algorithm.prev_logprobs='recompute', expected 0.28",
+        ),
+        ({"loss": {"kind": "reinforce", "clip_low": 0.1}}, "loss.clip_low: got 0.1 with loss.kind='reinforce'"),
+        (
+            {"advantage": {"kind": "dr_grpo", "normalize_std": False}},
+            "advantage.normalize_std: got false with advantage.kind='dr_grpo', expected true",
+        ),
+        (
+            {"loss": {"kl_kind": "k1", "kl_coef": 0.1}},
+            "loss.kl_kind: got 'k1' with loss.kl_in='loss', expected 'k2' or 'k3'",
+        ),
+        (
+            {"trainer": {"warmup_steps": 200}},
+            "trainer.warmup_steps: got 200, expected at most algorithm.steps=100, because the learning rate would nev",
+        ),
+        (
+            {"algorithm": {"mode": "async", "prev_logprobs": "recompute"}},
+            "loss.correction: got 'none' with algorithm.mode='async' and algorithm.prev_logprobs='recompute', expected",
+        ),
         ({"loss": {"kl_kind": "k1"}}, "because it has an effect only with loss.kl_coef above 0"),
     ],
 )
@@ -125,6 +146,25 @@ def test_an_override_that_turns_something_off_leaves_the_file_as_it_is(tmp_path:
     assert problem.startswith("validation.num_prompts: got 7 with validation.every=0")
     [problem] = file_problems(tmp_path, path.read_text(), "algorithm.mode=sync", "algorithm.max_staleness=4")
     assert problem.startswith("algorithm.max_staleness: got 4 with algorithm.mode='sync'")
+
+
+def test_a_shorter_run_needs_no_shorter_warm_up(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("trainer: {warmup_steps: 50}")
+    assert load_config(path, ["algorithm.steps=3"]).trainer.warmup_steps == 50
+    [problem] = file_problems(tmp_path, "", "algorithm.steps=3", "trainer.warmup_steps=50")
+    assert problem.startswith("trainer.warmup_steps: got 50")
+
+
+def test_an_old_run_without_a_correction_goes_on_with_a_warning(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        resolved_yaml(Config())
+        .replace("mode: sync", "mode: async")
+        .replace("prev_logprobs: rollout", "prev_logprobs: recompute")
+    )
+    with pytest.warns(FutureWarning, match="loss.correction: got 'none'"):
+        assert load_config(path, of_old_run=True).algorithm.mode == "async"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)

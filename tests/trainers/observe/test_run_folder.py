@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.trainers.config.config import Config, resolved_yaml
 from headrace.trainers.config.load import build_config, load_config
 from headrace.trainers.errors import UserError
-from headrace.trainers.observe.metrics import read_metrics
+from headrace.trainers.observe.metrics import MetricsWriter, read_metrics
+from headrace.trainers.observe.report import write_report
 from headrace.trainers.observe.run_folder import RunFolder
 
 
@@ -120,3 +124,76 @@ def test_the_written_configuration_is_the_whole_one(tmp_path: Path) -> None:
     config = config_for(tmp_path)
     RunFolder(config, resume=False).close()
     assert (tmp_path / "config.yaml").read_text() == resolved_yaml(config)
+
+
+# ---------------------------------------------------------------- what a failure leaves
+
+
+def test_a_users_mistake_at_the_start_leaves_no_folder(tmp_path: Path) -> None:
+    """A next start in the same folder works, even when the built-in model had been made."""
+    for folder in (tmp_path / "deep" / "run", tmp_path):
+        before = {path.name for path in tmp_path.iterdir()}
+        with pytest.raises(UserError, match="no such model"), RunFolder(config_for(folder), resume=False) as run:
+            run.metrics.event("warmup", 0, seconds=1.0)
+            (run.path / "base_model").mkdir()
+            raise UserError("no such model")
+        assert {path.name for path in tmp_path.iterdir()} - {"run.lock"} == before
+    RunFolder(config_for(tmp_path), resume=False).close()
+
+
+def test_a_users_mistake_after_a_step_leaves_the_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError), RunFolder(config_for(tmp_path / "run"), resume=False) as run:
+        run.metrics.log(1, {"reward/mean": 0.5})
+        raise UserError("too late")
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
+
+
+def test_a_refused_start_leaves_what_another_run_made(tmp_path: Path) -> None:
+    folder = finished_run(tmp_path / "run")
+    before = {path.name for path in folder.iterdir()}
+    with pytest.raises(UserError, match="already holds a run"):
+        RunFolder(config_for(folder), resume=False)
+    assert {path.name for path in folder.iterdir()} == before
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on no text can be written."""
+
+    def full(self: Path, *_: Any, **__: Any) -> int:
+        self.touch()  # as an open of a full disk leaves it
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+
+
+def test_a_full_disk_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="journal of rollout 0 cannot be written") as caught:  # noqa: SIM117
+        with RunFolder(config_for(tmp_path), resume=False) as run:
+            run.metrics.log(1, {"reward/mean": 0.5})
+            (run.checkpoints_dir / "step_000001.tmp").mkdir()
+            (run.path / "model.new").mkdir()
+            fill_disk(monkeypatch)
+            raise RuntimeError("journal of rollout 0 cannot be written: No space left on device")
+    [note] = caught.value.__notes__
+    assert note.endswith("error.txt: No space left on device")
+    left = {path.name for path in tmp_path.rglob("*")}
+    assert left == {"config.yaml", "metrics.jsonl", "checkpoints", "run.lock"}
+
+
+def test_a_report_that_cannot_be_written_leaves_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = finished_run(tmp_path / "run")
+    fill_disk(monkeypatch)
+    with pytest.raises(OSError, match="No space"):
+        write_report(folder)
+    assert not list(folder.glob("report*"))
+
+
+def test_metrics_that_cannot_be_written_name_their_file(tmp_path: Path) -> None:
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    metrics.log(1, {})
+    os.dup2(os.open("/dev/full", os.O_WRONLY), metrics._file.fileno())
+    with pytest.raises(OSError, match=r"metrics.jsonl cannot be written: No space left on device") as caught:
+        metrics.log(2, {})
+    assert caught.value.errno == errno.ENOSPC
+    os.dup2(os.open(tmp_path / "metrics.jsonl", os.O_WRONLY | os.O_APPEND), metrics._file.fileno())
+    metrics.close()

@@ -1,0 +1,263 @@
+"""Checks before Ray starts whatever the configuration, the model's files, the data and this machine already tell."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from ...actors.environments.tools import build_tools
+from ...actors.protocols import PromptRow, PromptSource
+from ...actors.rewards.factory import check_rewards
+from ...codecs.integers import ceil_div
+from ...codecs.owned_folder import SHARED_MEMORY, try_lock
+from ...dataplane.directory.samplers import build_sampler
+from ..base_model.prepare import check_model
+from ..cluster import actor_specs
+from ..config.checks import step_bytes, steps_in_store
+from ..config.config import Config
+from ..errors import ConfigError
+from ..observe.run_folder import has_figures
+from .doctor import total_memory
+from .dry_run import engine_bytes, parameters, trained_bytes
+from .extras import check_extras
+
+READ_PROMPTS = 10_000
+"""Largest number of prompts of a source whose lengths are checked; about 4 seconds for prompts of 200 tokens."""
+CONNECT_TIMEOUT_S = 5.0
+"""Seconds that the cluster at `resources.ray_address` has to accept a connection."""
+MIB = 1 << 20
+
+
+def check_start(config: Config, *, resume: bool = False) -> list[str]:
+    """Raise ConfigError with one sentence for each reason why the run of `config` cannot work; it starts and leaves
+    nothing.
+
+    Returns one line for each check that had to be left to the run itself, such as that of a model which is not on this
+    machine yet. config: with `run.dir` set (`with_run_dir`).
+    """
+    check_extras(config)
+    checks: list[Callable[[Config], list[str] | None]] = [
+        lambda config: _check_run_dir(config, resume=resume),
+        check_model,
+        _check_rewards,
+        _check_tools,
+        _check_sampler,
+        _check_ray_address,
+        _check_shared_memory,
+        _check_memory,
+        _check_prompts,
+    ]
+    problems: list[str] = []
+    left: list[str] = []
+    for check in checks:
+        try:
+            left += check(config) or []
+        except ConfigError as error:
+            problems += error.problems
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(problems)
+    return left
+
+
+# ---------------------------------------------------------------- the run folder
+
+
+def _check_run_dir(config: Config, *, resume: bool) -> None:
+    assert config.run.dir is not None, "with_run_dir sets it"
+    path = Path(config.run.dir)
+    if resume:
+        if not has_figures(path):
+            raise ValueError(f"run.dir: {path} holds no run to resume, expected the folder of an earlier run")
+    elif has_figures(path):
+        raise ValueError(f"run.dir: {path} already holds a run, expected a new folder (or --resume to go on with it)")
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=there, prefix=".headrace-"):
+            lock = path / "run.lock"
+            descriptor = try_lock(lock) if lock.exists() else -1
+    except OSError as error:
+        raise ValueError(f"run.dir: {path} cannot be made ({error.strerror}), expected a folder to write in") from error
+    if descriptor is None:
+        holder = lock.read_text().strip() or "unknown"
+        raise ValueError(f"run.dir: a run is under way in {path} (pid {holder}), expected a folder of its own")
+    if descriptor >= 0:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------- the user's code
+
+
+def _check_rewards(config: Config) -> None:
+    check_rewards(config.reward.functions)
+
+
+def _check_tools(config: Config) -> None:
+    if config.rollout.environment == "tool_use":
+        build_tools(config.rollout.tools)
+
+
+def _check_sampler(config: Config) -> None:
+    try:
+        build_sampler(actor_specs.task(config, 0, ()))
+    except ValueError as error:
+        raise ValueError(f"algorithm.sampler: {error}") from error
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def _check_ray_address(config: Config) -> None:
+    """Connect to the cluster's address and close the connection again."""
+    given = config.resources.ray_address
+    if given is None or given == "local":
+        return
+    try:
+        address = _cluster_address(given)
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError("it is not written HOST:PORT")
+        with closing(socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S)):
+            pass
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ValueError(
+            f"resources.ray_address: got {given!r}, expected the address of a Ray that can be reached ({why})"
+        ) from error
+
+
+def _cluster_address(given: str) -> str:
+    """Return HOST:PORT of a cluster. Raises OSError when `auto` finds none."""
+    if given != "auto":
+        return given.removeprefix("ray://")
+    from ray._private.services import get_ray_address_from_environment  # imports Ray, and only this needs it
+
+    return get_ray_address_from_environment(given, None)
+
+
+def _check_shared_memory(config: Config, root: Path = SHARED_MEMORY) -> None:
+    """Raise ValueError when the store `shm` cannot hold a step of the longest rows."""
+    store = config.dataplane.store
+    if store.kind not in ("auto", "shm") or config.resources.ray_address is not None:
+        return
+    if not root.is_dir():
+        raise ValueError(
+            f"dataplane.store.kind: got {store.kind!r}, expected simple or ray, as there is no {root} here"
+        )
+    free = shutil.disk_usage(root).free
+    needed = int(step_bytes(config) * steps_in_store(config))
+    if needed > free:
+        raise ValueError(
+            f"dataplane.store.kind: got {store.kind!r} with {free // MIB} MiB free in {root}, expected at least "
+            f"{ceil_div(needed, MIB)} MiB, which the rows of a step take; give it more (--shm-size of a container), or "
+            "set dataplane.store.kind=simple"
+        )
+
+
+def _check_memory(config: Config) -> None:
+    """Raise ValueError when weights, gradients and optimizer state exceed the memory of this machine without GPUs."""
+    params = parameters(config)
+    if params is None or config.resources.ray_address is not None or any(Path("/dev").glob("nvidia[0-9]*")):
+        return
+    world, engines = config.trainer.topology.world, config.rollout.num_engines
+    worker = trained_bytes(config, params) if config.trainer.backend != "scripted" else 0
+    engine = engine_bytes(config, params) * config.rollout.tp if config.rollout.engine != "scripted" else 0
+    needed, total = worker * world + engine * engines, total_memory()
+    if needed > total:
+        raise ValueError(
+            f"model.path: got {config.model.path!r} with {params:,} parameters, but this machine has "
+            f"{total / 2**30:.1f} GiB of memory and no GPU; expected at least {needed / 2**30:.1f} GiB, for {world} "
+            f"train worker(s) of {worker / 2**30:.1f} GiB and {engines} engine(s) of {engine / 2**30:.1f} GiB"
+        )
+
+
+# ---------------------------------------------------------------- tokenizer and prompts
+
+
+def _check_prompts(config: Config) -> list[str]:
+    """Read the prompts as the rollout actors will: tokenizer, columns, templates and lengths.
+
+    Returns lines about what is not on this machine yet, or is too much to be read now.
+    """
+    if not config.model.builtin and not _is_local(config.model.path) and not _model_is_cached(config.model.path):
+        return [f"model.path: {config.model.path} is not on this machine, so neither are its tokenizer nor the prompts"]
+    from ...actors.engines.tokenizer import load_tokenizer
+    from ...actors.rollout.prompts import check_prompt_lengths, open_source
+
+    left = []
+    with _one_tokenizer_thread():
+        tokenizer = _builtin_tokenizer() if config.model.builtin else load_tokenizer(config.model.path)
+        for validation in (False, True) if config.validation.every else (False,):
+            name = (config.data.validation if validation else None) or config.data.train
+            if not _source_is_here(name):
+                left.append(f"data: {name} is not on this machine, so its prompts are read when the run starts")
+                continue
+            source = open_source(config.data, tokenizer, seed=config.run.seed, validation=validation)
+            if source.size is not None and source.size > READ_PROMPTS:
+                left.append(f"data.max_prompt_tokens: only the first {READ_PROMPTS} of {source.size} prompts of {name}")
+                source = _FirstPrompts(source, READ_PROMPTS)
+            check_prompt_lengths(source, tokenizer, config.data.max_prompt_tokens)
+    return left
+
+
+class _FirstPrompts:
+    """The first prompts of a source, as a source."""
+
+    def __init__(self, source: PromptSource, size: int) -> None:
+        self.name = source.name
+        self.size: int | None = size
+        self._source = source
+
+    def row(self, index: int) -> PromptRow:
+        return self._source.row(index)
+
+
+def _builtin_tokenizer() -> Any:
+    from ..base_model.warmup import make_tokenizer
+
+    return make_tokenizer()
+
+
+@contextmanager
+def _one_tokenizer_thread() -> Iterator[None]:
+    """Keep tokenizers from starting threads, of which they would warn at every process that is started later."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _is_local(path: str) -> bool:
+    return Path(path).expanduser().is_dir() or path.startswith(("/", ".", "~")) or path.count("/") > 1
+
+
+def _model_is_cached(repository: str) -> bool:
+    """Return whether the hub's cache on this machine has the config of a model."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(repository, "config.json"), str)
+
+
+def _source_is_here(source: str) -> bool:
+    """Return whether prompts need no download: those of a task, file or folder, or of a dataset in the hub's cache."""
+    if source.startswith(("task:", "/", ".", "~")) or Path(source).expanduser().exists() or source.count("/") != 1:
+        return True
+    if importlib.util.find_spec("datasets") is None:
+        return False
+    from datasets import config as datasets_config
+
+    return (Path(datasets_config.HF_DATASETS_CACHE) / source.replace("/", "___")).is_dir()
