@@ -112,7 +112,12 @@ class _Session(asyncio.Protocol):
             self._end_silent_stranger()
 
     def data_received(self, data: bytes) -> None:
-        frames = self._reader.feed(data)
+        try:
+            frames = self._reader.feed(data)
+        except ValueError as error:  # not a frame of ours, or one of a size that is never sent
+            _logger.warning("a connection is closed: %s", error)
+            self._transport.abort()
+            return
         if frames and not self._known:
             if not self._admit(frames.pop(0)[2]):
                 return
