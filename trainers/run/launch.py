@@ -33,6 +33,7 @@ from ..observe.data_plane_watch import DataPlaneWatch
 from ..observe.progress import Progress
 from ..observe.prometheus import PrometheusEndpoint
 from ..observe.report import write_report
+from ..observe.reward_errors import RewardErrors
 from ..observe.run_folder import RunFolder
 from ..observe.trace import Tracer
 from ..supervision.cleanup import remove_shared_memory
@@ -288,6 +289,7 @@ def launched(
             stages=stages,
             meter=meter,
             watch=DataPlaneWatch(client),
+            reward_errors=RewardErrors(folder),
             estimate=build_advantages(config.advantage, actor_specs.reward_weights(config)),
             sampling=actor_specs.sampling(config),
             greedy=actor_specs.greedy(config),
