@@ -18,7 +18,7 @@ from ..cluster import actor_specs
 from ..cluster.calls import ActorFailed, DriverMeter
 from ..cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster
 from ..cluster.run_actors import START_TIMEOUT_S, RunActors, demand, start_actors
-from ..config.checks import contradictions
+from ..config.checks import cautions, contradictions
 from ..config.config import Config, with_run_dir
 from ..errors import ConfigError, UserError
 from ..grpo import steps as grpo
@@ -72,6 +72,8 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
             Progress(config.run.name, steps, enabled=config.logging.progress) as progress,
             under_watchdog(config, folder.path) as watch,
         ):
+            for line in cautions(config):
+                progress.message(f"note: {line}")
             if endpoint.address:
                 progress.message(f"metrics for Prometheus: {endpoint.address}")
             _Training(config, folder, endpoint, progress, watch).run(resume)
