@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
 from .codecs.imports import MissingExtra
@@ -201,7 +202,7 @@ def _transfer(arguments: argparse.Namespace) -> int:
     with _status("starting") as (console, tell):
         report = run_transfer(options, tell)
     for table in tables(report):
-        console.print(table)
+        _print_table(console, table)
     for name, why in report.absent.items():
         console.print(f"not measured: {name}: {why}", highlight=False)
     path = write_report(report, options, _command_line())
@@ -247,7 +248,7 @@ def _weights(arguments: argparse.Namespace) -> int:
     )
     with _status("starting") as (console, tell):
         results, skipped = run_weights(options, tell)
-    console.print(weights_table(results))
+    _print_table(console, weights_table(results))
     for label, why in skipped.items():
         console.print(f"not measured: {label}: {why}", highlight=False)
     console.print(f"results: {out}", highlight=False)
@@ -262,7 +263,7 @@ def _step(arguments: argparse.Namespace) -> int:
     options = StepOptions.quick(out) if arguments.quick else StepOptions(out)
     with _status("starting") as (console, tell):
         report = run_steps(options, tell)
-    console.print(steps_table(report))
+    _print_table(console, steps_table(report))
     console.print(f"report: {write_report(report, options, _command_line())}", highlight=False)
     return DONE
 
@@ -298,8 +299,24 @@ def _status(first: str) -> Iterator[tuple[Console, Callable[[str], None]]]:
         yield console, lambda line: status.update(line)
 
 
-def _show(console: Console, table: Any, out: Path) -> int:
-    console.print(table)
+def _print_table(console: Console, table: Table) -> None:
+    """Print a table whole: as wide as it is where the output is no terminal, and row by row where it is too narrow."""
+    needed = console.measure(table, options=console.options.update(width=10_000)).maximum
+    if needed <= console.width:
+        console.print(table)
+    elif not console.is_terminal:
+        Console(file=console.file, width=needed).print(table)
+    else:
+        console.print(table.title, style="bold", highlight=False)
+        headers = [str(column.header) for column in table.columns]
+        width = max(map(len, headers))
+        for row in zip(*(column.cells for column in table.columns), strict=True):
+            lines = [f"{header:<{width}}  {cell}" for header, cell in zip(headers, row, strict=True) if cell]
+            console.print("\n".join(lines), "", sep="\n", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(console: Console, table: Table, out: Path) -> int:
+    _print_table(console, table)
     console.print(f"results: {out}", highlight=False)
     return DONE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -12,12 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 
 import headrace
+from headrace import cli
 from headrace.cli import main
+from headrace.codecs.imports import import_object
 from headrace.trainers.config.config import Config
+from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.observe.run_folder import RunFolder
+from headrace.trainers.run.launch import run_training
 
 QUIET = ["logging.tensorboard=false", "logging.progress=false"]
 
@@ -201,3 +208,49 @@ def test_sigterm_unwinds_the_run(config: str, tmp_path: Path) -> None:
         assert process.stdout.read() == "cleaned up\n"
         assert process.wait(timeout=20) == 143
         assert time.monotonic() - start < 20
+
+
+def test_a_table_is_printed_whole_in_any_width() -> None:
+    table = Table(title="headrace simulate")
+    for name in ("run", "mode", "seconds per step", "trainer idle share"):
+        table.add_column(name)
+    table.add_row("as configured", "streaming", "0.158", "12.5 %")
+    for terminal in (False, True):
+        console = Console(file=io.StringIO(), width=30, force_terminal=terminal, color_system=None)
+        cli._print_table(console, table)
+        assert isinstance(console.file, io.StringIO)
+        text = console.file.getvalue()
+        for cell in ("as configured", "streaming", "0.158", "12.5 %", "seconds per step", "trainer idle share"):
+            assert cell in text
+        assert not terminal or max(map(len, text.splitlines())) <= 34
+
+
+def test_replay_imports_the_users_modules_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = types.ModuleType("headrace.trainers.run.rollout_replay")
+
+    def replay_rollouts(*_: object) -> None:
+        assert import_object("my_replayed_rewards:f", "reward")() == 7
+        raise UserError("replayed")
+
+    vars(module).update(replay_rollouts=replay_rollouts, write_replay=None)
+    monkeypatch.setitem(sys.modules, "headrace.trainers.run.rollout_replay", module)
+    (tmp_path / "my_replayed_rewards.py").write_text("def f():\n    return 7\n")
+    (tmp_path / "config.yaml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert main(["replay", "."]) == 2
+    assert capsys.readouterr().err == "headrace: replayed\n"
+
+
+def test_resume_with_nothing_to_do_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = {"data": {"max_prompt_tokens": 16}, "rollout": {"max_new_tokens": 8}, "logging": {"tensorboard": False}}
+    done = build_config({"run": {"dir": str(tmp_path / "run")}, "algorithm": {"steps": 5}, **small})
+    with RunFolder(done, resume=False) as folder:
+        folder.metrics.log(5, {})
+        (folder.checkpoints_dir / "step_000005").mkdir()
+        (folder.checkpoints_dir / "step_000005.json").write_text('{"step": 5}')
+        (folder.path / "model").mkdir()
+    assert run_training(done, resume=True) == tmp_path / "run"
+    assert "has 5 steps and its model; set algorithm.steps above 5" in capsys.readouterr().out

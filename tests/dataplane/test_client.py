@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -281,7 +281,7 @@ def test_mistakes_in_arguments_are_named(client: DataPlaneClient, call: Callable
     with pytest.raises(ValueError, match=words):
         call(client)
     assert len(client.put("p", ["\U0001f99c\n.0"], {"ids": ids(1)})) == 1
-    assert len(client.claim("p", "a", ["ids"], np.int64(1))) == 1
+    assert len(client.claim("p", "a", ["ids"], cast(Any, np.int64(1)))) == 1
 
 
 def test_a_partition_can_be_dropped(client: DataPlaneClient, plane: DataPlane) -> None:

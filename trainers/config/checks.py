@@ -25,6 +25,18 @@ def contradictions(config: Config) -> list[str]:
     return size_problems(config) + mesh_problems(config.trainer) + capacity_problems(config) + meaning_problems(config)
 
 
+def cautions(config: Config) -> list[str]:
+    """Return one line for each choice that works, but trains on something else than a reader may expect."""
+    algorithm, loss = config.algorithm, config.loss
+    stale = algorithm.mode == "async" and algorithm.max_staleness > 0 and config.trainer.backend != "scripted"
+    if stale and loss.kind == "reinforce" and loss.correction == "none":
+        return [
+            f"algorithm.mode=async with loss.kind=reinforce trains on rows of up to {algorithm.max_staleness} older "
+            "policies without correcting for it; algorithm.prev_logprobs=recompute with loss.correction=tis does"
+        ]
+    return []
+
+
 def step_bytes(config: Config) -> int:
     """Return the number of bytes that a step's rows take in the store when every row has its largest length."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens

@@ -313,7 +313,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
 def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
     """Return a hint at the key that was probably meant, or the keys that there are.
 
-    The same name in another section comes first, then the keys that do what this name means in other libraries, then
+    The keys that do what this name means in other libraries come first, then the same name in another section, then
     the most similar name in this section, then one elsewhere.
     """
     *parents, name = (str(part) for part in location)
@@ -321,14 +321,14 @@ def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
     siblings = list(model.model_fields) if model else []
     prefix = "".join(f"{part}." for part in parents)
     known = dict(_all_keys(root, ""))
-    elsewhere = [dotted for dotted, last in known.items() if last == name]
-    if elsewhere:
-        return f"did you mean {' or '.join(elsewhere[:3])}?"
     meant = OTHER_NAMES.get(name)
     if meant:
         return f"did you mean {' or '.join(meant)}?"
     if meant == ():
         return "nothing here does that, a step takes all its rows in one optimizer step"
+    elsewhere = [dotted for dotted, last in known.items() if last == name]
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere[:3])}?"
     near = difflib.get_close_matches(name, siblings, 1, SIMILAR)
     if near:
         return f"did you mean {prefix}{near[0]}?"

@@ -78,6 +78,8 @@ class Steps:
         for rows in tally.rows:
             grpo.retire(run, rows)
         fed = feed.settle()
+        for report in fed.reports:
+            run.reward_errors.note(state.step, report.failed, report.rows, report.first_error)
         seconds = time.perf_counter() - tally.started
         metrics = {**step_metrics(run, state, fed, tally.passes, meta, seconds, sync), **validated}
         metrics["queue/groups_in_flight"] = float(feed.in_flight)

@@ -27,6 +27,7 @@ from ..cluster.handles import TrainHandle
 from ..cluster.run_actors import RunActors
 from ..config.config import Config
 from ..observe.data_plane_watch import DataPlaneWatch
+from ..observe.reward_errors import RewardErrors
 from .rollout_pool import RolloutPool
 from .stages import Stages
 from .weight_sync import SyncReport, WeightSync
@@ -46,6 +47,7 @@ class Run:
     stages: Stages
     meter: DriverMeter
     watch: DataPlaneWatch
+    reward_errors: RewardErrors
     estimate: AdvantageEstimator
     sampling: SamplingParams
     """Sampling parameters of training rollouts."""

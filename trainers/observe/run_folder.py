@@ -34,6 +34,7 @@ class RunFolder:
     checkpoints/    one folder per checkpoint
     journal/        finished groups that no checkpoint covers yet
     report.html     metrics and plots in one page that needs no network
+    reward_errors.jsonl  why rewards failed, a line for each rollout call with failed rows; only if any did
     error.txt       the traceback, when the run failed
     watchdog.txt    the stage and the processes' stacks, when the watchdog ended the run
     """

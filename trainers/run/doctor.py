@@ -29,7 +29,7 @@ from rich.text import Text
 
 from ...codecs.owned_folder import PREFIX, SHARED_MEMORY, owner_lives
 from ...dataplane.config import StoreKind
-from ..config.config import RolloutConfig
+from ..config.config import RolloutConfig, TrainerConfig
 
 SHM_ENOUGH_BYTES = 1 << 30
 PROBE_BYTES = 1 << 20
@@ -60,12 +60,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A store or an engine, and the modules that it needs."""
+    """A store, an engine or a train backend, and the modules that it needs."""
 
     area: str
-    """`store` or `engine`."""
+    """`store`, `engine` or `backend`."""
     name: str
-    """Kind of the store or engine, as in the config."""
+    """Kind of the store, engine or backend, as in the config."""
     imports: tuple[str, ...]
     """Modules that must be importable."""
     extra: str = ""
@@ -81,6 +81,8 @@ PROBES = (
     Probe("engine", "hf", ("headrace.actors.engines.hf.engine", "torch", "transformers")),
     Probe("engine", "scripted", ("headrace.actors.engines.scripted",)),
     Probe("engine", "vllm", ("vllm",), "vllm"),
+    Probe("backend", "fsdp", ("torch.distributed.fsdp", "transformers")),
+    Probe("backend", "megatron", ("megatron.core",), "megatron"),
 )
 
 # Imports in turn; JSON lines, marked because libraries print too: probe name -> first line of the error, "" when fine.
@@ -266,27 +268,36 @@ def _gib(nbytes: float) -> str:
 
 
 def _starts() -> list[Finding]:
-    """Try every probe's imports: those of the core in one child process, those of each extra in its own."""
-    core = {probe.name: probe.imports for probe in PROBES if not probe.extra}
-    groups = [core, *({probe.name: probe.imports} for probe in PROBES if probe.extra)]
-    with ThreadPoolExecutor(len(groups)) as pool:
-        errors = {name: error for found in pool.map(try_imports, groups) for name, error in found.items()}
+    """Try every probe's imports, one after the other in a child process, in which torch is loaded only once."""
+    errors = try_imports({probe.name: probe.imports for probe in PROBES})
     errors["shm"] = errors["shm"] or write_error(SHARED_MEMORY)
-    stores, engines = typing.get_args(StoreKind), typing.get_args(RolloutConfig.model_fields["engine"].annotation)
-    return [verdict(probe, errors[probe.name], stores + engines) for probe in PROBES]
+    kinds = (
+        *typing.get_args(StoreKind),
+        *typing.get_args(RolloutConfig.model_fields["engine"].annotation),
+        *typing.get_args(TrainerConfig.model_fields["backend"].annotation),
+    )
+    return [verdict(probe, errors[probe.name], kinds) for probe in PROBES]
 
 
 def try_imports(groups: dict[str, tuple[str, ...]]) -> dict[str, str]:
-    """Import each group of modules in a fresh process. Returns, by name, "" or the error in one line."""
+    """Import the groups of modules one after the other in a fresh process, and in another one those behind a group that
+    ended or blocked it. Returns, by name, "" or the error in one line."""
     absent = {
         name: f"{module.partition('.')[0]} is not installed"
         for name, modules in groups.items()
         for module in modules
         if importlib.util.find_spec(module.partition(".")[0]) is None
     }
-    wanted = {name: modules for name, modules in groups.items() if name not in absent}
-    if not wanted:
-        return absent
+    found, wanted = absent, {name: modules for name, modules in groups.items() if name not in absent}
+    while wanted:
+        answers = _import_in_child(wanted)
+        found |= answers
+        wanted = {name: modules for name, modules in wanted.items() if name not in answers}
+    return {name: found[name] for name in groups}
+
+
+def _import_in_child(wanted: dict[str, tuple[str, ...]]) -> dict[str, str]:
+    """Import in one fresh process, up to a group that ends or blocks it; returns what was found, at least one name."""
     command = [sys.executable, "-c", _IMPORTER, json.dumps(wanted)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
@@ -296,7 +307,8 @@ def try_imports(groups: dict[str, tuple[str, ...]]) -> dict[str, str]:
         end = f"the import took more than {IMPORT_TIMEOUT_S:g} s"
     lines = [line.removeprefix("HEADRACE ") for line in output.splitlines() if line.startswith("HEADRACE ")]
     found = json.loads(lines[-1]) if lines else {}
-    return {**absent, **{name: found.get(name, end) for name in wanted}}
+    blamed = next((name for name in wanted if name not in found), None)
+    return found if blamed is None else {**found, blamed: end}
 
 
 def verdict(probe: Probe, error: str, kinds: Sequence[str]) -> Finding:

@@ -8,7 +8,7 @@ from typing import Any
 from ...codecs.integers import ceil_div, round_up
 from ...dataplane.topology import Topology
 from ..base_model.prepare import check_model, model_config
-from ..config.checks import step_bytes
+from ..config.checks import cautions, step_bytes
 from ..config.config import Config
 
 TRAINING_COPIES = 4
@@ -95,6 +95,7 @@ def describe(config: Config) -> str:
         if config.validation.every
         else f"  {algorithm.steps} steps, no validation",
     ]
+    lines += [f"note: {line}" for line in cautions(config)]
     return "\n".join(lines)
 
 

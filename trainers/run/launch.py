@@ -18,7 +18,7 @@ from ..cluster import actor_specs
 from ..cluster.calls import ActorFailed, DriverMeter
 from ..cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster
 from ..cluster.run_actors import START_TIMEOUT_S, RunActors, demand, start_actors
-from ..config.checks import contradictions
+from ..config.checks import cautions, contradictions
 from ..config.config import Config, with_run_dir
 from ..errors import ConfigError, UserError
 from ..grpo import steps as grpo
@@ -34,6 +34,7 @@ from ..observe.data_plane_watch import DataPlaneWatch
 from ..observe.progress import Progress
 from ..observe.prometheus import PrometheusEndpoint
 from ..observe.report import write_report
+from ..observe.reward_errors import RewardErrors
 from ..observe.run_folder import RunFolder
 from ..observe.trace import Tracer
 from ..supervision.cleanup import remove_shared_memory
@@ -72,6 +73,8 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
             Progress(config.run.name, steps, enabled=config.logging.progress, judged=config.judged_figure) as progress,
             under_watchdog(config, folder.path) as watch,
         ):
+            for line in cautions(config):
+                progress.message(f"note: {line}")
             if endpoint.address:
                 progress.message(f"metrics for Prometheus: {endpoint.address}")
             _Training(config, folder, endpoint, progress, watch).run(resume)
@@ -296,6 +299,7 @@ def launched(
             stages=stages,
             meter=meter,
             watch=DataPlaneWatch(client),
+            reward_errors=RewardErrors(folder),
             estimate=build_advantages(config.advantage, actor_specs.reward_weights(config)),
             sampling=actor_specs.sampling(config),
             validating=actor_specs.validation_sampling(config),

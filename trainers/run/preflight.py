@@ -219,6 +219,12 @@ class _FirstPrompts:
     def row(self, index: int) -> PromptRow:
         return self._source.row(index)
 
+    def texts(self, start: int, stop: int) -> list[str]:
+        return self._source.texts(start, stop)
+
+    def texts(self, start: int, stop: int) -> list[str]:
+        return [self.row(index).text for index in range(start, stop)]
+
 
 def _builtin_tokenizer() -> Any:
     from ..base_model.warmup import make_tokenizer
@@ -246,10 +252,11 @@ def _is_local(path: str) -> bool:
 
 
 def _model_is_cached(repository: str) -> bool:
-    """Return whether the hub's cache on this machine has the config of a model."""
+    """Return whether the hub's cache on this machine has the config and the tokenizer of a model."""
     from huggingface_hub import try_to_load_from_cache
 
-    return isinstance(try_to_load_from_cache(repository, "config.json"), str)
+    files = ("config.json", "tokenizer_config.json")
+    return all(isinstance(try_to_load_from_cache(repository, name), str) for name in files)
 
 
 def _source_is_here(source: str) -> bool:

@@ -190,10 +190,10 @@ def test_a_turn_that_the_engine_refuses_fails_its_episode_alone(ascii_tokenizer:
     script = actor_of(ascii_tokenizer, ["<tool>calculator: 2</tool>", "{}"])
 
     class Refusing(ScriptedEngine):
-        async def generate(self, request_id: str, *args: Any) -> Any:
+        async def generate(self, request_id: str, prompt_ids: Any, params: Any) -> Any:
             if request_id == "p.1/1":
                 raise ValueError("request 'p.1/1': 300 tokens of prompt and 200 more exceed the context of 256")
-            return await super().generate(request_id, *args)
+            return await super().generate(request_id, prompt_ids, params)
 
     async def main() -> list[Sample]:
         engine = Refusing(script, tokenizer=ascii_tokenizer)

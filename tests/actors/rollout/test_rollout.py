@@ -442,10 +442,10 @@ def test_slow_rewards_of_many_rows_do_not_add_up_to_the_bound_of_one(tokenizer: 
 @pytest.mark.parametrize("error", [ValueError("the prompt exceeds the context"), FloatingPointError("not finite")])
 def test_an_episode_that_fails_makes_failed_rows_of_its_group(tokenizer: Any, error: Exception) -> None:
     class Failing(ScriptedEngine):
-        async def generate(self, request_id: str, *args: Any) -> Any:
+        async def generate(self, request_id: str, prompt_ids: Any, params: Any) -> Any:
             if request_id == "1":
                 raise error
-            return await super().generate(request_id, *args)
+            return await super().generate(request_id, prompt_ids, params)
 
     async def run() -> Any:
         engine, client = Failing(right_then_wrong(tokenizer), version=4), FakeClient()
@@ -467,7 +467,7 @@ def test_an_episode_that_fails_makes_failed_rows_of_its_group(tokenizer: Any, er
 
 def test_an_engine_that_died_is_no_failed_row(tokenizer: Any) -> None:
     class Dead(ScriptedEngine):
-        async def generate(self, request_id: str, *args: Any) -> Any:
+        async def generate(self, request_id: str, prompt_ids: Any, params: Any) -> Any:
             raise EngineDied("its process is gone")
 
     async def run() -> None:

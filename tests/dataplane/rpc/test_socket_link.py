@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import socket
 import threading
@@ -252,9 +253,11 @@ def test_a_connect_waits_while_the_backlog_is_full() -> None:
     connected: list[SocketLink] = []
     thread = threading.Thread(target=lambda: connected.append(SocketLink(address, "directory")))
     thread.start()
-    with listener:
+    listener.settimeout(0.1)
+    with listener, contextlib.ExitStack() as accepted:
         while not connected and thread.is_alive():
-            listener.accept()[0].close()
+            with contextlib.suppress(TimeoutError):
+                accepted.enter_context(listener.accept()[0])
         thread.join(5)
     assert connected
     connected[0].detach()

@@ -106,7 +106,9 @@ def test_a_trainer_that_dies_in_a_direct_update_leaves_engines_whose_requests_wa
 class _Stuck(ScriptedEngine):
     """Makes no token."""
 
-    progress = 0  # pyright: ignore[reportAssignmentType]
+    @property
+    def progress(self) -> int:
+        return 0
 
 
 class _Stages:

@@ -41,6 +41,7 @@ def test_a_library_that_kills_or_hangs_its_process_is_named(library: Path, monke
     found = try_imports({"a": ("fine_lib",), "b": ("crashing_lib",), "c": ("fine_lib",)})
     assert found["a"] == ""
     assert "exit code 139" in found["b"]
+    assert found["c"] == "", "those behind it are tried in another process"
     (library / "hanging_lib.py").write_text("import time\ntime.sleep(60)\n")
     monkeypatch.setattr(doctor, "IMPORT_TIMEOUT_S", 1.0)
     assert try_imports({"d": ("hanging_lib",)}) == {"d": "the import took more than 1 s"}
@@ -124,8 +125,9 @@ def test_the_exit_code_is_0_unless_nothing_works(
 @pytest.mark.processes
 def test_this_machine_can_be_examined() -> None:
     findings = doctor.examine()
-    assert {finding.area for finding in findings} == {"software", "machine", "store", "engine"}
+    assert {finding.area for finding in findings} == {"software", "machine", "store", "engine", "backend"}
     assert all(finding.fix for finding in findings if finding.state is State.FIX)
     by_name = {finding.name: finding for finding in findings}
     assert "torch" in by_name["packages"].detail
-    assert by_name["hf"].state is State.OK
+    assert by_name["hf"].state is State.OK and by_name["fsdp"].state is State.OK
+    assert by_name["megatron"].area == "backend"

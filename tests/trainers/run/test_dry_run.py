@@ -10,8 +10,9 @@ import pytest
 
 from headrace.actors.engines.config import ModelConfig
 from headrace.trainers.base_model.prepare import TINY_QWEN3
-from headrace.trainers.config.config import Config
+from headrace.trainers.config.config import AlgorithmConfig, Config
 from headrace.trainers.errors import UserError
+from headrace.trainers.losses.config import LossConfig
 from headrace.trainers.run.dry_run import describe, placements, trained_bytes
 
 
@@ -69,3 +70,13 @@ def test_only_a_model_that_is_here_is_checked() -> None:
     assert "org/model: read when the run starts" in describe(elsewhere)
     scripted = config(tp=3, backend="scripted")
     assert "1 replica(s) of 3 rank(s)" in describe(scripted)
+
+
+def test_async_without_a_correction_is_said_in_one_line() -> None:
+    stale = config().model_copy(update={"algorithm": AlgorithmConfig(mode="async", max_staleness=2)})
+    plain = stale.model_copy(update={"loss": LossConfig(kind="reinforce")})
+    note = describe(plain).splitlines()[-1]
+    assert note.startswith(
+        "note: algorithm.mode=async with loss.kind=reinforce trains on rows of up to 2 older policies"
+    )
+    assert "note:" not in describe(stale)
