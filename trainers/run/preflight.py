@@ -220,9 +220,6 @@ class _FirstPrompts:
         return self._source.row(index)
 
     def texts(self, start: int, stop: int) -> list[str]:
-        return self._source.texts(start, stop)
-
-    def texts(self, start: int, stop: int) -> list[str]:
         return [self.row(index).text for index in range(start, stop)]
 
 
