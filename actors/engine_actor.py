@@ -81,6 +81,10 @@ class EngineHost(ABC):
         """Counters of what the engine has done since it started."""
         return self._engine.stats
 
+    async def progress(self) -> int:
+        """Number that changes whenever this actor gets on with its work. Raises EngineDied when its engine is gone."""
+        return self._engine.progress
+
     async def pause(self, mode: PauseMode) -> None:
         """Run `Sleeper.pause`."""
         await self._engine.pause(mode)

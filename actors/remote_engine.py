@@ -71,6 +71,11 @@ class RemoteEngine:
     def num_workers(self) -> int:
         return self._num_workers
 
+    @property
+    def progress(self) -> int:
+        """Number of tokens returned as of the last answer."""
+        return self.stats.tokens
+
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Generate in the actor's engine. Cancelling the call also ends the request there."""
         call = GenerateCall(request_id, np.asarray(prompt_ids, dtype=np.int32), params)

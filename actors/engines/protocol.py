@@ -215,6 +215,14 @@ class GenerationEngine(Generator, WeightHost, Sleeper, Protocol):
         """Counters of what the engine has done since it started."""
         ...
 
+    @property
+    def progress(self) -> int:
+        """Number that changes whenever the engine makes tokens, also those of requests that it has not answered yet.
+
+        Raises EngineDied when the engine's own process is known to be gone.
+        """
+        ...
+
     async def close(self) -> None:
         """End the engine. Requests in flight raise an error or return the tokens made so far. Idempotent."""
         ...

@@ -307,6 +307,11 @@ class Router:
             _accumulate(total, stats)
         return total
 
+    @property
+    def progress(self) -> int:
+        """Number of tokens that engines have returned: what they make before they answer, only they themselves tell."""
+        return self.stats.tokens
+
     async def close(self) -> None:
         """Close all engines; requests that wait for one raise RuntimeError. Idempotent."""
         self._closed = True

@@ -95,6 +95,11 @@ class ScriptedEngine:
     def num_workers(self) -> int:
         return 1
 
+    @property
+    def progress(self) -> int:
+        """Milliseconds in which tokens could be made, which stand still without requests, and tokens returned."""
+        return self.stats.tokens + (int(1000 * self._clock.now()) if self._num_flowing else 0)
+
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return `params.n` completions of the script, cut at max_new_tokens and after the request's own stops.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -61,6 +61,8 @@ class RolloutWorker:
         self._journal = journal
         self._left_out: list[LeftOut] = []
         self._open: set[_OpenCall] = set()
+        self.progress = 0
+        """Number of episodes ended, samples scored, groups kept and puts made: it grows while calls get on."""
         # Users' reward functions may be slow, so they run in a thread while generation and other calls go on.
         self._scoring = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
 
@@ -126,6 +128,7 @@ class RolloutWorker:
         )
         for task in episodes:
             task.add_done_callback(lambda _: ends.append(time.perf_counter() - clock))
+            task.add_done_callback(self._step)
             task.add_done_callback(finished.put_nowait)
         for first in range(0, len(restored), _RESTORED_TOGETHER):
             groups = restored[first : first + _RESTORED_TOGETHER]
@@ -154,6 +157,8 @@ class RolloutWorker:
             asyncio.create_task(self._episodes(self._held_out, position, params))
             for position in range(start, start + count)
         ]
+        for episode in episodes:
+            episode.add_done_callback(self._step)
         try:
             groups = await asyncio.gather(*episodes)
         finally:
@@ -224,10 +229,12 @@ class RolloutWorker:
         if self._journal is not None and kept:
             with _span(tally, "journal"):
                 await asyncio.to_thread(self._journal.append, kept)
+        self._step()
 
     async def _put(self, rows: RolloutRows, partition: str, tally: RolloutTally) -> None:
         with _span(tally, "put"):
             await self._client.put(partition, rows.keys, rows.batch, versions=rows.versions, tags=rows.tags)
+        self._step()
 
     def _versions(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return the version of each row's oldest token, or the engine's for a row without tokens, int64 `[N]`."""
@@ -235,7 +242,12 @@ class RolloutWorker:
         return np.where(versions < 0, self._engine.version, versions)
 
     async def _score(self, samples: list[Sample]) -> list[Score]:
-        return await asyncio.get_running_loop().run_in_executor(self._scoring, _score_all, self._rubric, samples)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._scoring, _score_all, self._rubric, samples, self._step)
+
+    def _step(self, _: object = None) -> None:
+        """Note that a call has got on."""
+        self.progress += 1
 
 
 def generation_spans(wall: float, ends: Sequence[float], positions: Sequence[int]) -> list[Span]:
@@ -253,8 +265,13 @@ def generation_spans(wall: float, ends: Sequence[float], positions: Sequence[int
     return spans
 
 
-def _score_all(rubric: Rubric, samples: Sequence[Sample]) -> list[Score]:
-    return [_score_one(rubric, sample) for sample in samples]
+def _score_all(rubric: Rubric, samples: Sequence[Sample], scored: Callable[[], None] = lambda: None) -> list[Score]:
+    """Score samples one after another; `scored` is called after each."""
+    scores = []
+    for sample in samples:
+        scores.append(_score_one(rubric, sample))
+        scored()
+    return scores
 
 
 def _score_one(rubric: Rubric, sample: Sample) -> Score:

@@ -58,6 +58,11 @@ class Decoding:
         """Last token of each row of the window, which no forward pass has seen yet, int64 `[B]`; None at first."""
         self._step = 0
 
+    @property
+    def num_steps(self) -> int:
+        """Number of decoding steps so far, which may be read while another thread decodes."""
+        return self._step
+
     @torch.inference_mode()
     def run(self, version: int, interrupt: threading.Event) -> bool:
         """Decode until all rows have ended, or up to the next step once `interrupt` is set. Returns whether all ended.

@@ -97,6 +97,12 @@ class HfEngine:
     def num_workers(self) -> int:
         return 1
 
+    @property
+    def progress(self) -> int:
+        """Number of tokens returned, and of decoding steps of the present batch."""
+        decoding = None if self._batch is None else self._batch.decoding
+        return self.stats.tokens + (0 if decoding is None else decoding.num_steps)
+
     # ---------------------------------------------------------------- requests
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:

@@ -109,6 +109,12 @@ class VllmEngine:
         return self._tp
 
     @property
+    def progress(self) -> int:
+        """Number of tokens returned, and of the newest tokens of samples that run. Raises EngineDied."""
+        self._process.expect_alive()
+        return self.stats.tokens + sum(count for _, count in self._process.versions.newest())
+
+    @property
     def load_way(self) -> str:
         """Way in which the last commit loaded the weights: `in place`, or `layerwise: ` and the reason."""
         return self._updates.way
