@@ -150,6 +150,7 @@ def mode_config(options: StepOptions, mode: Mode) -> Config:
                 "name": f"bench-step-{mode}",
                 "seed": options.seed,
                 "trace_step": 5,
+                "checkpoint_minutes": 0.0,
             },
             "algorithm": algorithm,
             "rollout": {"engine": "scripted", "max_new_tokens": 32},

@@ -71,14 +71,19 @@ def _close_host(host: StoreHost, pid: int) -> None:
 
 
 def open_data_plane(
-    config: DataPlaneConfig, *, run_id: str | None = None, in_process: bool = False, one_host: bool = True
+    config: DataPlaneConfig,
+    *,
+    run_id: str | None = None,
+    in_process: bool = False,
+    one_host: bool = True,
+    start_timeout_s: float = 300.0,
 ) -> DataPlane:
     """Start the directory and the store of a run.
 
     in_process: True runs the directory in a thread of this process, for clients of this process only; False runs it in
     one named Ray actor that takes no CPU (Ray must be initialised). one_host: True says that all clients are on the
     directory's host, so that it listens on no network and `store.kind=auto` means shm. run_id: letters, digits, `-`,
-    `_` and `.`; None makes one up.
+    `_` and `.`; None makes one up. start_timeout_s: seconds that the directory's process may take to start.
     Raises ValueError when this machine cannot provide what the configuration asks for, DirectoryLost or StoreLost when
     a process does not start in time.
     """
@@ -96,7 +101,7 @@ def open_data_plane(
 
     if not ray.is_initialized():
         raise ValueError("open_data_plane: Ray is not initialised; call ray.init() first, or pass in_process=True")
-    actor, started = start_actor(run_id, config, build_host, one_host=one_host)
+    actor, started = start_actor(run_id, config, build_host, one_host=one_host, timeout_s=start_timeout_s)
     name = actor_name(run_id)
     peer = f"{name} pid={started.pid} host={started.node}"
     handle = DataPlaneHandle(run_id, config, started.store, name, started.address, peer)

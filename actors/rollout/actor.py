@@ -165,6 +165,10 @@ class RolloutActor(EngineHost):
             raise RuntimeError(f"{self._name}: it embeds its engine, there is none to add or remove")
         return engine
 
+    async def progress(self) -> int:
+        """Number that changes whenever the engine or the worker gets on. Raises EngineDied when the engine is gone."""
+        return self._engine.progress + self.worker.progress
+
     # ---------------------------------------------------------------- the end
 
     async def close(self) -> None:

@@ -65,6 +65,8 @@ class RolloutWorker:
         self._journal = journal
         self._left_out: list[LeftOut] = []
         self._open: set[_OpenCall] = set()
+        self.progress = 0
+        """Number of episodes ended, samples scored, groups kept and puts made: it grows while calls get on."""
         # Users' reward functions may be slow or hang, so they run in a thread while generation and other calls go on.
         self._scoring = UserThreads("rewards", 1)
         self._reward_timeout_s = reward_timeout_s
@@ -132,6 +134,7 @@ class RolloutWorker:
         )
         for task in episodes:
             task.add_done_callback(lambda _: ends.append(time.perf_counter() - clock))
+            task.add_done_callback(self._step)
             task.add_done_callback(finished.put_nowait)
         for first in range(0, len(restored), _RESTORED_TOGETHER):
             groups = restored[first : first + _RESTORED_TOGETHER]
@@ -160,6 +163,8 @@ class RolloutWorker:
             asyncio.create_task(self._episodes(self._held_out, position, params))
             for position in range(start, start + count)
         ]
+        for episode in episodes:
+            episode.add_done_callback(self._step)
         try:
             groups = await asyncio.gather(*episodes)
         finally:
@@ -233,10 +238,12 @@ class RolloutWorker:
         if self._journal is not None and kept:
             with _span(tally, "journal"):
                 await asyncio.to_thread(self._journal.append, kept)
+        self._step()
 
     async def _put(self, rows: RolloutRows, partition: str, tally: RolloutTally) -> None:
         with _span(tally, "put"):
             await self._client.put(partition, rows.keys, rows.batch, versions=rows.versions, tags=rows.tags)
+        self._step()
 
     def _versions(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return the version of each row's oldest token, or the engine's for a row without tokens, int64 `[N]`."""
@@ -248,7 +255,7 @@ class RolloutWorker:
         another thread goes on with the next."""
         scores: list[Score] = []
         while len(scores) < len(samples):
-            work = _Scoring(self._rubric, samples[len(scores) :])
+            work = _Scoring(self._rubric, samples[len(scores) :], self._step)
             try:
                 await self._scoring.call(work.name, work.run, self._reward_timeout_s, lambda work=work: work.since)
             except TimeoutError:
@@ -256,6 +263,10 @@ class RolloutWorker:
             else:
                 scores += work.scores
         return scores
+
+    def _step(self, _: object = None) -> None:
+        """Note that a call has got on."""
+        self.progress += 1
 
 
 def generation_spans(wall: float, ends: Sequence[float], positions: Sequence[int]) -> list[Span]:
@@ -276,9 +287,11 @@ def generation_spans(wall: float, ends: Sequence[float], positions: Sequence[int
 class _Scoring:
     """Scores samples one after another in a thread; the event loop sees how far it is."""
 
-    def __init__(self, rubric: Rubric, samples: Sequence[Sample]) -> None:
+    def __init__(self, rubric: Rubric, samples: Sequence[Sample], scored: Callable[[], None]) -> None:
+        """scored: called after each sample, in the thread."""
         self._rubric = rubric
         self._samples = samples
+        self._scored = scored
         self._reward = ""
         self.scores: list[Score] = []
         self.since = time.monotonic()
@@ -293,6 +306,7 @@ class _Scoring:
         for sample in self._samples:
             self.since = time.monotonic()
             self.scores.append(_score_one(self._rubric, sample, self._begin))
+            self._scored()
 
     def _begin(self, reward: str) -> None:
         self._reward = reward

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from datetime import timedelta
 
 import torch
@@ -10,10 +12,10 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from ...codecs import messages
 from ..protocols import ActorInfo
-from ..remote_methods import decode_arguments
+from ..remote_methods import decode_arguments, in_thread_of
 from .worker import TrainWorker, WorkerSetup
 
-CONCURRENCY_GROUPS = {"weights": 1, "abort": 1}
+CONCURRENCY_GROUPS = {"weights": 1, "abort": 1, "progress": 1}
 """Threads of the actor beside its main one: `ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainActor)`.
 All other methods run in one thread, always the same: a backend may be bound to the thread that built it."""
 
@@ -24,6 +26,8 @@ class TrainActor:
     def __init__(self, setup: WorkerSetup) -> None:
         torch.set_num_threads(setup.threads)
         self._setup = setup
+        self._clock: int | None = None
+        """CPU clock of the thread that runs the calls; None before the first `info`."""
         self._store: TCPStore | None = None
         """Store through which the ranks meet; None until this rank opens or joins it."""
         self._worker: TrainWorker | None = None
@@ -46,14 +50,21 @@ class TrainActor:
 
     def info(self) -> ActorInfo:
         """Name, process id and host of this process."""
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
         return ActorInfo.here(self._setup.name)
+
+    @in_thread_of("progress")
+    def progress(self) -> int:
+        """CPU nanoseconds of the thread that runs all calls: it computes, reads or writes while they grow, and waits
+        while they do not. An answer also shows that the process is alive."""
+        return 0 if self._clock is None else time.clock_gettime_ns(self._clock)
 
     def open_rendezvous(self, host: str) -> int:
         """Serve the store through which the ranks meet, on `host` and an ephemeral port; returns the port.
 
         Rank 0 only.
         """
-        timeout = timedelta(seconds=self._setup.timeout_s)
+        timeout = timedelta(seconds=self._setup.collective_timeout_s)
         self._store = TCPStore(host, 0, self._setup.world, True, timeout, wait_for_workers=False)
         return self._store.port
 
@@ -64,7 +75,7 @@ class TrainActor:
         """
         setup = self._setup
         if setup.world > 1:
-            timeout = timedelta(seconds=setup.timeout_s)
+            timeout = timedelta(seconds=setup.collective_timeout_s)
             if self._store is None:
                 self._store = TCPStore(host, port, setup.world, False, timeout)
             kind = "nccl" if torch.cuda.is_available() else "gloo"

@@ -57,7 +57,9 @@ class WorkerSetup:
     temperature: float
     """Sampling temperature of the rollouts, applied to log-probs."""
     timeout_s: float
-    """Seconds after which a collective or a wait for the data plane fails."""
+    """Seconds after which a wait for a sibling of the replica fails."""
+    collective_timeout_s: float
+    """Seconds after which a collective of the process group, or meeting in it, fails."""
     data_plane: DataPlaneHandle
     backend: Callable[[int, int], TrainBackend]
     """Builds the backend of (rank, number of ranks)."""

@@ -7,6 +7,7 @@ import gc
 import os
 import platform
 import resource
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +25,6 @@ from .server import DirectoryServer
 
 NAMESPACE = "headrace"
 """Ray namespace of the data plane's actors, as the driver's own may be anonymous."""
-START_TIMEOUT_S = 90.0
-"""Seconds that the actor may take to start; a Ray worker that imports torch on a busy machine takes tens of seconds."""
 END_TIMEOUT_S = 20.0
 
 
@@ -87,24 +86,26 @@ def actor_name(run_id: str) -> str:
 
 
 def start_actor(
-    run_id: str, config: DataPlaneConfig, build_host: Callable[[], StoreHost], *, one_host: bool
+    run_id: str, config: DataPlaneConfig, build_host: Callable[[], StoreHost], *, one_host: bool, timeout_s: float
 ) -> tuple[Any, Started]:
     """Start the actor. Returns its handle, and where it serves; it ends with the last handle or with this process.
 
-    `build_host` runs in the actor, and what it raises is raised here. Raises DirectoryLost when it does not start in
-    time.
+    `build_host` runs in the actor, and what it raises is raised here. Raises DirectoryLost when it does not start
+    within `timeout_s`.
     """
-    name = actor_name(run_id)
+    name, began_s = actor_name(run_id), time.monotonic()
     options = ray.remote(DirectoryActor).options(name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=0)
     actor: Any = options.remote(config, build_host)
     try:
-        started: Any = ray.get(actor.start.remote(name, one_host), timeout=START_TIMEOUT_S)
+        started: Any = ray.get(actor.start.remote(name, one_host), timeout=timeout_s)
         if isinstance(started, Exception):
             raise started
     except (RayActorError, GetTimeoutError) as error:
         stop_actor(actor)
-        what = f"the directory did not start: {str(error).partition(chr(10))[0]}"
-        raise DirectoryLost(what, op="open", peer=name) from None
+        within = f"within {timeout_s:g} s; a busy machine may need more: resources.start_timeout_s"
+        why = within if isinstance(error, GetTimeoutError) else str(error).partition("\n")[0]
+        elapsed_s = time.monotonic() - began_s
+        raise DirectoryLost(f"the directory did not start: {why}", op="open", peer=name, elapsed_s=elapsed_s) from None
     except BaseException:
         stop_actor(actor)
         raise

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import datetime
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from .checkpoint import load_checkpoint, prepare, write
+from .checkpoint import load_checkpoint, on_first_rank, prepare, write
 
-WRITE_TIMEOUT_S = 1800.0
-"""Seconds that one write may take; shards of 100 GB per rank on a slow shared disk take minutes, not half an hour."""
+WRITE_TIMEOUT_S = 86_400.0
+"""Seconds that one write may take at most. The driver looks at its progress and ends a write that hangs much sooner; a
+rank that dies breaks the others' connections at once."""
 
 
 class Checkpointer:
@@ -42,16 +46,22 @@ class Checkpointer:
         self.wait()
         staged = prepare(path, state, self._rank, self._world, self._group, copy=not wait)
         if wait:
-            write(path, staged, self._rank, self._world, self._group)
+            with _torch_errors(path):
+                write(path, staged, self._rank, self._world, self._group)
             return
         self._path = path
         self._thread = threading.Thread(target=self._write, args=(path, staged), name=f"save {path}", daemon=True)
         self._thread.start()
 
+    def on_first_rank(self, action: Callable[[], None]) -> None:
+        """Run `action` on rank 0 while the others wait, for as long as it takes; what it raises, all raise."""
+        on_first_rank(action, self._rank, self._world, self._group)
+
     def load(self, path: str, state: dict[str, torch.Tensor]) -> None:
         """Wait for any write, then fill `state` from the checkpoint `path` as `load_checkpoint` does."""
         self.wait()
-        load_checkpoint(path, state, self._rank, self._world, self._group)
+        with _torch_errors(path):
+            load_checkpoint(path, state, self._rank, self._world, self._group)
 
     def wait(self) -> None:
         """Wait until nothing is being written. Raises the last write's error, once, or TimeoutError when it hangs."""
@@ -70,6 +80,17 @@ class Checkpointer:
 
     def _write(self, path: str, staged: dict[str, torch.Tensor]) -> None:
         try:
-            write(path, staged, self._rank, self._world, self._group)
+            with _torch_errors(path):
+                write(path, staged, self._rank, self._world, self._group)
         except BaseException as error:
             self._error = error  # `wait` raises it
+
+
+@contextmanager
+def _torch_errors(path: str) -> Iterator[None]:
+    """Raise torch's CheckpointException, which is no Exception and would end an actor, as an OSError."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
+        raise OSError(f"checkpoint {path}: {'; '.join(causes)}") from None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from ...actors.protocols import MicroBatch
-from .checkpoint import draft_of, on_first_rank, publish, start_draft
+from .checkpoint import draft_of, publish, start_draft
 from .checkpointer import Checkpointer
 from .config import BackendConfig
 
@@ -132,7 +132,7 @@ class ScriptedBackend:
             save_file(self._weights, f"{draft_of(path)}/model.safetensors")
             publish(path)
 
-        on_first_rank(write, self._rank, self._world)
+        self._checkpointer.on_first_rank(write)
 
     def close(self) -> None:
         """Drop an open step and wait for a checkpoint that is being written, raising its error."""

@@ -165,7 +165,7 @@ def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandl
 def journal(config: Config) -> JournalConfig | None:
     """Return where finished groups are kept, or are read from; None for a run that does neither."""
     run = config.run
-    if not (run.record or run.replay or (run.journal and run.checkpoint_every)):
+    if not (run.record or run.replay or (run.journal and run.saves_checkpoints)):
         return None
     folder = os.path.join(run.replay or run.dir or ".", "journal")
     purpose = "replay" if run.replay else "record" if run.record else "resume"
@@ -227,6 +227,7 @@ def worker_setup(
         threads=threads(config),
         temperature=config.rollout.temperature,
         timeout_s=config.resources.stage_timeout_s,
+        collective_timeout_s=config.resources.collective_timeout_s,
         data_plane=handle,
         backend=partial(build_backend, backend_config(config, model)),
         sender=partial(build_sender, kind, sender),

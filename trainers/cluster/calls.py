@@ -8,6 +8,7 @@ The handles with the methods of each kind of actor are in handles.py.
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from ...actors.engines.protocol import EngineDied
 from ...actors.protocols import ActorInfo
 from ...actors.remote_methods import decode_result, encode_arguments, submit
 
@@ -34,8 +36,8 @@ class ActorFailed(RuntimeError):
         super().__init__(message)
         self.cause = cause
         """The exception that the actor raised; None when it died or did not answer in time."""
-        self.died = died
-        """Whether the actor's process is gone."""
+        self.died = died or isinstance(cause, EngineDied)
+        """Whether the actor's process is gone, or that of the engine that it hosts, without which it is of no use."""
 
 
 @dataclass(slots=True)
@@ -129,8 +131,8 @@ class ActorHandle:
             raise ActorFailed(message, cause) from error
         except RayActorError as error:
             raise ActorFailed(
-                f"{stage}: {self.info} died; the call {call.method.__name__} was in flight for {elapsed:.1f} s. "
-                f"{_reason(error)}",
+                f"{stage}: {self.info} died; the call {call.method.__name__} was in flight for {elapsed:.1f} s: "
+                f"{death_in_words(str(error))}",
                 died=True,
             ) from error
         except (GetTimeoutError, RayError) as error:
@@ -139,9 +141,10 @@ class ActorHandle:
         return decode_result(call.method, reply)
 
 
-def gather(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[T]:
+def gather(calls: Sequence[Call[T]], stage: str, timeout_s: float, *, bound: str = "") -> list[T]:
     """Wait for all calls; returns their results in order. The first failure of any call ends the wait at once.
 
+    bound: name of the configuration's key that sets `timeout_s`, for the message.
     Raises ActorFailed when an actor died, raised (see its `cause`), or did not answer within `timeout_s`.
     """
     results = dict[Call[T], T]()
@@ -151,7 +154,8 @@ def gather(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[T]:
         results[call] = outcome
     late = [call.actor.info for call in calls if call not in results]
     if late:
-        raise ActorFailed(f"{stage}: no answer within {timeout_s:g} s from {', '.join(map(str, late))}")
+        key = f" ({bound})" if bound else ""
+        raise ActorFailed(f"{stage}: no answer within {timeout_s:g} s{key} from {', '.join(map(str, late))}")
     return [results[call] for call in calls]
 
 
@@ -192,7 +196,24 @@ def _outcome(call: Call[T], stage: str) -> T | ActorFailed:
         return error
 
 
-def _reason(error: RayActorError) -> str:
-    """Ray's own words on a death: the last two lines, where it says why."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[-2:])[:400]
+_DEATHS = (
+    ("memory monitor", "Ray ended it, because its host ran out of memory"),
+    ("NODE_OUT_OF_MEMORY", "Ray ended it, because its host ran out of memory"),
+    ("ray.kill", "it was ended on request"),
+    ("its node has died", "its host is no longer part of the Ray cluster"),
+    ("node was terminated", "its host is no longer part of the Ray cluster"),
+    ("creation task", "it failed while it started"),
+    ("SIGKILL", "its process was killed (SIGKILL, as the kernel does when memory runs out) or crashed"),
+    ("connection error", "its process was killed (SIGKILL, as the kernel does when memory runs out) or crashed"),
+)
+"""Words in Ray's account of a death -> what they mean, in one sentence; the first that is found counts."""
+
+
+def death_in_words(account: str) -> str:
+    """Ray's account of an actor's death, a paragraph, as one sentence."""
+    for words, meaning in _DEATHS:
+        if words in account:
+            return meaning
+    last = next((line.strip() for line in reversed(account.splitlines()) if line.strip()), "Ray does not say why")
+    sentence = last.partition(". ")[0].rstrip(".")
+    return textwrap.shorten(sentence, 200, placeholder=" ...")

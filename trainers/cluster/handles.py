@@ -35,6 +35,9 @@ class TrainHandle(ActorHandle):
         """Ask who the actor is, which also shows that it answers."""
         return self._call(TrainActor.info)
 
+    def progress(self) -> Call[int]:
+        return self._call(TrainActor.progress)
+
     def open_rendezvous(self, host: str) -> Call[int]:
         return self._call(TrainActor.open_rendezvous, host)
 
@@ -52,6 +55,9 @@ class TrainHandle(ActorHandle):
 
     def finish(self) -> Call[WorkerReport]:
         return self._call(TrainWorker.finish)
+
+    def abort(self) -> Call[None]:
+        return self._call(TrainWorker.abort)
 
     def open_update(self, version: int, receivers: Sequence[ReceiverGroup], base: int | None) -> Call[WeightUpdate]:
         return self._call(TrainWorker.open_update, version, receivers, base)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -9,13 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import psutil
 import ray
-from ray._private import parameter
+from ray._private import parameter, worker
 
 from ..errors import UserError
 
+_log = logging.getLogger(__name__)
 MIN_OBJECT_STORE_MIB = 128
 """MiB of the object store that Ray itself needs."""
 
@@ -56,6 +59,8 @@ class Cluster:
             )
         self.owned = address is None
         before = set(psutil.Process().children())
+        self._print = worker.print_to_stdstream
+        worker.print_to_stdstream = _log_what_ray_says
         quiet = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
         if self.owned:
             # Ray's processes read these: else it sends usage reports and warns about accelerators that it did not find.
@@ -89,6 +94,7 @@ class Cluster:
 
     def close(self) -> None:
         """Leave Ray; end a Ray that was started here, by process id if need be. Idempotent."""
+        worker.print_to_stdstream = self._print
         if not ray.is_initialized():
             return
         started = [process for root in self._started for process in _family(root)]
@@ -98,6 +104,11 @@ class Cluster:
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=5)
+
+
+def _log_what_ray_says(data: dict[str, Any], ignore_prefix: bool) -> None:
+    """Log the paragraphs that Ray would print on a death, of which the run tells in a sentence of its own."""
+    _log.info("Ray: %s", " ".join(data["lines"]))
 
 
 @contextmanager

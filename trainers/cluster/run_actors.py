@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import ray
 from ray.actor import ActorHandle as RayActor
 
 from ...actors.engine_actor import CONCURRENCY, EngineActor
+from ...actors.protocols import ActorInfo
 from ...actors.rollout.actor import RolloutActor
 from ...actors.train.actor import CONCURRENCY_GROUPS, TrainActor
 from ...dataplane.errors import DataPlaneError
@@ -19,16 +21,19 @@ from ...dataplane.factory import DataPlane
 from ..config.config import Config
 from ..errors import UserError
 from . import actor_specs
-from .calls import ActorFailed, ActorHandle, DriverMeter, gather
+from .calls import ActorFailed, ActorHandle, Call, DriverMeter, ended, gather
 from .engine_pool import Engine, EnginePool
 from .handles import EngineHandle, RolloutHandle, TrainHandle
 from .ray_cluster import Cluster, Demand
 
 H = TypeVar("H", bound=ActorHandle)
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-START_TIMEOUT_S = 300.0
-"""Seconds in which all actors must have started: imports and model loading on a cold disk."""
+BY_START_TIMEOUT = "resources.start_timeout_s"
+"""Key that bounds every wait for an actor that starts; messages about such a wait name it."""
+ASK_AGAIN_S = 0.2
+"""Seconds between two questions to actors that may be dying."""
 
 
 @dataclass(slots=True)
@@ -46,10 +51,14 @@ class RunActors:
     """Largest number of `replaced`."""
     data_notes: tuple[str, ...]
     """Sentences for the user about the prompts: what was chosen or left out."""
+    start_timeout_s: float
+    """Seconds that each part of an actor's start may take (`resources.start_timeout_s`)."""
     replaced: int = 0
     """Number of rollout actors and engines that died and were replaced."""
     on_replaced: list[Callable[[], None]] = field(default_factory=list)
     """Functions that are called when an actor is another process than before."""
+    on_death: list[Callable[[str], None]] = field(default_factory=list)
+    """Functions that are called with a sentence that says what died, before an actor is replaced."""
 
     @property
     def handles(self) -> list[EngineHandle | TrainHandle]:
@@ -71,8 +80,9 @@ class RunActors:
     def replace(self, handle: EngineHandle, failure: ActorFailed) -> None:
         """Start and build another process for a rollout actor or engine that died; `handle` then stands for that one.
 
-        Its engine, if it has one, serves version 0. Raises `failure` when no more may be replaced, ActorFailed when the
-        new process does not come up.
+        Whatever is left of the actor is killed: where only its engine's process died, the actor itself is still there.
+        The new engine, if it has one, serves version 0. Raises `failure` when no more may be replaced, ActorFailed when
+        the new process does not come up.
         """
         if not self.may_replace:
             raise failure
@@ -80,13 +90,34 @@ class RunActors:
             raise failure  # all of Ray is gone: a new process would wait for a place until its time is up
         self.replaced += 1
         _log.warning("replaced: %s", failure)
+        for tell in self.on_death:
+            tell(str(failure))
+        handle.kill()
         handle.restart()
-        gather([handle.build()], "replace", START_TIMEOUT_S)
-        _identify([handle], "replace")
+        _started([handle.build()], "replace", self.start_timeout_s)
+        _identify([handle], "replace", self.start_timeout_s)
         if not self.engines.embedded and isinstance(handle, RolloutHandle):
             engines = [engine.handle for engine in self.engines.active]
-            gather([handle.set_engines(engines)], "replace", START_TIMEOUT_S)
+            _started([handle.set_engines(engines)], "replace", self.start_timeout_s)
         self._tell()
+
+    def find_dead(self, wait_s: float, *, insist: bool) -> list[ActorInfo]:
+        """The actors that are dead as far as Ray knows, on whichever host; waits up to `wait_s` for the first death.
+
+        insist: whether actors that answer are asked again until the time is over; else one answer of each is enough.
+        """
+        deadline = time.monotonic() + wait_s
+        asked = {handle.progress(): handle for handle in self.handles}
+        while asked and (left_s := deadline - time.monotonic()) > 0:
+            answers = ended(list(asked), "health", left_s)
+            dead = [call.actor.info for call, answer in answers if isinstance(answer, ActorFailed) and answer.died]
+            if dead:
+                return dead
+            answered = [asked.pop(call) for call, _ in answers]
+            if insist:
+                time.sleep(min(ASK_AGAIN_S, left_s))
+                asked |= {handle.progress(): handle for handle in answered}
+        return []
 
     def restart_workers(self) -> None:
         """End all train workers and build others, with the run's first weights; the handles then stand for those.
@@ -96,8 +127,8 @@ class RunActors:
         for worker in self.workers:
             worker.kill()
             worker.restart()
-        _identify(self.workers, "start")
-        _build(self.host, [], self.workers)
+        _identify(self.workers, "start", self.start_timeout_s)
+        _build(self.host, [], self.workers, self.start_timeout_s)
         self._tell()
 
     def _tell(self) -> None:
@@ -127,15 +158,16 @@ def start_actors(
         rollouts = [starter.rollout(index) for index in range(config.rollout.num_actors)]
     workers = [starter.worker(rank) for rank in range(config.trainer.topology.world)]
     generators = list(dict.fromkeys([*hosts, *rollouts]))
-    _identify([*generators, *workers], "start")
-    _build(starter.host, generators, workers)
-    counts = gather([host.num_workers() for host in hosts], "start", START_TIMEOUT_S)
+    timeout_s = config.resources.start_timeout_s
+    _identify([*generators, *workers], "start", timeout_s)
+    _build(starter.host, generators, workers, timeout_s)
+    counts = _started([host.num_workers() for host in hosts], "start", timeout_s)
     embedded = config.rollout.num_actors is None
     engines = EnginePool([Engine(host, count) for host, count in zip(hosts, counts, strict=True)], embedded)
     if not embedded:
-        _introduce(engines, rollouts)
-    [data_notes] = gather([rollouts[0].data_notes()], "start", START_TIMEOUT_S)
-    return RunActors(engines, rollouts, workers, starter.host, config.run.max_restarts, data_notes)
+        _introduce(engines, rollouts, timeout_s)
+    [data_notes] = gather([rollouts[0].data_notes()], "start", timeout_s)
+    return RunActors(engines, rollouts, workers, starter.host, config.run.max_restarts, data_notes, timeout_s)
 
 
 class _ActorStarter:
@@ -200,30 +232,35 @@ def host_address(cluster: Cluster) -> str:
     return ray.util.get_node_ip_address() if cluster.num_nodes > 1 else "127.0.0.1"
 
 
-def _identify(handles: Sequence[EngineHandle | TrainHandle], stage: str) -> None:
+def _started(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[T]:
+    """The results of calls that belong to the start of actors. Raises ActorFailed."""
+    return gather(calls, stage, timeout_s, bound=BY_START_TIMEOUT)
+
+
+def _identify(handles: Sequence[EngineHandle | TrainHandle], stage: str, timeout_s: float) -> None:
     """Wait until all processes are up, and note who they are."""
-    infos = gather([handle.ping() for handle in handles], stage, START_TIMEOUT_S)
+    infos = _started([handle.ping() for handle in handles], stage, timeout_s)
     for handle, info in zip(handles, infos, strict=True):
         handle.info = info
 
 
-def _build(host: str, generators: Sequence[EngineHandle], workers: Sequence[TrainHandle]) -> None:
+def _build(host: str, generators: Sequence[EngineHandle], workers: Sequence[TrainHandle], timeout_s: float) -> None:
     port = 0
     if len(workers) > 1:
-        [port] = gather([workers[0].open_rendezvous(host)], "start", START_TIMEOUT_S)
+        [port] = _started([workers[0].open_rendezvous(host)], "start", timeout_s)
     builds = [handle.build() for handle in generators] + [worker.build(host, port) for worker in workers]
     try:
-        gather(builds, "start", START_TIMEOUT_S)
+        _started(builds, "start", timeout_s)
     except ActorFailed as error:
         if isinstance(error.cause, ValueError) and not isinstance(error.cause, DataPlaneError):
             raise UserError(str(error.cause)) from error
         raise
 
 
-def _introduce(engines: EnginePool, rollouts: Sequence[RolloutHandle]) -> None:
+def _introduce(engines: EnginePool, rollouts: Sequence[RolloutHandle], timeout_s: float) -> None:
     """Give every rollout actor's router the engines, and from then on tell it which are left out and taken back."""
     handles = [engine.handle for engine in engines.engines]
-    gather([rollout.set_engines(handles) for rollout in rollouts], "start", START_TIMEOUT_S)
+    _started([rollout.set_engines(handles) for rollout in rollouts], "start", timeout_s)
 
     def tell(engine: Engine) -> None:
         if engine.left_out:
@@ -231,7 +268,7 @@ def _introduce(engines: EnginePool, rollouts: Sequence[RolloutHandle]) -> None:
         else:
             calls = [rollout.add_engine(engine.handle) for rollout in rollouts]
         try:
-            gather(calls, "engines", START_TIMEOUT_S)
+            _started(calls, "engines", timeout_s)
         except ActorFailed as error:
             if error.cause is None:
                 raise

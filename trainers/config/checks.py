@@ -112,11 +112,15 @@ def meaning_problems(config: Config) -> list[str]:
             "rollout.engine='scripted', because other engines cannot use this backend's weights"
         )
     sync = config.sync
-    if sync.timeout_s >= config.resources.stage_timeout_s:
+    bound_s, key = min(
+        (config.resources.stage_timeout_s, "stage_timeout_s"),
+        (config.resources.collective_timeout_s, "collective_timeout_s"),
+        key=lambda bound: bound[0],
+    )
+    if sync.timeout_s >= bound_s:
         problems.append(
-            f"sync.timeout_s: got {sync.timeout_s:g}, expected less than resources.stage_timeout_s="
-            f"{config.resources.stage_timeout_s:g}, because train workers wait for each other while "
-            "the sync waits for an engine"
+            f"sync.timeout_s: got {sync.timeout_s:g}, expected less than resources.{key}={bound_s:g}, because train "
+            "workers wait for each other while the sync waits for an engine"
         )
     if sync.delta and sync.staging == "none":
         problems.append(

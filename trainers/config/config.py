@@ -93,7 +93,12 @@ class RunConfig(Section):
     seed: CountOrZero = 0
     """Seed of the prompts, the sampling and the weights of the built-in model."""
     checkpoint_every: CountOrZero = 0
-    """Number of steps between checkpoints; 0 writes none."""
+    """Number of steps between checkpoints, beside those by time; 0 writes none by steps."""
+    checkpoint_minutes: float = Field(default=15.0, ge=0.0)
+    """Minutes between checkpoints; 0 writes none by time. Unless this and `run.checkpoint_every` are 0, there is also
+    one at the end of the run and one when it is interrupted (Ctrl-C, SIGTERM)."""
+    keep_checkpoints: CountOrZero = 3
+    """Number of checkpoints that are kept; older ones are removed once a newer one is whole. With 0 all are kept."""
     journal: bool = True
     """Whether finished groups are kept on disk until a checkpoint covers them, so that a resumed run does not generate
     them again."""
@@ -119,6 +124,11 @@ class RunConfig(Section):
     """First step whose timeline is written to trace.json. A run with fewer steps writes its last one; 0 writes none."""
     trace_num_steps: Count = 1
     """Number of steps in the timeline."""
+
+    @property
+    def saves_checkpoints(self) -> bool:
+        """Whether the run writes checkpoints."""
+        return self.checkpoint_every > 0 or self.checkpoint_minutes > 0
 
 
 class WarmupConfig(Section):
@@ -177,7 +187,14 @@ class ResourcesConfig(Section):
     """Number of compute threads of each worker. Unset: the cores divided by the number of engine processes or of train
     workers, whichever is larger."""
     stage_timeout_s: Positive = 300.0
-    """Seconds after which any stage of a step (rollout, train, sync, validation) fails."""
+    """Seconds after which a stage of a step (train, log-probs, sync) fails. Rollouts, validation and checkpoints may
+    take longer: an actor fails there when it makes no progress for so many seconds (no token, no group, no answer)."""
+    start_timeout_s: Positive = 300.0
+    """Seconds that each part of the start may take: Ray, the data plane, and the actors with their models. It also
+    bounds the start of an actor that replaces another."""
+    collective_timeout_s: Positive = 300.0
+    """Seconds after which a collective operation between train workers (NCCL, gloo) fails, and the meeting of the train
+    workers at the start. It bounds how long one train worker may wait for another."""
     watchdog: bool = True
     """Whether a separate process ends the run, with a report, when a stage takes longer than
     `resources.stage_timeout_s` and a margin."""

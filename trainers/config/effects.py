@@ -106,10 +106,17 @@ OWN_OPTIONS = Need(
     "algorithm.sampler=windowed or your own sampler",
     lambda config: config.algorithm.sampler == "windowed" or ":" in config.algorithm.sampler,
 )
+SAVES = Need(
+    "run.checkpoint_minutes",
+    "run.checkpoint_minutes or run.checkpoint_every above 0",
+    lambda config: config.run.saves_checkpoints,
+    switch=True,
+)
 BUILTIN_MODEL = Need("model.path", "the built-in model", lambda config: config.model.builtin)
 
 EFFECTS: Mapping[str, tuple[Need, ...]] = {
-    "run.journal": (_above_zero("run.checkpoint_every"), _is("run.record", False), _unset("run.replay")),
+    "run.keep_checkpoints": (SAVES,),
+    "run.journal": (SAVES, _is("run.record", False), _unset("run.replay")),
     "run.keep_best": (VALIDATES,),
     "run.trace_num_steps": (_above_zero("run.trace_step"),),
     "model.dtype": (MODEL_ENGINES,),

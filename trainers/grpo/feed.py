@@ -7,6 +7,9 @@
 stage       waits for                              unblocked by
 claim       groups, by the task's sampler          the commit of the last one, or a rollout that failed
 drain       all rollouts in flight                 their last group being put
+
+Both wait for as long as rollout actors make progress. An actor that makes none for resources.stage_timeout_s is killed
+and replaced.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ LOOK_AFTER_S = 1.0
 
 
 class TooManyFailedRows(RuntimeError):
-    """More rewards raised in one rollout call than `reward.max_error_share` allows."""
+    """More rewards raised in one step than `reward.max_error_share` allows."""
 
 
 class Rollouts(Protocol):
@@ -87,6 +90,19 @@ class Rollouts(Protocol):
 
     def end_rollouts(self, actors: Iterable[RolloutHandle]) -> None:
         """Have the rollout calls in flight return with the groups that are finished by now."""
+        ...
+
+    def begin_watch(self) -> None:
+        """Begin a wait for rollouts: from now on progress counts."""
+        ...
+
+    def look(self, version: int) -> bool:
+        """Ask the actors how far they are; returns whether any has got on. Engines that died are replaced by others
+        that serve `version`. Waits for no answer. Raises NoEngineLeft."""
+        ...
+
+    def still_s(self, actor: RolloutHandle) -> float:
+        """Seconds of the present wait in which `actor` has made no progress."""
         ...
 
     def leave_out(self, engine: str, reason: str) -> None:
@@ -130,8 +146,8 @@ class _Issue:
     """Version that was served when the prompts were issued."""
     fresh: bool
     """Whether the groups are generated even if they were finished before."""
-    ended: bool = False
-    """Whether the actor was killed, as it did not answer in time."""
+    killed_s: float = math.inf
+    """`time.monotonic` at which the actor was killed, as it made no progress; infinite when it was not."""
 
     def busy_until(self, end_s: float) -> Busy:
         """The time in which the actor was busy with the call, up to `end_s`."""
@@ -194,22 +210,26 @@ class Feed:
         return len(self._in_flight)
 
     def drain(self) -> None:
-        """Wait until all that was issued is put; an actor that does not answer in time is replaced.
+        """Wait until all that was issued is put, as long as actors make progress; one that makes none is replaced.
 
-        Raises ActorFailed, TooManyFailedRows.
+        Raises ActorFailed, NoEngineLeft, TooManyFailedRows.
         """
         with self._stages.timed("rollout"):
+            self._rollouts.begin_watch()
             while self._issues:
-                if not self._look_after(self._timeout_s) and not self._kill_stuck():
-                    late = ", ".join(str(issue.actor.info) for issue in self._issues)
-                    raise ActorFailed(f"rollout: no answer within {self._timeout_s:g} s from {late}")
+                self._look_after(LOOK_AFTER_S)
+                self._look_for_progress()
+
+    def commit(self) -> None:
+        """Note in the state that the open step was trained on, and its prompts are done with."""
+        self._claimed.clear()
+        self._state.position = self._next
+        self._state.outstanding = sorted([*self._in_flight, *(position for position, _ in self._again)])
 
     def settle(self) -> FeedTally:
         """Close the open step, which was trained on; returns what happened to groups in it."""
         self._look_after(0.0)
-        self._claimed.clear()
-        self._state.position = self._next
-        self._state.outstanding = sorted([*self._in_flight, *(position for position, _ in self._again)])
+        self.commit()
         tally, self._tally = self._tally, FeedTally()
         self._tally.since_s = max([tally.since_s, *(busy.end_s for busy in tally.generated)])
         tally.generated += [issue.busy_until(math.inf) for issue in self._issues]
@@ -229,8 +249,9 @@ class Feed:
         not depend on which actor put first).
 
         With dynamic sampling, groups without a signal are cleared and other prompts issued instead, up to `max_factor`.
-        Waits up to resources.stage_timeout_s for each claim. Raises ActorFailed, ClaimTimeout, TooManyFailedRows, and
-        LeaseLost when rows come that the open step has claimed before.
+        Waits as long as rollout actors make progress, or up to resources.stage_timeout_s for each claim. Raises
+        ActorFailed, ClaimTimeout, NoEngineLeft, TooManyFailedRows, and LeaseLost when rows come that the open step has
+        claimed before.
         """
         parts, wanted = [], count
         while wanted:
@@ -320,8 +341,8 @@ class Feed:
 
     # ---------------------------------------------------------------- look after
 
-    def _look_after(self, timeout_s: float) -> bool:
-        """Take the outcomes of calls that have ended, waiting for the first; returns whether there was one."""
+    def _look_after(self, timeout_s: float) -> None:
+        """Take the outcomes of calls that have ended, waiting for the first."""
         outcomes = self._rollouts.ended([issue.call for issue in self._issues], timeout_s)
         for call, outcome in outcomes:
             issue = next(issue for issue in self._issues if issue.call is call)
@@ -330,32 +351,55 @@ class Feed:
                 self._replace(issue, outcome)
             else:
                 self._report(issue, outcome)
-        return bool(outcomes)
+        if outcomes:
+            self._stages.gets_on()
 
-    def _kill_stuck(self) -> bool:
-        """Kill actors that have not answered a call within resources.stage_timeout_s, so that the call ends as that of
-        an actor that died; returns whether there were any."""
-        before_s = time.monotonic() - self._timeout_s
-        stuck = [issue for issue in self._issues if issue.call.started < before_s and not issue.ended]
-        for issue in stuck:
-            issue.ended = True
-            _log.warning("stuck: no answer within %g s from %s: it is killed", self._timeout_s, issue.actor.info)
-            if issue.actor.info.pid == issue.call.pid:  # else another process has taken its place
-                issue.actor.kill()
-        return bool(stuck)
+    def _look_for_progress(self) -> bool:
+        """Kill the actors that have made no progress for resources.stage_timeout_s, so that their calls end as those of
+        actors that died; returns whether any other has made progress, or one was killed.
+
+        Raises ActorFailed when nobody notices that an actor was killed.
+        """
+        got_on = self._rollouts.look(self._state.version)
+        now = time.monotonic()
+        for issue in self._issues:
+            if now - issue.killed_s >= self._timeout_s:
+                raise ActorFailed(
+                    f"rollout: {issue.actor.info} made no progress and was killed {now - issue.killed_s:.0f} s ago, "
+                    "but Ray has not noticed"
+                )
+            if issue.killed_s == math.inf and self._rollouts.still_s(issue.actor) >= self._timeout_s:
+                issue.killed_s, got_on = now, True
+                _log.warning(
+                    "stuck: no token, no group and no answer within %g s from %s: it is killed",
+                    self._timeout_s, issue.actor.info,
+                )  # fmt: skip
+                if issue.actor.info.pid == issue.call.pid:  # else another process has taken its place
+                    issue.actor.kill()
+        if got_on:
+            self._stages.gets_on()
+        return got_on
 
     def _report(self, issue: _Issue, report: RolloutReport) -> None:
         self._stages.tracer.add(issue.actor.info.name, report.spans.to_spans())
         for left in report.left_out:
             self._rollouts.leave_out(left.name, left.reason)
-        share = self._config.reward.max_error_share
-        if report.failed > share * report.rows:
-            raise TooManyFailedRows(
-                f"rewards failed for {report.failed} of {report.rows} rows of {len(issue.positions)} groups, more than "
-                f"reward.max_error_share={share:g} allows; the first error was: {report.first_error}"
-            )
         self._tally.reports.append(report)
         self._tally.generated.append(issue.busy_until(issue.call.started + report.generate_s))
+        self._expect_few_errors()
+
+    def _expect_few_errors(self) -> None:
+        """Raise TooManyFailedRows when more of the step's rows have failed than reward.max_error_share allows: of those
+        that its calls reported so far, or of those that a step has, if these are more."""
+        reports, share = self._tally.reports, self._config.reward.max_error_share
+        failed = sum(report.failed for report in reports)
+        rows = max(self._config.rows_per_step, sum(report.rows for report in reports))
+        if failed > share * rows:
+            first = next(report.first_error for report in reports if report.first_error)
+            raise TooManyFailedRows(
+                f"rewards failed for {failed} of {rows} rows of a step, more than reward.max_error_share={share:g} "
+                f"allows; the first error was: {first}"
+            )
 
     def _lost(self, issue: _Issue) -> None:
         """Count and trace a call that will never report: its actor was busy with it until now."""
@@ -392,25 +436,26 @@ class Feed:
     def _claim(self, count: int) -> KVBatchMeta:
         deadline = time.monotonic() + self._timeout_s
         with self._stages.timed("claim"):
+            self._rollouts.begin_watch()
             while True:
                 if self._overtaking:
                     self._clear_stale()
                     self._fill(self._admitted)
-                left = max(0.0, deadline - time.monotonic())
+                left_s = max(0.0, deadline - time.monotonic())
+                # While calls are in flight, they end the wait: each gets on, ends, or is that of a stuck actor.
+                wait_s = LOOK_AFTER_S if self._issues else min(left_s, LOOK_AFTER_S)
                 try:
                     return self._client.claim(
                         self._partition, TASK, TRAIN_FIELDS, count * self._group_size, whole_groups=True,
-                        min_version=self._oldest if self._overtaking else None, timeout_s=min(left, LOOK_AFTER_S),
+                        min_version=self._oldest if self._overtaking else None, timeout_s=wait_s,
                     )  # fmt: skip
                 except ClaimTimeout:
                     reissued = self._tally.reissued
                     self._look_after(0.0)
-                    if self._tally.reissued > reissued:
+                    if self._look_for_progress() or self._tally.reissued > reissued:
                         deadline = time.monotonic() + self._timeout_s
-                    elif left <= LOOK_AFTER_S:
-                        if not self._kill_stuck():
-                            raise
-                        deadline = time.monotonic() + self._timeout_s
+                    elif left_s <= LOOK_AFTER_S and not self._issues:
+                        raise
 
     def _clear_stale(self) -> None:
         """Clear groups that are too old; their prompts, or others instead, are to be rolled out."""

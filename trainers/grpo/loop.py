@@ -69,9 +69,12 @@ class Steps:
         """Take the optimizer step, sync weights and clear the rows; then the step counts and its metrics are logged."""
         run, state = self._run, self._state
         validated = self._validation.finish()  # while the workers still have the weights that are validated
+        state.ahead = True
         tally.passes += grpo.finish(run)
-        meta = tally.rows[0].concat(*tally.rows[1:])
         state.step, state.version = state.step + 1, state.version + 1
+        feed.commit()
+        state.ahead = False
+        meta = tally.rows[0].concat(*tally.rows[1:])
         sync = grpo.sync_weights(run, state)
         for engine, spans in sync.spans:
             run.stages.tracer.add(engine, spans)

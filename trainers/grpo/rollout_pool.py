@@ -6,21 +6,24 @@ from collections.abc import Iterable, Sequence
 
 from ...actors.rollout.report import RolloutReport
 from ..cluster.calls import ActorFailed, Call, ended, gather_each
+from ..cluster.engine_pool import Engine
 from ..cluster.handles import EngineHandle, RolloutHandle
-from ..cluster.run_actors import START_TIMEOUT_S, RunActors
+from ..cluster.progress import ProgressWatch
+from ..cluster.run_actors import RunActors
 from .stages import Stages
-from .weight_sync import WeightSync
+from .weight_sync import HEALTH_S, WeightSync
 
 
 class RolloutPool:
     """The rollout actors and engines of one run."""
 
     def __init__(self, actors: RunActors, weights: WeightSync, stages: Stages, timeout_s: float) -> None:
-        """timeout_s: seconds within which an actor must answer."""
+        """timeout_s: seconds within which an actor must make progress."""
         self._actors = actors
         self._weights = weights
         self._stages = stages
         self._timeout_s = timeout_s
+        self._watch = ProgressWatch(())
 
     @property
     def active(self) -> Sequence[RolloutHandle]:
@@ -34,8 +37,52 @@ class RolloutPool:
         return ended(calls, "rollout", timeout_s)
 
     def end_rollouts(self, actors: Iterable[RolloutHandle]) -> None:
-        """Have the rollout calls in flight return with the groups that are finished by now."""
-        gather_each([actor.end_rollouts() for actor in actors], "surplus", self._timeout_s)
+        """Have the rollout calls in flight return with the groups that are finished by now. Who does not answer soon is
+        found by whoever waits for those calls."""
+        gather_each([actor.end_rollouts() for actor in actors], "surplus", HEALTH_S)
+
+    def begin_watch(self) -> None:
+        """Begin a wait for rollouts: from now on progress counts."""
+        rollouts, engines = self._actors.rollouts, self._actors.engines
+        self._watch = ProgressWatch(rollouts if engines.embedded else [*rollouts, *_hosts(engines.engines)])
+
+    def look(self, version: int) -> bool:
+        """Ask the actors that are waited for how far they are; returns whether any has got on. Waits for no answer.
+
+        Engine actors that died, whose engine died, or that do not answer in time are replaced by others that serve
+        `version`, as often as run.max_restarts allows. What becomes of a rollout actor, its calls tell. Raises
+        NoEngineLeft.
+        """
+        moved, failed = self._watch.look()
+        gone = dict[str, str]()
+        for engine in self._separate:
+            failure = failed.get(engine.handle)
+            if failure is not None and failure.died:
+                gone[engine.name] = str(failure)
+            elif self._watch.silent_s(engine.handle) >= self._timeout_s:
+                gone[engine.name] = self._stuck(engine)
+                engine.handle.kill()
+        for engine in [engine for engine in self._separate if engine.name in gone]:
+            engine.dead = True
+            self._actors.engines.leave_out(engine, gone[engine.name])
+        if gone and self.replace_dead(version):
+            return True
+        assert self._actors.engines.active
+        return moved
+
+    def still_s(self, actor: RolloutHandle) -> float:
+        """Seconds of the present wait in which `actor` has made no progress, nor has any engine that may work for it;
+        or in which it has not answered."""
+        others = [self._watch.still_s(engine.handle) for engine in self._separate if not engine.left_out]
+        return max(self._watch.silent_s(actor), min([self._watch.still_s(actor), *others]))
+
+    def _stuck(self, engine: Engine) -> str:
+        return f"stuck: no answer within {self._timeout_s:g} s from {engine.handle.info}: it is killed"
+
+    @property
+    def _separate(self) -> list[Engine]:
+        """The engines that are actors of their own."""
+        return [] if self._actors.engines.embedded else self._actors.engines.engines
 
     def leave_out(self, engine: str, reason: str) -> None:
         """Give the engine of this name no more requests."""
@@ -50,17 +97,17 @@ class RolloutPool:
         if actor.info.pid != pid:
             return
         engines = self._actors.engines
-        with self._stages.timed("replace", 3 * START_TIMEOUT_S):  # it waits for build, ping and set_engines
+        with self._stages.timed("replace", 3 * self._actors.start_timeout_s):  # for build, ping and set_engines
             engine = next((engine for engine in engines.engines if engine.handle is actor), None)
             if engine is not None:
                 engines.leave_out(engine, str(failure))
             self._actors.replace(actor, failure)
-            if engine is None:
-                return
-            engine.renew()
-            if version:
-                self._weights.sync(version, [engine])
-            engines.take_back(engine)
+            if engine is not None:
+                engine.renew()
+                if version:
+                    self._weights.sync(version, [engine])
+                engines.take_back(engine)
+        self.begin_watch()  # the others have made no progress that anybody has seen meanwhile
 
     def mend(self, version: int) -> None:
         """Give the engines that a sync left without a whole version `version`, the train workers' present one.
@@ -86,7 +133,12 @@ class RolloutPool:
                 return False
             reason = engine.left_out
             if not engine.dead:
-                reason = f"stuck: no answer within {self._timeout_s:g} s from {engine.handle.info}: it is killed"
+                reason = self._stuck(engine)
                 engine.handle.kill()
             self.replace(engine.handle, engine.handle.info.pid, ActorFailed(reason, died=True), version)
         return bool(gone)
+
+
+def _hosts(engines: Sequence[Engine]) -> list[EngineHandle]:
+    """The actors that host `engines`."""
+    return [engine.handle for engine in engines]

@@ -7,7 +7,9 @@ receipts, plans, numbers for each row, and reports.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -24,6 +26,7 @@ from ..advantages.estimator import AdvantageEstimator, RewardRows
 from ..cluster.calls import Call, DriverMeter, gather
 from ..cluster.engine_pool import EnginePool, NoEngineLeft
 from ..cluster.handles import TrainHandle
+from ..cluster.progress import gather_slow
 from ..cluster.run_actors import RunActors
 from ..config.config import Config
 from ..observe.data_plane_watch import DataPlaneWatch
@@ -33,6 +36,10 @@ from .stages import Stages
 from .weight_sync import SyncReport, WeightSync
 
 T = TypeVar("T")
+
+STALL_S = 1800.0
+"""Seconds in which train workers that save, load or export a model must write a byte or compute something: what a
+shared file system may take to come back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,19 @@ class Run:
         """Wait for `calls` up to resources.stage_timeout_s; returns their results. Raises ActorFailed."""
         return gather(calls, stage, self.config.resources.stage_timeout_s)
 
+    def gather_slow(self, calls: Sequence[Call[T]], stage: str, draft: Path | None = None) -> list[T]:
+        """Wait for calls of the train workers that read or write whole models, for as long as they get on with it;
+        returns their results. draft: the folder that they write. Raises ActorFailed."""
+        return gather_slow(
+            calls,
+            self.workers,
+            stage,
+            silence_s=self.config.resources.stage_timeout_s,
+            stall_s=STALL_S,
+            num_bytes=lambda: 0 if draft is None else size_of(draft),
+            on_look=self.stages.gets_on,
+        )
+
 
 @dataclass(slots=True)
 class State:
@@ -83,11 +103,13 @@ class State:
     """Position in the prompt stream of the next prompt that was never issued."""
     outstanding: list[int] = field(default_factory=list)
     """Positions of the prompts that were issued and not yet trained on; a resumed run issues them first."""
+    ahead: bool = False
+    """Whether the train workers' weights may be a step ahead of these numbers, so that no checkpoint may have both."""
 
     def go_back(self, earlier: State) -> None:
         """Take over all values of `earlier`."""
         self.step, self.version, self.position = earlier.step, earlier.version, earlier.position
-        self.outstanding = list(earlier.outstanding)
+        self.outstanding, self.ahead = list(earlier.outstanding), earlier.ahead
 
 
 def with_advantages(estimate: AdvantageEstimator, meta: KVBatchMeta) -> KVBatchMeta:
@@ -188,8 +210,18 @@ def sync_weights(run: Run, state: State) -> SyncReport:
 
 
 def export_model(run: Run, path: str) -> None:
-    """Write the trained policy as a Hugging Face model folder."""
-    run.gather([worker.export_model(path) for worker in run.workers], "export")
+    """Write the trained policy as a Hugging Face model folder, which may take as long as it gets on."""
+    with run.stages.timed("export"):
+        run.gather_slow([worker.export_model(path) for worker in run.workers], "export", Path(f"{path}.tmp"))
+
+
+def size_of(folder: Path) -> int:
+    """Number of bytes of the files below `folder`, some of which may be renamed meanwhile; 0 when it does not exist."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            total += path.stat().st_size
+    return total
 
 
 def retire(run: Run, meta: KVBatchMeta) -> None:

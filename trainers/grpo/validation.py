@@ -12,14 +12,16 @@ import logging
 import math
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...actors.rollout.report import ValidationReport
 from ...actors.rollout.validation_figures import EXACT_MATCH, FigureSums, needs_answers
-from ..cluster.calls import ActorFailed, Call, gather_each
+from ..cluster.calls import ActorFailed, Call, ended
 from ..cluster.handles import RolloutHandle
 from ..errors import UserError
 from . import steps as grpo
+from .feed import LOOK_AFTER_S
 from .steps import Run, State
 
 _log = logging.getLogger(__name__)
@@ -81,26 +83,31 @@ class Validation:
         """Wait for what `start` began, before the train workers change their weights; returns metrics, or {} when
         nothing was begun.
 
-        An actor that dies is replaced, and its part asked for again. Raises ActorFailed.
+        It waits as long as the actors get on. One that dies, or makes no progress for resources.stage_timeout_s, is
+        replaced, and its part asked for again. Raises ActorFailed.
         """
         if not self._calls:
             return {}
         run = self._run
         with run.stages.timed("validate"):
             calls, self._calls, reports = self._calls, [], list[ValidationReport]()
+            run.rollouts.begin_watch()
             while calls:
-                timeout_s = run.config.resources.stage_timeout_s
-                outcomes = gather_each([call for _, call in calls], "validate", timeout_s)
-                lost = []
-                for (rollout, call), outcome in zip(calls, outcomes, strict=True):
+                by_call = {call: rollout for rollout, call in calls}
+                for call, outcome in ended(list(by_call), "validate", LOOK_AFTER_S):
+                    rollout = by_call.pop(call)
+                    run.stages.gets_on()
                     if not isinstance(outcome, ActorFailed):
                         reports.append(outcome)
                         continue
                     if not outcome.died:
                         raise outcome
                     run.rollouts.replace(rollout, call.pid, outcome, self._state.version)
-                    lost.append((rollout, call.again()))
-                calls = lost
+                    by_call[call.again()] = rollout
+                calls = [(rollout, call) for call, rollout in by_call.items()]
+                if run.rollouts.look(self._state.version):
+                    run.stages.gets_on()
+                self._end_stuck(calls)
         sums = FigureSums()
         for report in reports:
             for key, total in report.sums.items():
@@ -117,6 +124,15 @@ class Validation:
             "val/version": float(self._state.version),
             "time/validate_s": time.perf_counter() - self._started,
         }
+
+    def _end_stuck(self, calls: Sequence[tuple[RolloutHandle, Call[ValidationReport]]]) -> None:
+        """Kill the actors that have made no progress in time, so that their calls end as those of actors that died."""
+        bound_s = self._run.config.resources.stage_timeout_s
+        for rollout, call in calls:
+            if self._run.rollouts.still_s(rollout) >= bound_s and rollout.info.pid == call.pid:
+                _log.warning("stuck: no progress within %g s from %s: it is killed", bound_s, rollout.info)
+                rollout.kill()
+                self._run.rollouts.begin_watch()  # Ray tells soon that it is gone
 
     def _judge(self, figures: dict[str, float], failed: int) -> None:
         config = self._run.config

@@ -22,7 +22,8 @@ from ...codecs.imports import MissingExtra
 
 FINISHED = "finished"
 RESUMED = "resumed"
-"""Names of two events; an event is a line that reports something other than a step."""
+REPLACED = "replaced"
+"""Names of three events; an event is a line that reports something other than a step."""
 ELAPSED = "time/elapsed_s"
 Record = dict[str, Any]
 """A line of metrics.jsonl."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -39,6 +40,9 @@ LOSSES = (
 )
 """Metrics of losses that a run survives, shown when above 0: label, key, and whether the value counts one step only."""
 
+LINE_EVERY_S = 60.0
+"""Seconds after which the next step is printed where there is no terminal, however many steps the run has."""
+
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 40
 
@@ -55,15 +59,15 @@ class Progress:
         console: Console | None = None,
         judged: str = REWARD,
     ) -> None:
-        """Prepare the view of a run of `num_steps` steps. Without a terminal it prints about twenty lines, and one for
-        each validation. judged: key of the figure that judges validations."""
+        """Prepare the view of a run of `num_steps` steps. Without a terminal it prints about twenty lines, one a minute
+        where steps are long or many, and one for each validation. judged: key of the figure that judges validations."""
         self._title = title
         self._judged = judged
         self._num_steps = num_steps
         self._enabled = enabled
         self._console = console or Console()
         self._line_every = max(1, num_steps // 20)
-        self._start = time.monotonic()
+        self._start = self._printed_s = time.monotonic()
         self._phase = "starting"
         self._phase_share: float | None = None
         self._step = 0
@@ -104,7 +108,8 @@ class Progress:
             # The first step is left out of the estimate, because it includes one-time work.
             self._first_step = (step, time.monotonic())
         for key, value in metrics.items():
-            if value is None:
+            # A step may lack a figure, such as tokens a second when all its groups come from the journal.
+            if value is None or not math.isfinite(value):
                 continue
             old = self._metrics.get(key)
             smooth = key.startswith(("time/", "idle/")) or key == "rollout/tokens_per_s"
@@ -119,7 +124,8 @@ class Progress:
         if reward is not None:
             self._rewards.append(reward)
         validated = self._judged in metrics
-        if self._enabled and self._live is None and (validated or step % self._line_every == 0 or step == 1):
+        due = step % self._line_every == 0 or step == 1 or time.monotonic() - self._printed_s >= LINE_EVERY_S
+        if self._enabled and self._live is None and (validated or due):
             self._print(self._line(metrics))
 
     def message(self, text: str) -> None:
@@ -129,6 +135,7 @@ class Progress:
     # ------------------------------------------------------------ plain lines
 
     def _print(self, text: str) -> None:
+        self._printed_s = time.monotonic()
         self._console.print(
             f"[{_clock(time.monotonic() - self._start)}] {text}", markup=False, highlight=False, soft_wrap=True
         )
@@ -143,7 +150,7 @@ class Progress:
             ("tokens/s", "rollout/tokens_per_s", ",.0f"),
         ):
             value = metrics.get(key)
-            if value is not None:
+            if value is not None and math.isfinite(value):
                 parts.append(f"{label} {value:{form}}")
         parts += [f"{label} {values}" for label, values in (*self._flow(), *self._losses())]
         left = self._left_s()

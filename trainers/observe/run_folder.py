@@ -121,9 +121,12 @@ class RunFolder:
         new.write_text(text, encoding="utf-8")
         new.replace(self.config_path)
 
-    def resumed(self, step: int) -> None:
-        """Write an event to the metrics that training goes on after `step`; records of later steps no longer count."""
-        self.metrics.event(RESUMED, step)
+    def resumed(self, step: int, *, died: str = "") -> None:
+        """Write an event to the metrics that training goes on after `step`; records of later steps no longer count.
+
+        died: what was lost before, in a sentence; "" when it is not this process that was at work before.
+        """
+        self.metrics.event(RESUMED, step, **({"died": died} if died else {}))
 
     def close(self) -> None:
         """Close the files and release the lock. Idempotent."""

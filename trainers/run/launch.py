@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from ...dataplane.errors import DataPlaneError
 from ...dataplane.factory import DataPlane, connect, open_data_plane
 from ..advantages.factory import build_advantages
 from ..base_model.prepare import prepare_model
 from ..cluster import actor_specs
 from ..cluster.calls import ActorFailed, DriverMeter
 from ..cluster.ray_cluster import MIN_OBJECT_STORE_MIB, Cluster
-from ..cluster.run_actors import START_TIMEOUT_S, RunActors, demand, start_actors
+from ..cluster.run_actors import RunActors, demand, start_actors
 from ..config.checks import cautions, contradictions
 from ..config.config import Config, with_run_dir
 from ..errors import ConfigError, UserError
@@ -31,6 +32,7 @@ from ..grpo.stages import Stages
 from ..grpo.validation import BEST
 from ..grpo.weight_sync import WeightSync
 from ..observe.data_plane_watch import DataPlaneWatch
+from ..observe.metrics import REPLACED
 from ..observe.progress import Progress
 from ..observe.prometheus import PrometheusEndpoint
 from ..observe.report import write_report
@@ -41,7 +43,7 @@ from ..supervision.cleanup import remove_shared_memory
 from ..supervision.heartbeat import Heartbeat
 from ..supervision.report import read_actors, write_actors
 from .preflight import check_start
-from .restarts import lost_only_workers, lost_process
+from .restarts import blamed, lost_only_workers, lost_process
 from .under_watchdog import WatchdogProcess, under_watchdog
 
 CLOSE_TIMEOUT_S = 120.0
@@ -77,7 +79,10 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
                 progress.message(f"note: {line}")
             if endpoint.address:
                 progress.message(f"metrics for Prometheus: {endpoint.address}")
-            _Training(config, folder, endpoint, progress, watch).run(resume)
+            try:
+                _Training(config, folder, endpoint, progress, watch).run(resume)
+            finally:
+                tell_how_to_go_on(folder, progress)
     return folder.path
 
 
@@ -85,6 +90,15 @@ def _steps_done(folder: RunFolder) -> int:
     """Return the step of the newest checkpoint of a run that reached its end and left its model, else 0."""
     checkpoints = Checkpoints(folder.checkpoints_dir)
     return checkpoints.latest_state().step if (folder.path / "model").is_dir() else 0
+
+
+def tell_how_to_go_on(folder: RunFolder, progress: Progress) -> None:
+    """Say from which checkpoint the run could go on, and how; nothing without one."""
+    try:
+        step = Checkpoints(folder.checkpoints_dir).latest_state().step
+    except UserError:
+        return
+    progress.message(f"to go on from the checkpoint of step {step}: headrace train {folder.config_path} --resume")
 
 
 class _Training:
@@ -108,6 +122,8 @@ class _Training:
         """Number of launches after the first; counts against run.max_restarts."""
         self._replaced = 0
         """Number of actors that were replaced in all launches; counts against run.max_restarts."""
+        self._died = ""
+        """What was lost before the last restart, in a sentence."""
         self._begun = False
         """Whether a launch has reached its first step: a failure before that would come again."""
 
@@ -139,10 +155,13 @@ class _Training:
                     self._train(run, state)
                 except Exception as error:  # judged while the other processes are still there
                     self._replaced = run.actors.replaced
-                    lost = lost_process(error, needed_processes(self._folder.path))
-                    raise
+                    cause = blamed(error, run.actors, needed_processes(self._folder.path))
+                    lost = lost_process(cause)
+                    if cause is error:
+                        raise
+                    raise cause from error
         except Exception as error:
-            lost = lost or lost_process(error, {})
+            lost = lost or lost_process(error)
             left = config.run.max_restarts - self._restarts - self._replaced
             if lost is None or not self._begun or left <= 0 or self._watch.reason() is not None:
                 raise
@@ -150,22 +169,21 @@ class _Training:
 
     def _train(self, run: grpo.Run, state: grpo.State) -> None:
         config, folder = self._config, self._folder
-        checkpoints = Checkpoints(folder.checkpoints_dir)
+        checkpoints = Checkpoints(folder.checkpoints_dir, keep=config.run.keep_checkpoints, warn=self._progress.message)
         self._endpoint.run.watch(run.watch)
-        run.stages.heartbeat.enter("loading the checkpoint")
+        run.actors.on_death.append(lambda died: folder.metrics.event(REPLACED, state.step, died=died))
         checkpoints.load(run, state)
         if state.step:
             grpo.sync_weights(run, state)
         if state.step or self._restarts:
-            folder.resumed(state.step)
+            folder.resumed(state.step, died=self._died)
 
         def after_step(state: grpo.State, metrics: dict[str, float]) -> None:
             metrics["run/restarts"] = float(self._restarts)
             folder.metrics.log(state.step, metrics)
             self._endpoint.run.publish(state.step, metrics)
             self._progress.update(state.step, metrics)
-            every = config.run.checkpoint_every
-            if every and state.step and state.step % every == 0:
+            if checkpoints.is_due(config.run, state.step):
                 checkpoints.save(run, state)
 
         if not self._begun:
@@ -178,14 +196,18 @@ class _Training:
             try:
                 controller(config)(run, state, feed, after_step)
                 break
-            except ActorFailed as error:
-                if not self._may_restart_workers(run, error):
-                    raise
-                feed = self._restart_workers(run, state, feed, checkpoints, error)
+            except KeyboardInterrupt:
+                self._save_interrupted(run, state, checkpoints)
+                raise
+            except Exception as error:
+                cause = blamed(error, run.actors, needed_processes(folder.path))
+                if not isinstance(cause, ActorFailed) or not self._may_restart_workers(run, cause):
+                    if cause is error:
+                        raise
+                    raise cause from error
+                feed = self._restart_workers(run, state, feed, checkpoints, cause)
         self._progress.phase("saving the model")
-        run.stages.heartbeat.enter("finishing the last checkpoint")
-        checkpoints.finish(run)
-        run.stages.heartbeat.enter("saving the model")
+        checkpoints.finish(run, state)
         draft = folder.path / "model.new"
         shutil.rmtree(draft, ignore_errors=True)
         grpo.export_model(run, str(draft))
@@ -194,14 +216,27 @@ class _Training:
         if config.run.keep_best and not (folder.path / BEST).exists():
             self._progress.message(f"best/: none, as no validation after the first had a higher {config.judged_figure}")
 
+    def _save_interrupted(self, run: grpo.Run, state: grpo.State, checkpoints: Checkpoints) -> None:
+        """Save a checkpoint of the last finished step before an interrupted run ends, where that is possible."""
+        if self._watch.reason() is not None or not self._config.run.saves_checkpoints:
+            return
+        if state.ahead or not state.step:  # the optimizer step was under way, or there is nothing to save
+            return
+        self._progress.message(
+            f"interrupted: saving a checkpoint of step {state.step} (interrupt again to stop at once)"
+        )
+        try:
+            run.gather([worker.abort() for worker in run.workers], "interrupt")
+            checkpoints.finish(run, state)
+        except (ActorFailed, DataPlaneError) as error:
+            self._progress.message(f"no checkpoint of step {state.step} could be saved: {error}")
+
     def _may_restart_workers(self, run: grpo.Run, error: ActorFailed) -> bool:
         """Whether train workers and nothing else were lost, and the journal has the groups that they trained on."""
         if actor_specs.journal(self._config) is None or self._watch.reason() is not None:
             return False
         processes = needed_processes(self._folder.path)
-        return (
-            run.actors.may_replace and lost_process(error, processes) is not None and lost_only_workers(run, processes)
-        )
+        return run.actors.may_replace and lost_process(error) is not None and lost_only_workers(run, processes)
 
     def _restart_workers(
         self, run: grpo.Run, state: grpo.State, feed: Feed, checkpoints: Checkpoints, error: ActorFailed
@@ -215,20 +250,20 @@ class _Training:
         """
         earlier = self._go_back(f"{error}; the train workers alone are restarted, the rollouts go on")
         run.actors.max_replaced -= 1
-        run.stages.heartbeat.enter("restarting the train workers", 3 * START_TIMEOUT_S)  # its three waits in a row
-        run.actors.restart_workers()
+        with run.stages.timed("restarting the train workers", 3 * run.actors.start_timeout_s):  # its waits in a row
+            run.actors.restart_workers()
         run.weights.forget()
-        run.stages.heartbeat.enter("loading the checkpoint")
         checkpoints.load(run, earlier)
         state.go_back(earlier)
         run.rollouts.mend(state.version)
         feed.give_up()
-        self._folder.resumed(state.step)
+        self._folder.resumed(state.step, died=self._died)
         return open_feed(run, state, f"{PARTITION}-{self._restarts}")
 
     def _go_back(self, lost: str) -> grpo.State:
         """The state to go on from after a loss: that of the newest whole checkpoint, or of the start without one."""
         self._restarts += 1
+        self._died = lost
         try:
             state = Checkpoints(self._folder.checkpoints_dir).latest_state()
         except UserError:
@@ -253,9 +288,10 @@ def launched(
     """
     run_id = uuid.uuid4().hex[:8]
     heartbeat = Heartbeat() if watch is None else watch.heartbeat
+    start_s = config.resources.start_timeout_s
     with ExitStack() as stack:
         stack.callback(remove_shared_memory, run_id)
-        heartbeat.enter("starting Ray", START_TIMEOUT_S)
+        heartbeat.enter("starting Ray", start_s)
         cluster = Cluster(
             address=config.resources.ray_address,
             num_cpus=config.resources.num_cpus,
@@ -264,14 +300,16 @@ def launched(
             object_store_mib=object_store_mib(config),
         )
         stack.callback(cluster.close)
-        heartbeat.enter("starting the data plane", START_TIMEOUT_S)
-        plane = stack.enter_context(open_data_plane(config.dataplane, run_id=run_id, one_host=cluster.num_nodes == 1))
+        heartbeat.enter("starting the data plane", start_s)
+        plane = stack.enter_context(
+            open_data_plane(config.dataplane, run_id=run_id, one_host=cluster.num_nodes == 1, start_timeout_s=start_s)
+        )
         client = connect(plane.handle, name="driver")
         stack.callback(client.close)
         if watch is not None:
             watch.opened(plane.handle)
         meter = DriverMeter()
-        heartbeat.enter("starting the actors", 4 * START_TIMEOUT_S)  # its four waits in a row
+        heartbeat.enter("starting the actors", 4 * start_s)  # its four waits in a row
         actors = start_actors(config, model, plane, cluster, meter, stack)
 
         def tell() -> None:

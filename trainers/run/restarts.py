@@ -9,28 +9,57 @@ from ray.exceptions import RayError, RayTaskError
 
 from ...dataplane.errors import DataPlaneError, PeerLost
 from ..cluster.calls import ActorFailed, gather_each
+from ..cluster.run_actors import RunActors
 from ..grpo.steps import Run
 from ..grpo.weight_sync import HEALTH_S
 from ..supervision.cleanup import is_running
 
 DEATH_S = 1.0
 """Seconds that a dying process may take to be gone: its sockets close before, and others that use them fail first."""
+NEWS_S = 5.0
+"""Seconds that the news of a death may take to come from another host, when a connection to somebody has broken."""
+LOOK_S = 0.5
+"""Seconds for which actors are asked before the processes of this host are looked at again."""
+POLL_S = 0.05
+"""Seconds between two looks at the processes of this host."""
+_BROKEN = ("connection", "broken pipe", "reset by peer", "closed by peer", "socket", "nccl", "gloo", "end of file")
+"""Words of errors about another process, in lower case."""
 
 
-def lost_process(error: Exception, processes: Mapping[str, int]) -> str | None:
-    """Describe in a sentence what was lost; None when `error` is an actor's or the driver's own, which would come
-    again.
+def blamed(error: Exception, actors: RunActors, processes: Mapping[str, int]) -> Exception:
+    """The death that `error` is a consequence of, as an ActorFailed that names who died and then who noticed; or
+    `error` itself, when nobody has died or it is a death already.
 
-    processes: name -> pid of the processes on this host that the run needs. When one of them is gone, its death is
-    taken for the reason of `error`.
+    processes: name -> pid of the processes on this host that the run needs. Waits for proof of a death, from Ray or on
+    this host: NEWS_S after an error about a connection, DEATH_S at most after any other.
     """
-    cause = error.cause if isinstance(error, ActorFailed) else error
-    if cause is None:  # the actor died, or does not answer
+    if isinstance(error, ActorFailed) and error.died:
+        return error
+    insist = is_about_another(error)
+    dead = _proof(actors, processes, NEWS_S if insist else DEATH_S, insist)
+    return ActorFailed(f"{' and '.join(dead)} died: {error}", died=True) if dead else error
+
+
+def is_about_another(error: Exception) -> bool:
+    """Whether an error says that a connection to another process broke, as it does when that process died."""
+    cause = error.cause if isinstance(error, ActorFailed) and error.cause is not None else error
+    return isinstance(cause, (PeerLost, ConnectionError, EOFError)) or any(
+        words in str(cause).lower() for words in _BROKEN
+    )
+
+
+def lost_process(error: Exception) -> str | None:
+    """Describe in a sentence what was lost; None when `error` is an actor's or the driver's own, and would come again.
+
+    error: what `blamed` returned, if there were actors to ask.
+    """
+    cause = error.cause if isinstance(error, ActorFailed) and not error.died else None
+    if isinstance(error, ActorFailed) and cause is None:  # the actor died, or does not answer
         return str(error)
+    cause = cause or error
     if isinstance(cause, PeerLost) or (isinstance(cause, RayError) and not isinstance(cause, RayTaskError)):
         return str(error)
-    gone = _gone(processes) if processes else []
-    return f"{' and '.join(gone)} died: {error}" if gone else None
+    return None
 
 
 def lost_only_workers(run: Run, processes: Mapping[str, int]) -> bool:
@@ -51,11 +80,21 @@ def lost_only_workers(run: Run, processes: Mapping[str, int]) -> bool:
     return all(is_running(pid) for name, pid in processes.items() if name not in workers)
 
 
-def _gone(processes: Mapping[str, int]) -> list[str]:
-    """Names and pids of the processes that are gone now, or soon enough to be dying."""
-    deadline = time.monotonic() + DEATH_S
+def _proof(actors: RunActors, processes: Mapping[str, int], wait_s: float, insist: bool) -> list[str]:
+    """Who is dead, with pid: of the processes on this host and of all actors that Ray knows; waits for the first.
+
+    insist: whether an actor that answers is asked again.
+    """
+    deadline, ask = time.monotonic() + wait_s, True
     while True:
         gone = [f"{name} (pid {pid})" for name, pid in processes.items() if not is_running(pid)]
-        if gone or time.monotonic() > deadline:
+        left_s = deadline - time.monotonic()
+        if gone or left_s <= 0:
             return gone
-        time.sleep(0.05)
+        dead = actors.find_dead(min(left_s, LOOK_S), insist=insist) if ask else []
+        if dead:
+            return [str(info) for info in dead]
+        ask = insist
+        if not ask and not processes:
+            return []
+        time.sleep(min(left_s, POLL_S))

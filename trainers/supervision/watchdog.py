@@ -73,7 +73,7 @@ class Watchdog:
             if time.monotonic() - self._looked_s > LOOK_S:
                 self._look()
             beat = self._reader.read()
-            if self.stood_s(beat) > beat.bound_s + self._margin_s and self._stop(beat):
+            if self.is_stuck(beat) and self._stop(beat):
                 return
 
     # ------------------------------------------------------------ messages of the driver
@@ -106,6 +106,10 @@ class Watchdog:
         except psutil.NoSuchProcess:
             return 0.0
         return now - max(beat.since_s, self._awake_s)
+
+    def is_stuck(self, beat: Beat) -> bool:
+        """Return whether the stage of the beat has taken longer than its bound and the margin."""
+        return self.stood_s(beat) > beat.bound_s + self._margin_s
 
     def _driver_is_alive(self) -> bool:
         return self._family.driver is not None and is_alive(self._family.driver)

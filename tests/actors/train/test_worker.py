@@ -61,6 +61,7 @@ def work(rank: int, folder: Path, steps: dict[str, Step]) -> dict[str, Any]:
             threads=1,
             temperature=0.7,
             timeout_s=step.timeout_s,
+            collective_timeout_s=step.timeout_s,
             data_plane=step.handle,
             backend=lambda _rank, _world, backend=backend: backend,
             sender=lambda sender=sender: sender,
@@ -128,7 +129,7 @@ def _port(actor: TrainActor, rank: int, path: Path) -> int:
 
 def alone(handle: DataPlaneHandle, backend: Any) -> WorkerSetup:
     """The only rank there is."""
-    return WorkerSetup(0, Topology(1), "auto", 1, 1.0, 5.0, handle, backend, MemorySender, SYNC, 256)
+    return WorkerSetup(0, Topology(1), "auto", 1, 1.0, 5.0, 5.0, handle, backend, MemorySender, SYNC, 256)
 
 
 @pytest.mark.processes

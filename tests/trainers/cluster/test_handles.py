@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ray.exceptions import RayTaskError
 
 from headrace.actors.engine_actor import EngineHost
+from headrace.actors.engines.protocol import EngineDied
 from headrace.actors.protocols import SpanTable
 from headrace.actors.remote_methods import decode_arguments
 from headrace.actors.rollout.actor import RolloutActor
 from headrace.actors.train.step_rows import TrainShard
 from headrace.actors.train.worker import TrainWorker, WorkerReport
 from headrace.codecs import messages
+from headrace.tests.trainers.cluster import fake_ray
 from headrace.trainers.cluster import calls, handles
 from headrace.trainers.cluster.calls import ActorFailed, DriverMeter, gather, gather_each
 from headrace.trainers.cluster.handles import EngineHandle, RolloutHandle, TrainHandle
@@ -124,3 +127,40 @@ def test_an_actor_that_does_not_answer_is_named(ray: None) -> None:
         gather([engine.num_workers() for engine in engines], "start", 0.01)
     first, second = gather_each([engine.num_workers() for engine in engines], "start", 0.01)
     assert first == 3 and isinstance(second, ActorFailed) and second.cause is None and not second.died
+
+
+RAYS_WORDS = """The actor died unexpectedly before finishing this task.
+\tclass_name: TrainActor
+\tactor_id: 0d2b
+\tpid: 4711
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker \
+unexpectedly exits with a connection error code 2. End of file. There are some potential root causes. (1) The process \
+is killed by SIGKILL by OOM killer due to high memory usage. (2) ray stop --force is called. (3) The worker is crashed \
+unexpectedly due to SIGSEGV or other unexpected errors."""
+
+
+@pytest.mark.parametrize(
+    ("account", "sentence"),
+    [
+        (RAYS_WORDS, "its process was killed (SIGKILL, as the kernel does when memory runs out) or crashed"),
+        ("The actor is dead because its node has died. Node Id: 1f", "its host is no longer part of the Ray cluster"),
+        ("The actor is dead because it was killed by `ray.kill`.", "it was ended on request"),
+        ("It is gone.\nNobody knows why. Ask again.", "Nobody knows why"),
+        ("", "Ray does not say why"),
+        ("words " * 100, ("words " * 32).strip() + " ..."),
+    ],
+)
+def test_ray_s_account_of_a_death_becomes_one_sentence(account: str, sentence: str) -> None:
+    assert calls.death_in_words(account) == sentence
+
+
+def test_an_actor_without_its_engine_s_process_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_ray.install(monkeypatch)
+    cause = EngineDied("request 'g': vLLM's engine process died")
+    error = RayTaskError("rollout", "a traceback", cause)
+    [failure] = gather_each([fake_ray.engine(lambda method: error).num_workers()], "rollout", 1.0)
+    assert isinstance(failure, ActorFailed) and failure.died and failure.cause is cause
+    assert "engine 0" in str(failure) and "vLLM's engine process died" in str(failure)
+    error = RayTaskError("rollout", "a traceback", ValueError("of a reward"))
+    [failure] = gather_each([fake_ray.engine(lambda method: error).num_workers()], "rollout", 1.0)
+    assert isinstance(failure, ActorFailed) and not failure.died

@@ -119,7 +119,7 @@ def test_every_key_of_the_table_is_refused_where_it_has_no_effect() -> None:
     idle = {key for key, needs in EFFECTS.items() if not all(need.holds(config) for need in needs)}
     other = build_config(
         {
-            "run": {"record": True, "trace_step": 0},
+            "run": {"record": True, "trace_step": 0, "checkpoint_minutes": 0},
             "model": {"path": "org/model"},
             "data": {"train": "org/data"},
             "rollout": {"engine": "scripted"},

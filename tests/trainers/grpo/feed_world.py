@@ -42,6 +42,13 @@ class Actor(RolloutHandle):
         super().__init__(lambda: None, f"rollout {number}", DriverMeter())
         self.world = world
 
+    def kill(self) -> None:
+        self.world.hung.remove(self)
+        self.world.num_dead += 1
+        self.world.killed_at = self.world.looks
+        for work in self.world.works:
+            work.dead |= work.actor is self
+
     def rollout(
         self, positions: list[int], partition: str, params: SamplingParams, fresh: bool, traced: bool
     ) -> Call[RolloutReport]:
@@ -83,6 +90,16 @@ class World:
     num_dead: int = 0
     num_lost: int = 0
     """Train groups."""
+    slow_looks: int = 0
+    """Number of looks at its calls for which the feed waits in vain, as all actors are at work."""
+    reported_rows: int = 1
+    reported_failed: int = 0
+    """Rows, and rows whose reward raised, that every call reports."""
+    hung: list[Actor] = field(default_factory=list)
+    """Actors that do nothing more, until they are killed."""
+    looks: int = 0
+    killed_at: int = 0
+    """Number of the look after which a hung actor was killed."""
 
     def __post_init__(self) -> None:
         self.active = [Actor(self, number) for number in range(3)]
@@ -126,7 +143,7 @@ class World:
 
     def put_one(self) -> bool:
         """Some actor finishes some group; False when none is at work."""
-        working = [work for work in self.works if work.left and not work.dead]
+        working = [work for work in self.works if work.left and not work.dead and work.actor not in self.hung]
         if not working:
             return False
         work = self.dice.choice(working)
@@ -171,11 +188,15 @@ class World:
     ) -> list[tuple[Call[RolloutReport], RolloutReport | ActorFailed]]:
         """Calls whose groups are all put, or whose actor is dead; a feed that waits makes the rollouts go on."""
         works = [work for work in self.works if work.call in calls]
+        if timeout_s and self.looks < self.slow_looks:
+            return []
         done = [work for work in works if work.dead or not work.left]
         while timeout_s and not done and self.put_one():
             done = [work for work in works if work.dead or not work.left]
         self.works = [work for work in self.works if work not in done]
-        report = RolloutTally(rows=1).report(Traffic())
+        report = RolloutTally(rows=self.reported_rows, failed=self.reported_failed, first_error="no answer").report(
+            Traffic()
+        )
         return [(work.call, ActorFailed("it died", died=True) if work.dead else report) for work in done]
 
     def end_rollouts(self, actors: Iterable[RolloutHandle]) -> None:
@@ -183,6 +204,18 @@ class World:
         for work in self.works:
             if work.actor in actors:
                 work.left.clear()
+
+    def begin_watch(self) -> None:
+        self.looks = 0
+
+    def look(self, version: int) -> bool:
+        """Every look is an hour after the one before."""
+        self.looks += 1
+        return True
+
+    def still_s(self, actor: RolloutHandle) -> float:
+        """Nobody is stuck, but for those that are `hung`."""
+        return 3600.0 * self.looks if actor in self.hung else 0.0
 
     def leave_out(self, engine: str, reason: str) -> None:
         raise AssertionError("no report of this world names an engine")

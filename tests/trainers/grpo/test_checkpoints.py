@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError, RayTaskError
 
+from headrace.tests.trainers.cluster import fake_ray
 from headrace.trainers.cluster import actor_specs
+from headrace.trainers.cluster.calls import ActorFailed, gather
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
+from headrace.trainers.grpo import checkpoints as module
 from headrace.trainers.grpo.checkpoints import Checkpoints
+from headrace.trainers.grpo.stages import Stages
 from headrace.trainers.grpo.steps import State
+from headrace.trainers.observe.trace import Tracer
+from headrace.trainers.supervision.heartbeat import Heartbeat
 
 
 def test_the_newest_whole_one_counts(tmp_path: Path) -> None:
@@ -33,6 +40,132 @@ def test_one_from_before_prompts_could_be_outstanding_still_counts(tmp_path: Pat
     assert Checkpoints(tmp_path).latest_state() == State(3, 3, 24, [])
 
 
+class Workers:
+    """A run of two train workers that write at once, unless a call is refused."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, **run: Any) -> None:
+        fake_ray.install(monkeypatch)
+        self.config = build_config(
+            {"run": {"dir": str(folder), "journal": not run.get("checkpoint_minutes", 1), **run}}
+        )
+        self.stages = Stages(Tracer(0), Heartbeat())
+        self.workers = [fake_ray.worker(self.answer, rank) for rank in range(2)]
+        self.folder = folder
+        self.refused: list[str] = []
+        """Methods whose next call fails on all workers."""
+        self.calls: list[str] = []
+        self.warnings: list[str] = []
+        self.checkpoints = Checkpoints(folder, keep=self.config.run.keep_checkpoints, warn=self.warnings.append)
+
+    def answer(self, method: str) -> Any:
+        if method in self.refused:
+            return RayTaskError(method, "a traceback", OSError(28, "No space left on device"))
+        return 1 if method == "progress" else None
+
+    def gather_slow(self, calls: Any, stage: str, draft: Path | None = None) -> list[Any]:
+        [method] = {call.method.__name__ for call in calls}
+        self.calls.append(method)
+        refused = method in self.refused
+        try:
+            found = gather(calls, stage, 1.0)
+        finally:
+            if refused:
+                self.refused.remove(method)
+        if method == "wait_saved":
+            assert draft is not None
+            draft.with_suffix("").mkdir()
+        return found
+
+    def save(self, *steps: int) -> None:
+        for step in steps:
+            self.checkpoints.save(self, State(step))  # pyright: ignore[reportArgumentType]
+
+    def finish(self, step: int) -> None:
+        self.checkpoints.finish(self, State(step))  # pyright: ignore[reportArgumentType]
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir())
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Workers(monkeypatch, tmp_path, keep_checkpoints=2)
+    for leftover in ("step_000001.tmp", "step_000002"):
+        (tmp_path / leftover).mkdir()
+    (tmp_path / "step_000002.json.tmp").write_text("")
+    (tmp_path / "notes.txt").write_text("of the user")
+    run.save(3, 4, 5)
+    assert [name for name in run.names if "." not in name] == ["step_000003", "step_000004"], "5 is being written"
+    run.finish(6)
+    assert run.names == ["notes.txt", "step_000005", "step_000005.json", "step_000006", "step_000006.json"]
+    assert run.checkpoints.latest_state().step == 6 and not run.warnings
+
+
+def test_all_checkpoints_are_kept_where_the_user_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Workers(monkeypatch, tmp_path, keep_checkpoints=0)
+    run.save(1, 2, 3, 4)
+    run.finish(4)
+    assert len(run.names) == 8
+
+
+@pytest.mark.parametrize("method", ["save", "wait_saved"])
+def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    run = Workers(monkeypatch, tmp_path, checkpoint_every=10)
+    run.save(10)
+    run.refused.append(method)
+    run.save(20)
+    assert len(run.warnings) == 1 and "No space left on device" in run.warnings[0]
+    assert "the checkpoint of step " in run.warnings[0] and "tried again after the next step" in run.warnings[0]
+    if method == "wait_saved":  # of the checkpoint before; this one has begun
+        run.checkpoints.settle(run)  # pyright: ignore[reportArgumentType]
+        assert run.checkpoints.latest_state().step == 20
+        return
+    assert run.checkpoints.latest_state().step == 10
+    assert run.checkpoints.is_due(run.config.run, 21)
+    run.save(21)
+    assert not run.checkpoints.is_due(run.config.run, 22)
+    run.finish(21)
+    assert run.checkpoints.latest_state().step == 21
+
+
+def test_the_last_checkpoint_is_tried_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Workers(monkeypatch, tmp_path)
+    run.refused.append("wait_saved")
+    run.finish(7)
+    assert run.checkpoints.latest_state().step == 7 and len(run.warnings) == 1
+    assert run.calls == ["save", "wait_saved", "save", "wait_saved"]
+
+
+def test_a_death_while_a_checkpoint_is_written_is_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Workers(monkeypatch, tmp_path)
+    run.save(1)
+    run.workers[1].ray_actor = fake_ray.FakeActor(lambda method: RayActorError())
+    with pytest.raises(ActorFailed, match="train worker 1 .* died"):
+        run.save(2)
+    assert not run.warnings
+
+
+def test_checkpoints_are_due_by_time_and_by_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    checkpoints = Checkpoints(tmp_path)
+    defaults = build_config({}).run
+    assert not checkpoints.is_due(defaults, 1)
+    now[0] = 15 * 60
+    assert checkpoints.is_due(defaults, 1) and not checkpoints.is_due(defaults, 0)
+    assert not checkpoints.is_due(build_config({"run": {"checkpoint_minutes": 0}}).run, 1)
+    by_step = build_config({"run": {"checkpoint_minutes": 0, "checkpoint_every": 3}}).run
+    assert [checkpoints.is_due(by_step, step) for step in (1, 2, 3)] == [False, False, True]
+
+
+def test_a_run_without_checkpoints_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Workers(monkeypatch, tmp_path, checkpoint_minutes=0)
+    run.finish(5)
+    assert run.names == [] and run.calls == []
+
+
 def fingerprint(**sections: Any) -> str:
     sections["run"] = {"dir": "/somewhere", "checkpoint_every": 5, **sections.get("run", {})}
     found = actor_specs.journal(build_config(sections))
@@ -41,7 +174,7 @@ def fingerprint(**sections: Any) -> str:
 
 
 def test_a_run_that_cannot_be_resumed_has_no_journal() -> None:
-    assert actor_specs.journal(build_config({})) is None
+    assert actor_specs.journal(build_config({"run": {"checkpoint_minutes": 0}})) is None
     assert actor_specs.journal(build_config({"run": {"checkpoint_every": 5, "journal": False}})) is None
 
 

@@ -20,6 +20,7 @@ from headrace.trainers.config.config import Config
 from headrace.trainers.config.load import build_config
 from headrace.trainers.errors import UserError
 from headrace.trainers.grpo import steps as grpo
+from headrace.trainers.grpo.feed import TooManyFailedRows
 
 PROMPTS = 3
 FOR_EVER = 1 << 30
@@ -220,6 +221,74 @@ def test_a_step_has_its_size_even_when_no_group_has_a_signal(plane: DataPlane) -
     assert len(train(world, 5)) == 5
     assert len(world.generated) == 5 * 2 * PROMPTS
     nothing_is_left(world)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_rollout_may_take_hours_while_it_makes_progress(plane: DataPlane, mode: str) -> None:
+    world = World(plane, settings(mode), random.Random(0), slow_looks=50)
+    feed = world.begin(grpo.State())
+    feed.top_up()
+    feed.drain()
+    feed.claim(PROMPTS)
+    assert world.num_dead == 0 and len(world.generated) == PROMPTS * (1 if mode == "sync" else 2)
+    world.inner.clear(world.partition)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "streaming"])
+def test_an_actor_that_makes_no_progress_is_killed_and_its_prompts_are_issued_again(
+    plane: DataPlane, mode: str
+) -> None:
+    """In a drain as well as in a claim, however many others answer meanwhile."""
+    world = World(plane, settings(mode), random.Random(0))
+    feed = world.begin(grpo.State())
+    feed.top_up()
+    world.hung.append(world.active[1])
+    if mode == "sync":
+        feed.drain()
+        assert world.killed_at == 1, "an hour is longer than resources.stage_timeout_s"
+    meta = feed.claim(PROMPTS)
+    assert sorted(positions_of(meta)) == list(range(PROMPTS)) and world.num_dead == 1
+    assert feed.settle().reissued >= 1
+    world.inner.clear(world.partition)
+
+
+def test_a_wait_for_rollouts_tells_the_watchdog_that_it_gets_on(plane: DataPlane) -> None:
+    world = World(plane, settings("sync"), random.Random(0), slow_looks=20)
+    feed = world.begin(grpo.State())
+    feed.top_up()
+    beats: list[str] = []
+    heartbeat = feed._stages.heartbeat
+    enter = heartbeat.enter
+    heartbeat.enter = lambda stage, bound_s=None: (beats.append(stage), enter(stage, bound_s))[1]  # pyright: ignore
+    feed.drain()
+    assert beats.count("rollout") >= 20
+    world.inner.clear(world.partition)
+
+
+def test_failed_rows_are_counted_over_the_step(plane: DataPlane) -> None:
+    """One call of three may fail as a whole: it has a third of the step's rows."""
+    config = build_config(
+        {"algorithm": {"prompts_per_step": 3, "group_size": 8, "steps": 10}, "validation": {"every": 0}}
+    )
+    for failing_calls in (1, 2):
+        world = World(plane, config, random.Random(1), reported_rows=8)
+        feed = world.begin(grpo.State())
+        feed.top_up()
+        ended, seen = world.ended, []
+
+        def end(calls, timeout_s, ended=ended, seen=seen, world=world, failing=failing_calls):  # type: ignore[no-untyped-def]
+            world.reported_failed = 8 if len(seen) < failing else 0
+            found = ended(calls, timeout_s)
+            seen += found
+            return found
+
+        world.ended = end  # pyright: ignore[reportAttributeAccessIssue]
+        if failing_calls == 1:
+            feed.drain()
+        else:
+            with pytest.raises(TooManyFailedRows, match="failed for 16 of 24 rows of a step.*: no answer"):
+                feed.drain()
+        world.inner.clear(world.partition)
 
 
 @pytest.mark.parametrize(

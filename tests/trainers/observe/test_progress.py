@@ -8,6 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
+from headrace.trainers.observe import progress
 from headrace.trainers.observe.progress import Progress
 
 
@@ -129,3 +130,24 @@ def test_what_a_run_lost_adds_up_and_shows(terminal: bool) -> None:
     for expected in ("groups dropped 6", "groups too old 2", "actors replaced 1", "restarts 1", "engines left out 2"):
         assert expected in text, expected
     assert "issued again" not in text and "in flight" not in text
+
+
+def test_a_step_without_a_figure_does_not_spoil_the_average() -> None:
+    """As the first step of a resumed run, whose groups all come from the journal."""
+    text = shown({"rollout/tokens_per_s": float("nan")}, {}, {}, terminal=True)
+    assert "nan" not in text and "tokens/s 1,234" in text
+    assert "nan" not in shown({"rollout/tokens_per_s": float("nan")}, terminal=False)
+
+
+def test_lines_also_come_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of many steps prints more than one line in each twentieth of them."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=140)
+    with Progress("tiny", 100_000, console=console) as view:
+        for step in range(1, 241):
+            now[0] += 10.0
+            view.update(step, figures(step))
+    assert isinstance(console.file, io.StringIO)
+    lines = [line for line in console.file.getvalue().splitlines() if "step " in line]
+    assert 35 <= len(lines) <= 45 and "step 1/100000" in lines[0]

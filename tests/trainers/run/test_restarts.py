@@ -1,21 +1,28 @@
-"""Which failures send a run back to its last checkpoint, and which end it."""
+"""Which failures send a run back to its last checkpoint, which end it, and who is blamed for them."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
+from headrace.actors.engines.protocol import EngineDied
 from headrace.dataplane.errors import ClaimTimeout, DirectoryLost, StoreLost
+from headrace.tests.trainers.cluster import fake_ray
 from headrace.trainers.cluster.calls import ActorFailed
+from headrace.trainers.cluster.engine_pool import EnginePool
+from headrace.trainers.cluster.run_actors import RunActors
 from headrace.trainers.errors import UserError
 from headrace.trainers.run import restarts
-from headrace.trainers.run.restarts import lost_process
+from headrace.trainers.run.restarts import blamed, lost_process
 
 ALIVE = {"directory": os.getpid()}
+RESET = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:40123")
 
 
 @pytest.mark.parametrize(
@@ -24,13 +31,14 @@ ALIVE = {"directory": os.getpid()}
         ActorFailed("train: train worker 1 (pid 7 on here) died", died=True),
         ActorFailed("train: no answer within 300 s from train worker 1"),
         ActorFailed("rollout 0 failed", DirectoryLost("gone", op="put")),
+        ActorFailed("rollout 0 failed", EngineDied("vLLM's engine process died")),
         DirectoryLost("gone", op="claim"),
         StoreLost("gone", op="get"),
         RayActorError(),
     ],
 )
 def test_a_lost_process_is_one(error: Exception) -> None:
-    assert lost_process(error, ALIVE) == str(error)
+    assert lost_process(error) == str(error)
 
 
 @pytest.mark.parametrize(
@@ -38,21 +46,62 @@ def test_a_lost_process_is_one(error: Exception) -> None:
     [
         ActorFailed("rollout 0 failed: TypeError: of a reward", TypeError("of a reward")),
         ActorFailed("train worker 0 failed", ValueError("not finite")),
+        ActorFailed("train worker 0 failed: connection closed", RESET),
         ClaimTimeout("16 of 64 rows", op="claim"),
         UserError("no such model"),
         RuntimeError("in the driver itself"),
         RayTaskError("train", "a traceback", ValueError("not finite")),
     ],
 )
-def test_an_error_of_its_own_is_none(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "DEATH_S", 0.0)  # nobody is dying here
-    assert lost_process(error, ALIVE) is None
+def test_an_error_of_its_own_is_none(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, actors: Callable[..., RunActors]
+) -> None:
+    for bound in ("DEATH_S", "NEWS_S"):
+        monkeypatch.setattr(restarts, bound, 0.05)  # nobody is dying here
+    assert blamed(error, actors(0, 0), ALIVE) is error
+    assert lost_process(error) is None
+
+
+@pytest.fixture
+def actors(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunActors]:
+    """Make train workers that answer, or whose death Ray tells after some questions: the numbers of these, or None."""
+    fake_ray.install(monkeypatch)
+
+    def make(*dies_after: int | None) -> RunActors:
+        def answer(rank: int, questions: int | None) -> Callable[[str], Any]:
+            asked = [0]
+
+            def progress(method: str) -> Any:
+                asked[0] += 1
+                return RayActorError() if questions and asked[0] > questions else 1
+
+            return progress
+
+        workers = [fake_ray.worker(answer(rank, after), rank) for rank, after in enumerate(dies_after)]
+        return RunActors(EnginePool([], True), [], workers, "127.0.0.1", 3, 300.0)
+
+    return make
+
+
+@pytest.mark.parametrize("stage", ["train", "weight sync", "checkpoint"])
+def test_who_died_is_blamed_and_not_who_noticed(stage: str, actors: Callable[..., RunActors]) -> None:
+    """Ray tells of a death on another host later than the broken connection does."""
+    error = ActorFailed(f"{stage}: train worker 0 failed after 1.0 s: {RESET}", RESET)
+    cause = blamed(error, actors(None, 3), {})
+    assert isinstance(cause, ActorFailed) and cause.died
+    assert str(cause).startswith("train worker 1 (") and f" died: {error}" in str(cause)
+    assert lost_process(cause) == str(cause)
+
+
+def test_a_death_is_its_own_cause(actors: Callable[..., RunActors]) -> None:
+    error = ActorFailed("train: train worker 1 died", died=True)
+    assert blamed(error, actors(1, None), {}) is error
 
 
 @pytest.mark.processes
-def test_an_error_beside_a_dead_process_is_of_its_death() -> None:
+def test_an_error_beside_a_dead_process_of_this_host_is_of_its_death(actors: Callable[..., RunActors]) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    error = ActorFailed("train worker 0 failed: connection closed by peer", RuntimeError("connection closed by peer"))
-    lost = lost_process(error, {**ALIVE, "train worker 1": dead.pid})
-    assert lost == f"train worker 1 (pid {dead.pid}) died: {error}"
+    error = ActorFailed("train worker 0 failed: connection closed by peer", RESET)
+    cause = blamed(error, actors(None, None), {**ALIVE, "train worker 1": dead.pid})
+    assert lost_process(cause) == f"train worker 1 (pid {dead.pid}) died: {error}"

@@ -216,6 +216,26 @@ def test_a_run_that_somebody_has_suspended_does_not_stand_still(tmp_path: Path, 
     other.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.parametrize(("margin_s", "stuck"), [(1000.0, False), (0.0, True)])
+def test_a_stage_has_a_margin_beyond_its_bound(
+    tmp_path: Path, other: subprocess.Popen[bytes], margin_s: float, stuck: bool
+) -> None:
+    memory = heartbeat.shared_memory()
+    beat = Heartbeat(memory)
+    watchdog = Watchdog(
+        argparse.Namespace(
+            descriptor=memory, pid=other.pid, folder=tmp_path, strangers=[], margin_s=margin_s, grace_s=1, groups=1,
+            group_size=1,
+        )
+    )  # fmt: skip
+    beat.enter("train", 0.001)
+    seen = HeartbeatReader(memory).read()
+    os.close(memory)
+    while watchdog.stood_s(seen) <= seen.bound_s:
+        pass
+    assert watchdog.is_stuck(seen) is stuck
+
+
 def test_a_pid_that_another_process_has_now_is_not_hit(other: subprocess.Popen[bytes]) -> None:
     ticks = process_start(other.pid)
     assert ticks is not None

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from ....actors.protocols import MicroBatch
 from ....codecs.batch import Batch
 from ...losses.factory import build_loss
-from ..checkpoint import on_first_rank, training_state
+from ..checkpoint import training_state
 from ..checkpointer import Checkpointer
 from ..config import BackendConfig
 from ..flops import flop_model
@@ -161,9 +161,7 @@ class FsdpBackend:
         """See `TrainBackend`. Rank 0 collects the weights that `weights` yields in host memory before it writes them.
         Raises ValueError when `path` exists."""
         weights = collect(self.weights(), keep=self._rank == 0)
-        on_first_rank(
-            lambda: write_folder(path, self._policy.model, weights, self._config.model), self._rank, self._world
-        )
+        self._checkpointer.on_first_rank(lambda: write_folder(path, self._policy.model, weights, self._config.model))
 
     def close(self) -> None:
         """Drop an open step and wait for a checkpoint that is being written, raising its error. The process group stays

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from ....actors.protocols import MicroBatch
 from ...losses.factory import build_loss
-from ..checkpoint import on_first_rank
 from ..checkpointer import Checkpointer
 from ..config import BackendConfig
 from ..flops import flop_model
@@ -173,8 +172,8 @@ class MegatronBackend:
         """See `TrainBackend`. Rank 0 collects the weights that `weights` yields in host memory before it writes them.
         Raises ValueError when `path` exists."""
         weights = collect(self.weights(), keep=self._rank == 0)
-        on_first_rank(
-            lambda: write_folder(path, self._source.empty_model(), weights, self._config.model), self._rank, self._world
+        self._checkpointer.on_first_rank(
+            lambda: write_folder(path, self._source.empty_model(), weights, self._config.model)
         )
 
     def close(self) -> None:

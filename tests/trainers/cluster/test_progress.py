@@ -1,0 +1,101 @@
+"""Slow is not stuck: a wait lasts as long as actors get on, and ends when they do not answer or stand still."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.tests.trainers.cluster import fake_ray
+from headrace.tests.trainers.cluster.fake_ray import PENDING
+from headrace.trainers.cluster import progress
+from headrace.trainers.cluster.calls import ActorFailed
+from headrace.trainers.cluster.progress import ProgressWatch, gather_slow
+
+
+class Clock:
+    """Time that passes by a second at every wait for a call."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    fake_ray.install(monkeypatch)
+    clock, ended = Clock(), progress.ended
+
+    def wait(calls: Any, stage: str, timeout_s: float) -> Any:
+        clock.now += timeout_s
+        return ended(calls, stage, 0.0)
+
+    monkeypatch.setattr(progress, "ended", wait)
+    monkeypatch.setattr(progress.time, "monotonic", clock.monotonic)
+    return clock
+
+
+def test_a_save_may_take_as_long_as_its_worker_gets_on(clock: Clock) -> None:
+    """Ten times as long as a worker may be silent, and as long as everything may stand still."""
+
+    def answer(method: str) -> Any:
+        return int(clock.now) if method == "progress" else None if clock.now > 1000 else PENDING
+
+    looks: list[float] = []
+    worker = fake_ray.worker(answer)
+    found = gather_slow(
+        [worker.save("/nowhere")], [worker], "checkpoint", silence_s=20, stall_s=100,
+        on_look=lambda: looks.append(clock.now),
+    )  # fmt: skip
+    assert found == [None] and clock.now > 1000
+    assert max(later - earlier for earlier, later in zip(looks, looks[1:], strict=False)) <= 2, "the watchdog is told"
+
+
+def test_bytes_on_the_disk_are_progress(clock: Clock) -> None:
+    """The workers' threads that run calls wait for the one that writes."""
+
+    def answer(method: str) -> Any:
+        return 7 if method == "progress" else None if clock.now > 1000 else PENDING
+
+    worker = fake_ray.worker(answer)
+    options = {"silence_s": 20.0, "stall_s": 100.0}
+    written = lambda: int(clock.now / 50)  # noqa: E731
+    assert gather_slow([worker.wait_saved()], [worker], "checkpoint", num_bytes=written, **options) == [None]
+
+
+def test_nothing_written_and_nothing_computed_is_stuck(clock: Clock) -> None:
+    worker = fake_ray.worker(lambda method: 7 if method == "progress" else PENDING)
+    with pytest.raises(
+        ActorFailed, match="checkpoint: train worker 0 .* wrote and computed nothing for 100 s"
+    ) as failed:
+        gather_slow([worker.wait_saved()], [worker], "checkpoint", silence_s=20, stall_s=100)
+    assert 100 <= clock.now <= 110 and failed.value.cause is None and not failed.value.died
+
+
+def test_a_worker_that_does_not_answer_is_stuck_sooner_and_named(clock: Clock) -> None:
+    slow = fake_ray.worker(lambda method: int(clock.now) if method == "progress" else PENDING)
+    hung = fake_ray.worker(lambda method: PENDING, 1)
+    with pytest.raises(ActorFailed, match="no sign of life within 20 s from train worker 1 "):
+        gather_slow([slow.save("/a"), hung.save("/a")], [slow, hung], "checkpoint", silence_s=20, stall_s=100)
+    assert 20 <= clock.now <= 25
+
+
+def test_still_and_silent_are_told_apart(clock: Clock) -> None:
+    figure: list[Any] = [1]
+    engine = fake_ray.engine(lambda method: figure[0])
+    watch = ProgressWatch([engine])
+    for _ in range(5):
+        clock.now += 2
+        watch.look()
+    assert watch.still_s(engine) > 5 and watch.silent_s(engine) == 0
+    figure[0] = 2
+    clock.now += 2
+    assert watch.look()[0] and watch.still_s(engine) == 0
+    figure[0] = PENDING
+    clock.now += 2
+    watch.look()
+    clock.now += 30
+    watch.look()
+    assert watch.silent_s(engine) > 30
