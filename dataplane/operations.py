@@ -27,7 +27,7 @@ from .directory import requests
 from .directory.directory import Outcome
 from .directory.partition import ClaimRows, Committed, Grouping, PutRows, check_distinct, schema_id
 from .directory.samplers import TaskConfig
-from .errors import DataPlaneError, DataPlaneTimeout, ForeignReceipt, RowsCleared, SchemaMismatch
+from .errors import DataPlaneError, DataPlaneTimeout, DirectoryLost, ForeignReceipt, RowsCleared, SchemaMismatch
 from .handle import DataPlaneHandle
 from .meta import KVBatchMeta, check_tags
 from .renewal import LeaseRenewal
@@ -210,6 +210,7 @@ class Operations:
         credit: bool,
     ) -> Steps[Committed | None]:
         """Write the bytes into the space, then the rows into the directory. Returns None when credit was revoked."""
+        asked = False
         try:
             try:
                 locations = yield Work(
@@ -227,11 +228,17 @@ class Operations:
                     keys=put.keys,
                 ) from error
             commit = requests.Commit(space.space_id, credit, put, locations, *self._credit.next_request())
-            remaining = max(0.0, deadline - time.monotonic())
-            reply = yield Ask("commit", requests.encode(commit), remaining, lambda body: _withdraw(put, body))
+            asked = True
+            reply = yield Ask("commit", requests.encode(commit), max(0.0, deadline - time.monotonic()))
             written = None if reply == requests.REVOKED else messages.decode(reply, requests.Written)
-        except BaseException:
-            yield from self._give_back((space.space_id,))
+        except BaseException as error:
+            taken_back = yield from self._take_back(put, space)
+            if asked and not taken_back and isinstance(error, DirectoryLost):
+                context = error.fields() | {"op": "put", "partition": put.partition, "keys": put.keys}
+                context["num_keys"] = len(put.keys)
+                raise DirectoryLost(
+                    f"{error.message}; it is not known whether the put took effect", **context
+                ) from error
             raise
         if written is None:
             return None
@@ -338,6 +345,23 @@ class Operations:
             )
             raise ForeignReceipt(message, op=op, partition=meta.partition, keys=meta.keys)
 
+    def _take_back(self, put: PutRows, space: requests.Space) -> Steps[bool]:
+        """Give the space of a put that was cut off back, and withdraw what the directory may have committed.
+
+        Returns whether that was done. A put with replace=True is not withdrawn, as the values of before are gone.
+        """
+        if put.replace:
+            yield from self._give_back((space.space_id,))
+            return False
+        keys = pack_keys(put.keys)
+        request = requests.Withdraw(put.partition, keys, space.first_block_id, len(put.layouts), space.space_id)
+        try:
+            yield Ask("withdraw", requests.encode(request), ABORT_TIMEOUT_S)
+        except (DataPlaneError, ValueError) as error:
+            _logger.info("a put could not be taken back: %s", error)
+            return False
+        return True
+
     def _give_back(self, space_ids: tuple[int, ...]) -> Steps[None]:
         """Give space back as far as possible. Space that cannot be given back expires by itself after `reserve_s`."""
         try:
@@ -352,19 +376,6 @@ class Operations:
 def _abort_reserved(body: bytes) -> tuple[str, bytes]:
     space = messages.decode(body, requests.Space)
     return "abort", requests.encode(requests.Abort((space.space_id,)))
-
-
-def _withdraw(put: PutRows, body: bytes) -> tuple[str, bytes] | None:
-    if body == requests.REVOKED:
-        return None
-    written = messages.decode(body, requests.Written)
-    space_ids = () if written.next_space is None else (written.next_space.space_id,)
-    if put.replace:  # the values of before are gone, so the new ones stay
-        return "abort", requests.encode(requests.Abort(space_ids))
-    done = written.committed
-    keys = pack_keys(put.keys)
-    request = requests.Withdraw(put.partition, keys, done.first_block_id, len(done.locations), space_ids)
-    return "withdraw", requests.encode(request)
 
 
 def _retry(task: str, body: bytes) -> tuple[str, bytes]:

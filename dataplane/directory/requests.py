@@ -92,14 +92,13 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Takes back a put whose writer was cut off before it learned of the commit."""
+    """Takes back a put whose writer was cut off, whether it was committed or not."""
 
     partition: str
     keys: bytes
     first_block_id: int
     num_blocks: int
-    space_ids: tuple[int, ...]
-    """Ids of the space that was granted with the commit."""
+    space_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +163,9 @@ CANCELLED = b"\2"
 """Reply to a request that was cancelled before it took effect."""
 WAITING_OPS = frozenset(("claim", "reserve"))
 """Requests that wait, and that can be cancelled while they do."""
-TAKE_EFFECT = WAITING_OPS | {"register", "unregister", "commit", "release", "clear", "clear_stale"}
-"""Requests after which something is different, so that it matters whether one whose answer is lost was carried out."""
+TAKE_EFFECT = frozenset(("register", "unregister", "claim", "release", "clear", "clear_stale"))
+"""Requests after which something is different for good, so that it matters whether one whose answer is lost was carried
+out. A put that is cut off is taken back by a request of its own."""
 TAKE_BACK = frozenset(("abort", "withdraw"))
 """Requests that are carried out even if nobody waits for their answer."""
 REVOKED = b""

@@ -313,11 +313,13 @@ class DirectoryService:
 
     async def _withdraw(self, payload: bytes) -> bytes:
         request = messages.decode(payload, requests.Withdraw)
-        found = [self._directory.abort(space_id) for space_id in request.space_ids]
+        reservation = self._directory.abort(request.space_id)
+        if reservation is not None:  # it was not committed
+            await self._take_back([reservation])
+            return b""
         keys = unpack_keys(request.keys)
         freed = self._directory.withdraw(request.partition, keys, request.first_block_id, request.num_blocks)
         self._ready_pulse(request.partition).fire()
-        await self._take_back([item for item in found if item is not None])
         await self._free(freed)
         return b""
 

@@ -214,19 +214,23 @@ def test_what_was_granted_to_a_cancelled_call_is_given_back(
 def test_fields_of_a_cancelled_put_go_and_rows_of_before_stay(handle: DataPlaneHandle, client: DataPlaneClient) -> None:
     client.put("p", ["a.0", "a.1"], {"y": torch.ones(2)})
     link: Any = client._link
-    undos: list[Any] = []
     called = link.call
 
-    def call(op: str, payload: bytes, timeout_s: float, undo: Any = None) -> bytes:
-        reply = called(op, payload, timeout_s, undo)
+    def call(op: str, *arguments: Any) -> bytes:
+        reply = called(op, *arguments)
         if op == "commit":
-            undos.append(undo(reply[1:]))
+            assert status_rows() == 3
+            raise KeyboardInterrupt
         return reply
+
+    def status_rows() -> int:
+        with connect(handle) as other:
+            return other.status().rows
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(link, "call", call)
-        client.put("p", ["a.1", "b.0"], rows(2))
-    link.call(*undos[0], 5.0)
+        with pytest.raises(KeyboardInterrupt):
+            client.put("p", ["a.1", "b.0"], rows(2))
     assert sorted(client.lookup("p", ["a.0", "a.1"], ["y"]).keys) == ["a.0", "a.1"]
     status = client.status()
     assert status.rows == 2 and status.ready == {"x": 0, "y": 2}
@@ -272,9 +276,36 @@ def test_calls_that_failed_in_a_stall_take_no_effect_afterwards(
             assert (await twin.status()).rows == 2
 
     asyncio.run(twin_fails())
-    assert {error.op for error in errors} == {"commit", "claim", "clear"}
+    assert {error.op for error in errors} == {"put", "claim", "clear"}
     assert far.put("p", ["new.0"], {"y": torch.ones(1)}).keys == ("new.0",)
     assert len(far.claim("p", "a", ["y"], 3, timeout_s=5)) == 3
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_put_whose_connection_breaks_is_taken_back(
+    far: DataPlaneClient, monkeypatch: pytest.MonkeyPatch, replace: bool
+) -> None:
+    """The directory has committed it, and the answer does not come."""
+    sent: list[str] = []
+    really_send, really_receive = socket_link._send, socket_link._receive
+
+    def send(connection: Any, op: str, *rest: Any) -> None:
+        sent.append(op)
+        really_send(connection, op, *rest)
+
+    def receive(connection: Any, deadline: float) -> bytes:
+        reply = really_receive(connection, deadline)
+        if sent[-1] == "commit":
+            connection.close()
+            raise ConnectionResetError
+        return reply
+
+    monkeypatch.setattr(socket_link, "_send", send)
+    monkeypatch.setattr(socket_link, "_receive", receive)
+    words = "; it is not known whether the put took effect .op=put" if replace else "closed the connection .op"
+    with pytest.raises(DirectoryLost, match=words):
+        far.put("p", ["k.0"], {"y": torch.ones(1)}, replace=replace)
+    assert far.status().rows == replace, "values that were replaced could not be brought back"
 
 
 def test_a_late_answer_meets_no_other_request(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import socket
 import threading
@@ -253,12 +252,12 @@ def test_a_connect_waits_while_the_backlog_is_full() -> None:
     connected: list[SocketLink] = []
     thread = threading.Thread(target=lambda: connected.append(SocketLink(address, "directory")))
     thread.start()
-    listener.settimeout(0.1)
-    with listener, contextlib.ExitStack() as accepted:
-        while not connected and thread.is_alive():
-            with contextlib.suppress(TimeoutError):
-                accepted.enter_context(listener.accept()[0])
-        thread.join(5)
+    with listener:
+        listener.settimeout(10)
+        accepted = [listener.accept()[0] for _ in range(2)]  # the one that fills the backlog, and the link's
+        thread.join(10)
+        for connection in accepted:
+            connection.close()
     assert connected
     connected[0].detach()
 
