@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+import pydantic
 
 from .section import Count, Positive, Section
 
@@ -47,7 +47,7 @@ class DataPlaneConfig(Section):
     however long it takes. The rows of one that has died or is stopped can be claimed again after these seconds."""
     reserve_s: Positive = 60.0
     """Seconds after which a writer that has not committed its put is considered dead and its space is freed."""
-    block_rows: Annotated[int, Field(ge=1, le=MAX_BLOCK_ROWS)] | None = None
+    block_rows: Annotated[int, pydantic.Field(ge=1, le=MAX_BLOCK_ROWS)] | None = None
     """Largest number of rows of a block. Groups are split over blocks only when one is larger than this. With the group
     size as the value each group is a block, so that train ranks fetch only the bytes of their own groups. Unset: 256
     rows, but more where a block would be smaller than 64 KiB, and fewer where a field of a block would be larger than 4

@@ -114,7 +114,7 @@ class RayObjectsHost:
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
         """Return b"", as the writer's keeper is the location, and Ray spills what does not fit in memory. None while a
         keeper has not freed a quarter of the capacity."""
-        if self._unfreed.over_limit:
+        if nbytes and self._unfreed.over_limit:
             self._deliver()
             if self._unfreed.over_limit:
                 return None

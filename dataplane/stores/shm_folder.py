@@ -83,8 +83,7 @@ class PoolMapping:
 
     def range(self, offset: int, nbytes: int) -> np.ndarray:
         """Return a reserved range as uint8 `[nbytes]`; it keeps the mapping alive."""
-        first, last = offset // PIECE_BYTES, (offset + max(nbytes, 1) - 1) // PIECE_BYTES
-        for piece in range(first, last + 1):
+        for piece in range(offset // PIECE_BYTES, ceil_div(offset + nbytes, PIECE_BYTES)):
             if not self._mapped[piece]:
                 self._populate(piece)
         return self._bytes[offset : offset + nbytes]

@@ -226,7 +226,7 @@ class SimpleHost:
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
         """Return b"", as a block is located when it is written. None while a unit has not freed a quarter of the
         capacity; else the directory's capacity is the only limit."""
-        if self._unfreed.over_limit:
+        if nbytes and self._unfreed.over_limit:
             self._deliver()
             if self._unfreed.over_limit:
                 return None

@@ -225,7 +225,7 @@ _PLAIN_EXPECTATIONS = {
     "greater_than": "a number > {gt:g}",
     "greater_than_equal": "a number >= {ge:g}",
     "less_than": "a number < {lt:g}",
-    "less_than_equal": "a number <= {le:g}",
+    "less_than_equal": "a number <= {le:.10g}",
     "too_short": "at least {min_length} entries",
     "too_long": "at most {max_length} entries",
     "string_too_short": "text of at least {min_length} characters",

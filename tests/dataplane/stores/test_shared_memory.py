@@ -157,6 +157,11 @@ def test_readers_and_writers_meet_ranges_across_pieces_and_in_a_pool_that_has_gr
         assert_holds(store, want)
 
 
+def test_an_empty_part_may_lie_at_the_very_end_of_the_pool(host: SharedMemoryHost) -> None:
+    store = SharedMemoryStore(host.spec)
+    assert_holds(store, write(host, store, 0, (pool_bytes(64 * MIB), 0)))
+
+
 def test_a_store_that_has_no_room_says_why(host: SharedMemoryHost, monkeypatch: pytest.MonkeyPatch) -> None:
     held = [host.allocate(number, MIB) for number in range(88)]
     for number in range(0, 88, 2):
