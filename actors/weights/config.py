@@ -37,4 +37,5 @@ class SyncConfig(Section):
     dir: str | None = None
     """Folder to which `disk` writes, which all hosts must see. Unset: `weights` in the run folder."""
     timeout_s: Positive = 60.0
-    """Seconds after which any single wait of a weight sync fails."""
+    """Seconds after which any single wait of a weight sync fails: for the next bucket, for a receiver to take one, for
+    an engine's requests to make a token. A sync may take longer as long as it gets on."""

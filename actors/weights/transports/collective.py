@@ -105,9 +105,13 @@ class CollectiveSender(Sender):
         tracker.tell(Note("end"))
         for number in range(_RING):
             self._await(update, number, "the last buckets were not taken")
+            deadline.moved()
 
         def all_done() -> bool:
+            heard = tracker.num_heard
             self._look(update, None)
+            if tracker.num_heard > heard:
+                deadline.moved()
             return tracker.over
 
         deadline.wait(all_done, lambda: tracker.blame("not confirmed"))

@@ -258,6 +258,7 @@ class CollectiveStream(Stream):
                     break
                 frame, _, running = self._under_way.popleft()
                 self._await(f"bucket {frame.bucket} of {len(self.plan.sizes)}", running)
+                self.deadline.moved()
             if self._digests_due:
                 self._digests()
             self._done = True

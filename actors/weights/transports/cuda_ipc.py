@@ -173,12 +173,16 @@ class CudaIpcSender(IpcSenderBase):
         names = [worker_name(group.engine, worker) for group in update.receivers for worker in range(group.num_workers)]
         engines = [group.engine for group in update.receivers for _ in range(group.num_workers)]
         late: list[int] = []
-        looks = 0
+        looks, counted = 0, -1
 
         def through() -> bool:
-            nonlocal late, looks
+            nonlocal late, looks, counted
             self._check_ended(update)
             self._outbox.check()
+            total = int(status.counts.sum())
+            if total != counted:
+                counted = total
+                deadline.moved()
             late = [rank for rank, count in enumerate(status.counts.tolist()) if count < num_buckets + _JOINED]
             looks += 1
             if late and looks % 500 == 0:

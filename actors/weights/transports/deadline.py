@@ -1,4 +1,4 @@
-"""`Deadline` limits the time that one end of an update may wait, and makes the errors of waits that fail."""
+"""`Deadline` limits each wait of one end of an update, and makes the errors of waits that fail."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ TICK_S = 0.0005
 
 
 class Deadline:
-    """Limits the time that one end of an update may take for all its waits together."""
+    """Limits the time in which one end of an update may make no progress. However long the update takes as a whole, it
+    goes on as long as buckets come and go."""
 
     def __init__(self, end: str, version: int, timeout_s: float) -> None:
-        """Start the clock. end: name of the end that waits, for errors."""
+        """Start the clock. end: name of the end that waits, for errors. timeout_s: longest time without progress."""
         self.end = end
         self.version = version
         self.timeout_s = timeout_s
-        self._started = time.monotonic()
+        self._started = self._moved = time.monotonic()
         self._stopped = False
+
+    def moved(self) -> None:
+        """Note progress, or the end of work that was no wait: from now on the whole time is left again."""
+        self._moved = time.monotonic()
 
     def stop(self) -> None:
         """End all waits at once with an error. Called by another thread."""
@@ -33,8 +38,8 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds left until the deadline; 0.0 after it."""
-        return 0.0 if self._stopped else max(0.0, self.timeout_s - self.elapsed_s)
+        """Seconds left until the deadline, unless there is progress before; 0.0 after it."""
+        return 0.0 if self._stopped else max(0.0, self.timeout_s - (time.monotonic() - self._moved))
 
     def error(self, what: str, engines: Sequence[str] = ()) -> WeightTransferError:
         """Make the error that says `what` failed. engines: names of those known to be at fault."""

@@ -5,7 +5,8 @@
     engine                                         +-> open -> bucket, bucket, ... -> staged, verified
 
 A version is published bucket by bucket (`codecs.buckets`), with at most two buckets in flight between the two ends.
-Every wait on either side ends after the update's `timeout_s`; every error names version, bucket, peer and elapsed time.
+Every wait on either side ends after the update's `timeout_s` without progress; every error names version, bucket, peer
+and the time since the update began.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class WeightUpdate:
     receivers: tuple[ReceiverGroup, ...]
     """Engines that take part, in order of their ranks."""
     timeout_s: float
-    """Seconds after which a wait for a peer ends in an error."""
+    """Seconds without progress after which a wait for a peer ends in an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +186,7 @@ class SenderConfig:
     run_id: str
     """Id of the run, part of the names of what is published; letters, digits, `-`, `_`, `.`."""
     sync: SyncConfig = SyncConfig()
-    """Settings of the section `sync`. All waits for receivers together may take `timeout_s`, from an update's first
-    bucket on."""
+    """Settings of the section `sync`. Each wait for receivers may take `timeout_s`."""
     host: str = "127.0.0.1"
     """Address of this host that receivers can reach; used by `collective`."""
     folder: str = ""

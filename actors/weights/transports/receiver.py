@@ -43,7 +43,9 @@ class Stream(ABC):
         """Yield verified buckets in order: `WeightStream.__iter__`."""
         expected = 0
         found: dict[int, torch.Tensor] = {}
+        self.deadline.moved()  # between joining and reading, an engine may have waited for its requests
         for frame, payload in self._arrivals():
+            self.deadline.moved()
             try:
                 self._check(frame, payload, expected)
             except WeightTransferError as error:
@@ -53,6 +55,7 @@ class Stream(ABC):
                 found[frame.bucket] = device_digest(payload) if self.take is None else self.take(frame, payload)
             expected += 1
             yield frame, payload
+            self.deadline.moved()  # what was done with the bucket was no wait
         if expected != len(self.plan.sizes):
             raise self.deadline.error(f"bucket {expected} of {len(self.plan.sizes)} never came")
         if found and (damage := self._damage(found)):

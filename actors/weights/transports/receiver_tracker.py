@@ -30,6 +30,8 @@ class ReceiverTracker:
         self._links: dict[int, Link] = {}
         self._strangers: list[Link] = []
         self._lock = threading.RLock()
+        self.num_heard = 0
+        """Number of messages of receivers that have joined."""
         self.groups: dict[int, str] = {}
         """Name of the process group that each receiver is in, by rank, for those that have joined."""
         self.through: dict[int, int] = dict.fromkeys(self._names, -1)
@@ -92,6 +94,7 @@ class ReceiverTracker:
         self._strangers.remove(link)
 
     def _hear(self, rank: int, note: Note) -> None:
+        self.num_heard += 1
         if note.kind == "through":
             self.through[rank] = note.number
         elif note.kind == "done":

@@ -28,7 +28,7 @@ class SenderUpdate:
     receivers: tuple[ReceiverGroup, ...]
     base: int | None
     deadline: Deadline | None = None
-    """Deadline of all waits, which runs from the first bucket on; None before."""
+    """Deadline of the waits, the first of which is for the first bucket; None before."""
     num_sent: int = 0
     """Number of buckets sent."""
     buffered: int | None = None
@@ -170,7 +170,7 @@ class Sender(ABC):
         update = self._update
         if update is None:
             raise ValueError("weights: no update is open, call begin first")
-        self._deadline(update)
+        self._deadline(update).moved()  # what the trainer did since the last call was no wait
         self._check_ended(update)
         return update
 
@@ -234,6 +234,7 @@ class BackgroundSender(Sender):
     def _finish(self, update: SenderUpdate) -> None:
         for write in [*self._writes, *self._pending]:
             self._await(update, write, "the last buckets are being written")
+            self._deadline(update).moved()
         self._await(update, self._thread.submit(self._complete, update), "the version is being completed")
 
     def _abort(self, update: SenderUpdate, reason: str) -> None:
