@@ -41,6 +41,17 @@ class Cut:
     index: int
 
 
+def cut_box(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[slice, ...]:
+    """Return the range along each dimension that `cuts`, applied one after the other, leave of a tensor of `shape`."""
+    starts, sizes = [0] * len(shape), list(shape)
+    for cut in cuts:
+        width = ceil_div(sizes[cut.dim], cut.num)
+        start = min(cut.index * width, sizes[cut.dim])
+        starts[cut.dim] += start
+        sizes[cut.dim] = min(width, sizes[cut.dim] - start)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The piece of a weight that one rank has."""
@@ -76,12 +87,7 @@ class SpreadWeight:
         """Return the view of `whole`, a tensor of this weight's shape, that `piece` fills. It is empty for a piece
         without elements."""
         view = whole.view(self.boxed or self.shape)
-        for cut in piece.cuts:
-            size = view.shape[cut.dim]
-            width = ceil_div(size, cut.num)
-            start = min(cut.index * width, size)
-            view = view.narrow(cut.dim, start, min(width, size - start))
-        return view
+        return view[cut_box(view.shape, piece.cuts)]
 
     @property
     def lands_in_place(self) -> bool:

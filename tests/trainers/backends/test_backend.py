@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, CohereConfig, CohereForCausalLM
+from transformers import CohereConfig, CohereForCausalLM
 
 from headrace.dataplane.topology import Topology
 from headrace.tests.trainers.backends.backend_ranks import (
@@ -36,7 +36,6 @@ from headrace.trainers.backends import vocab_logprobs
 from headrace.trainers.backends.config import BackendConfig, TrainerConfig
 from headrace.trainers.backends.factory import build_backend
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
-from headrace.trainers.backends.fsdp.causal_lm import CausalLM
 from headrace.trainers.backends.row_layout import lay_out
 from headrace.trainers.backends.train_step import TrainStep
 from headrace.trainers.losses.config import LossConfig
@@ -305,7 +304,7 @@ def test_a_head_that_does_more_is_noticed(tmp_path: Path) -> None:
     )
     CohereForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="trainer.head: 'selected' does not fit CohereForCausalLM"):
-        CausalLM(AutoModelForCausalLM.from_pretrained(tmp_path), "selected")
+        FsdpBackend(BackendConfig(model=str(tmp_path)), 0, 1)
     backend = FsdpBackend(BackendConfig(model=str(tmp_path), head="full"), 0, 1)
     rows = random_rows(1, 5)
     plain = ReferenceTrainer(str(tmp_path))

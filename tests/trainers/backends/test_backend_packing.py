@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 from headrace.tests.trainers.backends.backend_ranks import (
     COLUMNS,
@@ -25,7 +24,6 @@ from headrace.tests.trainers.backends.backend_ranks import (
     summed_gradients,
 )
 from headrace.trainers.backends.fsdp.backend import FsdpBackend
-from headrace.trainers.backends.fsdp.causal_lm import CausalLM
 from headrace.trainers.backends.row_layout import lay_out
 
 CPU = torch.device("cpu")
@@ -121,8 +119,8 @@ def test_recompute_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_model_whose_packed_rows_see_each_other_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path), attn_implementation="sdpa")
-    CausalLM(model, "selected", packed=True)
+    config = backend_config(save_tiny_model(tmp_path), packing="packed")
+    FsdpBackend(config, 0, 1)
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
     with pytest.raises(ValueError, match="trainer.packing: got 'packed', expected 'none' or 'dynamic' for Qwen3ForCau"):
-        CausalLM(model, "selected", packed=True)
+        FsdpBackend(config, 0, 1)

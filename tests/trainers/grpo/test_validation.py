@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +46,7 @@ class Validations:
         self,
         folder: Path,
         monkeypatch: pytest.MonkeyPatch,
-        figures: list[Mapping[str, float]],
+        figures: Sequence[Mapping[str, float]],
         failed: int = 0,
         **validation: Any,
     ) -> None:
@@ -85,7 +85,8 @@ def rewards(*values: float) -> list[Mapping[str, float]]:
 
 def test_the_best_model_is_that_of_the_best_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Validations(tmp_path, monkeypatch, rewards(0.05, 0.3, 0.6, 0.4), stop_at=0.5)
-    reached, figures = [], {}
+    reached = []
+    figures: dict[str, float] = {}
     for step in range(4):
         figures = run.after(step)
         reached.append(run.validation.reached)

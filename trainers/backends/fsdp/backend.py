@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +17,7 @@ from ..checkpoint import training_state
 from ..checkpointer import Checkpointer
 from ..config import BackendConfig
 from ..flops import flop_model
-from ..hf_model import collect, load_causal_lm, write_folder
+from ..hf_model import collect, write_folder
 from ..loss_inputs import loss_inputs
 from ..model_split import check_split
 from ..optimizer import build_adamw, local_gradients, scale_, square_norm
@@ -28,6 +27,8 @@ from ..train_step import TrainStep
 from ..vocab_logprobs import Entropy
 from ..weight_stream import stream_weights
 from .causal_lm import CausalLM, recompute_layers
+from .loading import WeightSource, fill, open_source
+from .output_checks import check_head, check_packing
 from .sharding import build_mesh, own_piece, spread, spread_weights
 from .tensor_parallel import split_dim, sum_per_head_gradients
 
@@ -36,7 +37,7 @@ class FsdpBackend:
     """The FSDP2 `TrainBackend`. Collective calls wait for all ranks, at most for the process group's timeout."""
 
     def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
-        """Load and shard the model. Needs a default process group of `world` ranks when `world` > 1.
+        """Shard the model and read this rank's pieces. Needs a default process group of `world` ranks when `world` > 1.
 
         Raises ValueError for a model that does not exist, needs another `head` or cannot be split as the topology says,
         and RuntimeError without the process group.
@@ -53,15 +54,21 @@ class FsdpBackend:
         )
         self._mesh = build_mesh(config.topology, self._device)
         self._tp = None if self._mesh is None or config.topology.tp == 1 else self._mesh["tp"].get_group()
-        policy = self._load()
+        source = open_source(config.model)
+        policy = self._build(source)
+        if config.head == "selected":
+            check_head(policy.model)
         flops = flop_model(policy.model.config)
         self._reference: CausalLM | None = None
         if config.with_reference:
-            reference = copy.deepcopy(policy).requires_grad_(False)
-            self._reference = self._spread(reference, offload=config.trainer.offload or self._device.type == "cuda")
+            reference = self._build(source).requires_grad_(False)
+            host = config.trainer.offload or self._device.type == "cuda"
+            self._reference = self._spread(reference, source, offload=host)
         if config.trainer.recompute == "full":
             recompute_layers(policy.layers())
-        self._policy = self._spread(policy, offload=config.trainer.offload)
+        self._policy = self._spread(policy, source, offload=config.trainer.offload)
+        if self._packed:
+            check_packing(self._policy, self._device, self._precision(), half=self._half)
         dtype = torch.bfloat16 if self._half else torch.float32
         self._weights = spread_weights(self._policy.model, config.topology, dtype)
         self._optimizer = build_adamw(self._policy.model, config.trainer)
@@ -171,18 +178,22 @@ class FsdpBackend:
 
     # ------------------------------------------------------------ inside
 
-    def _load(self) -> CausalLM:
-        model = load_causal_lm(self._config.model)
+    def _build(self, source: WeightSource) -> CausalLM:
+        """Return the model on the meta device, whole."""
+        model = source.empty_model(torch.float32)
         check_split(self._config.trainer, model.config)
-        module = CausalLM(model, self._config.head, packed=self._packed)
         if self._packed and self._half and self._device.type == "cuda":
             from .varlen_attention import use_varlen_attention  # its kernels need a GPU and half precision
 
             use_varlen_attention(model)
-        return module
+        return CausalLM(model, self._config.head)
 
-    def _spread(self, module: CausalLM, *, offload: bool) -> CausalLM:
-        return spread(module, self._mesh, self._device, half=self._half, offload=offload)
+    def _spread(self, module: CausalLM, source: WeightSource, *, offload: bool) -> CausalLM:
+        """Shard a module and read this rank's pieces of it. A module of one rank is on its device, as it is whole."""
+        topology = self._config.topology
+        spread(module, self._mesh, self._device, half=self._half, offload=offload)
+        fill(module, source, topology, self._rank, self._device, host=offload and self._mesh is not None)
+        return module
 
     def _accumulate(self, micro: MicroBatch) -> None:
         with self._step.accumulating() as temperature:

@@ -26,11 +26,11 @@ def spread(module: CausalLM, mesh: DeviceMesh | None, device: torch.device, *, h
 
     Each decoder layer is sharded on its own, and so is the rest. `half` computes in bfloat16. `offload` keeps shards in
     host memory between uses. Gradients are summed over the data-parallel ranks. A single rank is not wrapped, as there
-    is nothing to shard and hooks and copies would only cost time. Raises ValueError when the model cannot be split or
-    sharded.
+    is nothing to shard and hooks and copies would only cost time. The module is on the meta device; `fill` then gives
+    it its pieces. Raises ValueError when the model cannot be split or sharded.
     """
     if mesh is None:
-        return module.to(device)
+        return module
     if mesh["tp"].size() > 1:
         split_over(module, mesh["tp"])
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -56,17 +56,21 @@ def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtyp
     """List the parameters of a HF `model` that `spread` has sharded, tied ones once, floating-point ones as `dtype`."""
     found = []
     for name, param in model.named_parameters():
-        tp_dim = split_dim(param)
-        pieces = []
-        for tp in range(1 if tp_dim is None else topology.tp):
-            for dp in range(topology.dp):
-                # FSDP2 splits each tensor-parallel part along dimension 0.
-                cuts = ((tp_dim or 0, topology.tp if tp_dim is not None else 1, tp), (0, topology.dp, dp))
-                rank = topology.rank(Place(dp, tp))
-                pieces.append(Piece(rank, tuple(Cut(*cut) for cut in cuts if cut[1] > 1)))
+        places = [
+            Place(dp, tp) for tp in range(1 if split_dim(param) is None else topology.tp) for dp in range(topology.dp)
+        ]
+        pieces = tuple(Piece(topology.rank(place), own_cuts(param, topology, place)) for place in places)
         kind = dtype if param.is_floating_point() else param.dtype
-        found.append(SpreadWeight(name, kind, tuple(param.shape), tuple(pieces)))
+        found.append(SpreadWeight(name, kind, tuple(param.shape), pieces))
     return found
+
+
+def own_cuts(param: torch.Tensor, topology: Topology, place: Place) -> tuple[Cut, ...]:
+    """Return the cuts that leave the piece at `place` of a parameter that `spread` has sharded."""
+    tp_dim = split_dim(param)
+    # FSDP2 splits each tensor-parallel part along dimension 0.
+    tp = Cut(tp_dim or 0, topology.tp if tp_dim is not None else 1, place.tp)
+    return tuple(cut for cut in (tp, Cut(0, topology.dp, place.dp)) if cut.num > 1)
 
 
 def own_piece(param: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from ..checkpointer import Checkpointer
 from ..config import BackendConfig
 from ..flops import flop_model
 from ..hf_model import collect, write_folder
+from ..hf_source import HfSource
 from ..loss_inputs import loss_inputs
 from ..throughput import StepMeter
 from ..train_step import TrainStep
@@ -24,7 +25,6 @@ from ..weight_stream import stream_weights
 from .architecture import check_fits
 from .calls import megatron_calls
 from .gathering import OwnPieces, spread_weights
-from .hf_source import HfSource
 from .library import get_forward_backward_func
 from .mesh import open_mesh
 from .model import build_model

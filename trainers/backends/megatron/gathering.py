@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ....dataplane.topology import Place, Topology
+from ..hf_source import HfSource
 from ..model_split import expert_tensor_size
 from ..weight_stream import Cut, Piece, SpreadWeight
-from .hf_source import HfSource
 from .mesh import Mesh
 from .model import PolicyModel
 from .weights import EMBEDDING, Split, boxes, entries_of, hf_layer, split_of

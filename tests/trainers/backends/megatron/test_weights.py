@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from headrace.tests.trainers.backends.backend_ranks import TINY, save_tiny_model, save_tiny_moe
+from headrace.trainers.backends.hf_source import HfSource
 from headrace.trainers.backends.megatron.gathering import spread_weight
-from headrace.trainers.backends.megatron.hf_source import HfSource
 from headrace.trainers.backends.megatron.weights import (
     Entry,
     Part,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils.hub import cached_file
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -32,35 +33,56 @@ class HfSource:
                 f"trainer.model: got {model!r}, expected a folder with a HF causal LM or a hub id of one ({reason})"
             ) from error
 
+    def has(self, name: str) -> bool:
+        """Tell whether `tensor` and `box` can read a tensor of the HF model."""
+        match = _EXPERTS.fullmatch(name)
+        return name in self._files or (match is not None and self._expert(match, 0)[0] in self._files)
+
+    def box(self, name: str, ranges: tuple[slice, ...]) -> torch.Tensor:
+        """Return the part of the tensor `name` that `ranges`, one for each dimension, leave of it, in float32.
+
+        Only that part is read, of experts that the folder stores one by one only those that are in it. Raises
+        ValueError when the tensor does not exist.
+        """
+        match = _EXPERTS.fullmatch(name)
+        if name not in self._files and match is not None:
+            return self.tensor(name, ranges[0].start, ranges[0].stop)[(slice(None), *ranges[1:])]
+        return self._read(name, ranges)
+
     def tensor(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
         """Return the tensor `name` of the model in float32, or its `[start:stop]` along dimension 0.
 
         Names are the HF model's own. Experts that the folder stores one by one are stacked. Raises ValueError when the
         tensor does not exist.
         """
-        if name in self._files:
-            return self._read(name, start, stop)
         match = _EXPERTS.fullmatch(name)
-        if match is None:
-            raise ValueError(f"trainer.model: {self._model!r} has no tensor {name!r} in its safetensors files")
-        prefix, kind = match.groups()
+        if name in self._files or match is None:
+            return self._read(name, () if start is None and stop is None else (slice(start, stop),))
         experts = range(self.config.num_experts)[start:stop]
+        parts = [torch.cat([self._read(part) for part in self._expert(match, expert)]) for expert in experts]
+        return torch.stack(parts)
+
+    @staticmethod
+    def _expert(match: re.Match[str], expert: int) -> list[str]:
+        """Return the names under which the folder stores one expert's part of the tensor that was matched."""
+        prefix, kind = match.groups()
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-        return torch.stack(
-            [torch.cat([self._read(f"{prefix}.{e}.{part}.weight", None, None) for part in parts]) for e in experts]
-        )
+        return [f"{prefix}.{expert}.{part}.weight" for part in parts]
 
-    def empty_model(self) -> Any:
-        """Return the HF model without weights, for writing a model folder."""
+    def empty_model(self, dtype: torch.dtype | None = None) -> Any:
+        """Return the HF model without weights and buffers, with dropout off. dtype: None for what its config says."""
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self.config)
+            options = {} if dtype is None else {"dtype": dtype}
+            model = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa", **options)
+        with contextlib.suppress(OSError):  # a model without one has what its config says
+            model.generation_config = GenerationConfig.from_pretrained(self._model)
+        return model.eval()
 
-    def _read(self, name: str, start: int | None, stop: int | None) -> torch.Tensor:
+    def _read(self, name: str, ranges: tuple[slice, ...] = ()) -> torch.Tensor:
         if name not in self._files:
             raise ValueError(f"trainer.model: {self._model!r} has no tensor {name!r} in its safetensors files")
         with safe_open(self._files[name], framework="pt") as opened:
-            whole = start is None and stop is None
-            found = opened.get_tensor(name) if whole else opened.get_slice(name)[start:stop]
+            found = opened.get_slice(name)[ranges] if ranges else opened.get_tensor(name)
         return found.float()
 
     def _locate(self) -> dict[str, str]:

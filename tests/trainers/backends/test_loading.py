@@ -1,0 +1,155 @@
+"""Tests that every rank reads its own pieces of the model's files, and that they are the model's weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM
+
+from headrace.dataplane.topology import Topology
+from headrace.tests.trainers.backends.backend_ranks import (
+    TINY,
+    backend_config,
+    logprobs_of,
+    micro_batch,
+    random_rows,
+    run_on_ranks,
+    save_tiny_llama,
+    save_tiny_model,
+    save_tiny_moe,
+    weights_of,
+)
+from headrace.trainers.backends import hf_model
+from headrace.trainers.backends.fsdp import loading
+from headrace.trainers.backends.fsdp.backend import FsdpBackend
+from headrace.trainers.backends.hf_source import HfSource
+
+MODELS = ("tied", "untied", "moe", "llama")
+
+
+def save_all(folder: Path) -> None:
+    save_tiny_model(folder / "tied")
+    save_tiny_model(folder / "untied", tied=False)
+    save_tiny_moe(folder / "moe")
+    save_tiny_llama(folder / "llama")
+
+
+def from_pretrained(folder: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+def read_elements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note the size of everything that is read from files from now on."""
+    read: list[int] = []
+    original = HfSource._read
+
+    def noted(self: HfSource, name: str, ranges: tuple[slice, ...] = ()) -> torch.Tensor:
+        found = original(self, name, ranges)
+        read.append(found.numel())
+        return found
+
+    monkeypatch.setattr(HfSource, "_read", noted)
+    return read
+
+
+def no_whole_model(model: str) -> Any:
+    raise AssertionError(f"the whole of {model} is loaded")
+
+
+def loaded(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """What one of two ranks has and has read, by model and mesh."""
+    found: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(loading, "load_causal_lm", no_whole_model)
+        read = read_elements(monkeypatch)
+        for name in MODELS:
+            for mesh in (Topology(2), Topology(1, tp=2)):
+                config = backend_config(f"{folder}/{name}", topology=mesh, offload=name == "untied")
+                backend = FsdpBackend(config, rank, world)
+                elements, read[:] = sum(read), []
+                assert backend._reference is not None
+                reference = {
+                    key: param.full_tensor() if isinstance(param, DTensor) else param
+                    for key, param in backend._reference.model.named_parameters()
+                }
+                buffers = dict(backend._policy.model.named_buffers())
+                rows = micro_batch(random_rows(4, 5))
+                same = torch.equal(*[torch.cat(backend.logprobs([rows], 1, reference=ref) or [torch.zeros(1)])
+                                     for ref in (False, True)])  # fmt: skip
+                found[f"{name} dp{mesh.dp} tp{mesh.tp}"] = (weights_of(backend), reference, buffers, elements, same)
+                backend.close()
+    return found
+
+
+@pytest.mark.processes
+def test_two_ranks_read_half_the_model_each_and_have_its_very_weights(tmp_path: Path) -> None:
+    save_all(tmp_path)
+    ranks = run_on_ranks(loaded, 2, tmp_path / "run", str(tmp_path))
+    for case, (weights, *_) in ranks[0].items():
+        model = from_pretrained(str(tmp_path / case.split()[0]))
+        expected = dict(model.named_parameters())
+        assert weights.keys() == expected.keys(), case
+        assert all(torch.equal(weights[name], expected[name]) for name in expected), case
+        for rank in ranks:
+            _, reference, buffers, elements, same = rank[case]
+            assert all(torch.equal(reference[name], expected[name]) for name in expected if "tp1" in case), case
+            assert {name: value.tolist() for name, value in buffers.items()} == {
+                name: value.tolist() for name, value in model.named_buffers()
+            }, case
+            assert same, "policy and reference start alike"
+            size = sum(param.numel() for param in expected.values())
+            whole = sum(param.numel() for name, param in expected.items() if "norm" in name or "bias" in name)
+            # Experts that are stored one by one are read whole, those of other ranks are not read.
+            assert 0.9 * size <= elements <= 1.1 * size + 2 * whole, f"{case}: half of it for each of two modules"
+
+
+def test_one_rank_has_the_model_s_buffers_ties_and_generation_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma scales its embedding by a buffer that no folder has."""
+    torch.manual_seed(3)
+    gemma = GemmaForCausalLM(GemmaConfig(**TINY))
+    assert gemma.generation_config is not None
+    gemma.generation_config.do_sample, gemma.generation_config.top_k = True, 17
+    gemma.save_pretrained(tmp_path / "gemma")
+    monkeypatch.setattr(loading, "load_causal_lm", no_whole_model)
+    plain = from_pretrained(str(tmp_path / "gemma"))
+    backend = FsdpBackend(backend_config(str(tmp_path / "gemma")), 0, 1)
+    model = backend._policy.model
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert {name: value.tolist() for name, value in model.named_buffers()} == {
+        name: value.tolist() for name, value in plain.named_buffers()
+    }
+    ids = torch.arange(4)[None]
+    assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+    backend.export_model(str(tmp_path / "exported"))
+    assert json.loads((tmp_path / "exported" / "generation_config.json").read_text())["top_k"] == 17
+
+
+def test_a_model_whose_files_have_other_names_is_held_whole_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    expected = weights_of(FsdpBackend(backend_config(folder), 0, 1))
+    assert not caplog.records
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = {name.removeprefix("model."): value for name, value in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    backend = FsdpBackend(backend_config(folder), 0, 1)
+    found = weights_of(backend)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert "every train worker holds the whole model in host memory while it starts: its safe" in caplog.text
+    rows = micro_batch(random_rows(4, 5))
+    assert torch.equal(logprobs_of(backend, rows), logprobs_of(backend, rows, reference=True))
+
+
+def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    assert loading.load_causal_lm is hf_model.load_causal_lm
+    with pytest.raises(ValueError, match="trainer.model: got .*nowhere.*expected a folder with a HF causal LM"):
+        FsdpBackend(backend_config(str(tmp_path / "nowhere")), 0, 1)

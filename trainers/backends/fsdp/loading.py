@@ -1,0 +1,135 @@
+"""Fills a model that is spread over ranks with a HF model's weights, of which every rank reads only its own pieces.
+
+The model is built on the meta device, split and sharded there, and gets memory for this rank's pieces only. So a rank
+needs host memory for its shard and the largest piece of a weight, however large the model is.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+
+from ....dataplane.topology import Topology
+from ..hf_model import load_causal_lm
+from ..hf_source import HfSource
+from ..weight_stream import cut_box
+from .causal_lm import CausalLM
+from .sharding import own_cuts, own_piece
+
+_log = logging.getLogger(__name__)
+
+
+class WeightSource(Protocol):
+    """Gives parts of a HF model's weights, in float32 in host memory."""
+
+    def empty_model(self, dtype: torch.dtype | None = None) -> Any:
+        """Return the HF model without weights, on the meta device."""
+        ...
+
+    def box(self, name: str, ranges: tuple[slice, ...]) -> torch.Tensor:
+        """Return the part of the tensor `name` that `ranges`, one for each dimension, leave of it."""
+        ...
+
+
+class WholeModel:
+    """WeightSource that holds the whole model, for models whose files do not have its tensors as they are."""
+
+    def __init__(self, model: str) -> None:
+        """Load it. Raises ValueError when there is no such model."""
+        self._model = load_causal_lm(model)
+        self._tensors = self._model.state_dict()
+
+    def empty_model(self, dtype: torch.dtype | None = None) -> Any:
+        with torch.device("meta"):
+            empty = type(self._model)(self._model.config)
+        empty.generation_config = self._model.generation_config
+        return empty.eval()
+
+    def box(self, name: str, ranges: tuple[slice, ...]) -> torch.Tensor:
+        return self._tensors[name][ranges]
+
+
+def open_source(model: str) -> WeightSource:
+    """Return the weights of a local folder or hub id, read piece by piece where its safetensors files have the model's
+    own tensors, else held whole, which a warning says. Raises ValueError when there is no such model."""
+    try:
+        source = HfSource(model)
+        why = _why_whole(source)
+    except ValueError as error:  # it has other files, or there is no model, which the next line tells
+        whole, why = WholeModel(model), str(error)
+    else:
+        if not why:
+            return source
+        whole = WholeModel(model)
+    _log.warning("every train worker holds the whole model in host memory while it starts: %s", why)
+    return whole
+
+
+def _why_whole(source: HfSource) -> str:
+    """Return why single tensors of the files are not those of the model; "" when they are."""
+    if getattr(source.config, "quantization_config", None) is not None:
+        return "its weights are quantized"
+    model = source.empty_model()
+    for conversion in get_model_conversion_mapping(model):
+        patterns = conversion.source_patterns if isinstance(conversion, WeightConverter) else ()
+        if not all("experts" in pattern for pattern in patterns):
+            return f"transformers converts {', '.join(patterns)} of {type(model).__name__}"
+    tied = set(model.all_tied_weights_keys)
+    missing = next((name for name in _stored(model) if name not in tied and not source.has(name)), None)
+    return "" if missing is None else f"its safetensors files have no tensor {missing!r}"
+
+
+def _stored(model: nn.Module) -> list[str]:
+    """Return the names of the parameters, tied ones once, and of the buffers that a model folder has."""
+    kept = model.state_dict()
+    return [
+        *(name for name, _ in model.named_parameters()),
+        *(name for name, _ in model.named_buffers() if name in kept),
+    ]
+
+
+@torch.no_grad()
+def fill(
+    module: CausalLM, source: WeightSource, topology: Topology, rank: int, device: torch.device, *, host: bool
+) -> None:
+    """Give a module on the meta device memory for this rank's pieces of its parameters, and read them from `source`.
+
+    host: whether the pieces are in host memory and not on `device`, where buffers always are.
+    """
+    shared: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in module.modules():
+        for name, param in parent.named_parameters(recurse=False):
+            shared.setdefault(id(param), []).append((parent, name))
+    module.to_empty(device="cpu" if host else device)
+    for (first, name), *others in shared.values():  # `to_empty` gives each owner a parameter of its own
+        for parent, other in others:
+            parent.register_parameter(other, first.get_parameter(name))
+    model, place = module.model, topology.place(rank)
+    _compute_buffers(model, source, device)
+    for name, param in model.named_parameters():
+        ranges = cut_box(param.shape, own_cuts(param, topology, place))
+        if all(part.start < part.stop for part in ranges):
+            own_piece(param).copy_(source.box(name, ranges))
+
+
+def _compute_buffers(model: Any, source: WeightSource, device: torch.device) -> None:
+    """Fill the buffers: those that model folders have are read, the others are computed by the model's own code."""
+    kept = model.state_dict()
+    for module in model.modules():
+        module._is_hf_initialized = not module._non_persistent_buffers_set
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    for param in model.parameters():
+        param._is_hf_initialized = True  # so that only buffers are computed
+    model.initialize_weights()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full = f"{prefix}.{name}" if prefix else name
+            if full in kept:
+                buffer.copy_(source.box(full, tuple(slice(0, size) for size in buffer.shape)))
+            module._buffers[name] = buffer.to(device)

@@ -1,0 +1,95 @@
+"""Checks that a model's outputs are what the backend takes them for, without a forward pass of it on the host."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from ....actors.protocols import ROLLOUT_SCHEMA
+from ....codecs.batch import Batch, Jagged
+from ..row_layout import lay_out
+from .causal_lm import CausalLM
+
+TOKENS = 4
+"""Number of tokens of the row that is tried."""
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+"""Largest difference between log-probs that are the same but for rounding, by the dtype of the computation."""
+
+
+@torch.no_grad()
+def check_head(model: Any) -> None:
+    """Check that a HF model's logits are its output layer applied to its last hidden state, which "selected" needs.
+
+    The model's own forward runs with made-up hidden states and an output layer of a few tokens, so that the model may
+    be on the meta device. Raises ValueError when its logits are others.
+    """
+    size = model.config.get_text_config().hidden_size
+    tried = copy.copy(model)  # shares the modules, which are replaced in the copy
+    tried._modules = dict(model._modules)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, TOKENS, size, generator=generator)
+    head = nn.Linear(size, TOKENS)
+    head.weight.copy_(torch.randn(TOKENS, size, generator=generator) / size**0.5)
+    logits = None
+    if model.get_output_embeddings() is not None and model.base_model_prefix in tried._modules:
+        tried._modules[model.base_model_prefix] = _HiddenStates(hidden)
+        tried.set_output_embeddings(head)
+        logits = tried(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), use_cache=False).logits
+    if logits is None or not torch.allclose(logits.float(), head(hidden), rtol=1e-3, atol=1e-3):
+        raise ValueError(
+            f"trainer.head: 'selected' does not fit {type(model).__name__}, whose logits are not its output layer "
+            "applied to its last hidden state; set it to 'full'"
+        )
+
+
+class _HiddenStates(nn.Module):
+    """Stands for a base model: it returns the same hidden states whatever it is asked."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self._hidden)  # pyright: ignore[reportArgumentType]
+
+
+@torch.no_grad()
+def check_packing(
+    module: CausalLM, device: torch.device, precision: AbstractContextManager[object], *, half: bool
+) -> None:
+    """Check on the sharded model that packed rows do not see each other, by a row of four tokens and twice that row.
+
+    Collective over all ranks, which hold one model; every rank raises if one does. precision: context of the module's
+    forward passes. half: whether the module computes in bfloat16. Raises ValueError when they do.
+    """
+    tolerance = TOLERANCE[torch.bfloat16 if half else torch.float32]
+    with precision:
+        alone = _logprobs(module, device, 1)
+        second = _logprobs(module, device, 2)[len(alone) :]
+    close = torch.tensor(float(torch.allclose(alone, second, rtol=tolerance, atol=tolerance)), device=device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(close, op=dist.ReduceOp.MIN)
+    if not close:
+        raise ValueError(
+            f"trainer.packing: got 'packed', expected 'none' or 'dynamic' for {type(module.model).__name__}, whose "
+            "rows see each other when they are packed into one"
+        )
+
+
+def _logprobs(module: CausalLM, device: torch.device, rows: int) -> torch.Tensor:
+    """Return the log-probs of all tokens but the first of `rows` equal rows, packed, float32 `[rows * 3]`."""
+    row = torch.arange(TOKENS, dtype=torch.int32) % module.model.config.get_text_config().vocab_size
+    column = Jagged(row.repeat(rows), np.full(rows, TOKENS, np.int64))
+    batch = Batch(ROLLOUT_SCHEMA.subset(("input_ids",)), rows, {"input_ids": column})
+    values, _ = module(lay_out(batch, device, packed=True), 1.0)
+    if isinstance(module, FSDPModule):
+        module.reshard()  # the root keeps its parameters gathered for a backward pass, but none follows
+    return values
