@@ -60,9 +60,11 @@ def test_bytes_on_the_disk_are_progress(clock: Clock) -> None:
         return 7 if method == "progress" else None if clock.now > 1000 else PENDING
 
     worker = fake_ray.worker(answer)
-    options = {"silence_s": 20.0, "stall_s": 100.0}
-    written = lambda: int(clock.now / 50)  # noqa: E731
-    assert gather_slow([worker.wait_saved()], [worker], "checkpoint", num_bytes=written, **options) == [None]
+    found = gather_slow(
+        [worker.wait_saved()], [worker], "checkpoint", silence_s=20.0, stall_s=100.0,
+        num_bytes=lambda: int(clock.now / 50),
+    )  # fmt: skip
+    assert found == [None]
 
 
 def test_nothing_written_and_nothing_computed_is_stuck(clock: Clock) -> None:
