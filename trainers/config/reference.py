@@ -165,6 +165,9 @@ def _annotation_name(annotation: Any) -> str:
 
 def _bounds(metadata: typing.Iterable[Any]) -> str:
     found = [
-        f" {sign} {getattr(part, name):.10g}" for part in metadata for name, sign in _BOUNDS.items() if hasattr(part, name)
+        f" {sign} {getattr(part, name):.10g}"
+        for part in metadata
+        for name, sign in _BOUNDS.items()
+        if hasattr(part, name)
     ]
     return " and".join(found)
