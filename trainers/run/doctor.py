@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...codecs.host_memory import available_memory, memory_limit
 from ...codecs.owned_folder import PREFIX, SHARED_MEMORY, owner_lives
 from ...dataplane.config import StoreKind
 from ..config.config import RolloutConfig
@@ -171,12 +172,12 @@ def _machine() -> list[Finding]:
     quota = _cgroup_cores()
     given = f", and the container's share is {quota:g}" if quota and quota < cores else ""
     memory = psutil.virtual_memory()
-    limit = _cgroup_memory_limit()
+    limit = memory_limit()
     total = min(memory.total, limit) if limit else memory.total
     within = " (the container's limit)" if limit and limit < memory.total else ""
     return [
         Finding("machine", "cores", State.OK, f"{cores} usable of {os.cpu_count()}{given}"),
-        Finding("machine", "memory", State.OK, f"{_gib(memory.available)} free of {_gib(total)}{within}"),
+        Finding("machine", "memory", State.OK, f"{_gib(available_memory())} free of {_gib(total)}{within}"),
     ]
 
 
@@ -186,12 +187,6 @@ def _cgroup(name: str) -> str:
         return Path("/sys/fs/cgroup", name).read_text().strip()
     except OSError:
         return ""
-
-
-def _cgroup_memory_limit() -> int | None:
-    """Return the number of bytes that the container may use, or None without a limit."""
-    text = _cgroup("memory.max")
-    return int(text) if text.isdigit() else None
 
 
 def _cgroup_cores() -> float | None:
