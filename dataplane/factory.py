@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import platform
 import uuid
 from types import TracebackType
 from typing import Any
@@ -28,9 +29,11 @@ class DataPlane:
     """A run's data plane, owned by the process that opened it. Closing it frees the store and ends the directory."""
 
     def __init__(
-        self, handle: DataPlaneHandle, link: InProcessLink | None, actor: Any, processes: dict[str, int]
+        self, handle: DataPlaneHandle, link: InProcessLink | None, actor: Any, processes: dict[str, int], host: str
     ) -> None:
         self.handle = handle
+        self.host = host
+        """Name of the host on which the directory and all of `processes` run."""
         self._link = link
         self._actor = actor
         self._processes = processes
@@ -94,7 +97,7 @@ def open_data_plane(
     if in_process:
         link = InProcessLink(run_id, config, build_host)
         handle = DataPlaneHandle(run_id, config, link.host.spec, "", None, link.peer)
-        return DataPlane(handle, link, None, {"directory": os.getpid(), **link.host.processes()})
+        return DataPlane(handle, link, None, {"directory": os.getpid(), **link.host.processes()}, platform.node())
     import ray
 
     from .rpc.actor import actor_name, start_actor
@@ -105,7 +108,7 @@ def open_data_plane(
     name = actor_name(run_id)
     peer = f"{name} pid={started.pid} host={started.node}"
     handle = DataPlaneHandle(run_id, config, started.store, name, started.address, peer)
-    return DataPlane(handle, None, actor, {"directory": started.pid, **started.store_processes})
+    return DataPlane(handle, None, actor, {"directory": started.pid, **started.store_processes}, started.node)
 
 
 def connect(handle: DataPlaneHandle, *, name: str = "") -> DataPlaneClient:

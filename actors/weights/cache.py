@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 import torch
 
 from ...codecs.buckets import BucketPlan
+from ...codecs.host_memory import available_memory
 from ...codecs.integers import round_up
 from ...codecs.memory import ALIGN
 
@@ -77,7 +77,7 @@ class BucketCache:
             if self._memories and len(self._memories[0]) >= nbytes:
                 return
             self._memories, self._whole = [], []
-            wanted, available = NUM_VERSIONS * nbytes, psutil.virtual_memory().available
+            wanted, available = NUM_VERSIONS * nbytes, available_memory()
             if wanted > MEMORY_SHARE * available:
                 raise ValueError(
                     f"weights: {NUM_VERSIONS} versions of the model in host memory want {wanted} bytes, more than "

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from headrace.tests.runs import weight_sync_runs as runs
@@ -76,3 +77,39 @@ def test_stopped_and_killed_engines(tmp_path: Path, transport: str) -> None:
         state.version += 1
         with pytest.raises(NoEngineLeft, match=f"no engine is left of 3: {first.name}: .*died"):
             run.weights.sync(state.version)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("in_flight", ["keep", "wait"])
+def test_an_engine_core_that_is_killed_in_a_direct_broadcast_costs_the_other_engine_nothing(
+    tmp_path: Path, in_flight: str
+) -> None:
+    folder = runs.model_folder(tmp_path / "model", "tied")
+    overrides = (
+        "rollout.engine=vllm", "rollout.kv_cache_mib=32", "rollout.num_engines=2", "sync.transport=collective",
+        "sync.staging=none", "sync.bucket_mib=1", f"sync.in_flight={in_flight}", f"sync.timeout_s={2 * BOUND_S}",
+        "dataplane.timeout_s=20", "run.max_restarts=0",
+    )  # fmt: skip
+    state = grpo.State()
+    with runs.run(tmp_path / "run", folder, *overrides) as run:
+        first, second = run.engines.engines
+        assert runs.step(run, state).engines == 2 and first.joins and second.joins
+
+        children = psutil.Process(second.handle.info.pid).children(recursive=True)
+        [core] = [child for child in children if "EngineCore" in child.name()]
+        killer = threading.Timer(random.Random(in_flight).uniform(0.0, 0.1), core.kill)
+        killer.start()
+        state.version += 1
+        report = run.weights.sync(state.version)
+        killer.join()
+        if report.engines == 2:  # it died after its commit: the next sync finds out
+            state.version += 1
+            report = run.weights.sync(state.version)
+        assert (report.engines, report.left_out) == (1, 1)
+        assert second.dead and "died" in second.left_out and psutil.pid_exists(second.handle.info.pid)
+
+        model = runs.trainer_model(run, tmp_path / "export")
+        answers = runs.engine_logprobs(first, "after")
+        assert runs.difference(model, answers) < 1e-3
+        assert all(set(versions) == {state.version} for _, _, versions in answers)

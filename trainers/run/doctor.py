@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...codecs.host_memory import available_memory, total_memory
 from ...codecs.owned_folder import PREFIX, SHARED_MEMORY, owner_lives
 from ...dataplane.config import StoreKind
 from ..config.config import RolloutConfig, TrainerConfig
@@ -176,7 +177,7 @@ def _machine() -> list[Finding]:
     within = " (the container's limit)" if total < memory.total else ""
     return [
         Finding("machine", "cores", State.OK, f"{cores} usable of {os.cpu_count()}{given}"),
-        Finding("machine", "memory", State.OK, f"{_gib(memory.available)} free of {_gib(total)}{within}"),
+        Finding("machine", "memory", State.OK, f"{_gib(available_memory())} free of {_gib(total)}{within}"),
     ]
 
 
@@ -186,12 +187,6 @@ def _cgroup(name: str) -> str:
         return Path("/sys/fs/cgroup", name).read_text().strip()
     except OSError:
         return ""
-
-
-def total_memory() -> int:
-    """Return the number of bytes of memory that this machine has, or that its container may use."""
-    total, limit = psutil.virtual_memory().total, _cgroup("memory.max")
-    return min(total, int(limit)) if limit.isdigit() else total
 
 
 def _cgroup_cores() -> float | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import shutil
-import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -347,8 +346,7 @@ def launched(
 
 def everyone(plane: DataPlane, actors: RunActors) -> list[tuple[str, int, str]]:
     """Name, process id and host of all processes of the run."""
-    host = socket.gethostname()
-    hosts = [(name, pid, host) for name, pid in plane.processes().items()]
+    hosts = [(name, pid, plane.host) for name, pid in plane.processes().items()]
     return hosts + [(handle.info.name, handle.info.pid, handle.info.host) for handle in actors.handles]
 
 

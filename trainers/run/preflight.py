@@ -15,6 +15,7 @@ from typing import Any
 from ...actors.environments.tools import build_tools
 from ...actors.protocols import PromptRow, PromptSource
 from ...actors.rewards.factory import check_rewards
+from ...codecs.host_memory import total_memory
 from ...codecs.integers import ceil_div
 from ...codecs.owned_folder import SHARED_MEMORY, try_lock
 from ...dataplane.directory.samplers import build_sampler
@@ -24,7 +25,6 @@ from ..config.checks import step_bytes, steps_in_store
 from ..config.config import Config
 from ..errors import ConfigError
 from ..observe.run_folder import has_figures
-from .doctor import total_memory
 from .dry_run import engine_bytes, parameters, trained_bytes
 from .extras import check_extras
 

@@ -6,6 +6,7 @@ import psutil
 import pytest
 import torch
 
+from headrace.actors.weights import cache as cache_module
 from headrace.actors.weights.cache import BucketCache
 from headrace.codecs.buckets import BucketPlan, plan_buckets
 
@@ -79,6 +80,13 @@ def test_another_plan() -> None:
     assert cache.versions == (2,) and content(cache, 2) == {2}
     write(cache, 3)  # smaller again: fits
     assert cache.versions == (2, 3) and content(cache, 2) == {2} and content(cache, 3) == {3}
+
+
+def test_the_containers_memory_counts_not_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "available_memory", lambda: 1000)
+    plan = plan_buckets({"w": (torch.int8, (450,))}, 1 << 30)
+    with pytest.raises(ValueError, match="more than 80% of the 1000 available"):
+        BucketCache(1.0).reserve(plan)
 
 
 def test_memory_is_checked_before() -> None:
