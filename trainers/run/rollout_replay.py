@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -73,7 +74,9 @@ def replay_rollouts(
     version 0; `best` stands for the run's best model, whose version is known. tell: called with lines of progress.
     Raises UserError when the run or the model does not allow it.
     """
-    config = load_config(run_dir / "config.yaml", of_old_run=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of keys without effect in that run, which is over
+        config = load_config(run_dir / "config.yaml", of_old_run=True)
     model, version = _policy(config, run_dir, model, version)
     recorded = _recorded(config, run_dir, version)
     return asyncio.run(_replay(config, model, version, recorded, tell))
