@@ -129,3 +129,9 @@ def test_what_a_run_lost_adds_up_and_shows(terminal: bool) -> None:
     for expected in ("groups dropped 6", "groups too old 2", "actors replaced 1", "restarts 1", "engines left out 2"):
         assert expected in text, expected
     assert "issued again" not in text and "in flight" not in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_skipped_steps_are_counted(terminal: bool) -> None:
+    assert "steps skipped 2" in shown({"train/skipped": 1.0}, {"train/skipped": 1.0}, {}, terminal=terminal)
+    assert "steps skipped" not in shown({"train/skipped": 0.0}, {}, terminal=terminal)
