@@ -68,6 +68,9 @@ class TrainerConfig(Section):
     """Which ranks of a replica read its rows from the store. With `leader` the first rank reads them and sends them to
     the others. With `independent` each rank reads them itself. `auto` is `leader` where a replica has more than one
     rank."""
+    entropy_metric: bool = False
+    """Whether the policy's mean entropy at the trained tokens is reported as `train/entropy`, which costs a softmax
+    over the vocabulary. With `loss.entropy_coef` above 0 it always is."""
     mixed_precision: bool = False
     """Whether forward and backward passes compute in bfloat16. Weights, sums of gradients and optimizer state stay in
     float32."""
@@ -95,9 +98,6 @@ class BackendConfig:
     are the same as long as rows are trained on in one optimizer step."""
     with_reference: bool = False
     """Whether a frozen copy of the initial weights is kept for `logprobs(reference=True)`."""
-    entropy: bool = False
-    """Whether the policy's mean entropy at the trained tokens is reported (`train/entropy`), which costs a softmax over
-    the vocabulary."""
     head: Head = "selected"
     """Method that computes log-probs from the output layer. `full` is for models that change their logits after the
     output layer; the backend raises an error when such a model has `selected`."""

@@ -163,7 +163,8 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     **{
         f"trainer.{name}": (MODEL_BACKENDS,)
         for name in (
-            "recompute", "lr", "betas", "weight_decay", "grad_clip", "warmup_steps", "schedule", "mixed_precision"
+            "recompute", "lr", "betas", "weight_decay", "grad_clip", "warmup_steps", "schedule", "mixed_precision",
+            "entropy_metric",
         )
     },
     "sync.cache": (_is("sync.transport", "auto", "collective", "ipc"),),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ...actors.train.worker import WorkerReport
 from ...dataplane.meta import KVBatchMeta
+from ..errors import UserError
 from . import steps as grpo
 from .feed import PARTITION, Feed
 from .step_metrics import step_metrics
@@ -16,6 +17,10 @@ from .validation import Validation
 
 AfterStep = Callable[[State, dict[str, float]], None]
 """Function that is called with the state and the step's metrics when a step is done: it logs, saves and shows."""
+
+
+MOST_SKIPPED = 10
+"""Number of steps in a row without an optimizer step at which a run ends."""
 
 
 @dataclass(slots=True)
@@ -51,6 +56,8 @@ class Steps:
         self._run = run
         self._state = state
         self._after_step = after_step
+        self._skipped = 0
+        """Number of steps in a row, up to the last, without an optimizer step."""
         self._validation = Validation(run)
         if run.config.validation.every and state.step == 0 and not run.engines.ahead_of(state.version):
             after_step(state, {**self._validation.validate(state), "policy/version": float(state.version)})
@@ -94,3 +101,21 @@ class Steps:
             else:
                 metrics |= self._validation.validate(state)
         self._after_step(state, metrics)
+        self._stop_if_nothing_is_trained(metrics)
+
+    def _stop_if_nothing_is_trained(self, metrics: dict[str, float]) -> None:
+        """Raise UserError when this step is the last of MOST_SKIPPED in a row without an optimizer step."""
+        self._skipped = self._skipped + 1 if metrics.get("train/skipped") else 0
+        if self._skipped < MOST_SKIPPED:
+            return
+        rows = metrics.get("train/sequences", 0.0)
+        why = (
+            f"the gradients of its {rows:.0f} rows are not finite "
+            f"(is trainer.lr={self._run.config.trainer.lr:g} too high?)"
+            if rows
+            else "it had no row to train on (rollout/failed_rows counts those whose reward raised)"
+        )
+        raise UserError(
+            f"train/skipped: {MOST_SKIPPED} steps in a row changed no weight, up to step {self._state.step}, expected "
+            f"one that does: {why}"
+        )

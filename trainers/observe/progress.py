@@ -34,6 +34,7 @@ LOSSES = (
     ("groups dropped", "rollout/groups_dropped", True),
     ("groups too old", "rollout/groups_stale", True),
     ("groups issued again", "rollout/groups_reissued", True),
+    ("steps skipped", "train/skipped", True),
     ("actors replaced", "rollout/actors_replaced", False),
     ("restarts", "run/restarts", False),
     ("engines left out", "sync/engines_left_out", False),

@@ -222,6 +222,7 @@ def _losses(records: Sequence[Record]) -> list[tuple[str, str, str]]:
         ("Groups too old", "rollout/groups_stale", "cleared, rolled out again or dropped"),
         ("Groups issued again", "rollout/groups_reissued", "their actor died"),
         ("Rows from the journal", "rollout/restored_rows", "not generated again"),
+        ("Steps skipped", "train/skipped", "no row to train on, or a gradient was not finite"),
     ):
         count = sum(_values(records, key))
         if count:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ...codecs.integers import ceil_div, round_up
@@ -10,6 +11,7 @@ from ...dataplane.topology import Topology
 from ..base_model.prepare import check_model, model_config
 from ..config.checks import cautions, step_bytes
 from ..config.config import Config
+from ..errors import UserError
 
 TRAINING_COPIES = 4
 """Number of float32 values per parameter in training: weight, gradient and two Adam moments."""
@@ -82,6 +84,11 @@ def describe(config: Config) -> str:
             f"  engine           {_size(engine_bytes(config, params))} weights"
             + f" in each of {config.rollout.tp} processes" * (config.rollout.tp > 1),
         ]
+    if params is not None:
+        lines += [
+            f"  host memory      {_size(host_bytes(config, params, gpus=False))} in each train worker without GPUs, "
+            f"{_size(host_bytes(config, params, gpus=True))} with GPUs"
+        ]
     store = config.dataplane.store
     lines += [
         f"  store ({store.kind})".ljust(19)
@@ -116,6 +123,33 @@ def trained_bytes(config: Config, params: int) -> int:
 def engine_bytes(config: Config, params: int) -> float:
     """Return the bytes of weights in one process of an engine."""
     return params * {"float32": 4, "bfloat16": 2}[config.model.dtype] / config.rollout.tp
+
+
+def host_bytes(config: Config, params: int, *, gpus: bool) -> int:
+    """Return the bytes of host memory that the weights, gradients, optimizer state and reference of one train worker
+    take, also while it starts: every rank reads only its own pieces of the model's files."""
+    trainer, topology = config.trainer, config.trainer.topology
+    if trainer.backend == "scripted":
+        return 0
+    if not gpus or trainer.offload:
+        return trained_bytes(config, params)
+    # On GPUs the backends keep the reference in host memory between uses.
+    split = topology.world if trainer.backend == "fsdp" else topology.tp * topology.pp
+    return params * 4 * config.with_reference // split
+
+
+def check_host_memory(config: Config, params: int, total: int) -> None:
+    """Raise UserError when the train workers of a run that starts its own Ray on a machine with GPUs and `total` bytes
+    of host memory need more than that."""
+    if config.resources.ray_address is not None or not any(Path("/dev").glob("nvidia[0-9]*")):
+        return
+    world = config.trainer.topology.world
+    needed = host_bytes(config, params, gpus=True)
+    if needed * world > total:
+        raise UserError(
+            f"model.path: got {config.model.path!r} with {params:,} parameters, expected at most {_size(total)} of "
+            f"host memory, which this machine has, for {world} train worker(s) of {_size(needed)}"
+        )
 
 
 def parameters(config: Config) -> int | None:

@@ -25,7 +25,7 @@ from ..config.checks import step_bytes, steps_in_store
 from ..config.config import Config
 from ..errors import ConfigError
 from ..observe.run_folder import has_figures
-from .dry_run import engine_bytes, parameters, trained_bytes
+from .dry_run import check_host_memory, engine_bytes, parameters, trained_bytes
 from .extras import check_extras
 
 READ_PROMPTS = 10_000
@@ -163,8 +163,11 @@ def _check_shared_memory(config: Config, root: Path = SHARED_MEMORY) -> None:
 
 
 def _check_memory(config: Config) -> None:
-    """Raise ValueError when weights, gradients and optimizer state exceed the memory of this machine without GPUs."""
+    """Raise ValueError when weights, gradients and optimizer state exceed the memory of this machine without GPUs, and
+    UserError when what the train workers keep in host memory exceeds that of a machine with GPUs."""
     params = parameters(config)
+    if params is not None:
+        check_host_memory(config, params, total_memory())
     if params is None or config.resources.ray_address is not None or any(Path("/dev").glob("nvidia[0-9]*")):
         return
     world, engines = config.trainer.topology.world, config.rollout.num_engines

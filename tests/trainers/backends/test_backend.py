@@ -150,7 +150,7 @@ def test_the_mismatch_is_of_the_policy_that_the_step_starts_from(model: str) -> 
 
 
 def test_sequence_mean_and_entropy(model: str) -> None:
-    config = backend_config(model, loss=LossConfig(clip_high=0.2, aggregation="sequence"), entropy=True)
+    config = backend_config(model, loss=LossConfig(clip_high=0.2, aggregation="sequence"), entropy_metric=True)
     rows = random_rows(4, 7)
     backend = FsdpBackend(config, 0, 1)
     metrics = run_step(backend, [rows[:3], rows[3:]])

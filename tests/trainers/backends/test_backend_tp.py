@@ -86,7 +86,7 @@ def on_two_ranks(rank: int, world: int, folder: str) -> dict[str, Any]:
     bonus = FsdpBackend(backend_config(qwen, topology=TP2, loss=BONUS), rank, world)
     result["bonus"] = [run_step(bonus, [rows]) for _ in range(2)]
     vocab_logprobs.LOGIT_ELEMENTS = whole
-    reported = FsdpBackend(backend_config(qwen, topology=TP2, entropy=True, mixed_precision=True), rank, world)
+    reported = FsdpBackend(backend_config(qwen, topology=TP2, entropy_metric=True, mixed_precision=True), rank, world)
     result["half"] = run_step(reported, [rows])
 
     sharded = FsdpBackend(backend_config(qwen, topology=DP2), rank, world)
@@ -175,7 +175,7 @@ def test_entropy_of_a_split_vocabulary_has_the_gradient_of_a_whole_one(folder: P
 
 
 def test_bfloat16_follows_float32(folder: Path, two: list[dict[str, Any]]) -> None:
-    expected = run_step(one_rank(folder, entropy=True), [random_rows(20, 10)])
+    expected = run_step(one_rank(folder, entropy_metric=True), [random_rows(20, 10)])
     for name in ("train/loss", "train/entropy"):
         assert two[0]["half"][name] == pytest.approx(expected[name], rel=0.02, abs=5e-3)
     assert two[0]["half"]["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.05)

@@ -151,3 +151,9 @@ def test_lines_also_come_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(console.file, io.StringIO)
     lines = [line for line in console.file.getvalue().splitlines() if "step " in line]
     assert 35 <= len(lines) <= 45 and "step 1/100000" in lines[0]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_skipped_steps_are_counted(terminal: bool) -> None:
+    assert "steps skipped 2" in shown({"train/skipped": 1.0}, {"train/skipped": 1.0}, {}, terminal=terminal)
+    assert "steps skipped" not in shown({"train/skipped": 0.0}, {}, terminal=terminal)

@@ -13,7 +13,7 @@ from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.config.config import AlgorithmConfig, Config
 from headrace.trainers.errors import UserError
 from headrace.trainers.losses.config import LossConfig
-from headrace.trainers.run.dry_run import describe, placements, trained_bytes
+from headrace.trainers.run.dry_run import check_host_memory, describe, host_bytes, placements, trained_bytes
 
 
 def config(**trainer: Any) -> Config:
@@ -38,6 +38,19 @@ def test_memory_as_the_backend_splits_it() -> None:
     assert trained_bytes(config(dp=2, tp=2), 1000) == 4000
     assert trained_bytes(config(backend="megatron", dp=2, tp=2, pp=2), 1000) == 3000
     assert trained_bytes(config(backend="megatron", dp=2, tp=2, distributed_optimizer=False), 1000) == 8000
+
+
+def test_host_memory_is_that_of_a_rank_s_own_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = config(dp=4, tp=2).model_copy(update={"loss": LossConfig(kl_coef=0.1)})
+    assert host_bytes(kept, 1000, gpus=False) == trained_bytes(kept, 1000) == 1000 * 4 * 5 // 8
+    assert host_bytes(kept, 1000, gpus=True) == 1000 * 4 // 8, "the reference alone, and of that its pieces"
+    offloaded = config(dp=4, tp=2, offload=True)
+    assert host_bytes(offloaded, 1000, gpus=True) == 1000 * 4 * 4 // 8
+    assert "host memory" in describe(config(dp=2))
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "nvidia0"]))
+    check_host_memory(offloaded, 1000, 16_000)
+    with pytest.raises(UserError, match=r"1,000 parameters, expected at most 15.6 KiB .* 8 train worker.s. of 2.0 KiB"):
+        check_host_memory(offloaded, 1000, 15_999)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,9 @@ class FsdpBackend:
         self._steps = torch.zeros((), dtype=torch.int64)
         self._checkpointer = Checkpointer(rank, world)
         group = None if self._mesh is None else self._mesh["dp"].get_group()
-        self._entropy: Entropy = "train" if config.loss.entropy_coef > 0 else "report" if config.entropy else "off"
+        self._entropy: Entropy = (
+            "train" if config.loss.entropy_coef > 0 else "report" if config.trainer.entropy_metric else "off"
+        )
         self._step = TrainStep(
             build_loss(config.loss),
             self._device,

@@ -54,7 +54,9 @@ class MegatronBackend:
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._source = HfSource(config.model)
         check_fits(config, self._source.config)
-        self._entropy: Entropy = "train" if config.loss.entropy_coef > 0 else "report" if config.entropy else "off"
+        self._entropy: Entropy = (
+            "train" if config.loss.entropy_coef > 0 else "report" if config.trainer.entropy_metric else "off"
+        )
         self._steps = torch.zeros((), dtype=torch.int64)
         with megatron_calls(self._device):
             self._mesh = open_mesh(config.topology, rank)

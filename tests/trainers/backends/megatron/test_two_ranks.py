@@ -154,7 +154,7 @@ def ranks(folder: Path, alone: list[dict[str, float]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_objectives_are_those_of_whole_rows(objective: str, folder: Path, ranks: list[dict[str, Any]]) -> None:
-    backend = FsdpBackend(backend_config(str(folder / "tied"), **OBJECTIVES[objective], entropy=True), 0, 1)
+    backend = FsdpBackend(backend_config(str(folder / "tied"), **OBJECTIVES[objective], entropy_metric=True), 0, 1)
     expected = [fsdp_step(backend, random_rows(step, 10)) for step in (0, 1)]
     assert expected[0]["train/entropy"] > 0 and expected[0]["logprob/mismatch_mean"] > 0
     for rank in ranks:
