@@ -133,9 +133,10 @@ def host_bytes(config: Config, params: int, *, gpus: bool) -> int:
         return 0
     if not gpus or trainer.offload:
         return trained_bytes(config, params)
-    # On GPUs the backends keep the reference in host memory between uses.
-    split = topology.world if trainer.backend == "fsdp" else topology.tp * topology.pp
-    return params * 4 * config.with_reference // split
+    if not config.with_reference or (trainer.backend == "fsdp" and topology.world == 1):
+        return 0
+    # On GPUs the backends keep the reference in host memory between uses; one FSDP rank keeps it on its GPU.
+    return params * 4 // (topology.world if trainer.backend == "fsdp" else topology.tp * topology.pp)
 
 
 def check_host_memory(config: Config, params: int, total: int) -> None:

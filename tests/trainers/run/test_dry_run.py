@@ -44,6 +44,8 @@ def test_host_memory_is_that_of_a_rank_s_own_pieces(monkeypatch: pytest.MonkeyPa
     kept = config(dp=4, tp=2).model_copy(update={"loss": LossConfig(kl_coef=0.1)})
     assert host_bytes(kept, 1000, gpus=False) == trained_bytes(kept, 1000) == 1000 * 4 * 5 // 8
     assert host_bytes(kept, 1000, gpus=True) == 1000 * 4 // 8, "the reference alone, and of that its pieces"
+    alone = config().model_copy(update={"loss": LossConfig(kl_coef=0.1)})
+    assert host_bytes(alone, 1000, gpus=True) == 0, "one rank has it on its GPU"
     offloaded = config(dp=4, tp=2, offload=True)
     assert host_bytes(offloaded, 1000, gpus=True) == 1000 * 4 * 4 // 8
     assert "host memory" in describe(config(dp=2))
