@@ -102,10 +102,12 @@ def start_actor(
             raise started
     except (RayActorError, GetTimeoutError) as error:
         stop_actor(actor)
-        within = f"within {timeout_s:g} s; a busy machine may need more: resources.start_timeout_s"
-        why = within if isinstance(error, GetTimeoutError) else str(error).partition("\n")[0]
+        if isinstance(error, GetTimeoutError):
+            why = f" within {timeout_s:g} s (start_timeout_s), which a busy machine may need more of"
+        else:
+            why = f": {str(error).partition(chr(10))[0]}"
         elapsed_s = time.monotonic() - began_s
-        raise DirectoryLost(f"the directory did not start: {why}", op="open", peer=name, elapsed_s=elapsed_s) from None
+        raise DirectoryLost(f"the directory did not start{why}", op="open", peer=name, elapsed_s=elapsed_s) from None
     except BaseException:
         stop_actor(actor)
         raise

@@ -95,7 +95,7 @@ def tell_how_to_go_on(folder: RunFolder, progress: Progress) -> None:
     """Say from which checkpoint the run could go on, and how; nothing without one."""
     try:
         step = Checkpoints(folder.checkpoints_dir).latest_state().step
-    except UserError:
+    except (UserError, OSError):  # a disk that fails has been told of
         return
     progress.message(f"to go on from the checkpoint of step {step}: headrace train {folder.config_path} --resume")
 

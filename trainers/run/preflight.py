@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,12 +15,11 @@ from ...actors.environments.tools import build_tools
 from ...actors.protocols import PromptRow, PromptSource
 from ...actors.rewards.factory import check_rewards
 from ...codecs.host_memory import total_memory
-from ...codecs.integers import ceil_div
-from ...codecs.owned_folder import SHARED_MEMORY, try_lock
+from ...codecs.owned_folder import try_lock
 from ...dataplane.directory.samplers import build_sampler
+from ...dataplane.factory import check_store
 from ..base_model.prepare import check_model
 from ..cluster import actor_specs
-from ..config.checks import step_bytes, steps_in_store
 from ..config.config import Config
 from ..errors import ConfigError
 from ..observe.run_folder import has_figures
@@ -32,7 +30,6 @@ READ_PROMPTS = 10_000
 """Largest number of prompts of a source whose lengths are checked; about 4 seconds for prompts of 200 tokens."""
 CONNECT_TIMEOUT_S = 5.0
 """Seconds that the cluster at `resources.ray_address` has to accept a connection."""
-MIB = 1 << 20
 
 
 def check_start(config: Config, *, resume: bool = False) -> list[str]:
@@ -50,7 +47,7 @@ def check_start(config: Config, *, resume: bool = False) -> list[str]:
         _check_tools,
         _check_sampler,
         _check_ray_address,
-        _check_shared_memory,
+        _check_store,
         _check_memory,
         _check_prompts,
     ]
@@ -143,23 +140,9 @@ def _cluster_address(given: str) -> str:
     return get_ray_address_from_environment(given, None)
 
 
-def _check_shared_memory(config: Config, root: Path = SHARED_MEMORY) -> None:
-    """Raise ValueError when the store `shm` cannot hold a step of the longest rows."""
-    store = config.dataplane.store
-    if store.kind not in ("auto", "shm") or config.resources.ray_address is not None:
-        return
-    if not root.is_dir():
-        raise ValueError(
-            f"dataplane.store.kind: got {store.kind!r}, expected simple or ray, as there is no {root} here"
-        )
-    free = shutil.disk_usage(root).free
-    needed = int(step_bytes(config) * steps_in_store(config))
-    if needed > free:
-        raise ValueError(
-            f"dataplane.store.kind: got {store.kind!r} with {free // MIB} MiB free in {root}, expected at least "
-            f"{ceil_div(needed, MIB)} MiB, which the rows of a step take; give it more (--shm-size of a container), or "
-            "set dataplane.store.kind=simple"
-        )
+def _check_store(config: Config) -> None:
+    if config.resources.ray_address is None:
+        check_store(config.dataplane)
 
 
 def _check_memory(config: Config) -> None:
@@ -193,13 +176,13 @@ def _check_prompts(config: Config) -> list[str]:
     if not config.model.builtin and not _is_local(config.model.path) and not _model_is_cached(config.model.path):
         return [f"model.path: {config.model.path} is not on this machine, so neither are its tokenizer nor the prompts"]
     from ...actors.engines.tokenizer import load_tokenizer
-    from ...actors.rollout.prompts import check_prompt_lengths, open_source
+    from ...actors.rollout.prompts import check_prompt_lengths, open_source, without_overlong
 
     left = []
     with _one_tokenizer_thread():
         tokenizer = _builtin_tokenizer() if config.model.builtin else load_tokenizer(config.model.path)
         for validation in (False, True) if config.validation.every else (False,):
-            name = (config.data.validation if validation else None) or config.data.train
+            name = config.data.source(validation=validation)
             if not _source_is_here(name):
                 left.append(f"data: {name} is not on this machine, so its prompts are read when the run starts")
                 continue
@@ -207,7 +190,10 @@ def _check_prompts(config: Config) -> list[str]:
             if source.size is not None and source.size > READ_PROMPTS:
                 left.append(f"data.max_prompt_tokens: only the first {READ_PROMPTS} of {source.size} prompts of {name}")
                 source = _FirstPrompts(source, READ_PROMPTS)
-            check_prompt_lengths(source, tokenizer, config.data.max_prompt_tokens)
+            if config.data.overlong_prompts == "error" or source.size is None:
+                check_prompt_lengths(source, tokenizer, config.data.max_prompt_tokens)
+            elif not isinstance(source, _FirstPrompts):
+                without_overlong(source, tokenizer, config.data.max_prompt_tokens)
     return left
 
 

@@ -63,7 +63,7 @@ def test_scalars_read_as_a_user_means_them(tmp_path: Path) -> None:
         ("trainers.dp=2", "trainers: unknown key; did you mean trainer?"),
         ("dataplane.store.knd=shm", "dataplane.store.knd: unknown key; did you mean dataplane.store.kind?"),
         ("trainer.lora=8", "trainer.lora: unknown key; trainer has backend, dp, tp,"),
-        ("rollout.beams=x", "rollout.beams: unknown key; rollout has engine, num_engines,"),
+        ("rollout.xyz=x", "rollout.xyz: unknown key; rollout has engine, num_engines,"),
         ("trainer.learning_rate=1", "trainer.learning_rate: unknown key; did you mean trainer.lr?"),
         ("trainer.optimizer=sgd", "did you mean trainer.lr or trainer.betas or trainer.weight_decay?"),
         ("rollout.n=8", "rollout.n: unknown key; did you mean algorithm.group_size?"),

@@ -55,12 +55,14 @@ class Validations:
         self.actors = [Actor(dict(enumerate(figures)), failed), Actor(dict(enumerate(figures)))]
         self.folder = folder
         self.exported: list[int] = []
-        rollouts = SimpleNamespace(active=self.actors)
+        rollouts = SimpleNamespace(
+            active=self.actors, begin_watch=lambda: None, look=lambda version: False, still_s=lambda actor: 0.0
+        )
         stages = Stages(Tracer(0), Heartbeat())
         self.run: Any = SimpleNamespace(
             config=config, rollouts=rollouts, stages=stages, validating=actor_specs.validation_sampling(config)
         )
-        monkeypatch.setattr(subject, "gather_each", lambda calls, stage, timeout_s: list(calls))
+        monkeypatch.setattr(subject, "ended", lambda calls, stage, timeout_s: [(call, call) for call in calls])
         monkeypatch.setattr(subject.grpo, "export_model", self._export)
         self.validation = subject.Validation(self.run)
 

@@ -6,7 +6,6 @@ import json
 import shutil
 import socket
 import sys
-from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import ray
 
 from headrace.cli import main
+from headrace.dataplane.stores import shm_folder
 from headrace.trainers.base_model.prepare import TINY_QWEN3
 from headrace.trainers.base_model.warmup import make_tokenizer
 from headrace.trainers.config.config import with_run_dir
@@ -207,13 +207,20 @@ def test_of_a_large_source_the_first_prompts_are_read(place: Path, monkeypatch: 
 
 
 def test_shared_memory_that_is_too_small(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage(3 << 20, 0, 3 << 20))
-    data = {"max_prompt_tokens": 5000}
-    [problem] = problems(place, {"data": data, "model": {"path": "no-one/has-this-model"}})
-    assert problem.startswith("dataplane.store.kind: got 'auto' with 3 MiB free in /dev/shm, expected at least")
-    stores = {"dataplane": {"store": {"kind": "ray"}}}
-    assert checked(place, {"data": data, "model": {"path": "no-one/has-this-model"}, **stores})
+    monkeypatch.setattr(shm_folder, "free_memory", lambda _: 3 << 20)
+    run = {"model": {"path": "no-one/has-this-model"}}
+    [problem] = problems(place, run)
+    assert problem.startswith("dataplane.store.capacity_mib: got 1024, but /dev/shm has 3 MiB free")
+    assert checked(place, {**run, "dataplane": {"store": {"kind": "ray"}}})
+
+
+def test_prompts_that_are_left_out_are_no_mistake(place: Path) -> None:
+    write(place / "some.jsonl", *({"prompt": f"r{n}=", "answer": "1"} for n in (1, 333333333)))
+    data = {"train": "./some.jsonl", "validation": "./some.jsonl", "max_prompt_tokens": 6}
+    run = {"model": {"path": "./model"}, "rollout": {"max_new_tokens": 10}}
+    assert checked(place, {**run, "data": {**data, "overlong_prompts": "drop"}}) == []
+    found = problems(place, {**run, "data": {**data, "overlong_prompts": "drop", "max_prompt_tokens": 2}})
+    assert found[0].startswith("data.max_prompt_tokens: got 2, but all 2 prompts of './some.jsonl' are longer")
 
 
 def test_a_cluster_that_answers_is_accepted(place: Path) -> None:

@@ -1,0 +1,124 @@
+"""The pool of rollout actors and engines: engines that die or hang during a wait are replaced, and stages nest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ray.exceptions import RayTaskError
+
+from headrace.actors.engines.protocol import EngineDied
+from headrace.tests.trainers.cluster import fake_ray
+from headrace.trainers.cluster import calls, progress, run_actors
+from headrace.trainers.cluster.calls import ActorFailed
+from headrace.trainers.cluster.engine_pool import Engine, EnginePool, NoEngineLeft
+from headrace.trainers.cluster.run_actors import RunActors
+from headrace.trainers.grpo.rollout_pool import RolloutPool
+from headrace.trainers.grpo.stages import Stages
+from headrace.trainers.observe.trace import Tracer
+from headrace.trainers.supervision.heartbeat import Heartbeat
+
+BOUND_S = 100.0
+
+
+class Run:
+    """A rollout actor behind whose router are two engines; `gone` says how an engine answers, by number."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, max_replaced: int) -> None:
+        fake_ray.install(monkeypatch)
+        self.now = 0.0
+        self.gone: dict[int, Any] = {}
+        self.events: list[str] = []
+        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(calls.ray, "kill", lambda actor, no_restart: self.events.append("killed"))
+        monkeypatch.setattr(run_actors.ray, "nodes", lambda: [{"Alive": True}])
+        engines = [Engine(fake_ray.engine(self.answer(index), index), 1) for index in range(2)]
+        for index, engine in enumerate(engines):
+            engine.handle.restart = lambda index=index: self.restarted(index)
+        self.rollout = fake_ray.rollout(lambda method: 7)
+        self.actors = RunActors(
+            EnginePool(engines, embedded=False), [self.rollout], [], "127.0.0.1", max_replaced, BOUND_S
+        )
+        self.actors.on_death.append(lambda died: self.events.append(f"died: {died}"))
+        stages = Stages(Tracer(0), Heartbeat())
+        self.pool = RolloutPool(self.actors, None, stages, BOUND_S)  # pyright: ignore[reportArgumentType]
+        self.pool.begin_watch()
+
+    def answer(self, index: int) -> fake_ray.Answer:
+        def answer(method: str) -> Any:
+            if method == "info":
+                return calls.ActorInfo(f"engine {index}", 1, "here")
+            return self.gone.get(index, int(self.now) if method == "progress" else None)
+
+        return answer
+
+    def restarted(self, index: int) -> None:
+        self.events.append(f"restarted {index}")
+        self.gone.pop(index, None)
+
+    def look(self, seconds: float) -> None:
+        """Look once a second for so long."""
+        for _ in range(int(seconds)):
+            self.now += 1.0
+            self.pool.look(0)
+
+
+def test_an_engine_whose_own_process_died_is_ended_and_replaced_within_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its actor is alive and answers that; the requests go to the other engine meanwhile."""
+    run = Run(monkeypatch, max_replaced=3)
+    run.look(3)
+    run.gone[0] = RayTaskError("progress", "a traceback", EngineDied("vLLM's engine process died"))
+    run.look(3)
+    died, killed, restarted = run.events
+    assert "engine 0" in died and "vLLM's engine process died" in died
+    assert (killed, restarted) == ("killed", "restarted 0"), "the old actor first: it holds the GPU"
+    assert run.actors.replaced == 1 and not run.actors.engines.engines[0].left_out
+
+
+def test_the_last_engine_that_died_and_may_not_be_replaced_ends_the_run_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(monkeypatch, max_replaced=0)
+    run.gone |= dict.fromkeys((0, 1), RayTaskError("progress", "a traceback", EngineDied("its process died")))
+    with pytest.raises(NoEngineLeft, match="engine 0: .*its process died; engine 1: .*its process died"):
+        run.look(3)
+
+
+def test_an_engine_that_hangs_is_replaced_and_not_the_rollout_actor_that_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(monkeypatch, max_replaced=3)
+    run.look(3)
+    run.gone[1] = fake_ray.PENDING
+    run.look(BOUND_S + 5)
+    assert run.events[-1] == "restarted 1" and "no answer within 100 s from engine 1" in run.events[-3]
+    assert run.pool.still_s(run.rollout) < BOUND_S
+
+
+def test_a_rollout_actor_gets_on_while_its_engines_do_and_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, max_replaced=3)
+    run.look(3 * BOUND_S)
+    assert run.pool.still_s(run.rollout) < 5 and not run.events
+    run.rollout.ray_actor = fake_ray.FakeActor(lambda method: fake_ray.PENDING)
+    run.look(BOUND_S + 5)
+    assert run.pool.still_s(run.rollout) >= BOUND_S
+
+
+def test_a_stage_inside_a_stage_leaves_the_outer_one_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    heartbeat = Heartbeat(bound_s=5.0)
+    beats: list[tuple[str, float | None]] = []
+    monkeypatch.setattr(heartbeat, "enter", lambda stage, bound_s=None: beats.append((stage, bound_s)))
+    monkeypatch.setattr(heartbeat, "leave", lambda: beats.append(("-", None)))
+    stages = Stages(Tracer(0), heartbeat)
+    stages.gets_on()
+    with stages.timed("claim"):
+        with pytest.raises(ActorFailed), stages.timed("replace", 900.0):
+            raise ActorFailed("it did not come up")
+        with stages.timed("replace", 900.0):
+            pass
+        stages.gets_on()
+    assert beats == [
+        ("claim", None), ("replace", 900.0), ("replace", 900.0), ("claim", None), ("claim", None), ("-", None)
+    ]  # fmt: skip
