@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,13 @@ from headrace.trainers.supervision.heartbeat import Heartbeat
 MATH = {"functions": [{"kind": "exact_match", "weight": 0}, {"kind": "per_position", "name": "math"}]}
 
 
+@dataclass(eq=False)
+class Answered:
+    """A call that has ended."""
+
+    report: ValidationReport
+
+
 class Actor:
     """A rollout actor that answers every validation with the figures that the test has put down for the step."""
 
@@ -33,10 +41,11 @@ class Actor:
         self.failed = failed
         self.step = 0
 
-    def validate(self, start: int, count: int, params: Any) -> ValidationReport:
+    def validate(self, start: int, count: int, params: Any) -> Answered:
         figures = self.figures[self.step]
         sums = {key: value * count for key, value in figures.items()}
-        return ValidationReport(count, self.failed, "boom" if self.failed else "", sums, dict.fromkeys(sums, count))
+        error = "boom" if self.failed else ""
+        return Answered(ValidationReport(count, self.failed, error, sums, dict.fromkeys(sums, count)))
 
 
 class Validations:
@@ -62,7 +71,7 @@ class Validations:
         self.run: Any = SimpleNamespace(
             config=config, rollouts=rollouts, stages=stages, validating=actor_specs.validation_sampling(config)
         )
-        monkeypatch.setattr(subject, "ended", lambda calls, stage, timeout_s: [(call, call) for call in calls])
+        monkeypatch.setattr(subject, "ended", lambda calls, stage, timeout_s: [(call, call.report) for call in calls])
         monkeypatch.setattr(subject.grpo, "export_model", self._export)
         self.validation = subject.Validation(self.run)
 
