@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..protocols import Sample, Score
+if TYPE_CHECKING:  # the configuration imports this module, and a mistake in it is told without loading torch
+    from ..protocols import Sample, Score
 
 REWARD = "val/reward"
 """Key of the mean total reward, and with `/NAME` of the mean of one reward function's own value."""

@@ -212,10 +212,17 @@ class DirectoryService:
         with self._put_queue.place(f"{put.nbytes} bytes for {put.writer}") as place:
             try:
                 async with self._turn(place, deadline):
-                    seen = self._space_freed.count
-                    while (reservation := await self._try_reserve(put)) is None:
-                        await self._wait_for_space(seen, deadline)
+                    while True:
                         seen = self._space_freed.count
+                        reservation = await self._try_reserve(put)
+                        if reservation is not None:
+                            break
+                        async with asyncio.timeout_at(deadline):
+                            _, unfreed_bytes = await self._store.usage()
+                        # Looking frees what a writer that has ended held, after the attempt perhaps.
+                        if not unfreed_bytes and (reservation := await self._try_reserve(put)) is not None:
+                            break
+                        await self._wait_for_space(seen, deadline, look_again=unfreed_bytes > 0)
             except TimeoutError:
                 raise await self._no_room(put, self._put_queue.before(place, "put"), timeout_s) from None
         return messages.encode(_space(reservation))
@@ -258,16 +265,15 @@ class DirectoryService:
             self._store.take_back([reservation])
             raise
 
-    async def _wait_for_space(self, seen: int, deadline: float) -> None:
+    async def _wait_for_space(self, seen: int, deadline: float, *, look_again: bool) -> None:
         """Wait until blocks were freed after the `seen`-th time. Raises TimeoutError at the deadline.
 
-        What a stopped process or a dying writer holds comes free without a call: while there is such, this returns
-        after LOOK_AGAIN_S at the latest.
+        look_again: whether to return after LOOK_AGAIN_S at the latest, as what a stopped process or a dying writer
+        holds comes free without a call.
         """
         async with asyncio.timeout_at(deadline):
-            _, unfreed_bytes = await self._store.usage()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_AGAIN_S if unfreed_bytes else None):
+                async with asyncio.timeout(LOOK_AGAIN_S if look_again else None):
                     await self._wait(self._space_freed, seen)
 
     def _commit(self, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:

@@ -58,7 +58,7 @@ def objective_steps(rank: int, folder: str) -> dict[str, list[dict[str, float]]]
     steps: dict[str, list[dict[str, float]]] = {}
     for objective, changes in OBJECTIVES.items():
         for mesh, topology in MESHES.items():
-            case = Case(mesh, "tied", topology, {**changes, "entropy": True})
+            case = Case(mesh, "tied", topology, {**changes, "entropy_metric": True})
             with contextlib.closing(case.build(rank, folder)) as backend:
                 steps[f"{objective} {mesh}"] = [
                     train(backend, topology, rank, random_rows(step, 10)) for step in (0, 1)
