@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -47,6 +48,24 @@ def run(run_dir: Path, *overrides: str, timeout_s: float = 240) -> tuple[int, st
         process.kill()
         raise
     return process.returncode, output
+
+
+_RUN_EACH = """
+import json, sys
+from headrace import load_config, run_training
+config, *overrides, folder, variants = sys.argv[1:]
+for name, more in json.loads(variants).items():
+    run_training(load_config(config, [*overrides, f"run.dir={folder}/{name}", *more]))
+"""
+
+
+def run_each(folder: Path, variants: Mapping[str, Sequence[str]], timeout_s: float = 240) -> None:
+    """Small runs that differ in a few overrides, one after another in one process, which imports torch once. Each has
+    a folder of its name in `folder`."""
+    config, ray = str(ROOT / "examples" / "quickstart.yaml"), f"resources.ray_address={ray_address()}"
+    command = [sys.executable, "-c", _RUN_EACH, config, *SMALL, ray, str(folder), json.dumps(dict(variants))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=timeout_s)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def succeed(process: subprocess.Popen[str], timeout_s: float = 240) -> str:

@@ -16,13 +16,12 @@ def steps_of(run_dir):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kinds", [("shm", "simple"), pytest.param(("shm", "local", "ray"), marks=pytest.mark.slow)])
-def test_stores_give_identical_metrics(tmp_path, kinds):
+def test_stores_give_identical_metrics(tmp_path):
+    kinds = ("local", "shm", "ray", "simple")
+    runs.run_each(tmp_path, {kind: [f"dataplane.store.kind={kind}", "algorithm.steps=3"] for kind in kinds})
     seen = {}
     for kind in kinds:
         run_dir = tmp_path / kind
-        code, output = runs.run(run_dir, f"dataplane.store.kind={kind}", "algorithm.steps=3")
-        assert code == 0, output
         assert runs.metrics(run_dir)[-1]["event"] == "finished"
         seen[kind] = [[line[name] for name in FIGURES] for line in steps_of(run_dir)]
         assert len(seen[kind]) == 3

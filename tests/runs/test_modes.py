@@ -20,11 +20,9 @@ def figures(line: dict[str, float]) -> list[float]:
 
 
 def test_streaming_gives_the_gradients_of_sync(tmp_path: Path) -> None:
-    found = {}
-    for mode in ("sync", "streaming"):
-        code, output = runs.run(tmp_path / mode, *SHORT, f"algorithm.mode={mode}", "trainer.dp=2", "loss.kl_coef=0.01")
-        assert code == 0, output
-        found[mode] = steps_of(tmp_path / mode)
+    shared = (*SHORT, "trainer.dp=2", "loss.kl_coef=0.01")
+    runs.run_each(tmp_path, {mode: [*shared, f"algorithm.mode={mode}"] for mode in ("sync", "streaming")})
+    found = {mode: steps_of(tmp_path / mode) for mode in ("sync", "streaming")}
     for alone, chunked in zip(found["sync"], found["streaming"], strict=True):
         assert figures(chunked) == pytest.approx(figures(alone), rel=1e-6, abs=1e-6)
         assert alone["staleness/max"] == chunked["staleness/max"] == 0
