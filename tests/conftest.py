@@ -142,6 +142,7 @@ def ray_session() -> None:
 def own_ray() -> None:
     """Ends the shared Ray, for a module of tests whose code starts its own in this process."""
     process_pool.end_ray()
+    process_pool.fork_ray_workers()
 
 
 def pytest_sessionfinish() -> None:

@@ -1,7 +1,8 @@
-"""Processes that tests share or start cheaply: one Ray cluster, and a server that forks processes with torch imported.
+"""Processes that tests share or start cheaply: one Ray cluster, whose workers are forked, and multiprocessing's fork
+server with torch imported.
 
-Importing torch and the model classes takes 4 seconds of a core. The fork server does it once in each test process; a
-process that it forks starts within 50 ms.
+Importing torch and the model classes takes 4 seconds of a core. Both fork servers do it once in each test process; a
+process that they fork starts within 50 ms.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import logging
 import multiprocessing
 import os
 from pathlib import Path
+
+from . import forks
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 _PRELOADED = ["headrace.actors.train.reader", "headrace.actors.weights.inbox", "headrace.codecs.bucket_delta"]
@@ -28,11 +31,20 @@ def start_ray() -> None:
 
     if ray.is_initialized():
         return
+    fork_ray_workers()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray warns about its coming default otherwise
     from headrace.trainers.cluster.ray_cluster import any_agent_port
 
     with any_agent_port():
         ray.init(num_cpus=16, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+
+
+def fork_ray_workers() -> None:
+    """Have the workers of every Ray that this process starts from now on forked."""
+    from ray._private import ray_constants
+
+    forks.start_server()
+    ray_constants.SETUP_WORKER_FILENAME = forks.__file__
 
 
 def ray_address() -> str:

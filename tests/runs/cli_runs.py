@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from headrace import load_config, run_training
+from headrace.tests import forks
 from headrace.tests.process_pool import ray_address
 
 ROOT = Path(__file__).parent.parent.parent
@@ -25,47 +27,43 @@ SMALL = (
 )
 
 
+def shared_ray() -> str:
+    """The override by which a run joins this process's Ray: starting one takes it 5 seconds, and the workers of this
+    one are forked."""
+    return f"resources.ray_address={ray_address()}"
+
+
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """`headrace train examples/quickstart.yaml` in the background, small, in `run_dir`."""
     # Tests that a shell has started in the background ignore SIGINT, and so would what they start.
-    command = ["env", "--default-signal=INT", sys.executable, "-m", "headrace.cli", "train"]
+    command = ["env", "--default-signal=INT", sys.executable, "-m", *_arguments(run_dir, overrides)]
     return subprocess.Popen(
-        [*command, str(ROOT / "examples" / "quickstart.yaml"), f"run.dir={run_dir}", *SMALL, *overrides],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=run_dir.parent,
-        env={**os.environ, "COLUMNS": "200"},
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent, env=_environment()
     )
 
 
 def run(run_dir: Path, *overrides: str, timeout_s: float = 240) -> tuple[int, str]:
-    """Exit code and output of a small run, which joins this process's Ray: starting one takes it 5 seconds."""
-    process = start(run_dir, f"resources.ray_address={ray_address()}", *overrides)
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return process.returncode, output
+    """Exit code and output of a small run, which joins this process's Ray. The run's process is forked, too."""
+    arguments = _arguments(run_dir, (shared_ray(), *overrides))
+    return forks.run(arguments, run_dir.parent, _environment(), timeout_s)
 
 
-_RUN_EACH = """
-import json, sys
-from headrace import load_config, run_training
-config, *overrides, folder, variants = sys.argv[1:]
-for name, more in json.loads(variants).items():
-    run_training(load_config(config, [*overrides, f"run.dir={folder}/{name}", *more]))
-"""
+def _arguments(run_dir: Path, overrides: Sequence[str]) -> list[str]:
+    config = str(ROOT / "examples" / "quickstart.yaml")
+    return ["headrace.cli", "train", config, f"run.dir={run_dir}", *SMALL, *overrides]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "COLUMNS": "200"}
 
 
 def run_each(folder: Path, variants: Mapping[str, Sequence[str]], timeout_s: float = 240) -> None:
-    """Small runs that differ in a few overrides, one after another in one process, which imports torch once. Each has
-    a folder of its name in `folder`."""
-    config, ray = str(ROOT / "examples" / "quickstart.yaml"), f"resources.ray_address={ray_address()}"
-    command = [sys.executable, "-c", _RUN_EACH, config, *SMALL, ray, str(folder), json.dumps(dict(variants))]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=timeout_s)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """Small runs that differ in a few overrides, one after another in one process. Each has a folder of its name in
+    `folder`."""
+    config = str(ROOT / "examples" / "quickstart.yaml")
+    arguments = [__name__, config, *SMALL, shared_ray(), str(folder), json.dumps(dict(variants))]
+    code, output = forks.run(arguments, folder, _environment(), timeout_s)
+    assert code == 0, output
 
 
 def succeed(process: subprocess.Popen[str], timeout_s: float = 240) -> str:
@@ -110,3 +108,9 @@ def shared_memory(run_dir: Path) -> list[str]:
 def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """Every process below the run's own."""
     return psutil.Process(process.pid).children(recursive=True)
+
+
+if __name__ == "__main__":  # of the process of `run_each`
+    config, *overrides, folder, variants = sys.argv[1:]
+    for name, more in json.loads(variants).items():
+        run_training(load_config(config, [*overrides, f"run.dir={folder}/{name}", *more]))

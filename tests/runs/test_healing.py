@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from headrace.tests.runs import cli_runs as runs
@@ -17,9 +18,9 @@ pytestmark = pytest.mark.processes
 STEPS = 30
 
 
-def kill(run_dir: Path, process, name: str) -> None:
+def kill(run_dir: Path, name: str) -> None:
     [target] = [found for actor, found in runs.actors(run_dir).items() if actor == name]
-    assert target in runs.descendants(process)  # never a process that this test's run did not start
+    assert target in psutil.Process().children(recursive=True)  # never a process that this test did not start
     os.kill(target.pid, signal.SIGKILL)
 
 
@@ -29,10 +30,15 @@ def test_a_killed_rollout_actor_is_replaced(tmp_path: Path, mode: str) -> None:
     """Its engine lives in it: the new one has the version of the others before it answers."""
     run_dir = tmp_path / "run"
     process = runs.start(
-        run_dir, f"algorithm.mode={mode}", f"algorithm.steps={STEPS}", "rollout.num_engines=2", "validation.every=0"
+        run_dir,
+        runs.shared_ray(),
+        f"algorithm.mode={mode}",
+        f"algorithm.steps={STEPS}",
+        "rollout.num_engines=2",
+        "validation.every=0",
     )
     runs.wait_for_step(run_dir, 2, process)
-    kill(run_dir, process, "rollout 1")
+    kill(run_dir, "rollout 1")
     output = runs.succeed(process)
     steps = steps_of(run_dir)
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
@@ -49,10 +55,15 @@ def test_a_killed_rollout_actor_is_replaced(tmp_path: Path, mode: str) -> None:
 def test_a_killed_engine_is_replaced(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = runs.start(
-        run_dir, "rollout.num_actors=1", "rollout.num_engines=2", f"algorithm.steps={STEPS}", "validation.every=0"
+        run_dir,
+        runs.shared_ray(),
+        "rollout.num_actors=1",
+        "rollout.num_engines=2",
+        f"algorithm.steps={STEPS}",
+        "validation.every=0",
     )
     runs.wait_for_step(run_dir, 2, process)
-    kill(run_dir, process, "engine 1")
+    kill(run_dir, "engine 1")
     runs.succeed(process)
     steps = steps_of(run_dir)
     assert len(steps) == STEPS and steps[-1]["rollout/actors_replaced"] == 1
@@ -66,12 +77,13 @@ def test_train_workers_are_restarted_under_the_rollouts(tmp_path: Path) -> None:
     """Engines keep their weights, and workers catch up with them: no version is served twice, no group made twice."""
     run_dir = tmp_path / "run"
     process = runs.start(
-        run_dir, "algorithm.mode=async", f"algorithm.steps={STEPS}", "rollout.num_engines=2", "trainer.dp=2",
+        run_dir, runs.shared_ray(),
+        "algorithm.mode=async", f"algorithm.steps={STEPS}", "rollout.num_engines=2", "trainer.dp=2",
         "run.checkpoint_every=3", "validation.every=5", "validation.background=true",
     )  # fmt: skip
     runs.wait_for_step(run_dir, 5, process)
     before = {name: found.pid for name, found in runs.actors(run_dir).items()}
-    kill(run_dir, process, "train worker 1")
+    kill(run_dir, "train worker 1")
     output = runs.succeed(process)
     assert "train worker 1" in output and "the train workers alone are restarted, the rollouts go on" in output
     after = {actor["name"]: actor["pid"] for actor in json.loads((run_dir / "actors.json").read_text())["actors"]}
@@ -101,7 +113,8 @@ def test_a_rollout_actor_that_hangs_is_replaced(tmp_path: Path) -> None:
     """Whether or not it has rollouts to make at that moment: if it has none, only the weight sync asks it anything."""
     run_dir = tmp_path / "run"
     process = runs.start(
-        run_dir, "algorithm.mode=async", "algorithm.steps=300", "rollout.num_engines=2", "validation.every=0",
+        run_dir, runs.shared_ray(),
+        "algorithm.mode=async", "algorithm.steps=300", "rollout.num_engines=2", "validation.every=0",
         "resources.stage_timeout_s=20", "sync.timeout_s=5",
     )  # fmt: skip
     runs.wait_for_step(run_dir, 2, process)

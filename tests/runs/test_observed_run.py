@@ -35,7 +35,7 @@ def scrape(address: str) -> dict[str, float]:
 @pytest.mark.timeout(280)
 def test_a_run_is_observed_while_it_lasts(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = runs.start(run_dir, "logging.prometheus_port=0", f"algorithm.steps={NUM_STEPS}")
+    process = runs.start(run_dir, runs.shared_ray(), "logging.prometheus_port=0", f"algorithm.steps={NUM_STEPS}")
     try:
         runs.wait_for_step(run_dir, 2, process, timeout_s=150)
         address = (run_dir / "prometheus.txt").read_text().strip()

@@ -62,6 +62,7 @@ def run(folder: Path, model: Path, *overrides: str) -> Iterator[grpo.Run]:
     config = with_run_dir(load_config(ROOT / "examples" / "quickstart.yaml", chosen))
     folder.mkdir(parents=True, exist_ok=True)
     process_pool.end_ray()  # the run starts its own in this process
+    process_pool.fork_ray_workers()
     with launched(config, str(model), Tracer(0), folder) as started:
         yield started
 

@@ -1,0 +1,160 @@
+"""Processes for tests that are forked from one process, which has imported torch and the model classes.
+
+Importing these takes 4 seconds of a core. A run through the command line does so in its driver and in each of its
+actors, which are workers of Ray. Ray starts this file in place of its own `setup_worker.py`, and the server below forks
+a process that goes on with Ray's `default_worker.py`, as a worker that Ray starts does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_ADDRESS = "HEADRACE_TESTS_FORKS"
+"""Name of the environment variable that holds the path of the server's socket."""
+_CONTEXT = "--serialized-runtime-env-context="
+_IMPORTED = (
+    "tensordict",
+    "transformers.models.llama.modeling_llama",
+    "headrace.actors.engines.hf.engine",
+    "headrace.trainers.backends.fsdp.backend",
+)
+"""Names of the modules that the server imports. None imports Ray, which reads the environment as it is imported."""
+
+# ---------------------------------------------------------------- the test process
+
+
+def start_server() -> None:
+    """Start this process's server unless it runs; it ends with this process."""
+    if _ADDRESS in os.environ:
+        return
+    folder = tempfile.mkdtemp(prefix="headrace-forks-")
+    address = os.path.join(folder, "socket")
+    # The server ends when this end of its standard input closes.
+    server = subprocess.Popen(
+        [sys.executable, __file__, "serve", address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ
+    )
+    assert server.stdout is not None and server.stdout.readline() == b"ready\n"
+    os.environ[_ADDRESS] = address
+    atexit.register(_end_server, server, Path(folder))
+
+
+def _end_server(server: subprocess.Popen[bytes], folder: Path) -> None:
+    assert server.stdin is not None
+    server.stdin.close()
+    server.wait(timeout=10)
+    (folder / "socket").unlink()
+    folder.rmdir()
+
+
+def run(argv: Sequence[str], folder: Path, env: Mapping[str, str], timeout_s: float) -> tuple[int, str]:
+    """Exit code and output (stdout and stderr) of a script or module with arguments, run in a forked process in
+    `folder`; it is killed, and TimeoutError raised, when it takes longer than `timeout_s` seconds."""
+    start_server()
+    with tempfile.TemporaryFile() as output:
+        link = _request(list(argv), dict(env), str(folder), [output.fileno()] * 2)
+        link.settimeout(timeout_s)
+        with link:  # the server kills the process when this closes before its end
+            code = int(link.recv(32))
+        output.seek(0)
+        return code, output.read().decode()
+
+
+def _request(argv: list[str], env: dict[str, str], folder: str, files: list[int]) -> socket.socket:
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link.connect(os.environ[_ADDRESS])
+    socket.send_fds(link, [json.dumps({"argv": argv, "env": env, "folder": folder}).encode()], files)
+    return link
+
+
+# ---------------------------------------------------------------- Ray's worker command
+
+
+def start_worker() -> None:
+    """Have a worker of Ray forked, and end when it ends."""
+    context = next((a.removeprefix(_CONTEXT) for a in sys.argv if a.startswith(_CONTEXT)), "{}")
+    argv = [a for a in sys.argv[1:] if not a.startswith((_CONTEXT, "--language="))]
+    link = _request(argv, {**os.environ, **json.loads(context).get("env_vars", {})}, os.getcwd(), [1, 2])
+    sys.exit(int(link.recv(32)))
+
+
+# ---------------------------------------------------------------- the server
+
+
+def serve(address: str) -> None:
+    """Fork a process for each request that arrives and tell its exit code, until standard input ends."""
+    for module in _IMPORTED:
+        __import__(module)
+    assert "ray._raylet" not in sys.modules
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.bind(address)
+    server.listen(64)
+    selector = selectors.DefaultSelector()
+    selector.register(0, selectors.EVENT_READ, None)
+    selector.register(server, selectors.EVENT_READ, None)
+    print("ready", flush=True)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj == 0:
+                return
+            if key.fileobj is server:
+                link, _ = server.accept()
+                message, files, _, _ = socket.recv_fds(link, 1 << 20, 2)
+                if (pid := os.fork()) == 0:
+                    selector.close()
+                    server.close()
+                    link.close()
+                    return _become(json.loads(message), files)
+                for file in files:
+                    os.close(file)
+                end = os.pidfd_open(pid)
+                selector.register(end, selectors.EVENT_READ, (pid, end, link))
+                selector.register(link, selectors.EVENT_READ, (pid, end, link))
+                continue
+            pid, end, link = key.data
+            if key.fileobj is link:  # who asked has gone
+                selector.unregister(link)
+                os.kill(pid, signal.SIGKILL)
+                continue
+            selector.unregister(end)
+            os.close(end)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            if link in selector.get_map():
+                selector.unregister(link)
+                link.send(str(code).encode())
+            link.close()
+
+
+def _become(request: dict[str, Any], files: list[int]) -> None:
+    """Go on as the main process of a request: run its script or module."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    for target, file in enumerate([null, *files]):
+        os.dup2(file, target)
+        os.close(file)
+    os.chdir(request["folder"])
+    for name in os.environ.keys() - request["env"].keys():
+        del os.environ[name]
+    os.environ.update(request["env"])
+    sys.argv = request["argv"]
+    if (main := sys.argv[0]).endswith(".py"):
+        runpy.run_path(main, run_name="__main__")
+    else:
+        runpy.run_module(main, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve(sys.argv[2])
+    else:
+        start_worker()
