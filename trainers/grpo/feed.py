@@ -397,8 +397,8 @@ class Feed:
         if failed > share * rows:
             first = next(report.first_error for report in reports if report.first_error)
             raise TooManyFailedRows(
-                f"rewards failed for {failed} of {rows} rows of a step, more than reward.max_error_share={share:g} "
-                f"allows; the first error was: {first}"
+                f"the reward function or the episode failed for {failed} of {rows} rows of a step, more than "
+                f"reward.max_error_share={share:g} allows; the first error was: {first}"
             )
 
     def _lost(self, issue: _Issue) -> None:

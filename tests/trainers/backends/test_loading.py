@@ -23,6 +23,7 @@ from headrace.tests.trainers.backends.backend_ranks import (
     save_tiny_llama,
     save_tiny_model,
     save_tiny_moe,
+    summed_gradients,
     weights_of,
 )
 from headrace.trainers.backends import hf_model
@@ -153,3 +154,30 @@ def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
     assert loading.load_causal_lm is hf_model.load_causal_lm
     with pytest.raises(ValueError, match="trainer.model: got .*nowhere.*expected a folder with a HF causal LM"):
         FsdpBackend(backend_config(str(tmp_path / "nowhere")), 0, 1)
+
+
+def half_logprobs(rank: int, world: int, folder: str) -> tuple[torch.Tensor, str, dict[str, torch.Tensor]]:
+    """Log-probs of rows that every rank computes alike, the dtype between the layers, and the summed gradients."""
+    mesh = Topology(world)
+    backend = FsdpBackend(backend_config(folder, topology=mesh, mixed_precision=True, recompute="full"), rank, world)
+    dtypes: list[torch.dtype] = []
+    last = backend._policy.model.model.layers[-1]  # pyright: ignore[reportAttributeAccessIssue]
+    last.register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
+    rows = random_rows(4, 6)
+    values = logprobs_of(backend, micro_batch(rows))
+    backend.begin_step()
+    backend.accumulate([micro_batch(rows if rank == 0 else [])], 1)
+    return values, str(dtypes[0]), summed_gradients(backend)
+
+
+@pytest.mark.processes
+def test_mixed_precision_is_the_same_on_one_rank_as_on_two(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    one = half_logprobs(0, 1, folder)
+    two = run_on_ranks(half_logprobs, 2, tmp_path / "run", folder)[0]
+    assert one[1] == two[1] == "torch.bfloat16"
+    assert torch.equal(one[0], two[0])
+    assert one[2].keys() == two[2].keys()
+    for name, gradient in one[2].items():
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient, two[2][name], rtol=1e-2, atol=1e-5)

@@ -27,6 +27,7 @@ from ..train_step import TrainStep
 from ..vocab_logprobs import Entropy
 from ..weight_stream import stream_weights
 from .causal_lm import CausalLM, recompute_layers
+from .half_parameters import half_parameters
 from .loading import WeightSource, fill, open_source
 from .output_checks import check_head, check_packing
 from .sharding import build_mesh, own_piece, spread, spread_weights
@@ -68,7 +69,7 @@ class FsdpBackend:
             recompute_layers(policy.layers())
         self._policy = self._spread(policy, source, offload=config.trainer.offload)
         if self._packed:
-            check_packing(self._policy, self._device, self._precision(), half=self._half)
+            check_packing(self._policy, self._device, self._precision(self._policy), half=self._half)
         dtype = torch.bfloat16 if self._half else torch.float32
         self._weights = spread_weights(self._policy.model, config.topology, dtype)
         self._optimizer = build_adamw(self._policy.model, config.trainer)
@@ -200,19 +201,19 @@ class FsdpBackend:
     def _accumulate(self, micro: MicroBatch) -> None:
         with self._step.accumulating() as temperature:
             layout = lay_out(micro.batch, self._device, packed=self._packed)
-            with self._precision():
+            with self._precision(self._policy):
                 logprobs, entropy = self._policy(layout, temperature, self._entropy)
-            inputs = loss_inputs(
-                self._config,
-                micro,
-                index=layout.index,
-                row_ids=layout.row_ids,
-                row_tokens=layout.row_tokens,
-                logprobs=logprobs,
-                entropy=entropy if self._entropy == "train" else None,
-                reduce_rows=None,
-            )
-            self._step.add(inputs, layout.row_tokens.numpy(), micro.group_ids, entropy).backward()
+                inputs = loss_inputs(
+                    self._config,
+                    micro,
+                    index=layout.index,
+                    row_ids=layout.row_ids,
+                    row_tokens=layout.row_tokens,
+                    logprobs=logprobs,
+                    entropy=entropy if self._entropy == "train" else None,
+                    reduce_rows=None,
+                )
+                self._step.add(inputs, layout.row_tokens.numpy(), micro.group_ids, entropy).backward()
             self._meter.add(micro.lengths, len(layout.index))
 
     def _finish(self) -> dict[str, float]:
@@ -238,7 +239,7 @@ class FsdpBackend:
 
     def _logprobs(self, model: CausalLM, batch: Batch, temperature: float) -> torch.Tensor:
         layout = lay_out(batch, self._device, packed=self._packed)
-        with self._precision():
+        with self._precision(model):
             values, _ = model(layout, temperature)
         if isinstance(model, FSDPModule):
             model.reshard()  # the root keeps its parameters gathered for a backward pass, but none follows
@@ -246,11 +247,10 @@ class FsdpBackend:
         result[layout.index] = values.cpu()
         return result
 
-    def _precision(self) -> AbstractContextManager[object]:
-        """Return an autocast context for one rank in bfloat16, which has no FSDP to cast for it; else an empty one."""
-        if self._mesh is None and self._half:
-            return torch.autocast(self._device.type, torch.bfloat16)
-        return nullcontext()
+    def _precision(self, module: CausalLM) -> AbstractContextManager[object]:
+        """Return the context of the forward and backward passes of `module`: one rank in bfloat16 has no FSDP that
+        casts its parameters."""
+        return half_parameters(module) if self._mesh is None and self._half else nullcontext()
 
     def _state(self) -> dict[str, torch.Tensor]:
         return training_state(self._policy.model, self._optimizer, self._steps)

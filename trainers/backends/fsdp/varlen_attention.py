@@ -42,7 +42,7 @@ def attend(
             f"(window {sliding_window})"
         )
     assert attention_mask is None, "HF makes a mask only for attention functions that have a mask function"
-    # Under autocast normalised queries and keys are float32, but flash attention takes half precision only.
+    # Some models leave normalised queries and keys in float32, but flash attention takes half precision only.
     q, k, v = (part[0].transpose(0, 1).to(value.dtype) for part in (query, key, value))
     options: dict[str, Any] = {"enable_gqa": True} if _SHARED_HEADS else {}
     if not _SHARED_HEADS:
