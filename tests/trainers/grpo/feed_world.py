@@ -19,7 +19,7 @@ from headrace.actors.rollout.prompts import base36
 from headrace.actors.rollout.report import RolloutReport, RolloutTally
 from headrace.actors.rollout.worker import RolloutWorker
 from headrace.codecs.batch import Batch, Jagged, Ragged
-from headrace.dataplane.client import DataPlaneClient
+from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.factory import DataPlane, connect
 from headrace.dataplane.meta import POSITION, KVBatchMeta
 from headrace.dataplane.traffic import Traffic

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from headrace.dataplane.client.renewal import LeaseRenewal
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.errors import LeaseLost
 from headrace.dataplane.factory import DataPlane, open_data_plane
 from headrace.dataplane.meta import KVBatchMeta
-from headrace.dataplane.renewal import LeaseRenewal
 from headrace.tests.dataplane.rows import fresh_run_id
 from headrace.tests.trainers.grpo.feed_world import World, positions_of, saved
 from headrace.trainers.config.config import Config

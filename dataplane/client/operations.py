@@ -14,26 +14,26 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
-from ..codecs import messages
-from ..codecs.batch import Batch
-from ..codecs.blocks import MAX_TOKENS, BatchEncoder, EncodedBlock, RowSource
-from ..codecs.jagged import pack
-from ..codecs.schema import Schema
+from ...codecs import messages
+from ...codecs.batch import Batch
+from ...codecs.blocks import MAX_TOKENS, BatchEncoder, EncodedBlock, RowSource
+from ...codecs.jagged import pack
+from ...codecs.schema import Schema
+from ..block_store import BlockStore
+from ..compact import check_keys, pack_keys, unpack_keys
+from ..directory import requests
+from ..directory.directory import Outcome
+from ..directory.partition import ClaimRows, Committed, Grouping, PutRows, check_distinct, schema_id
+from ..directory.samplers import TaskConfig
+from ..errors import DataPlaneError, DataPlaneTimeout, DirectoryLost, ForeignReceipt, RowsCleared, SchemaMismatch
+from ..handle import DataPlaneHandle
+from ..meta import KVBatchMeta, check_tags
+from ..rpc.links import Undo
+from ..status import DataPlaneStatus
+from ..traffic import ClientStats
 from .block_io import check_readable, column_bytes, cut, read_rows, rows_a_block, write_blocks
-from .block_store import BlockStore
-from .compact import check_keys, pack_keys, unpack_keys
 from .credit import Credit
-from .directory import requests
-from .directory.directory import Outcome
-from .directory.partition import ClaimRows, Committed, Grouping, PutRows, check_distinct, schema_id
-from .directory.samplers import TaskConfig
-from .errors import DataPlaneError, DataPlaneTimeout, DirectoryLost, ForeignReceipt, RowsCleared, SchemaMismatch
-from .handle import DataPlaneHandle
-from .meta import KVBatchMeta, check_tags
 from .renewal import LeaseRenewal
-from .rpc.links import Undo
-from .status import DataPlaneStatus
-from .traffic import ClientStats
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
-from headrace.dataplane.block_io import cut
-from headrace.dataplane.client import DataPlaneClient
+from headrace.dataplane.client.block_io import cut
+from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import (
     AlreadyWritten,
@@ -427,7 +427,7 @@ def test_async_twin(plane: DataPlane, client: DataPlaneClient) -> None:
 def test_twins_have_the_same_methods() -> None:
     import inspect
 
-    from headrace.dataplane.async_client import AsyncDataPlaneClient
+    from headrace.dataplane.client.async_client import AsyncDataPlaneClient
 
     def methods(of: type) -> dict[str, list[inspect.Parameter]]:
         found = {name: call for name, call in vars(of).items() if inspect.isfunction(call) and name[0] != "_"}

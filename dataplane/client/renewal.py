@@ -8,10 +8,10 @@ import threading
 import time
 import weakref
 
-from ..codecs import messages
-from .directory import requests
-from .errors import DataPlaneError
-from .rpc.links import Link
+from ...codecs import messages
+from ..directory import requests
+from ..errors import DataPlaneError
+from ..rpc.links import Link
 
 _logger = logging.getLogger(__name__)
 

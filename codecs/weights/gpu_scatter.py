@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .integers import round_up
+from ..integers import round_up
 
 # ---------------- The GPU computes the digest of bytes that it holds, queued like any other work, so that nobody waits.
 #
