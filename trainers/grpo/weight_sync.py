@@ -32,7 +32,7 @@ from ...actors.weights.transports.protocol import WeightTransferError, WeightUpd
 from ..cluster.calls import ActorFailed, Call, gather, gather_each, settled
 from ..cluster.engine_pool import Engine, EnginePool
 from ..cluster.handles import EngineHandle, TrainHandle
-from ..cluster.moving import gather_moving
+from ..cluster.progress import gather_moving
 from ..config.config import SyncConfig
 
 MARGIN_S = 10.0
