@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ WEIGHTS = {"w": torch.arange(4000.0), "v": torch.ones(30)}
 BUCKET_BYTES = 4096
 
 
-class Process:
+class Process(ABC):
     """An actor as Ray's handle of it: every call is a future, and a killed one answers no more."""
 
     def __init__(self) -> None:
@@ -56,8 +57,9 @@ class Process:
         future.add_done_callback(self._open.discard)
         return future
 
+    @abstractmethod
     def start(self, method: str, message: bytes) -> Future[bytes]:
-        raise NotImplementedError
+        """Begin a call of `method` with encoded arguments; the future has the encoded result."""
 
     def kill(self) -> None:
         self.alive = False
