@@ -69,7 +69,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Is one message to one unit."""
+    """Represents one message to one unit."""
 
     unit: int
     kind: Any

@@ -322,7 +322,7 @@ class _Tally:
         self.spans: list[tuple[str, tuple[Span, ...]]] = []
         self.gathers = 0
         self.announced = False
-        """Whether an attempt came as far as its announcement."""
+        """Whether an attempt has got as far as announcing its update."""
         self.held: dict[str, float] = {}
         """Seconds until the engines that were held before the last attempt's announcement stood still, by name."""
         self.blamed: set[str] = set()

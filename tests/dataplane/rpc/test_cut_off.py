@@ -321,7 +321,7 @@ def test_a_late_answer_meets_no_other_request(
 
 
 def test_requests_whose_cancellation_came_with_them_are_not_carried_out(served: Served, far: DataPlaneClient) -> None:
-    """As after a stall: both lie in the socket."""
+    """The request and its cancellation are both in the socket when the directory reads it, as after a stall."""
 
     async def use() -> None:
         async with connect_async(served.handle) as twin:

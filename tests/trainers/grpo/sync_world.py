@@ -127,7 +127,7 @@ class TrainProcess(Process):
 
 
 class DirectEngine(ScriptedEngine):
-    """Receives during its commit, as vllm does without staging: one that fails leaves it without a whole version."""
+    """An engine that receives during its commit, as vllm does without staging; a failed one leaves no whole version."""
 
     def __init__(self, *args: Any, receiver: ReceiverConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -212,14 +212,14 @@ class World:
         return kind(lambda *_: [5] * 20, latency_s=latency_s, receiver=receiver)
 
     def restart_trainer(self) -> None:
-        """Another process in the place of the train worker, which was killed."""
+        """Put another process in the place of the train worker, which was killed."""
         self.trainer.close()
         self.trainer = TrainProcess(self._run_id, self.config)
         self._worker.restart()
         self.sync.forget()
 
     def request(self, engine: int, name: str) -> Future[list[Completion]]:
-        """A request that `engine` has taken."""
+        """Begin a request, and return it once `engine` has taken it."""
         taken = threading.Event()
 
         async def generate() -> list[Completion]:
@@ -233,7 +233,7 @@ class World:
         return future
 
     def expect(self, version: int, scale: float) -> None:
-        """Every engine serves the trainer's weights whole, as `version`."""
+        """Check that every engine serves the trainer's weights whole, as `version`."""
         for engine, hosted in zip(self.pool.engines, self.hosted, strict=True):
             assert (engine.version, hosted.version, engine.left_out, engine.broken) == (version, version, "", False)
             for name, tensor in WEIGHTS.items():
