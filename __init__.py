@@ -14,8 +14,8 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from .codecs.batch import Batch, Jagged
     from .codecs.schema import Field, Kind, Schema
-    from .dataplane.async_client import AsyncDataPlaneClient
-    from .dataplane.client import DataPlaneClient
+    from .dataplane.client.async_client import AsyncDataPlaneClient
+    from .dataplane.client.client import DataPlaneClient
     from .dataplane.config import DataPlaneConfig, StoreConfig
     from .dataplane.directory.samplers import TaskConfig
     from .dataplane.errors import (
@@ -89,8 +89,8 @@ __all__ = [
 _MODULES = {
     "codecs.batch": "Batch Jagged",
     "codecs.schema": "Field Kind Schema",
-    "dataplane.async_client": "AsyncDataPlaneClient",
-    "dataplane.client": "DataPlaneClient",
+    "dataplane.client.async_client": "AsyncDataPlaneClient",
+    "dataplane.client.client": "DataPlaneClient",
     "dataplane.config": "DataPlaneConfig StoreConfig",
     "dataplane.directory.samplers": "TaskConfig",
     "dataplane.factory": "DataPlane connect connect_async open_data_plane",

@@ -76,7 +76,7 @@ class UserThreads:
 
 
 class _Call(Generic[T]):
-    """One call in its thread."""
+    """One call of a user's function, in a thread of its own."""
 
     def __init__(
         self,

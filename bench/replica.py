@@ -23,7 +23,7 @@ from rich.table import Table
 
 from ..actors.train.step_rows import TrainShard
 from ..codecs.batch import Batch, Jagged
-from ..dataplane.client import DataPlaneClient
+from ..dataplane.client.client import DataPlaneClient
 from ..dataplane.config import DataPlaneConfig, StoreConfig
 from ..dataplane.factory import connect, open_data_plane
 from ..dataplane.handle import DataPlaneHandle

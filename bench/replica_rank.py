@@ -27,7 +27,7 @@ from ..actors.train.step_rows import TrainShard
 from ..codecs.gather import as_bytes
 from ..codecs.jagged import from_padded, to_padded
 from ..codecs.schema import Kind
-from ..dataplane.client import DataPlaneClient
+from ..dataplane.client.client import DataPlaneClient
 from ..dataplane.factory import connect
 from ..dataplane.handle import DataPlaneHandle
 from ..dataplane.meta import KVBatchMeta

@@ -105,7 +105,7 @@ class Cuts(Protocol):
 
 @runtime_checkable
 class FreesMany(Protocol):
-    """Is a host for which freeing is a round trip, so that many blocks are freed in one call."""
+    """Marks a host for which freeing is a round trip, so that many blocks are freed in one call."""
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Free each (block id, location), as `free` does."""

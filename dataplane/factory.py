@@ -14,9 +14,9 @@ import uuid
 from types import TracebackType
 from typing import Any
 
-from .async_client import AsyncDataPlaneClient
 from .block_store import StoreHost
-from .client import DataPlaneClient
+from .client.async_client import AsyncDataPlaneClient
+from .client.client import DataPlaneClient
 from .config import DataPlaneConfig
 from .handle import DataPlaneHandle
 from .rpc.links import InProcessLink, Link, in_process_link

@@ -15,7 +15,7 @@ from pathlib import Path
 from . import forks
 
 FORKSERVER = multiprocessing.get_context("forkserver")
-_PRELOADED = ["headrace.actors.train.reader", "headrace.actors.weights.inbox", "headrace.codecs.bucket_delta"]
+_PRELOADED = ["headrace.actors.train.reader", "headrace.actors.weights.inbox", "headrace.codecs.weights.bucket_delta"]
 if not Path("/dev/nvidiactl").exists():  # importing Megatron touches a GPU, and no forked process could use it then
     _PRELOADED += [
         "headrace.tests.trainers.backends.backend_ranks",

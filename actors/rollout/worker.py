@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ...dataplane.async_client import AsyncDataPlaneClient
+from ...dataplane.client.async_client import AsyncDataPlaneClient
 from ...dataplane.meta import POSITION
 from ..engines.protocol import Generator, SamplingParams
 from ..engines.router import LeftOut

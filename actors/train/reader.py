@@ -19,7 +19,7 @@ import torch
 
 from ...codecs.batch import Jagged
 from ...codecs.schema import Schema
-from ...dataplane.client import DataPlaneClient
+from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.meta import KVBatchMeta
 from ...dataplane.topology import Topology
 from ..protocols import MicroBatch, Span

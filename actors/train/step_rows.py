@@ -10,7 +10,7 @@ import numpy as np
 from ...codecs.batch import Batch, Jagged
 from ...codecs.jagged import slice_rows
 from ...codecs.schema import Schema
-from ...dataplane.client import DataPlaneClient
+from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.meta import KVBatchMeta
 from .wire import RowFacts
 

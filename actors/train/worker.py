@@ -237,7 +237,11 @@ class TrainWorker:
 
     @in_thread_of("abort")
     def sent(self) -> int:
-        """Number of weights gathered and buckets sent since the start; 0 on ranks that publish nothing."""
+        """Number of weights gathered and buckets sent since the start; 0 on ranks that publish nothing.
+
+        `TrainActor.progress` cannot stand in for it: weights from host memory are sent by another thread than the one
+        whose CPU time that is.
+        """
         return 0 if self._publisher is None else self._publisher.sent
 
     @in_thread_of("abort")

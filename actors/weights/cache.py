@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...codecs.buckets import BucketPlan
 from ...codecs.host_memory import available_memory
 from ...codecs.integers import round_up
 from ...codecs.memory import ALIGN
+from ...codecs.weights.buckets import BucketPlan
 
 NUM_VERSIONS = 2
 MEMORY_SHARE = 0.8

@@ -14,9 +14,9 @@ from types import MappingProxyType
 
 import torch
 
-from ...codecs.bucket_delta import apply_sparse
-from ...codecs.buckets import BucketPlan, checksum, expect_all, read_bucket
-from ...codecs.gpu_scatter import scatter_kernel
+from ...codecs.weights.bucket_delta import apply_sparse
+from ...codecs.weights.buckets import BucketPlan, checksum, expect_all, read_bucket
+from ...codecs.weights.gpu_scatter import scatter_kernel
 from .config import Staging
 from .transports.factory import build_receiver
 from .transports.protocol import BucketFrame, ReceiverConfig, WeightTransferError, WeightUpdate

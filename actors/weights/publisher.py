@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from ...codecs.buckets import BucketPlan, plan_buckets
+from ...codecs.weights.buckets import BucketPlan, plan_buckets
 from .cache import BucketCache, CachedVersion
 from .config import SyncConfig
 from .stream import BucketStream, Publication, SendReport

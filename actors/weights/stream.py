@@ -18,10 +18,10 @@ from typing import TypeVar
 import torch
 import xxhash
 
-from ...codecs.bucket_delta import encode_sparse
-from ...codecs.buckets import BucketEntry, BucketPlan, check_planned, copy_bytes, queue_whole, write_piece
-from ...codecs.gpu_scatter import device_digest
 from ...codecs.schema import DTYPES
+from ...codecs.weights.bucket_delta import encode_sparse
+from ...codecs.weights.buckets import BucketEntry, BucketPlan, check_planned, copy_bytes, queue_whole, write_piece
+from ...codecs.weights.gpu_scatter import device_digest
 from .cache import CachedVersion
 from .transports.protocol import BucketFrame, Encoding, WeightSender, WeightTransferError, WeightUpdate
 from .views import BucketViews, Views

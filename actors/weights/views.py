@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...codecs.buckets import BucketEntry, BucketPlan
-from ...codecs.gpu_scatter import Scatter, scatter_kernel
 from ...codecs.schema import DTYPES
+from ...codecs.weights.buckets import BucketEntry, BucketPlan
+from ...codecs.weights.gpu_scatter import Scatter, scatter_kernel
 from .transports.receiver import bucket_offsets
 
 Views = dict[str, torch.Tensor]

@@ -27,7 +27,7 @@ from ...actors.weights.publisher import WeightPublisher
 from ...actors.weights.transports.factory import build_sender
 from ...actors.weights.transports.protocol import ReceiverGroup, SenderConfig, WeightUpdate
 from ...codecs import messages
-from ...codecs.gpu_scatter import device_digest
+from ...codecs.weights.gpu_scatter import device_digest
 from .vllm_transfers import BuiltinSender
 
 CONTEXT = 2048

@@ -98,7 +98,7 @@ class Queue:
 
 
 class _Place:
-    """Is one caller's place in a queue."""
+    """Represents one caller's place in a queue."""
 
     def __init__(self, lock: asyncio.Lock, wants: str) -> None:
         self.turn = lock

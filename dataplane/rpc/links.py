@@ -185,7 +185,7 @@ class InProcessLink:
 
 
 class _Call:
-    """Is one request on the directory's event loop, made by another thread."""
+    """Represents one request on the directory's event loop that another thread makes."""
 
     def __init__(
         self, service: DirectoryService, loop: asyncio.AbstractEventLoop, op: str, payload: bytes, undo: Undo | None

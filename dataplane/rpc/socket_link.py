@@ -326,21 +326,21 @@ class _Ended(ConnectionError):
 
 @dataclass(slots=True)
 class _Request:
-    """Is one request of a call, which may be tried on several connections until it is sent."""
+    """Represents one request of a call, which may be tried on several connections until it is sent."""
 
     op: str
     payload: bytes
     undo: Undo | None
     is_open: bool = False
-    """Whether it was sent, and neither its reply came nor what it did is undone."""
+    """Whether the request was sent and is still open: no reply has come, and it has not been undone."""
 
 
 class _Channel(asyncio.Protocol):
-    """Is one event loop's connection. Requests carry numbers, and replies come in any order."""
+    """Represents one event loop's connection. Requests carry numbers, and replies come in any order."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, address: DirectoryAddress) -> None:
         self.ended = False
-        """Whether nothing can be sent any more."""
+        """Whether the connection has ended, so that nothing can be sent any more."""
         self._loop = loop
         self._address = address
         self._ready: asyncio.Task[None] | None = None

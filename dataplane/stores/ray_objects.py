@@ -25,9 +25,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ..block_store import StoreSpec, Want
 from ..errors import CapacityExceeded, RowsCleared, StoreLost
 from .deadline import received_part
-from .ray_processes import end_actors, has_died
+from .ray_processes import RayActorsHost, end_actors
 from .registry import StoreEntry
-from .unfreed import Unfreed
 
 NAMESPACE = "headrace"
 START_TIMEOUT_S = 60.0
@@ -69,14 +68,13 @@ class Keeper:
             self._dropped_early.pop(next(iter(self._dropped_early)), None)
 
 
-class RayObjectsHost:
+class RayObjectsHost(RayActorsHost):
     """Starts a keeper on every node alive now; nodes that join later use the first one. Called from one thread."""
 
     def __init__(self, run_id: str, capacity_bytes: int) -> None:
         """Raise ValueError without Ray, StoreLost when a keeper does not start within START_TIMEOUT_S."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='ray' needs Ray: call ray.init() first, or use 'local' or 'shm'")
-        self._bytes: dict[int, int] = {}
         self._keepers: list[Any] = []
         self._local: dict[str, int] = {}
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
@@ -104,26 +102,10 @@ class RayObjectsHost:
                 elapsed = time.monotonic() - started
                 raise StoreLost(f"keeper did not start: {error}", op="start", peer=name, elapsed_s=elapsed) from None
         self._local = {name: pid for name, pid, node in zip(names, pids, nodes, strict=True) if node == here}
-        self._unfreed = Unfreed(
-            [f"{name} pid={pid} node={node[:12]}" for name, pid, node in zip(names, pids, nodes, strict=True)],
-            capacity_bytes // 4,
-        )
+        peers = [f"{name} pid={pid} node={node[:12]}" for name, pid, node in zip(names, pids, nodes, strict=True)]
+        super().__init__(peers, capacity_bytes)
         address = {"nodes": nodes, "names": names, "pids": pids}
         self.spec = StoreSpec(kind="ray", run_id=run_id, address=address)
-
-    def allocate(self, block_id: int, nbytes: int) -> bytes | None:
-        """Return b"", as the writer's keeper is the location, and Ray spills what does not fit in memory. None while a
-        keeper has not freed a quarter of the capacity."""
-        if nbytes and self._unfreed.over_limit:
-            self._deliver()
-            if self._unfreed.over_limit:
-                return None
-        self._bytes[block_id] = nbytes
-        return b""
-
-    def free(self, block_id: int, location: bytes) -> None:
-        """Free one block; see `free_many`."""
-        self.free_many([(block_id, location)])
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Make the keepers lend these blocks no more: one round trip, about a millisecond. Idempotent.
@@ -149,25 +131,9 @@ class RayObjectsHost:
             try:
                 call.result(self._unfreed.timeout_s(number))
             except (RayError, FutureTimeout) as error:
-                if has_died(self._keepers[number]):
-                    self._unfreed.died(number, error)
-                else:
-                    self._unfreed.failed(number, error)
+                self._undelivered(number, self._keepers[number], error)
             else:
                 self._unfreed.delivered(number, block_ids)
-
-    def usage_bytes(self) -> int:
-        """Number of bytes of the blocks that are reserved, written, or freed and not dropped yet."""
-        return sum(self._bytes.values()) + self._unfreed.nbytes
-
-    def unfreed_bytes(self) -> int:
-        """Number of bytes of the freed blocks that a keeper has not dropped. Asks the keepers again."""
-        self._deliver()
-        return self._unfreed.nbytes
-
-    def shortage(self) -> str:
-        """Name the processes that have not freed cleared blocks."""
-        return self._unfreed.described()
 
     def processes(self) -> dict[str, int]:
         """Return the keepers on this node."""

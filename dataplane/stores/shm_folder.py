@@ -71,7 +71,7 @@ class PoolMapping:
     """Maps the whole pool into this process. The part that the host has not reserved is never touched."""
 
     def __init__(self, folder: Path) -> None:
-        """Raise FileNotFoundError."""
+        """Map the pool of `folder`. Raises FileNotFoundError when there is none."""
         descriptor = os.open(folder / "pool", os.O_RDWR)
         try:
             self._mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)

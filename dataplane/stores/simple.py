@@ -40,9 +40,8 @@ from ..block_store import StoreSpec, Want
 from ..config import StoreConfig
 from ..errors import RowsCleared, StoreLost
 from .deadline import keep_freed_memory, received_part
-from .ray_processes import end_actors, has_died
+from .ray_processes import RayActorsHost, end_actors
 from .registry import StoreEntry
-from .unfreed import Unfreed
 
 NAMESPACE = "headrace"
 START_TIMEOUT_S = 60.0
@@ -70,7 +69,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Is one message to one unit."""
+    """Represents one message to one unit."""
 
     unit: int
     kind: Any
@@ -188,14 +187,13 @@ def _prepare_unit(unit: Any) -> int:
     return os.getpid()
 
 
-class SimpleHost:
+class SimpleHost(RayActorsHost):
     """Starts and ends the units. Called from one thread (the directory's)."""
 
     def __init__(self, run_id: str, num_units: int, capacity_bytes: int) -> None:
         """Raise ValueError without Ray, StoreLost when a unit does not start within START_TIMEOUT_S."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='simple' needs Ray: call ray.init() first, or use 'local' or 'shm'")
-        self._bytes: dict[int, int] = {}
         self._uncommitted: deque[int] = deque(maxlen=256)
         config = {"total_storage_size": None, "num_data_storage_units": num_units}
         names = [f"headrace-{run_id}-unit-{number}" for number in range(num_units)]
@@ -217,25 +215,11 @@ class SimpleHost:
                 ) from None
             units.append(Unit(info.id, name, pid, info.ip, info.ports["put_get_socket"]))
         self._link = UnitLink(units)
-        self._unfreed = Unfreed([f"storage unit {unit.peer}" for unit in units], capacity_bytes // 4)
+        super().__init__([f"storage unit {unit.peer}" for unit in units], capacity_bytes)
         address: dict[str, object] = {
             "units": [[unit.unit_id, unit.name, unit.pid, unit.ip, unit.port] for unit in units]
         }
         self.spec = StoreSpec(kind="simple", run_id=run_id, address=address)
-
-    def allocate(self, block_id: int, nbytes: int) -> bytes | None:
-        """Return b"", as a block is located when it is written. None while a unit has not freed a quarter of the
-        capacity; else the directory's capacity is the only limit."""
-        if nbytes and self._unfreed.over_limit:
-            self._deliver()
-            if self._unfreed.over_limit:
-                return None
-        self._bytes[block_id] = nbytes
-        return b""
-
-    def free(self, block_id: int, location: bytes) -> None:
-        """Free one block; see `free_many`."""
-        self.free_many([(block_id, location)])
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Delete these blocks from the units: one round trip, about a millisecond. Idempotent.
@@ -261,25 +245,9 @@ class SimpleHost:
                 if reply.request_type != ZMQRequestType.CLEAR_DATA_RESPONSE:
                     raise StoreLost(str(reply.body.get("message")), op="clear", peer=self._link.units[unit].peer)
             except StoreLost as error:
-                if has_died(self._actors[unit]):
-                    self._unfreed.died(unit, error)
-                else:
-                    self._unfreed.failed(unit, error)
+                self._undelivered(unit, self._actors[unit], error)
             else:
                 self._unfreed.delivered(unit, block_ids)
-
-    def usage_bytes(self) -> int:
-        """Number of bytes of the blocks that are reserved, written, or freed and not deleted yet."""
-        return sum(self._bytes.values()) + self._unfreed.nbytes
-
-    def unfreed_bytes(self) -> int:
-        """Number of bytes of the freed blocks that their unit has not deleted. Asks the units again."""
-        self._deliver()
-        return self._unfreed.nbytes
-
-    def shortage(self) -> str:
-        """Name the processes that have not freed cleared blocks."""
-        return self._unfreed.described()
 
     def processes(self) -> dict[str, int]:
         """Return the units on this node."""

@@ -28,8 +28,8 @@ class _Memory:
 
 
 class _Loan:
-    """Is the base of the arrays that were handed out. It is collected with the last of them, and gives the buffer
-    back."""
+    """Serves as the base of the arrays that were handed out. It is collected with the last of them, and gives the
+    buffer back."""
 
     __slots__ = ("_pool", "_memory", "__array_interface__")
 

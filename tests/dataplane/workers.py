@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from headrace.dataplane.client import DataPlaneClient
+from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.factory import connect
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.tests.dataplane.rows import FIRST, assert_rows, columns, keys_of, stop_after_first_block

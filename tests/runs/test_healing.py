@@ -110,7 +110,7 @@ def test_train_workers_are_restarted_under_the_rollouts(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_rollout_actor_that_hangs_is_replaced(tmp_path: Path) -> None:
-    """Whether or not it has rollouts to make at that moment: if it has none, only the weight sync asks it anything."""
+    """The actor is replaced whether or not it has rollouts to make: if it has none, only the weight sync asks it."""
     run_dir = tmp_path / "run"
     process = runs.start(
         run_dir, runs.shared_ray(),

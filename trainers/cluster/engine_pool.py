@@ -32,11 +32,11 @@ class Engine:
     left_out: str = ""
     """Reason why it gets no requests; "" while it gets some."""
     dead: bool = False
-    """Whether its process is gone, or that of the engine within it."""
+    """Whether the actor's process is gone, or that of the engine within it."""
     broken: bool = False
-    """Whether a commit that failed has left it without a whole version: its requests wait for the next one."""
+    """Whether a failed commit has left the engine without a whole version: its requests wait for the next one."""
     joins: bool | None = None
-    """Whether it receives weights straight into its parameters, as it did at its last update; None before the first."""
+    """Whether the engine received its last update straight into its parameters; None before the first."""
     ping: Call[ActorInfo] | None = None
     """The `ping` that it has not answered yet; None when it owes no answer."""
 

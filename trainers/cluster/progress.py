@@ -1,13 +1,17 @@
-"""Tells actors that are slow from those that are stuck: asks them how far they are while they work on long calls."""
+"""Tells actors that are slow from those that are stuck: asks them how far they are while they work on long calls.
+
+`gather_moving` waits for calls of which some may fail, and returns each one's outcome. `gather_slow` waits for calls of
+train workers that are of use only together, and raises the first failure.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
 
-from .calls import ActorFailed, Call, ended
-from .handles import EngineHandle, TrainHandle
+from .calls import ActorFailed, ActorHandle, Call, ended
+from .handles import TrainHandle
 
 T = TypeVar("T")
 
@@ -18,23 +22,35 @@ ASK_EVERY_S = 1.0
 class ProgressWatch:
     """Asks actors how far they are, one question at a time to each, and knows for how long each has stood still."""
 
-    def __init__(self, actors: Iterable[EngineHandle | TrainHandle]) -> None:
-        """Begin to watch. Nobody is asked before the first `look`."""
+    def __init__(
+        self,
+        actors: Iterable[ActorHandle],
+        ask: Callable[[Any], Call[int]] = lambda actor: actor.progress(),
+        ask_every_s: float = ASK_EVERY_S,
+    ) -> None:
+        """Begin to watch. Nobody is asked before the first `look`.
+
+        ask: asks an actor for a number that changes whenever it gets on. ask_every_s: seconds between two questions to
+        the same actor.
+        """
         now = time.monotonic()
-        self._asked = dict[EngineHandle | TrainHandle, Call[int]]()
+        self._ask = ask
+        self._ask_every_s = ask_every_s
+        self._asked = dict[ActorHandle, Call[int]]()
         """The question that each actor has not answered yet."""
-        self._figures = dict[EngineHandle | TrainHandle, int]()
+        self._figures = dict[ActorHandle, int]()
         self._moved_s = dict.fromkeys(actors, now)
         self._answered_s = dict.fromkeys(self._moved_s, now)
         self._next_s = dict.fromkeys(self._moved_s, now)
         """Time at which each actor may be asked again."""
 
-    def look(self) -> tuple[bool, dict[EngineHandle | TrainHandle, ActorFailed]]:
+    def look(self, only: Collection[ActorHandle] | None = None) -> tuple[bool, dict[ActorHandle, ActorFailed]]:
         """Take the answers that are there, and ask again; waits for nothing.
 
-        Returns whether any actor has moved, and the actors that failed to answer, with how they failed.
+        only: the actors that are asked again; None asks all that are watched. Returns whether any actor has moved, and
+        the actors that failed to answer, with how they failed.
         """
-        moved, failed = False, dict[EngineHandle | TrainHandle, ActorFailed]()
+        moved, failed = False, dict[ActorHandle, ActorFailed]()
         by_call = {call: actor for actor, call in self._asked.items()}
         now = time.monotonic()
         for call, answer in ended(list(by_call), "progress", 0.0):
@@ -49,21 +65,44 @@ class ProgressWatch:
                 self._figures[actor] = answer
                 self._moved_s[actor] = now
         for actor, next_s in self._next_s.items():
-            if actor not in self._asked and now >= next_s:
-                self._asked[actor] = actor.progress()
-                self._next_s[actor] = now + ASK_EVERY_S
+            if actor not in self._asked and now >= next_s and (only is None or actor in only):
+                self._asked[actor] = self._ask(actor)
+                self._next_s[actor] = now + self._ask_every_s
         return moved, failed
 
-    def still_s(self, actor: EngineHandle | TrainHandle) -> float:
+    def still_s(self, actor: ActorHandle) -> float:
         """Seconds in which `actor` has made no progress; 0.0 for one that is not watched."""
         return self._since(self._moved_s, actor)
 
-    def silent_s(self, actor: EngineHandle | TrainHandle) -> float:
+    def silent_s(self, actor: ActorHandle) -> float:
         """Seconds since `actor` last answered; 0.0 for one that is not watched."""
         return self._since(self._answered_s, actor)
 
-    def _since(self, times: dict[EngineHandle | TrainHandle, float], actor: EngineHandle | TrainHandle) -> float:
+    def _since(self, times: dict[ActorHandle, float], actor: ActorHandle) -> float:
         return time.monotonic() - times[actor] if actor in times else 0.0
+
+
+def gather_moving(
+    calls: Sequence[Call[T]], stage: str, timeout_s: float, ask: Callable[[Any], Call[int]]
+) -> list[T | ActorFailed]:
+    """Wait for all calls; returns, in order, each call's result or its ActorFailed.
+
+    The wait ends `timeout_s` after the last sign of progress of those that have not answered, however long it has taken
+    until then. ask: asks an actor for a number that changes whenever it gets on.
+    """
+    results: dict[Call[T], T | ActorFailed] = {}
+    look_s, moved_s = min(ASK_EVERY_S, timeout_s / 4), time.monotonic()
+    watch = ProgressWatch([call.actor for call in calls], ask, look_s)
+    while pending := [call for call in calls if call not in results]:
+        left_s = moved_s + timeout_s - time.monotonic()
+        if left_s <= 0.0:
+            break
+        results.update(ended(pending, stage, min(look_s, left_s)))
+        moved, _ = watch.look([call.actor for call in pending if call not in results])  # their calls tell what failed
+        if moved:
+            moved_s = time.monotonic()
+    late = f"{stage}: no answer and no progress within {timeout_s:g} s from"
+    return [results[call] if call in results else ActorFailed(f"{late} {call.actor.info}") for call in calls]
 
 
 def gather_slow(

@@ -30,7 +30,7 @@ from ...actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, Span
 from ...actors.rewards.rubric import reward_tag
 from ...actors.rollout.prompts import base36, row_key
 from ...actors.rollout.report import RolloutReport
-from ...dataplane.client import DataPlaneClient
+from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.errors import ClaimTimeout, KeysNotFound, LeaseLost
 from ...dataplane.meta import POSITION, KVBatchMeta
 from ..cluster import actor_specs

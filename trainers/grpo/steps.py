@@ -19,7 +19,7 @@ from ...actors.rewards.rubric import reward_tag
 from ...actors.train.reader import holds_receipt
 from ...actors.train.step_rows import TrainShard
 from ...actors.train.worker import REF, WorkerReport
-from ...dataplane.client import DataPlaneClient
+from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.meta import KVBatchMeta
 from ...dataplane.plans import Budget, plan_shards
 from ..advantages.estimator import AdvantageEstimator, RewardRows

@@ -32,7 +32,7 @@ from ...actors.weights.transports.protocol import WeightTransferError, WeightUpd
 from ..cluster.calls import ActorFailed, Call, gather, gather_each, settled
 from ..cluster.engine_pool import Engine, EnginePool
 from ..cluster.handles import EngineHandle, TrainHandle
-from ..cluster.moving import gather_moving
+from ..cluster.progress import gather_moving
 from ..config.config import SyncConfig
 
 MARGIN_S = 10.0
@@ -322,7 +322,7 @@ class _Tally:
         self.spans: list[tuple[str, tuple[Span, ...]]] = []
         self.gathers = 0
         self.announced = False
-        """Whether an attempt came as far as its announcement."""
+        """Whether an attempt has got as far as announcing its update."""
         self.held: dict[str, float] = {}
         """Seconds until the engines that were held before the last attempt's announcement stood still, by name."""
         self.blamed: set[str] = set()

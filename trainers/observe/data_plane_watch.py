@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...actors.protocols import TRAIN_FIELDS
-from ...dataplane.client import DataPlaneClient
+from ...dataplane.client.client import DataPlaneClient
 from ...dataplane.status import DataPlaneStatus
 from ...dataplane.traffic import Traffic
 

@@ -15,7 +15,7 @@ from ..errors import UserError
 from .metrics import RESUMED, MetricsWriter
 
 _DRAFTS = ("checkpoints/*.tmp", "*.new", "*.tmp")
-"""Names of what is written under another name first, and is worth nothing until it has its own."""
+"""Patterns of files and folders that are written under these names first, and count only once they are renamed."""
 
 
 def has_figures(folder: str | os.PathLike[str]) -> bool:
@@ -62,7 +62,7 @@ class RunFolder:
             raise UserError(f"run.dir: {self.path} holds no run to resume, expected the folder of an earlier run")
         self._lock = self._acquire()
         self._before = set() if self._made else {path.name for path in self.path.iterdir()}
-        """Names of what was in the folder before."""
+        """Names of the files that were in the folder before this start."""
         try:
             if not resume and self.holds_run:
                 raise UserError(

@@ -122,7 +122,7 @@ class _Training:
         self._replaced = 0
         """Number of actors that were replaced in all launches; counts against run.max_restarts."""
         self._died = ""
-        """What was lost before the last restart, in a sentence."""
+        """Sentence that says what was lost before the last restart."""
         self._begun = False
         """Whether a launch has reached its first step: a failure before that would come again."""
 

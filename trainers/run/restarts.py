@@ -81,7 +81,7 @@ def lost_only_workers(run: Run, processes: Mapping[str, int]) -> bool:
 
 
 def _proof(actors: RunActors, processes: Mapping[str, int], wait_s: float, insist: bool) -> list[str]:
-    """Who is dead, with pid: of the processes on this host and of all actors that Ray knows; waits for the first.
+    """Names and pids of the dead, among the processes of this host and all actors that Ray knows; waits for the first.
 
     insist: whether an actor that answers is asked again.
     """

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from ....codecs.gpu_scatter import as_signed
+from ....codecs.weights.gpu_scatter import as_signed
 from .control_link import Note, listen
 from .deadline import Deadline
 from .protocol import BucketFrame, WeightTransferError

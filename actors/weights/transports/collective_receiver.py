@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ....codecs.buckets import BucketPlan, read_plan
+from ....codecs.weights.buckets import BucketPlan, read_plan
 from .control_link import Hello, Link, Note
 from .deadline import Deadline
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate

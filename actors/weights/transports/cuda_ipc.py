@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from ....codecs import messages
-from ....codecs.gpu_scatter import as_signed
 from ....codecs.owned_folder import SHARED_MEMORY
+from ....codecs.weights.gpu_scatter import as_signed
 from .deadline import Deadline, worker_name
 from .ipc_base import Contents, IpcSenderBase, IpcStreamBase
 from .protocol import BucketFrame, WeightUpdate

@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 
 from ....codecs import messages
-from ....codecs.buckets import BucketPlan, read_plan
 from ....codecs.memory import ALIGN
 from ....codecs.owned_folder import PREFIX, create_owned_folder
+from ....codecs.weights.buckets import BucketPlan, read_plan
 from .deadline import Deadline
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
 from .receiver import Receiver, Stream

@@ -4,9 +4,9 @@
     trainer    begin(version, plan) -> buffer, send, buffer, send, ... -> finish
     engine                                         +-> open -> bucket, bucket, ... -> staged, verified
 
-A version is published bucket by bucket (`codecs.buckets`), with at most two buckets in flight between the two ends.
-Every wait on either side ends after the update's `timeout_s` without progress; every error names version, bucket, peer
-and the time since the update began.
+A version is published bucket by bucket (`codecs.weights.buckets`), with at most two buckets in flight between the two
+ends. Every wait on either side ends after the update's `timeout_s` without progress; every error names version, bucket,
+peer and the time since the update began.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from ....codecs.buckets import BucketPlan
+from ....codecs.weights.buckets import BucketPlan
 from ....dataplane.handle import DataPlaneHandle
 from ..config import SyncConfig
 
@@ -65,7 +65,7 @@ class BucketFrame:
     nbytes: int
     """Number of bytes of the payload; 0 for `same`."""
     checksum: int
-    """Checksum of the payload (`codecs.buckets.checksum`); 0 where `send` was given a digest instead."""
+    """Checksum of the payload (`codecs.weights.buckets.checksum`); 0 where `send` was given a digest instead."""
     result: int = 0
     """xxh3 of the whole bucket that `same` or `sparse` makes of the base version's, so that a damaged base is found; 0
     for `whole`."""

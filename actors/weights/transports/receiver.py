@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from ....codecs.buckets import BucketPlan, checksum
-from ....codecs.gpu_scatter import device_digest
 from ....codecs.integers import round_up
 from ....codecs.memory import ALIGN
+from ....codecs.weights.buckets import BucketPlan, checksum
+from ....codecs.weights.gpu_scatter import device_digest
 from .deadline import Deadline, worker_name
 from .protocol import BucketFrame, WeightTransferError, WeightUpdate
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ....codecs.buckets import BucketPlan, expect_all
 from ....codecs.memory import ALIGN
+from ....codecs.weights.buckets import BucketPlan, expect_all
 from .deadline import Deadline
 from .protocol import BucketFrame, ReceiverGroup, WeightTransferError, WeightUpdate
 

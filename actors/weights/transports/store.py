@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from ....codecs.batch import Ragged
-from ....codecs.buckets import BucketPlan, read_plan
 from ....codecs.schema import Field, Kind, Schema
-from ....dataplane.client import DataPlaneClient
+from ....codecs.weights.buckets import BucketPlan, read_plan
+from ....dataplane.client.client import DataPlaneClient
 from ....dataplane.errors import DataPlaneError, KeysNotFound, RowsCleared
 from ....dataplane.factory import connect
 from ....dataplane.handle import DataPlaneHandle

@@ -65,16 +65,16 @@ class RecordingBackend:
             yield name, tensor
 
     def save(self, path: str, *, wait: bool = True) -> None:
-        raise NotImplementedError
+        self.calls.append(f"save {path}")
 
     def wait_saved(self) -> None:
-        raise NotImplementedError
+        self.calls.append("wait_saved")
 
     def load(self, path: str) -> None:
-        raise NotImplementedError
+        self.calls.append(f"load {path}")
 
     def export_model(self, path: str) -> None:
-        raise NotImplementedError
+        self.calls.append(f"export_model {path}")
 
     def close(self) -> None:
         self.calls.append("close")

@@ -23,7 +23,7 @@ from headrace.actors.protocols import ROLLOUT_SCHEMA, TRAIN_FIELDS, MicroBatch
 from headrace.actors.train.reader import FetchPolicy, ReplicaReader, build_links, holds_receipt
 from headrace.actors.train.step_rows import TrainShard
 from headrace.codecs.batch import Batch, Jagged
-from headrace.dataplane.client import DataPlaneClient
+from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.directory.service import DirectoryService
 from headrace.dataplane.factory import build_store_host, connect, open_data_plane

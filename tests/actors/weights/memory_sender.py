@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headrace.actors.weights.transports.protocol import BucketFrame, ReceiverGroup, WeightTransferError, WeightUpdate
-from headrace.codecs.bucket_delta import apply_sparse
-from headrace.codecs.buckets import BucketPlan, checksum, expect_all, read_bucket
-from headrace.codecs.gpu_scatter import device_digest
+from headrace.codecs.weights.bucket_delta import apply_sparse
+from headrace.codecs.weights.buckets import BucketPlan, checksum, expect_all, read_bucket
+from headrace.codecs.weights.gpu_scatter import device_digest
 
 
 class MemorySender:

@@ -8,7 +8,7 @@ import torch
 
 from headrace.actors.weights import cache as cache_module
 from headrace.actors.weights.cache import BucketCache
-from headrace.codecs.buckets import BucketPlan, plan_buckets
+from headrace.codecs.weights.buckets import BucketPlan, plan_buckets
 
 PLAN = plan_buckets({"a": (torch.int8, (100,)), "b": (torch.int8, (70,))}, 64)
 

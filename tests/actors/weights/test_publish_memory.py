@@ -12,7 +12,7 @@ import torch
 from headrace.actors.weights.config import SyncConfig
 from headrace.actors.weights.publisher import WeightPublisher
 from headrace.actors.weights.transports.protocol import BucketFrame, ReceiverGroup
-from headrace.codecs.buckets import checksum
+from headrace.codecs.weights.buckets import checksum
 from headrace.tests.actors.weights.memory_sender import MemorySender
 
 pytestmark = pytest.mark.processes

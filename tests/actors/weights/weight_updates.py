@@ -18,7 +18,7 @@ from headrace.actors.weights.transports.protocol import (
     SenderConfig,
     WeightUpdate,
 )
-from headrace.codecs.buckets import BucketPlan, checksum, plan_buckets, write_piece
+from headrace.codecs.weights.buckets import BucketPlan, checksum, plan_buckets, write_piece
 
 ENGINE = "engine"
 BUCKET_BYTES = 16 << 10

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.dataplane.client.renewal import LeaseRenewal
 from headrace.dataplane.errors import ClaimTimeout, LeaseLost
 from headrace.dataplane.factory import DataPlane, connect
-from headrace.dataplane.renewal import LeaseRenewal
 from headrace.tests.dataplane.rows import FIRST, LATER, SCHEMA, assert_rows, columns, keys_of
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.dataplane.async_client import AsyncDataPlaneClient
-from headrace.dataplane.client import DataPlaneClient
+from headrace.dataplane.client.async_client import AsyncDataPlaneClient
+from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.directory.samplers import Candidates, TaskConfig
 from headrace.dataplane.errors import ClaimTimeout, SamplerError
 from headrace.dataplane.factory import DataPlane, connect_async

@@ -19,7 +19,7 @@ from headrace.tests.dataplane.rows import fresh_run_id
 
 
 def config(**options: Any) -> DataPlaneConfig:
-    """For a store of 64 MiB in the directory's process, unless `options` say otherwise."""
+    """Return the configuration of a store of 64 MiB in the directory's process, unless `options` say otherwise."""
     settings = {"store": {"kind": "local", "capacity_mib": 64}, "timeout_s": 10.0, **options}
     return DataPlaneConfig.model_validate(settings)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
-from headrace.dataplane.client import DataPlaneClient
+from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.errors import DirectoryLost
 from headrace.dataplane.factory import connect, connect_async, open_data_plane
 from headrace.dataplane.handle import DataPlaneHandle
@@ -183,7 +183,7 @@ def test_what_was_granted_to_a_cancelled_call_is_given_back(
     monkeypatch.setattr(socket_link._Channel, "data_received", receive)
     if late:
         monkeypatch.setattr(links, "GRACE_S", 0.25)
-        monkeypatch.setattr("headrace.dataplane.operations.ABORT_TIMEOUT_S", 0.1)
+        monkeypatch.setattr("headrace.dataplane.client.operations.ABORT_TIMEOUT_S", 0.1)
 
     async def use() -> None:
         nonlocal is_held
@@ -246,7 +246,7 @@ def test_calls_that_failed_in_a_stall_take_no_effect_afterwards(
     far.put("p", ["old.0"], {"y": torch.ones(1)})
     far.put("p", ["old.1"], {"y": torch.ones(1)})  # from now on it has credit: a put is one call
     monkeypatch.setattr(links, "GRACE_S", 0.3)
-    monkeypatch.setattr("headrace.dataplane.operations.ABORT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("headrace.dataplane.client.operations.ABORT_TIMEOUT_S", 0.1)
     errors: list[DirectoryLost] = []
 
     def fails(call: Callable[..., Any], *arguments: Any) -> threading.Thread:
@@ -321,7 +321,7 @@ def test_a_late_answer_meets_no_other_request(
 
 
 def test_requests_whose_cancellation_came_with_them_are_not_carried_out(served: Served, far: DataPlaneClient) -> None:
-    """As after a stall: both lie in the socket."""
+    """The request and its cancellation are both in the socket when the directory reads it, as after a stall."""
 
     async def use() -> None:
         async with connect_async(served.handle) as twin:

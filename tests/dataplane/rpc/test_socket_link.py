@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
-from headrace.dataplane.client import DataPlaneClient
+from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.directory import requests
 from headrace.dataplane.directory.directory import ClaimRows
 from headrace.dataplane.directory.requests import body_of

@@ -64,7 +64,7 @@ def no_whole_model(model: str) -> Any:
 
 
 def loaded(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """What one of two ranks has and has read, by model and mesh."""
+    """Return what one of two ranks has and has read, by model and mesh."""
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(loading, "load_causal_lm", no_whole_model)

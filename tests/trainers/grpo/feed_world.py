@@ -19,7 +19,7 @@ from headrace.actors.rollout.prompts import base36
 from headrace.actors.rollout.report import RolloutReport, RolloutTally
 from headrace.actors.rollout.worker import RolloutWorker
 from headrace.codecs.batch import Batch, Jagged, Ragged
-from headrace.dataplane.client import DataPlaneClient
+from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.factory import DataPlane, connect
 from headrace.dataplane.meta import POSITION, KVBatchMeta
 from headrace.dataplane.traffic import Traffic
@@ -209,12 +209,12 @@ class World:
         self.looks = 0
 
     def look(self, version: int) -> bool:
-        """Every look is an hour after the one before."""
+        """Look at the actors as if an hour had passed since the look before."""
         self.looks += 1
         return True
 
     def still_s(self, actor: RolloutHandle) -> float:
-        """Nobody is stuck, but for those that are `hung`."""
+        """Return seconds without progress as if nobody were stuck but the `hung`."""
         return 3600.0 * self.looks if actor in self.hung else 0.0
 
     def leave_out(self, engine: str, reason: str) -> None:

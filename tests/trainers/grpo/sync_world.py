@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ WEIGHTS = {"w": torch.arange(4000.0), "v": torch.ones(30)}
 BUCKET_BYTES = 4096
 
 
-class Process:
+class Process(ABC):
     """An actor as Ray's handle of it: every call is a future, and a killed one answers no more."""
 
     def __init__(self) -> None:
@@ -56,8 +57,9 @@ class Process:
         future.add_done_callback(self._open.discard)
         return future
 
+    @abstractmethod
     def start(self, method: str, message: bytes) -> Future[bytes]:
-        raise NotImplementedError
+        """Begin a call of `method` with encoded arguments; the future has the encoded result."""
 
     def kill(self) -> None:
         self.alive = False
@@ -125,7 +127,7 @@ class TrainProcess(Process):
 
 
 class DirectEngine(ScriptedEngine):
-    """Receives during its commit, as vllm does without staging: one that fails leaves it without a whole version."""
+    """An engine that receives during its commit, as vllm does without staging; a failed one leaves no whole version."""
 
     def __init__(self, *args: Any, receiver: ReceiverConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -210,14 +212,14 @@ class World:
         return kind(lambda *_: [5] * 20, latency_s=latency_s, receiver=receiver)
 
     def restart_trainer(self) -> None:
-        """Another process in the place of the train worker, which was killed."""
+        """Put another process in the place of the train worker, which was killed."""
         self.trainer.close()
         self.trainer = TrainProcess(self._run_id, self.config)
         self._worker.restart()
         self.sync.forget()
 
     def request(self, engine: int, name: str) -> Future[list[Completion]]:
-        """A request that `engine` has taken."""
+        """Begin a request, and return it once `engine` has taken it."""
         taken = threading.Event()
 
         async def generate() -> list[Completion]:
@@ -231,7 +233,7 @@ class World:
         return future
 
     def expect(self, version: int, scale: float) -> None:
-        """Every engine serves the trainer's weights whole, as `version`."""
+        """Check that every engine serves the trainer's weights whole, as `version`."""
         for engine, hosted in zip(self.pool.engines, self.hosted, strict=True):
             assert (engine.version, hosted.version, engine.left_out, engine.broken) == (version, version, "", False)
             for name, tensor in WEIGHTS.items():

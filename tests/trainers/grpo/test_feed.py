@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from headrace.dataplane.client.renewal import LeaseRenewal
 from headrace.dataplane.config import DataPlaneConfig
 from headrace.dataplane.errors import LeaseLost
 from headrace.dataplane.factory import DataPlane, open_data_plane
 from headrace.dataplane.meta import KVBatchMeta
-from headrace.dataplane.renewal import LeaseRenewal
 from headrace.tests.dataplane.rows import fresh_run_id
 from headrace.tests.trainers.grpo.feed_world import World, positions_of, saved
 from headrace.trainers.config.config import Config
@@ -238,7 +238,7 @@ def test_a_rollout_may_take_hours_while_it_makes_progress(plane: DataPlane, mode
 def test_an_actor_that_makes_no_progress_is_killed_and_its_prompts_are_issued_again(
     plane: DataPlane, mode: str
 ) -> None:
-    """In a drain as well as in a claim, however many others answer meanwhile."""
+    """A hung call is found in a drain as well as in a claim, however many others answer meanwhile."""
     world = World(plane, settings(mode), random.Random(0))
     feed = world.begin(grpo.State())
     feed.top_up()
@@ -266,7 +266,7 @@ def test_a_wait_for_rollouts_tells_the_watchdog_that_it_gets_on(plane: DataPlane
 
 
 def test_failed_rows_are_counted_over_the_step(plane: DataPlane) -> None:
-    """One call of three may fail as a whole: it has a third of the step's rows."""
+    """One call of three may fail as a whole, because it has a third of the step's rows."""
     config = build_config(
         {"algorithm": {"prompts_per_step": 3, "group_size": 8, "steps": 10}, "validation": {"every": 0}}
     )

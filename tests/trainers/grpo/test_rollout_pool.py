@@ -57,7 +57,7 @@ class Run:
         self.gone.pop(index, None)
 
     def look(self, seconds: float) -> None:
-        """Look once a second for so long."""
+        """Look at the actors once a second, for so many seconds."""
         for _ in range(int(seconds)):
             self.now += 1.0
             self.pool.look(0)
@@ -66,7 +66,7 @@ class Run:
 def test_an_engine_whose_own_process_died_is_ended_and_replaced_within_the_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its actor is alive and answers that; the requests go to the other engine meanwhile."""
+    """The actor of the engine is alive and says so; the requests go to the other engine meanwhile."""
     run = Run(monkeypatch, max_replaced=3)
     run.look(3)
     run.gone[0] = RayTaskError("progress", "a traceback", EngineDied("vLLM's engine process died"))

@@ -90,7 +90,7 @@ class Validations:
 
 
 def rewards(*values: float) -> list[Mapping[str, float]]:
-    """Of a task whose answers are never the whole text."""
+    """Return the figures of validations with these rewards, in a task whose answers are never the whole text."""
     return [{"val/reward": value, "val/exact_match": 0.0} for value in values]
 
 

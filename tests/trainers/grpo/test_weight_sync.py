@@ -104,7 +104,7 @@ def test_a_trainer_that_dies_in_a_direct_update_leaves_engines_whose_requests_wa
 
 
 class _Stuck(ScriptedEngine):
-    """Makes no token."""
+    """An engine that makes no token."""
 
     @property
     def progress(self) -> int:

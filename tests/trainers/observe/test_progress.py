@@ -133,7 +133,7 @@ def test_what_a_run_lost_adds_up_and_shows(terminal: bool) -> None:
 
 
 def test_a_step_without_a_figure_does_not_spoil_the_average() -> None:
-    """As the first step of a resumed run, whose groups all come from the journal."""
+    """The first step of a resumed run generates no tokens when all of its groups come from the journal."""
     text = shown({"rollout/tokens_per_s": float("nan")}, {}, {}, terminal=True)
     assert "nan" not in text and "tokens/s 1,234" in text
     assert "nan" not in shown({"rollout/tokens_per_s": float("nan")}, terminal=False)

@@ -157,7 +157,7 @@ def test_a_refused_start_leaves_what_another_run_made(tmp_path: Path) -> None:
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on no text can be written."""
+    """Let every write of a text fail from now on, as on a full disk."""
 
     def full(self: Path, *_: Any, **__: Any) -> int:
         self.touch()  # as an open of a full disk leaves it

@@ -64,7 +64,7 @@ def write(path: Path, *rows: dict[str, Any]) -> None:
 
 
 def nothing(place: Path) -> None:
-    """Damages nothing: the mistake is in the overrides."""
+    """Damage nothing, as the mistake is in the overrides."""
 
 
 def no_tokenizer(place: Path) -> None:

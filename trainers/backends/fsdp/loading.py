@@ -40,7 +40,7 @@ class WholeModel:
     """WeightSource that holds the whole model, for models whose files do not have its tensors as they are."""
 
     def __init__(self, model: str) -> None:
-        """Load it. Raises ValueError when there is no such model."""
+        """Load `model`, a folder or hub id. Raises ValueError when there is no such model."""
         self._model = load_causal_lm(model)
         self._tensors = self._model.state_dict()
 

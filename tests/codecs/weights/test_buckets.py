@@ -7,7 +7,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.codecs.buckets import (
+from headrace.codecs.memory import ALIGN
+from headrace.codecs.messages import decode, encode
+from headrace.codecs.schema import DTYPES
+from headrace.codecs.weights.buckets import (
     CHUNK_BYTES,
     BucketPlan,
     checksum,
@@ -16,10 +19,7 @@ from headrace.codecs.buckets import (
     read_bucket,
     write_piece,
 )
-from headrace.codecs.gpu_scatter import device_digest
-from headrace.codecs.memory import ALIGN
-from headrace.codecs.messages import decode, encode
-from headrace.codecs.schema import DTYPES
+from headrace.codecs.weights.gpu_scatter import device_digest
 
 
 def spec(named):

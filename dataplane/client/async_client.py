@@ -11,20 +11,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..codecs.batch import Batch
-from ..codecs.schema import Schema
-from .block_store import BlockStore
-from .directory.directory import Outcome
-from .directory.requests import body_of
-from .directory.samplers import TaskConfig
-from .errors import DataPlaneTimeout, DirectoryLost
-from .handle import DataPlaneHandle
-from .meta import KVBatchMeta
+from ...codecs.batch import Batch
+from ...codecs.schema import Schema
+from ..block_store import BlockStore
+from ..directory.directory import Outcome
+from ..directory.requests import body_of
+from ..directory.samplers import TaskConfig
+from ..errors import DataPlaneTimeout, DirectoryLost
+from ..handle import DataPlaneHandle
+from ..meta import KVBatchMeta
+from ..rpc.links import Link
+from ..status import DataPlaneStatus
+from ..traffic import ClientStats
 from .operations import Ask, Fields, Moved, Operations, Steps, Work
 from .renewal import LeaseRenewal
-from .rpc.links import Link
-from .status import DataPlaneStatus
-from .traffic import ClientStats
 
 T = TypeVar("T")
 

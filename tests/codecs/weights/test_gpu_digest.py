@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.codecs import gpu_scatter
-from headrace.codecs.gpu_scatter import device_digest
+from headrace.codecs.weights import gpu_scatter
+from headrace.codecs.weights.gpu_scatter import device_digest
 
 SIZES = [0, 1, 7, 8, 9, 4096, 4099 * 8 - 1, 4099 * 8, 4099 * 8 + 1, 3 * 4099 * 8 + 77, 1 << 20]
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from headrace.codecs.gpu_scatter import Scatter, check, device_digest, scatter_kernel
-from headrace.tests.codecs.test_gpu_digest import payload
+from headrace.codecs.weights.gpu_scatter import Scatter, check, device_digest, scatter_kernel
+from headrace.tests.codecs.weights.test_gpu_digest import payload
 
 CPU = torch.device("cpu")
 
@@ -32,8 +32,8 @@ def test_a_payload_of_another_size_is_refused() -> None:
 
 INTERPRETED = """
 import torch
-from headrace.codecs import gpu_scatter, gpu_scatter_kernel
-from headrace.codecs.gpu_scatter import device_digest
+from headrace.codecs.weights import gpu_scatter, gpu_scatter_kernel
+from headrace.codecs.weights.gpu_scatter import device_digest
 
 cpu = torch.device("cpu")
 assert gpu_scatter.check(gpu_scatter_kernel, cpu)
@@ -64,8 +64,8 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from headrace.codecs import gpu_scatter_kernel as kernel
-from headrace.codecs.gpu_scatter import GOLDEN, MIX
+from headrace.codecs.weights import gpu_scatter_kernel as kernel
+from headrace.codecs.weights.gpu_scatter import GOLDEN, MIX
 
 signature = dict.fromkeys(("payload", "table", "out"), "*i64")
 (_, first), (_, second), _ = MIX

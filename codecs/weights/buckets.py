@@ -19,11 +19,11 @@ import numpy as np
 import torch
 import xxhash
 
-from . import messages
+from .. import messages
+from ..integers import round_up
+from ..memory import ALIGN, fresh
+from ..schema import DTYPES
 from .gpu_scatter import device_digest
-from .integers import round_up
-from .memory import ALIGN, fresh
-from .schema import DTYPES
 
 CHUNK_BYTES = 512 << 10
 """Number of bytes copied and hashed at a time, so that the hash finds them in the cache."""

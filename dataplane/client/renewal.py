@@ -8,10 +8,10 @@ import threading
 import time
 import weakref
 
-from ..codecs import messages
-from .directory import requests
-from .errors import DataPlaneError
-from .rpc.links import Link
+from ...codecs import messages
+from ..directory import requests
+from ..errors import DataPlaneError
+from ..rpc.links import Link
 
 _logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class LeaseRenewal:
 
 
 class _Renewer:
-    """Is what the thread refers to, so that a client which nobody refers to can be collected."""
+    """Holds all that the renewing thread refers to, so that a client which nobody else refers to can be collected."""
 
     def __init__(self, link: Link, lease_s: float) -> None:
         self._link = link

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..codecs.batch import Batch, Column, Jagged, Ragged
-from ..codecs.blocks import ChecksumMismatch, EncodedBlock, RowSource, assemble, verify
-from ..codecs.integers import distinct
-from ..codecs.schema import Schema
-from .block_store import BlockStore, PutsMany, Want
-from .config import MAX_BLOCK_ROWS
-from .errors import DataPlaneError, FieldsNotReady, IntegrityError, RowsCleared, SchemaMismatch
-from .meta import KVBatchMeta, narrow_sources
+from ...codecs.batch import Batch, Column, Jagged, Ragged
+from ...codecs.blocks import ChecksumMismatch, EncodedBlock, RowSource, assemble, verify
+from ...codecs.integers import distinct
+from ...codecs.schema import Schema
+from ..block_store import BlockStore, PutsMany, Want
+from ..config import MAX_BLOCK_ROWS
+from ..errors import DataPlaneError, FieldsNotReady, IntegrityError, RowsCleared, SchemaMismatch
+from ..meta import KVBatchMeta, narrow_sources
 
 BLOCK_ROWS = 256
 """Number of rows in a block unless configured. Half as many cost the store `simple` a third more time for a put.

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
-from headrace.dataplane.block_io import read_rows
-from headrace.dataplane.client import DataPlaneClient
+from headrace.dataplane.client.block_io import read_rows
+from headrace.dataplane.client.client import DataPlaneClient
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
 from headrace.dataplane.errors import ForeignReceipt, IntegrityError
 from headrace.dataplane.factory import DataPlane, connect, open_data_plane

@@ -12,7 +12,7 @@ import struct
 
 import numpy as np
 
-from .integers import ceil_div
+from ..integers import ceil_div
 
 _HEADER = struct.Struct("<4sBBxxQQQ")
 """Header: magic, element bytes, bytes of a position (0 for a bitmap), elements of the bucket, changed ones, bytes of

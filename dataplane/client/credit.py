@@ -6,8 +6,8 @@ import threading
 import time
 from collections import deque
 
-from ..codecs.integers import round_up
-from .directory.requests import Space
+from ...codecs.integers import round_up
+from ..directory.requests import Space
 
 RECENT_PUTS = 8
 SLACK_PART = 4

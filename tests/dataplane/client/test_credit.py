@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
-from headrace.dataplane.client import DataPlaneClient
+from headrace.dataplane.client.client import DataPlaneClient
+from headrace.dataplane.client.credit import MAX_BYTES, Credit
 from headrace.dataplane.config import DataPlaneConfig, StoreConfig
-from headrace.dataplane.credit import MAX_BYTES, Credit
 from headrace.dataplane.directory.requests import Space
 from headrace.dataplane.errors import AlreadyWritten, CapacityExceeded, RowsCleared
 from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane

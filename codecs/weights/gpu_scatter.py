@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .integers import round_up
+from ..integers import round_up
 
 # ---------------- The GPU computes the digest of bytes that it holds, queued like any other work, so that nobody waits.
 #
@@ -107,7 +107,7 @@ class Scatter:
         self._kernel = kernel if fits else None
         self._table = None if self._kernel is None else self._rows(self._kernel.SEGMENT).to(device)
         self._unread = 0 if self._kernel is None else self._zeros_between()
-        """What the words that the kernel does not read, zeros between pieces, and the length add to the digest."""
+        """Part of the digest that the kernel does not compute: the length, and the zeros between pieces."""
 
     def __call__(self, payload: torch.Tensor) -> torch.Tensor:
         """Copy the pieces and return the payload's `device_digest`, both queued on the current stream.

@@ -14,26 +14,26 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
-from ..codecs import messages
-from ..codecs.batch import Batch
-from ..codecs.blocks import MAX_TOKENS, BatchEncoder, EncodedBlock, RowSource
-from ..codecs.jagged import pack
-from ..codecs.schema import Schema
+from ...codecs import messages
+from ...codecs.batch import Batch
+from ...codecs.blocks import MAX_TOKENS, BatchEncoder, EncodedBlock, RowSource
+from ...codecs.jagged import pack
+from ...codecs.schema import Schema
+from ..block_store import BlockStore
+from ..compact import check_keys, pack_keys, unpack_keys
+from ..directory import requests
+from ..directory.directory import Outcome
+from ..directory.partition import ClaimRows, Committed, Grouping, PutRows, check_distinct, schema_id
+from ..directory.samplers import TaskConfig
+from ..errors import DataPlaneError, DataPlaneTimeout, DirectoryLost, ForeignReceipt, RowsCleared, SchemaMismatch
+from ..handle import DataPlaneHandle
+from ..meta import KVBatchMeta, check_tags
+from ..rpc.links import Undo
+from ..status import DataPlaneStatus
+from ..traffic import ClientStats
 from .block_io import check_readable, column_bytes, cut, read_rows, rows_a_block, write_blocks
-from .block_store import BlockStore
-from .compact import check_keys, pack_keys, unpack_keys
 from .credit import Credit
-from .directory import requests
-from .directory.directory import Outcome
-from .directory.partition import ClaimRows, Committed, Grouping, PutRows, check_distinct, schema_id
-from .directory.samplers import TaskConfig
-from .errors import DataPlaneError, DataPlaneTimeout, DirectoryLost, ForeignReceipt, RowsCleared, SchemaMismatch
-from .handle import DataPlaneHandle
-from .meta import KVBatchMeta, check_tags
 from .renewal import LeaseRenewal
-from .rpc.links import Undo
-from .status import DataPlaneStatus
-from .traffic import ClientStats
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -136,25 +136,6 @@ class Operations:
         bound = self.timeout(timeout_s)
         deadline = time.monotonic() + bound
         schema = yield from self._schema(partition, bound)
-        try:
-            moved = self._put(schema, partition, keys, fields, versions, groups, tags, replace, deadline)
-            return (yield from moved)
-        except SchemaMismatch:
-            self._schemas.pop(partition, None)  # it may have been registered anew
-            raise
-
-    def _put(
-        self,
-        schema: Schema,
-        partition: str,
-        keys: Sequence[str],
-        fields: Fields,
-        versions: int | np.ndarray | None,
-        groups: Sequence[str] | None,
-        tags: Mapping[str, np.ndarray] | None,
-        replace: bool,
-        deadline: float,
-    ) -> Steps[Moved[KVBatchMeta]]:
         names = check_keys(keys)
         check_distinct(names, partition)
         group_names = None if groups is None else check_keys(groups, "groups")
@@ -183,14 +164,23 @@ class Operations:
             )
             return put, blocks
 
-        put, blocks = yield Work("put", prepare, deadline)
-        if not names:
-            return Moved(_empty_receipt(partition, schema, put.fields, self._plane_id), 0)
+        try:
+            put, blocks = yield Work("put", prepare, deadline)
+            if not names:
+                return Moved(_empty_receipt(partition, schema, put.fields, self._plane_id), 0)
+            written = yield from self._place(put, blocks, deadline)
+        except SchemaMismatch:
+            self._schemas.pop(partition, None)  # it may have been registered anew
+            raise
+        return Moved(written.receipt(put, schema, self._plane_id), put.value_bytes)
+
+    def _place(self, put: PutRows, blocks: list[EncodedBlock], deadline: float) -> Steps[Committed]:
+        """Write a put's blocks and rows into space that was granted ahead, or else into space that is reserved now."""
         space, given_back = self._credit.take(put.nbytes, len(blocks))
         if space is not None:
             written = yield from self._write(put, blocks, space, deadline, credit=True)
             if written is not None:
-                return Moved(written.receipt(put, schema, self._plane_id), put.value_bytes)
+                return written
             _logger.debug("%s: the directory took the credit of a put back; it is written again", self.label)
         remaining = max(0.0, deadline - time.monotonic())
         request = requests.encode(requests.Reserve(put, remaining, given_back))
@@ -198,7 +188,7 @@ class Operations:
         space = messages.decode(reply, requests.Space)
         written = yield from self._write(put, blocks, space, deadline, credit=False)
         assert written is not None, "only credit can be revoked"
-        return Moved(written.receipt(put, schema, self._plane_id), put.value_bytes)
+        return written
 
     def _write(
         self,

@@ -1,0 +1,145 @@
+"""Claims that wait and are woken, and leases that last as long as their client."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+from headrace.dataplane.client.client import DataPlaneClient
+from headrace.dataplane.errors import CapacityExceeded, ClaimTimeout, LeaseLost
+from headrace.dataplane.factory import DataPlane, connect, connect_async, open_data_plane
+from headrace.tests.dataplane.client.local_plane import SCHEMA, config, ids
+
+
+def test_a_waiting_claim_is_woken_by_the_put_that_completes_it(client: DataPlaneClient, plane: DataPlane) -> None:
+    woken: list[float] = []
+
+    def wait() -> None:
+        meta = connect(plane.handle).claim("p", "a", ("ids", "score"), 2, whole_groups=True)
+        woken.append(time.perf_counter())
+        assert meta.keys == ("g.0", "g.1")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    client.put("p", ["g.0", "g.1", "h.0"], {"ids": ids(3)})
+    client.put("p", ["g.0", "h.0"], {"score": torch.zeros(2)})
+    time.sleep(0.1)
+    assert client.status().waiting_claims == 1 and not woken
+    client.put("p", ["g.1"], {"score": torch.zeros(1)})
+    put = time.perf_counter()
+    thread.join(5)
+    assert woken[0] - put < 0.05
+
+
+def test_claims_of_a_task_are_served_in_order(client: DataPlaneClient, plane: DataPlane) -> None:
+    served: list[tuple[str, int]] = []
+
+    def wait(name: str, count: int) -> None:
+        served.append((name, len(connect(plane.handle).claim("p", "a", ("ids",), count))))
+
+    threads = []
+    for number, (name, count) in enumerate((("large", 4), ("small", 1))):
+        threads.append(threading.Thread(target=wait, args=(name, count)))
+        threads[-1].start()
+        while client.status().waiting_claims <= number:
+            time.sleep(0.005)
+    client.put("p", ["a.0", "b.0"], {"ids": ids(2)})
+    time.sleep(0.05)
+    assert served == []
+    client.put("p", ["c.0", "d.0"], {"ids": ids(2)})
+    threads[0].join(5)
+    assert served == [("large", 4)]
+    client.put("p", ["e.0"], {"ids": ids(1)})
+    threads[1].join(5)
+    assert served == [("large", 4), ("small", 1)]
+
+
+def test_rows_of_an_expired_lease_wake_a_claim() -> None:
+    with open_data_plane(config(lease_s=0.3), in_process=True) as plane, connect(plane.handle) as client:
+        client.register("p", SCHEMA, ("a",))
+        client.put("p", ["a.0"], {"ids": ids(1)})
+        gone = connect(plane.handle)
+        dead = gone.claim("p", "a", ("ids",), 1)
+        started = time.perf_counter()
+        gone.close()
+        assert client.claim("p", "a", ("ids",), 1).keys == ("a.0",)
+        assert time.perf_counter() - started > 0.15
+        with pytest.raises(LeaseLost, match="a.0"):
+            client.release(dead, "a", "done")
+
+
+def test_a_lease_lasts_as_long_as_its_client() -> None:
+    with open_data_plane(config(lease_s=1.0), in_process=True) as plane, connect(plane.handle) as client:
+        client.register("p", SCHEMA, ("a",))
+        client.put("p", ["a.0", "b.0"], {"ids": ids(2)})
+        holder = connect(plane.handle)
+        held = holder.claim("p", "a", ("ids",), 2)
+        holder.release(held.select([0]), "a", "done")
+        while (status := client.status()).oldest_lease_s < 2.5:
+            assert status.leased_rows == 1, "the lease of a live consumer has run out"
+            time.sleep(0.05)
+        with pytest.raises(ClaimTimeout, match="1 leased"):
+            client.claim("p", "a", ("ids",), 1, timeout_s=0)
+        holder.release(held.select([1]), "a", "retry")
+        again = holder.claim("p", "a", ("ids",), 1)
+        del holder  # nobody closed it
+        assert client.claim("p", "a", ("ids",), 1).keys == again.keys, "its rows return"
+
+
+def test_leases_are_renewed_for_asyncio_too_and_a_blocked_loop_keeps_them() -> None:
+    with open_data_plane(config(lease_s=1.0), in_process=True) as plane, connect(plane.handle) as client:
+        client.register("p", SCHEMA, ("a",))
+        client.put("p", ["a.0"], {"ids": ids(1)})
+
+        async def hold() -> None:
+            async with connect_async(plane.handle) as twin:
+                held = await twin.claim("p", "a", ("ids",), 1)
+                while client.status().oldest_lease_s < 1.5:  # the event loop does not run meanwhile
+                    assert client.status().leased_rows == 1
+                    time.sleep(0.05)
+                await twin.release(held, "a", "done")
+
+        asyncio.run(hold())
+
+
+def test_renewals_that_come_during_a_stall_of_the_directory_count() -> None:
+    with open_data_plane(config(lease_s=0.5), in_process=True) as plane, connect(plane.handle) as client:
+        client.register("p", SCHEMA, ("a",))
+        client.put("p", ["a.0"], {"ids": ids(1)})
+        held = client.claim("p", "a", ("ids",), 1)
+        client._link._loop.call_soon_threadsafe(time.sleep, 1.5)  # type: ignore[attr-defined]
+        assert client.status().leased_rows == 1
+        client.release(held, "a", "done")
+
+
+def test_who_waits_behind_others_is_told_so(client: DataPlaneClient, plane: DataPlane) -> None:
+    client.put("p", [f"a.{n}" for n in range(2)], {"ids": ids(2), "blob": torch.zeros(2, 100_000, dtype=torch.uint8)})
+    other = connect(plane.handle)
+
+    def claim_more() -> None:
+        with pytest.raises(ClaimTimeout, match=r"of 100 rows; 2 of the partition's 2 rows are ready \(op"):
+            other.claim("p", "a", ["ids"], 100, timeout_s=1.0)
+
+    def put_more() -> None:
+        with pytest.raises(CapacityExceeded, match=r"of 1048576 \(op"):
+            other.put(
+                "p", [f"b{n}" for n in range(9)], {"blob": torch.zeros(9, 100_000, dtype=torch.uint8)}, timeout_s=1.0
+            )
+
+    threads = [threading.Thread(target=claim_more), threading.Thread(target=put_more)]
+    for thread in threads:
+        thread.start()
+    while client.status().waiting_claims + client.status().waiting_puts < 2:
+        time.sleep(0.005)
+    with pytest.raises(ClaimTimeout, match="2 rows are ready, behind 1 claim that waits for 100 rows"):
+        client.claim("p", "a", ["ids"], 1, timeout_s=0)
+    with pytest.raises(CapacityExceeded, match=r"of 1048576, behind 1 put that waits for 9\d{5} bytes"):
+        client.put("p", ["c"], {"blob": torch.zeros(1, 100_000, dtype=torch.uint8)}, timeout_s=0)
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert len(client.claim("p", "a", ["ids"], 1, timeout_s=0)) == 1

@@ -1,0 +1,119 @@
+"""Puts wait for room, leave nothing when they fail or come too late, and cut their rows into bounded blocks."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from headrace.codecs.schema import Field, Kind, Schema
+from headrace.dataplane.client.block_io import cut
+from headrace.dataplane.client.client import DataPlaneClient
+from headrace.dataplane.config import StoreConfig
+from headrace.dataplane.errors import CapacityExceeded, DataPlaneTimeout, StoreLost
+from headrace.dataplane.factory import DataPlane, connect, open_data_plane
+from headrace.dataplane.stores.local import LocalHost
+from headrace.tests.dataplane.client.local_plane import SCHEMA, config, ids
+
+
+def test_blocks_are_cut_between_groups() -> None:
+    assert cut([], 4) == []
+    assert cut(list("aabbbcc"), 4) == [(0, 2), (2, 5), (5, 7)]
+    assert cut(list("aabb"), 4) == [(0, 4)]
+    assert cut(list("abbbbbbbbbc"), 4) == [(0, 1), (1, 5), (5, 9), (9, 11)]
+    for groups, size in (("aaab", 1), ("abcabc", 2), ("aaaaaa", 6)):
+        blocks = cut(list(groups), size)
+        assert [row for start, stop in blocks for row in range(start, stop)] == list(range(len(groups)))
+        assert max(stop - start for start, stop in blocks) <= size
+
+
+def test_blocks_are_bounded_by_the_bytes_of_objects_too(plane: DataPlane) -> None:
+    store = StoreConfig(kind="local", capacity_mib=64)
+    with open_data_plane(config(store=store, block_rows=None), in_process=True) as wide, connect(wide.handle) as client:
+        client.register("t", Schema([Field("talk", Kind.OBJECT), Field("n", Kind.PER_SAMPLE, torch.int32)]))
+        keys = [f"k{number}.0" for number in range(2000)]
+        talks = [{"role": "user", "text": str(number) * 2500} for number in range(2000)]
+        meta = client.put("t", keys, {"talk": talks, "n": torch.arange(2000, dtype=torch.int32)})
+        assert (
+            max(max(block.layout.part_bytes) for block in meta.blocks)
+            < 5 << 20
+            < sum(block.layout.nbytes for block in meta.blocks)
+        )
+        some = meta.select([1999, 0, 777])
+        assert client.get(some).objects("talk") == [talks[1999], talks[0], talks[777]]
+        with pytest.raises(TypeError, match="field 'talk', row 1: "):
+            client.put("t", ["x.0", "x.1"], {"talk": [{}, {"a": object()}], "n": torch.zeros(2, dtype=torch.int32)})
+
+
+def test_a_put_waits_for_room(client: DataPlaneClient, plane: DataPlane) -> None:
+    full = client.put("p", [f"k{i}" for i in range(8)], {"blob": torch.zeros(8, 100_000, dtype=torch.uint8)})
+    more = {"blob": torch.ones(4, 100_000, dtype=torch.uint8)}
+    with pytest.raises(CapacityExceeded, match=r"no room for 400\d\d\d bytes: 80\d+ in use and 0 reserved of 1048576"):
+        client.put("p", ["m0", "m1", "m2", "m3"], more, timeout_s=0.1)
+    timer = threading.Timer(0.1, lambda: connect(plane.handle).clear("p", full.keys[:4]))
+    timer.start()
+    started = time.perf_counter()
+    client.put("p", ["m0", "m1", "m2", "m3"], more)
+    assert 0.05 < time.perf_counter() - started < 1.0
+    timer.join()
+    with pytest.raises(CapacityExceeded, match="more than the capacity"):
+        client.put("p", [f"n{i}" for i in range(11)], {"blob": torch.zeros(11, 100_000, dtype=torch.uint8)})
+
+
+def test_a_store_without_room_does_not_spin(monkeypatch: pytest.MonkeyPatch, client: DataPlaneClient) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(LocalHost, "allocate", lambda self, block_id, nbytes: calls.append(block_id))
+    with pytest.raises(CapacityExceeded):
+        client.put("p", ["a.0"], {"ids": ids(1)}, timeout_s=0.2)
+    assert len(calls) == 2, "once, and once more after looking, which may free what a writer held"
+    assert client.status().bytes_reserved == 0
+
+
+def test_a_failed_put_leaves_nothing(monkeypatch: pytest.MonkeyPatch, client: DataPlaneClient) -> None:
+    written = LocalHost.write
+
+    def fail(self: LocalHost, block_id: int, parts: object) -> None:
+        if block_id % 2 == 0:
+            raise StoreLost("gone", peer="the store")
+        written(self, block_id, parts)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LocalHost, "write", fail)
+    with pytest.raises(StoreLost):
+        client.put("p", [f"k{i}.0" for i in range(8)], {"ids": ids(8)})
+    monkeypatch.undo()
+    status = client.status()
+    assert (status.rows, status.bytes_used, status.bytes_reserved, status.store_bytes) == (0, 0, 0, 0)
+    client.put("p", [f"k{i}.0" for i in range(8)], {"ids": ids(8)})
+
+
+def test_a_late_writer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = LocalHost.write
+
+    def late(self: LocalHost, block_id: int, parts: object) -> None:
+        written(self, block_id, parts)  # type: ignore[arg-type]
+        time.sleep(0.3)
+
+    monkeypatch.setattr(LocalHost, "write", late)
+    with open_data_plane(config(reserve_s=0.1), in_process=True) as plane, connect(plane.handle) as client:
+        client.register("p", SCHEMA)
+        with pytest.raises(DataPlaneTimeout, match="reserve_s=0.1"):
+            client.put("p", ["a.0"], {"ids": ids(1)})
+        assert (client.status().rows, client.status().store_bytes) == (0, 0)
+
+
+def test_a_writer_that_begins_too_late_is_refused_and_leaves_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = LocalHost.write
+
+    def late(self: LocalHost, block_id: int, parts: object) -> None:
+        while self.usage_bytes():  # until its room is taken back
+            time.sleep(0.01)
+        written(self, block_id, parts)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LocalHost, "write", late)
+    with open_data_plane(config(reserve_s=0.1), in_process=True) as plane, connect(plane.handle) as client:
+        client.register("p", SCHEMA)
+        with pytest.raises(DataPlaneTimeout, match="reserve_s=0.1.*op=put partition='p' keys=.'a.0'"):
+            client.put("p", ["a.0"], {"ids": ids(1)})
+        assert not client._operations.store._host._blocks  # type: ignore[attr-defined]
