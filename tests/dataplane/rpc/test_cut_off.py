@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,10 +15,13 @@ import torch
 
 from headrace.codecs.schema import Field, Kind, Schema
 from headrace.dataplane.client.client import DataPlaneClient
+from headrace.dataplane.directory import requests
+from headrace.dataplane.directory.directory import ClaimRows
 from headrace.dataplane.errors import DirectoryLost
 from headrace.dataplane.factory import connect, connect_async, open_data_plane
 from headrace.dataplane.handle import DataPlaneHandle
 from headrace.dataplane.rpc import links, socket_link
+from headrace.dataplane.rpc.frames import frame
 from headrace.tests.dataplane.rows import fresh_run_id
 from headrace.tests.dataplane.rpc.served import Served, config, wait_until
 
@@ -281,6 +285,20 @@ def test_calls_that_failed_in_a_stall_take_no_effect_afterwards(
     assert len(far.claim("p", "a", ["y"], 3, timeout_s=5)) == 3
 
 
+def test_requests_of_a_client_that_has_gone_are_dropped(served: Served, far: DataPlaneClient) -> None:
+    """As after a stall, in which a client died: its request and the end of its connection lie in the socket."""
+    far.put("p", ["a.0", "a.1"], {"y": torch.ones(2)})
+    claim = requests.encode(requests.Claim(ClaimRows("p", "a", ("y",), 2), 60.0))
+    with served.stalled():
+        for op, payload in (("claim", claim), ("clear", requests.encode(requests.Clear("p", None)))):
+            with socket.socket(socket.AF_UNIX) as gone:
+                gone.connect("\0" + served.address.local)
+                gone.sendall(frame(0, served.address.token) + frame(1, payload, op))
+    wait_until(lambda: len(served.server._sessions) == 1)
+    status = far.status()
+    assert (status.rows, status.leases, status.waiting_claims) == (2, 0, 0)
+
+
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_put_whose_connection_breaks_is_taken_back(
     far: DataPlaneClient, monkeypatch: pytest.MonkeyPatch, replace: bool
@@ -313,9 +331,22 @@ def test_a_late_answer_meets_no_other_request(
 ) -> None:
     far.put("p", ["a.0"], {"y": torch.ones(1)})
     monkeypatch.setattr(links, "GRACE_S", 0.2)
-    with served.stalled(), pytest.raises(DirectoryLost, match="did not answer"):
-        far.status(timeout_s=0.1)
-    monkeypatch.undo()
+    sent, receive, found = threading.Event(), socket_link._receive, []
+
+    def waits(*arguments: Any) -> bytes:
+        sent.set()
+        return receive(*arguments)
+
+    thread = threading.Thread(target=lambda: found.append(far.lookup("p", ["a.0"], ["y"]).keys))
+    with served.stalled():
+        with pytest.raises(DirectoryLost, match="did not answer"):
+            far.status(timeout_s=0.1)
+        monkeypatch.undo()
+        monkeypatch.setattr(socket_link, "_receive", waits)
+        thread.start()
+        assert sent.wait(10), "the next request is sent before the late answer"
+    thread.join(10)
+    assert found == [("a.0",)]
     for _ in range(3):
         assert far.lookup("p", ["a.0"], ["y"]).keys == ("a.0",)
 

@@ -217,6 +217,17 @@ def test_a_broken_connection_is_not_a_death(served: Served, client: DataPlaneCli
     asyncio.run(use())
 
 
+def test_a_pooled_connection_that_the_other_side_closed_is_not_used(served: Served) -> None:
+    """Over TCP, what is sent to a closed end is lost without an error."""
+    elsewhere = dataclasses.replace(served.address, local="no such name here")
+    with connect(dataclasses.replace(served.handle, address=elsewhere)) as client:
+        assert client.status().rows == 0
+        (session,) = served.server._sessions
+        served.loop.call_soon_threadsafe(session._transport.close)
+        wait_until(lambda: not served.server._sessions)
+        assert client.status().rows == 0
+
+
 def test_connections_over_tcp_are_kept_alive(served: Served) -> None:
     elsewhere = dataclasses.replace(served.address, local="no such name here")
 

@@ -284,6 +284,30 @@ def test_range_under_a_late_writer_waits_until_the_writer_is_out(
     assert host.usage_bytes() == 8192
 
 
+def test_a_writer_whose_block_goes_before_its_mark_is_seen_writes_nothing(
+    host: SharedMemoryHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host frees the block and gives its range away between the writer's first look and its mark."""
+    store, other, sizes = SharedMemoryStore(host.spec), SharedMemoryStore(host.spec), (4096,)
+    write(host, other, 7, sizes)  # so that it knows its own process
+    location = host.allocate(0, 4096)
+    assert location is not None
+    found = []
+
+    def gone(pid: int) -> int | None:
+        if not found:
+            found.append(None)
+            host.free(0, location)
+            found[0] = write(host, other, 1, sizes)
+        return process_start(pid)
+
+    monkeypatch.setattr(shared_memory, "process_start", gone)  # asked for at a store's first put
+    with pytest.raises(RowsCleared, match="block 0"):
+        store.put(0, location, parts_of(0, sizes), (0,), 1.0)
+    assert found[0].block.location == location, "the range is another block's by then, else this tests nothing"
+    assert_holds(store, found[0])
+
+
 @pytest.mark.processes
 def test_range_of_a_writer_killed_half_way_is_reused(host: SharedMemoryHost) -> None:
     location = host.allocate(0, 4096)

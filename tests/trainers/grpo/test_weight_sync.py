@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from headrace.actors.engines.scripted import ScriptedEngine
 from headrace.actors.weights.transports.protocol import WeightTransferError
-from headrace.tests.trainers.grpo.sync_world import DirectEngine, World, world
+from headrace.tests.trainers.grpo.sync_world import WEIGHTS, DirectEngine, World, world
 from headrace.trainers.cluster.calls import ActorFailed
 from headrace.trainers.cluster.engine_pool import NoEngineLeft
 from headrace.trainers.grpo import weight_sync
@@ -38,6 +39,17 @@ def test_an_engine_that_fails_twice_is_left_out_and_the_others_have_the_version(
         it.trainer.scale = 2.0
         assert it.sync.sync(2).engines == 3, "it answers, and takes part again"
         it.expect(2, 2.0)
+
+
+def test_no_engine_goes_back_to_an_older_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a restart, in which the trainer goes on from a checkpoint and the engines live on."""
+    with world(monkeypatch, [DirectEngine, ScriptedEngine]) as it:
+        it.sync.sync(3, it.pool.engines[:1])
+        it.restart_trainer()
+        it.trainer.scale = 2.0
+        assert it.sync.sync(2).engines == 2, "a later version counts as served"
+        assert [engine.version for engine in it.pool.engines] == [hosted.version for hosted in it.hosted] == [3, 2]
+        torch.testing.assert_close(it.hosted[0].loaded["v"], WEIGHTS["v"])
 
 
 def test_engines_that_only_joined_are_not_lost_with_one_that_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:

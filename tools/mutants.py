@@ -1,0 +1,273 @@
+"""Breaks the code in known ways, one at a time, and says which of them the tests notice.
+
+    python tools/mutants.py [words of names]
+
+Each mutant is one replacement of text in a copy of the checkout, where the tests that should notice it run. It is
+killed when one of them fails. Prints one line for each and a total. Exits with 1 when more than MAX_SURVIVORS survive,
+and with 2 when a mutant's text is not in its file exactly once, or a test fails without any mutant.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+MAX_SURVIVORS = 2
+TEST_TIMEOUT_S = 60
+"""Seconds after which a test that hangs because of a mutant has failed."""
+LEFT_OUT = (".*", "build", "__pycache__", "*.egg-info")
+"""Names in the checkout that are not copied."""
+MARKS = "not slow and not drill and not gpu and not vllm and not megatron"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Is one way to break the code."""
+
+    name: str
+    """What is broken then, as the report says it."""
+    path: str
+    """File in the checkout."""
+    old: str
+    """Text that is in the file exactly once."""
+    new: str
+    """Text that takes its place."""
+    tests: str
+    """Files and folders of the tests that should notice, separated by spaces."""
+    select: str = ""
+    """Expression that selects some of these tests, as pytest's `-k` takes it."""
+
+
+SHM, SHM_TESTS = "dataplane/stores/shared_memory.py", "tests/dataplane/stores/test_shared_memory.py"
+RPC_TESTS = "tests/dataplane/rpc"
+IN_PROCESS = "not processes and not actor and not ray and not mooncake and not simple"
+
+MUTANTS = (
+    # Eight from a review of the data plane.
+    Mutant(
+        "shm: a read that ends checks no generation",
+        SHM,
+        '''        """Raise RowsCleared when a block was freed since the `get`."""
+        started = time.monotonic()
+        for want in wants:''',
+        '''        """Raise RowsCleared when a block was freed since the `get`."""
+        started = time.monotonic()
+        for want in wants[:0]:''',
+        f"{SHM_TESTS} tests/dataplane/contract/test_receipts.py",
+        "shm or shared_memory",
+    ),
+    Mutant(
+        "shm: the range of a block is given away under a living writer",
+        SHM,
+        "            return pid != 0 and process_start(pid) == int(self._slots[slot, WRITER_START])",
+        "            return False",
+        SHM_TESTS,
+    ),
+    Mutant(
+        "shm: a freed block keeps its generation",
+        SHM,
+        "            self._slots[held[0], GENERATION] = 0\n",
+        "",
+        SHM_TESTS,
+    ),
+    Mutant(
+        "rpc: any token will do",
+        "dataplane/rpc/server.py",
+        "self._known = is_token(shown, self._token)",
+        "self._known = True",
+        RPC_TESTS,
+    ),
+    Mutant(
+        "rpc: the claims of a client that has died go on waiting",
+        "dataplane/rpc/server.py",
+        "        for task in self.tasks.values():\n            task.cancel()",
+        "        pass",
+        RPC_TESTS,
+    ),
+    Mutant(
+        "rpc: a connection on which a call failed goes back to the pool",
+        "dataplane/rpc/socket_link.py",
+        "        except OSError:\n            connection.close()\n            return False\n",
+        "        except OSError:\n            self._give(connection)\n            return False\n",
+        RPC_TESTS,
+    ),
+    Mutant(
+        "local: a block that was freed is written all the same",
+        "dataplane/stores/local.py",
+        "            if block_id in self._refused:",
+        "            if False:",
+        "tests/dataplane/client",
+        IN_PROCESS,
+    ),
+    Mutant(
+        "a group takes one row too many",
+        "dataplane/directory/rows.py",
+        "        over = np.flatnonzero((filled > self.group_size) & (added > 0))",
+        "        over = np.flatnonzero((filled > self.group_size + 1) & (added > 0))",
+        "tests/dataplane/directory",
+    ),
+    # Twelve chosen from the code, in places where a mistake loses rows, repeats them or changes their bytes.
+    Mutant(
+        "leases: the first renewal that fails ends them",
+        "dataplane/client/renewal.py",
+        "                if time.monotonic() - heard <= self._lease_s:",
+        "                if False:",
+        "tests/dataplane/client/test_renewal.py tests/dataplane/rpc/test_stopped_consumer.py",
+    ),
+    Mutant(
+        "leases: one that runs out returns its finished rows too",
+        "dataplane/directory/directory.py",
+        "            rows = lease.rows[cursor.column[lease.rows] == lease.lease_id]",
+        "            rows = lease.rows",
+        "tests/dataplane/directory",
+    ),
+    Mutant(
+        "shm: a writer does not look again once it has marked its slot",
+        SHM,
+        "            # Freed before the mark was seen: the range may belong to another block by now.\n"
+        '            self._check("put", block_id, slot, started)\n',
+        "",
+        SHM_TESTS,
+    ),
+    Mutant(
+        "receipts of another data plane are read",
+        "dataplane/client/operations.py",
+        "        if meta.plane_id != self._plane_id:",
+        "        if False:",
+        "tests/dataplane/client/test_foreign_receipts.py",
+        IN_PROCESS,
+    ),
+    Mutant(
+        "watchdog: no margin beyond a stage's bound",
+        "trainers/supervision/watchdog.py",
+        "        return self.stood_s(beat) > beat.bound_s + self._margin_s",
+        "        return self.stood_s(beat) > beat.bound_s",
+        "tests/trainers/supervision",
+    ),
+    Mutant(
+        "feed: a step takes rows that it holds already",
+        "trainers/grpo/feed.py",
+        "            self._refuse_held(meta)\n",
+        "",
+        "tests/trainers/grpo/test_feed.py",
+    ),
+    Mutant(
+        "feed: rows may be one version older than max_staleness allows",
+        "trainers/grpo/feed.py",
+        "        return self._state.version - self._staleness\n",
+        "        return self._state.version - self._staleness - 1\n",
+        "tests/trainers/grpo/test_feed.py",
+    ),
+    Mutant(
+        "journal: groups of outstanding prompts are trimmed",
+        "actors/rollout/journal.py",
+        "                if all(p < first and p not in kept for p in segment.positions):",
+        "                if all(p < first for p in segment.positions):",
+        "tests/actors/rollout/test_journal.py",
+    ),
+    Mutant(
+        "credit: space that has expired is used",
+        "dataplane/client/credit.py",
+        "item[0].num_blocks >= num_blocks and item[1] > now",
+        "item[0].num_blocks >= num_blocks",
+        "tests/dataplane/client/test_credit.py",
+        IN_PROCESS,
+    ),
+    Mutant(
+        "checkpoints: one that could not be written counts as whole",
+        "trainers/grpo/checkpoints.py",
+        "                self._give_up(state, error)\n                return\n            self._whole = state\n",
+        "                self._give_up(state, error)\n            self._whole = state\n",
+        "tests/trainers/grpo/test_checkpoints.py",
+    ),
+    Mutant(
+        "weights: an engine goes back to an older version",
+        "trainers/grpo/weight_sync.py",
+        "[engine for engine in asked if engine.version < version or engine.broken]",
+        "[engine for engine in asked if engine.version != version or engine.broken]",
+        "tests/trainers/grpo/test_weight_sync.py",
+    ),
+    Mutant(
+        "stores: a process that was slow once is not asked to free again",
+        "dataplane/stores/unfreed.py",
+        "for peer, blocks in enumerate(self._blocks) if blocks]",
+        "for peer, blocks in enumerate(self._blocks) if blocks and peer not in self._silent]",
+        "tests/dataplane/stores/test_actors.py",
+    ),
+    # Two that the tests of an earlier version did not notice.
+    Mutant(
+        "rpc: requests of a client that has gone are carried out",
+        "dataplane/rpc/server.py",
+        "            if has_gone and op not in TAKE_BACK:",
+        "            if False:",
+        RPC_TESTS,
+    ),
+    Mutant(
+        "rpc: a pooled connection that has ended is used",
+        "dataplane/rpc/socket_link.py",
+        "            if not _is_readable(connection):\n                return connection",
+        "            if True:\n                return connection",
+        RPC_TESTS,
+    ),
+)
+
+
+def main(words: Sequence[str]) -> int:
+    """Try the mutants whose names contain all `words`; returns the exit code."""
+    chosen = [mutant for mutant in MUTANTS if all(word in mutant.name for word in words)]
+    with tempfile.TemporaryDirectory(prefix="headrace-mutants-") as folder:
+        checkout = Path(folder) / "headrace"
+        shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        for mutant in chosen:
+            count = (checkout / mutant.path).read_text(encoding="utf-8").count(mutant.old)
+            if count != 1:
+                print(f"{mutant.name}: its text is in {mutant.path} {count} times, expected once")
+                return 2
+        for tests, select in sorted({(mutant.tests, mutant.select) for mutant in chosen}):
+            code, found = run_tests(checkout, tests, select)
+            if code:
+                print(f"without a mutant, the tests {tests} fail (exit code {code}): {found}")
+                return 2
+        survivors = 0
+        for mutant in chosen:
+            started = time.monotonic()
+            code, found = try_mutant(checkout, mutant)
+            survivors += code != 1
+            verdict = "killed  " if code == 1 else "SURVIVED" if code == 0 else f"exit {code}"
+            print(f"{verdict} | {mutant.name} | {found} | {time.monotonic() - started:.0f} s", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants killed")
+    return int(survivors > MAX_SURVIVORS)
+
+
+def try_mutant(checkout: Path, mutant: Mutant) -> tuple[int, str]:
+    """Run the mutant's tests on its code; returns as `run_tests`."""
+    path = checkout / mutant.path
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    try:
+        return run_tests(checkout, mutant.tests, mutant.select)
+    finally:
+        path.write_text(text, encoding="utf-8")
+
+
+def run_tests(checkout: Path, tests: str, select: str) -> tuple[int, str]:
+    """Run tests until one fails; returns (pytest's exit code, the test that failed or pytest's last line)."""
+    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "--tb=no", "-rf", "-p", "no:cacheprovider"]
+    command += ["-m", MARKS, "-k", select, f"--timeout={TEST_TIMEOUT_S}", *tests.split()]
+    environment = {**os.environ, "PYTHONPATH": str(checkout.parent)}
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.strip()] or [done.stderr]
+    failed = [line.removeprefix("FAILED ").partition(" - ")[0] for line in lines if line.startswith("FAILED ")]
+    return done.returncode, (failed or lines)[-1]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
