@@ -47,7 +47,9 @@ class MemoryLog:
 
     def sample(self, processes: dict[ProcessKind, list[psutil.Process]], shared: list[Path]) -> None:
         """Take one sample: the largest resident memory of each kind's settled processes, and the bytes in /dev/shm."""
-        found: dict[str, float] = {"/dev/shm": sum(_disk_bytes(path) for path in shared)}
+        found: dict[str, float] = {}
+        if shared:  # else the run is just being started
+            found["/dev/shm"] = sum(_disk_bytes(path) for path in shared)
         for kind, members in processes.items():
             sizes = [size for process in members if (size := _settled_bytes(process))]
             if sizes and kind != "raylet":  # Ray's own
