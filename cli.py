@@ -50,6 +50,7 @@ _BENCH_EPILOG = """examples:
   headrace bench transfer --quick
   headrace bench transfer --stores shm simple --workloads rl-1024 --pattern put get shuffled
   headrace bench step --quick
+  headrace bench chaos --minutes 15 --seed 1
   headrace bench gpu-train --backend megatron --gpus 2
 """
 
@@ -266,6 +267,27 @@ def _step(arguments: argparse.Namespace) -> int:
     _print_table(console, steps_table(report))
     console.print(f"report: {write_report(report, options, _command_line())}", highlight=False)
     return DONE
+
+
+def _chaos(arguments: argparse.Namespace) -> int:
+    from .bench.chaos.benchmark import ChaosOptions, run_chaos
+    from .bench.chaos.report import lines, pairs_table, rows_table, write_report
+
+    if not arguments.minutes > 0:
+        raise UserError(f"--minutes: got {arguments.minutes:g}, expected a number above 0")
+    out = _folder(arguments, "chaos")
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"--out: {out} is not empty, expected a new folder")
+    with _status("starting") as (console, tell):
+        report = run_chaos(ChaosOptions(out, arguments.minutes, arguments.seed, arguments.engine), tell)
+    _print_table(console, pairs_table(report))
+    _print_table(console, rows_table(report))
+    for line in lines(report):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for line in report.complaints:
+        console.print(f"failed: {line}", style="red", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"report: {write_report(report, out, _command_line())}", highlight=False, soft_wrap=True)
+    return FAILED if report.complaints else DONE
 
 
 def _directory(arguments: argparse.Namespace) -> int:
@@ -485,6 +507,15 @@ def _add_bench_commands(commands: Any) -> None:
 
     directory = _bench(kinds, "directory", _directory, "memory and speed of the directory with a million rows")
     directory.add_argument("--rows", type=int, default=1 << 20, metavar="N", help="number of rows")
+
+    chaos = _bench(
+        kinds, "chaos", _chaos, "real runs whose processes are stopped, killed and starved at random moments"
+    )
+    chaos.add_argument("--minutes", type=float, default=15.0, metavar="M", help="from 15 on there are bars to reach")
+    chaos.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the schedule of faults")
+    chaos.add_argument(
+        "--engine", default="scripted", choices=("scripted", "hf"), help="hf: the tiny model, trained on the CPU"
+    )
 
     # The GPU benchmarks parse their own options, which are only known once torch is imported.
     for name, command, what in (

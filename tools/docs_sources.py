@@ -20,7 +20,7 @@ PAGES = {
     "Concepts": ("data-plane.md", "training.md", "weights.md", "architecture.md"),
     "How-to": ("how-to/*.md",),
     "Reference": ("reference/*.md", "testing.md"),
-    "Figures": ("benchmarks.md",),
+    "Figures": ("benchmarks.md", "reliability.md"),
 }
 
 

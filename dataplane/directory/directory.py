@@ -100,6 +100,11 @@ class Directory:
         self.check(put)
         return self._blocks.reserve(put.writer, put.nbytes, len(put.layouts), now + self._reserve_s)
 
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether the account has so many bytes free, so that only the store's lack of room can keep a put
+        waiting."""
+        return nbytes <= self._blocks.free_bytes
+
     def check(self, put: PutRows) -> None:
         """Raise SchemaMismatch, DuplicateKeys, AlreadyWritten, or CapacityExceeded when the put could never fit."""
         self._partition(put.partition).check_put(put)

@@ -9,7 +9,8 @@ reserve (put)    its turn among waiting puts     the put before it
                                                  clear, replace, abort or expiry
 
 Everything else is answered at once. The only timer is set to the directory's next deadline. Nothing polls, but for a
-put that waits while freed blocks are still held by a process that may be stopped or dying: no call tells of its end.
+put that waits while freed blocks are still held by a process that may be stopped or dying, or while the store has less
+room than the account (/dev/shm is full of other programs' files): no call tells of their end.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ LATE_S = 0.1
 HEAR_FIRST_S = 1.0
 """Seconds for which a directory that was stopped or busy listens before it takes anything for expired."""
 LOOK_AGAIN_S = 0.25
-"""Seconds after which a put that waits looks again whether a writer or a process still holds freed blocks."""
+"""Seconds after which a put that waits looks again whether a writer, a process or another program still holds the
+memory."""
 
 
 class DirectoryService:
@@ -222,7 +224,8 @@ class DirectoryService:
                         # Looking frees what a writer that has ended held, after the attempt perhaps.
                         if not unfreed_bytes and (reservation := await self._try_reserve(put)) is not None:
                             break
-                        await self._wait_for_space(seen, deadline, look_again=unfreed_bytes > 0)
+                        refused = self._directory.has_room(put.nbytes)  # by the store alone: /dev/shm may be full
+                        await self._wait_for_space(seen, deadline, look_again=refused or unfreed_bytes > 0)
             except TimeoutError:
                 raise await self._no_room(put, self._put_queue.before(place, "put"), timeout_s) from None
         return messages.encode(_space(reservation))
@@ -268,8 +271,8 @@ class DirectoryService:
     async def _wait_for_space(self, seen: int, deadline: float, *, look_again: bool) -> None:
         """Wait until blocks were freed after the `seen`-th time. Raises TimeoutError at the deadline.
 
-        look_again: whether to return after LOOK_AGAIN_S at the latest, as what a stopped process or a dying writer
-        holds comes free without a call.
+        look_again: whether to return after LOOK_AGAIN_S at the latest, as what a stopped process, a dying writer or
+        another program holds comes free without a call.
         """
         async with asyncio.timeout_at(deadline):
             with contextlib.suppress(TimeoutError):

@@ -20,7 +20,9 @@ def test_the_command_has_everything(capsys: pytest.CaptureFixture[str]):
     assert all(word in printed for word in ("train", "doctor", "report", "bench"))
     assert cli.main(["bench", "--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(word in printed for word in ("transfer", "plan", "step", "directory", "gpu-train", "gpu-weights"))
+    assert all(
+        word in printed for word in ("transfer", "plan", "step", "directory", "chaos", "gpu-train", "gpu-weights")
+    )
 
 
 def test_mistakes_exit_2_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -31,6 +33,10 @@ def test_mistakes_exit_2_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureF
     file = tmp_path / "file"
     file.touch()
     assert cli.main(["bench", "plan", "--out", str(file)]) == 2
+    assert cli.main(["bench", "chaos", "--minutes", "0"]) == 2
+    assert "--minutes: got 0, expected a number above 0" in capsys.readouterr().err
+    assert cli.main(["bench", "chaos", "--out", str(tmp_path)]) == 2
+    assert "is not empty, expected a new folder" in capsys.readouterr().err
     assert cli.main(["bench"]) == 2
 
 

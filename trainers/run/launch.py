@@ -179,6 +179,7 @@ class _Training:
 
         def after_step(state: grpo.State, metrics: dict[str, float]) -> None:
             metrics["run/restarts"] = float(self._restarts)
+            self._watch.mend()
             folder.metrics.log(state.step, metrics)
             self._endpoint.run.publish(state.step, metrics)
             self._progress.update(state.step, metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -44,17 +45,24 @@ class WatchdogProcess:
         self.heartbeat = Heartbeat(bound_s=bound_s)
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
+        self._command: list[str] = []
+        self._descriptor = -1
+        """Descriptor of the heartbeat's memory, for a watchdog that replaces one that died."""
+        self._said: list[dict[str, Any]] = []
+        """What every watchdog of the run is told."""
         self._reason = b""
         self._before: Any = None
         """Signal handler that was installed before this one, to be restored on closing."""
         if not config.resources.watchdog:
             return
-        descriptor = shared_memory()
+        self._descriptor = shared_memory()
         try:
-            self.heartbeat = Heartbeat(descriptor, bound_s=bound_s)
-            self._process = _start(config, folder, descriptor)
-        finally:
-            os.close(descriptor)
+            self.heartbeat = Heartbeat(self._descriptor, bound_s=bound_s)
+            self._command = _command(config, folder, self._descriptor)
+            self._process = _start(self._command, self._descriptor)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
         stack_dumps.answer_with_stacks(folder)
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(watchdog.STOP, _stop)
@@ -64,7 +72,23 @@ class WatchdogProcess:
         address = handle.address
         assert address is not None, "a run's directory is an actor"
         opened = Opened(handle.run_id, address.local, address.host, address.port, address.token.hex(), handle.peer)
-        self._tell(dataclasses.asdict(opened))
+        self.mend()
+        self._said.append(dataclasses.asdict(opened))
+        self._tell(self._said[-1])
+
+    def mend(self) -> None:
+        """Start another watchdog when this one has died, so that the run is watched again from now on."""
+        process = self._process
+        if process is None or process.poll() is None or self.reason() is not None:
+            return
+        _log.warning("the watchdog has died (exit code %s) and is replaced", process.returncode)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self._process = _start(self._command, self._descriptor)
+        for said in self._said:
+            self._tell(said)
 
     def started(self, actors: RunActors) -> None:
         """Have all actors answer requests for stack traces, after they started or one of them was replaced."""
@@ -91,6 +115,7 @@ class WatchdogProcess:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        os.close(self._descriptor)
         if self._before is not None:
             signal.signal(watchdog.STOP, self._before)
         stack_dumps.stop_answering()
@@ -103,7 +128,7 @@ class WatchdogProcess:
             self._process.stdin.write(json.dumps(said).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            _log.warning("the watchdog has exited (exit code %s); the run continues without it", self._process.poll())
+            pass  # it has died: `mend` replaces it at the end of the step, and tells the new one
 
 
 @contextmanager
@@ -121,7 +146,7 @@ def under_watchdog(config: Config, folder: Path) -> Iterator[WatchdogProcess]:
         under.close()
 
 
-def _start(config: Config, folder: Path, descriptor: int) -> subprocess.Popen[bytes]:
+def _command(config: Config, folder: Path, descriptor: int) -> list[str]:
     options = {
         "strangers": ",".join(str(child.pid) for child in psutil.Process().children(recursive=True)),
         "margin-s": watchdog.MARGIN_S,
@@ -129,18 +154,13 @@ def _start(config: Config, folder: Path, descriptor: int) -> subprocess.Popen[by
         "groups": config.algorithm.prompts_per_step,
         "group-size": config.algorithm.group_size,
     }
+    what = ("headrace.trainers.supervision.watchdog", str(descriptor), str(os.getpid()), str(folder))
+    return [sys.executable, "-m", *what, *(f"--{name}={value}" for name, value in options.items())]
+
+
+def _start(command: list[str], descriptor: int) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [
-            *(
-                sys.executable,
-                "-m",
-                "headrace.trainers.supervision.watchdog",
-                str(descriptor),
-                str(os.getpid()),
-                folder,
-            ),
-            *(f"--{name}={value}" for name, value in options.items()),
-        ],
+        command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         pass_fds=[descriptor],

@@ -234,6 +234,28 @@ def test_a_put_is_woken_by_the_end_of_a_writer_in_freed_memory(monkeypatch: pyte
             assert not waiting.is_alive() and other.status().rows == 1
 
 
+def test_a_put_goes_on_when_other_programs_have_freed_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = Schema([Field("x", Kind.PER_SAMPLE, torch.uint8, (MIB,))])
+    config = DataPlaneConfig(store=StoreConfig(kind="shm", capacity_mib=64), timeout_s=20)
+    with open_data_plane(config, run_id=fresh_run_id(), in_process=True) as plane, connect(plane.handle) as client:
+        client.register("t", schema)
+        refused = threading.Semaphore(0)
+        real = shared_memory.reserve_memory
+
+        def full(path: Path, offset: int, nbytes: int) -> None:
+            refused.release()
+            _full(path, offset, nbytes)
+
+        monkeypatch.setattr(shared_memory, "reserve_memory", full)
+        rows = {"x": torch.ones(1, MIB, dtype=torch.uint8)}
+        waiting = threading.Thread(target=lambda: client.put("t", ["a.0"], rows))
+        waiting.start()
+        assert refused.acquire(timeout=10) and refused.acquire(timeout=10), "it is tried twice before it waits"
+        monkeypatch.setattr(shared_memory, "reserve_memory", real)  # nobody tells the directory
+        waiting.join(10)
+        assert not waiting.is_alive() and client.status().rows == 1
+
+
 def _full(path: Path, offset: int, nbytes: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -12,18 +12,22 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 
 from headrace.codecs.owned_folder import process_start
+from headrace.dataplane.block_store import StoreSpec
+from headrace.dataplane.handle import DataPlaneHandle
+from headrace.dataplane.rpc.frames import DirectoryAddress
 from headrace.trainers.config.load import build_config
 from headrace.trainers.run.under_watchdog import under_watchdog
 from headrace.trainers.supervision import heartbeat
 from headrace.trainers.supervision.cleanup import Family, is_running
 from headrace.trainers.supervision.heartbeat import Heartbeat, HeartbeatReader
-from headrace.trainers.supervision.report import write_actors
+from headrace.trainers.supervision.report import Opened, write_actors
 from headrace.trainers.supervision.watchdog import Watchdog
 
 pytestmark = pytest.mark.processes
@@ -265,3 +269,25 @@ def test_a_run_has_a_watchdog_where_its_configuration_says_so(tmp_path: Path, on
         raise RuntimeError("its own")
     assert not any(is_running(process.pid) for process in started)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_watchdog_that_died_is_replaced_and_told_what_the_first_one_knew(tmp_path: Path) -> None:
+    before = set(psutil.Process().children())
+    config = build_config({"run": {"dir": str(tmp_path)}})
+    address = DirectoryAddress("headrace-nobody", "", 0, b"\0")
+    handle = DataPlaneHandle("nobody", config.dataplane, StoreSpec("shm", "nobody", {}), "directory", address, "peer")
+    with under_watchdog(config, tmp_path) as under:
+        under.opened(handle)
+        [first] = set(psutil.Process().children()) - before
+        under.mend()
+        assert set(psutil.Process().children()) - before == {first}, "it lives"
+        first.kill()
+        deadline = time.monotonic() + 60
+        while set(psutil.Process().children()) - before <= {first}:
+            under.mend()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        [second] = set(psutil.Process().children()) - before - {first}
+        assert under.reason() is None and is_running(second.pid)
+        assert under._said == [asdict(Opened("nobody", "headrace-nobody", "", 0, "00", "peer"))]
+    assert not is_running(first.pid) and not is_running(second.pid)

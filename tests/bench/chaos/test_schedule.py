@@ -1,0 +1,28 @@
+"""The schedule has every pair at least twice, and the table of pairs says of every other one why it makes no sense."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from headrace.bench.chaos.pairs import FAULTS, NO_SENSE, PAIRS, PROCESSES
+from headrace.bench.chaos.schedule import more, schedule
+
+
+def test_every_pair_comes_twice_in_a_run_where_it_exists():
+    planned = schedule(3)
+    counts = Counter(injury.pair for injuries in planned.values() for injury in injuries)
+    assert counts == dict.fromkeys(PAIRS, 2)
+    assert sum(counts.values()) >= 60
+    assert all(injury.pair.store in ("any", store) for store, injuries in planned.items() for injury in injuries)
+
+
+def test_the_seed_decides():
+    assert schedule(3) == schedule(3) != schedule(4)
+    assert more("shm", 3, 1) == more("shm", 3, 1) != more("shm", 3, 2)
+
+
+def test_every_process_and_every_fault_has_a_verdict():
+    possible = {(pair.process, pair.fault) for pair in PAIRS}
+    assert len(possible) == len(PAIRS)
+    assert possible | NO_SENSE.keys() == {(process, fault) for process in PROCESSES for fault in FAULTS}
+    assert not possible & NO_SENSE.keys()
