@@ -72,7 +72,7 @@ def write_report(report: ChaosReport, out: Path, command: str) -> Path:
 
 def promises() -> list[str]:
     """A Markdown table of the worst that a run does after each fault, or why the fault makes no sense there."""
-    known = {(pair.process, pair.fault): pair.worst for pair in PAIRS}
+    known: dict[tuple[str, str], Outcome] = {(pair.process, pair.fault): pair.worst for pair in PAIRS}
     rows = ["| process | fault | the run |", "| --- | --- | --- |"]
     for process in PROCESSES:
         for fault in FAULTS:

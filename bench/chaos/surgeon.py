@@ -228,7 +228,8 @@ class Surgeon:
 
     def _worst_allowed(self) -> Outcome:
         """Return the worst outcome that the open faults together allow."""
-        return _worse(*(fault.worst for fault in self._open))
+        allowed: list[Outcome] = [fault.worst for fault in self._open]
+        return _worse(*allowed)
 
     def _note_outcomes(self) -> None:
         """Give the open faults the restarts that metrics.jsonl tells of since the last look."""
