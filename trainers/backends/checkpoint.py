@@ -130,23 +130,30 @@ def _restart_draft(path: str) -> None:
 def on_first_rank(action: Callable[[], None], rank: int, world: int, group: dist.ProcessGroup | None = None) -> None:
     """Run `action` on rank 0 while the other ranks wait; if it raises there, every rank raises and none keeps waiting.
 
-    Collective over `group`, or over the default group when it is None. OSError and ValueError keep their class on all
-    ranks; on the other ranks the message starts with "rank 0".
+    Collective over `group`, or over the default group when it is None. The other ranks raise OSError or ValueError if
+    the error on rank 0 is one of these, else RuntimeError; their message starts with "rank 0".
     """
     error: Exception | None = None
     if rank == 0:
         try:
             action()
-        except (OSError, ValueError) as raised:
+        except Exception as raised:
             error = raised
     if world > 1:
-        outcome: list[Any] = [None if error is None else (isinstance(error, OSError), str(error))]
+        outcome: list[Any] = [None if error is None else _as_other_ranks_raise(error)]
         dist.broadcast_object_list(outcome, src=0, group=group)
         if rank != 0 and outcome[0] is not None:
-            is_os_error, text = outcome[0]
-            raise (OSError if is_os_error else ValueError)(f"rank 0: {text}")
+            raise outcome[0]
     if error is not None:
         raise error
+
+
+def _as_other_ranks_raise(error: Exception) -> Exception:
+    if isinstance(error, OSError):
+        return OSError(f"rank 0: {error}")
+    if isinstance(error, ValueError):
+        return ValueError(f"rank 0: {error}")
+    return RuntimeError(f"rank 0: {type(error).__name__}: {error}")
 
 
 def _is_whole(path: str) -> bool:

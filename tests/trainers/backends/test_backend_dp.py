@@ -108,6 +108,7 @@ def on_two_ranks(rank: int, world: int, model: str, folder: str) -> dict[str, An
     result["save"] = error_of(lambda: backend.save(f"{folder}/two"))
     result["save elsewhere"] = error_of(lambda: backend.save(model))
     result["first rank"] = error_of(lambda: on_first_rank(lambda: open("/nonexistent/x").close(), rank, world))
+    result["first rank, any error"] = error_of(lambda: on_first_rank(lambda: dict[str, None]()["no key"], rank, world))
     result["next"] = run_step(backend, chunks_of(random_rows(9, 10), 9, rank))
     result["export"] = error_of(lambda: backend.export_model(f"{folder}/exported"))
     backend.load(f"{folder}/one")
@@ -211,6 +212,8 @@ def test_an_error_on_the_first_rank_is_everyones(folder: Path, two: list[dict[st
         assert "No such file or directory: '/nonexistent/x'" in result["first rank"]
     assert two[0]["first rank"].startswith("FileNotFoundError")
     assert two[1]["first rank"].startswith("OSError: rank 0: ")
+    assert two[0]["first rank, any error"] == "KeyError: 'no key'"
+    assert two[1]["first rank, any error"] == "RuntimeError: rank 0: KeyError: 'no key'"
 
 
 def test_bfloat16_and_untied_weights(folder: Path, two: list[dict[str, Any]]) -> None:
