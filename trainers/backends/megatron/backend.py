@@ -93,7 +93,7 @@ class MegatronBackend:
     # ------------------------------------------------------------ one step
 
     def begin_step(self, temperature: float = 1.0) -> None:
-        """Open a step with gradients and sums at zero. `temperature` is the one that the rows were sampled with.
+        """Open a step with gradients and sums at zero. Its passes divide logits by `temperature`.
 
         Raises RuntimeError when a step is open, and ValueError when `temperature` is not above 0.
         """
