@@ -14,7 +14,7 @@ class AdvantageConfig(Section):
     """Estimator of the advantages. `grpo` subtracts the group's mean reward and divides by the group's standard
     deviation (arXiv:2402.03300). `dr_grpo` subtracts the mean and does not divide (arXiv:2503.20783). `rloo` subtracts
     the mean of the group's other samples (arXiv:2402.14740). `reinforce_pp` normalises rewards over the whole step
-    (arXiv:2501.03262). `gdpo` normalises each reward function in its group and then adds the results
+    (arXiv:2501.03262). `gdpo` normalises the values of each reward function within the group and then adds the results
     (arXiv:2601.05242)."""
     normalize_std: bool = True
     """If true, `grpo` divides by the group's standard deviation."""

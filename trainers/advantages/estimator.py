@@ -24,8 +24,8 @@ class RewardRows:
     group_ids: np.ndarray
     """Group of each row: int `[N]`, in any order. The rows of one prompt have the same number."""
     components: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Unweighted values of the single rewards: name of the reward -> float `[N]`. All names in the `components` of the
-    estimator must be there."""
+    """Unweighted values of the single rewards: name of the reward -> float `[N]`. Every name in the estimator's
+    `components` must be present."""
 
     def __post_init__(self) -> None:
         if not len(self.rewards) == len(self.valid) == len(self.group_ids):
@@ -57,8 +57,8 @@ class RewardRows:
 
 
 class AdvantageEstimator(Protocol):
-    """Computes one advantage per row. Where all rows that are compared with each other have the same reward, they get
-    exactly 0."""
+    """Computes one advantage per row. Where all rows that are compared with each other have the same reward, their
+    advantages are exactly 0."""
 
     @property
     def components(self) -> tuple[str, ...]:

@@ -60,8 +60,9 @@ def over_std(centred: np.ndarray) -> np.ndarray:
 class GrpoAdvantage:
     """The GRPO advantage is `(reward - mean of its group) / (std of its group + 1e-6)` over the group's valid rows.
 
-    The standard deviation is the sample's (n - 1). The advantage is exactly 0 for failed rows, for groups with fewer
-    than two valid rows and for groups whose rewards are all equal, as they do not tell which row was better.
+    The standard deviation is that of a sample (divisor n - 1). The advantage is exactly 0 for failed rows, for groups
+    with fewer than two valid rows, and for groups whose rewards are all equal, because such groups do not show which
+    row was better.
     """
 
     normalize_std: bool = True

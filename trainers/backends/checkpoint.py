@@ -46,9 +46,10 @@ def prepare(
 ) -> dict[str, torch.Tensor]:
     """Create the draft folder of the checkpoint `path` and return the tensors for `write`: `state` and this rank's RNG.
 
-    With `copy` the result holds copies in host memory, so that the live tensors may change before they are written. An
-    older checkpoint at `path`, which a resumed run may reach again, is replaced once the new one is complete.
-    Collective over `group`. Raises ValueError on every rank when `path` exists and is not a checkpoint.
+    With `copy` the result holds copies in host memory, so that the live tensors may change before they are written.
+    There may be an older checkpoint at `path`, because a resumed run may save a step again; it is replaced once
+    the new one is complete. Collective over `group`. Raises ValueError on every rank when `path` exists and is not a
+    checkpoint.
     """
     on_first_rank(lambda: _restart_draft(path), rank, world, group)
     staged = {**state, **_rng_state(rank)}
@@ -136,10 +137,11 @@ def _restart_draft(path: str) -> None:
 
 
 def on_first_rank(action: Callable[[], None], rank: int, world: int, group: dist.ProcessGroup | None = None) -> None:
-    """Run `action` on rank 0 while the other ranks wait. An OSError or ValueError from it is raised on every rank.
+    """Run `action` on rank 0 while the other ranks wait. If it raises OSError or ValueError, every rank raises this
+    error.
 
-    So no rank keeps waiting. On the other ranks the message starts with "rank 0". Collective over `group`, or over the
-    default group when it is None.
+    On the other ranks the message then starts with "rank 0". Collective over `group`, or over the default group when it
+    is None.
     """
     error: Exception | None = None
     if rank == 0:
@@ -158,7 +160,7 @@ def on_first_rank(action: Callable[[], None], rank: int, world: int, group: dist
 
 
 def _is_whole(path: str) -> bool:
-    """Return whether `path` is a complete checkpoint. It is if it has the file that torch writes last."""
+    """Return whether `path` is a complete checkpoint, which contains the file that torch writes last."""
     return os.path.exists(os.path.join(path, ".metadata"))
 
 
@@ -171,7 +173,8 @@ def _rng_state(rank: int) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _one_process(world: int) -> Iterator[None]:
-    """Silence torch's warning that it assumes a single process. With one rank and no process group that is right."""
+    """Silence torch's warning that it assumes a single process. With one rank and no process group the assumption is
+    right."""
     with warnings.catch_warnings():
         if world == 1:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

@@ -39,8 +39,8 @@ class Checkpointer:
         """Write `state` as the checkpoint `path`, after waiting for an earlier write to end.
 
         Without `wait` the call returns once the state is copied to host memory and may change again; the checkpoint is
-        then written in the background. `path` appears when it is complete. The next `save`, `load`, `wait` or `close`
-        raises an error of the write.
+        then written in the background. `path` appears when it is complete. If the write fails, the next `save`, `load`,
+        `wait` or `close` raises its error.
 
         Raises ValueError on every rank when `path` exists and is not a checkpoint.
         """
@@ -69,8 +69,8 @@ class Checkpointer:
             load_checkpoint(path, state, self._rank, self._world, self._group)
 
     def wait(self) -> None:
-        """Wait until no checkpoint is being written. Raises the error of the last write, once, or TimeoutError when it
-        hangs."""
+        """Wait until no checkpoint is being written. Raises the error of the last write, once, or TimeoutError when the
+        write takes longer than the time limit."""
         if self._thread is None:
             return
         self._thread.join(self._timeout_s)

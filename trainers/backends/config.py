@@ -97,7 +97,8 @@ class BackendConfig:
     prev: Literal["rollout", "recompute", "train_pass"] = "rollout"
     """Source of the log-probs in the denominator of the probability ratio. `rollout` takes those of the engine.
     `recompute` takes the column `prev_logprobs`, which is written before the step. `train_pass` takes those of the
-    training forward pass itself, which are the same as long as rows are used in only one optimizer step."""
+    training forward pass itself, which equal the recomputed ones as long as rows are used in only one optimizer
+    step."""
     with_reference: bool = False
     """If true, the backend keeps a frozen copy of the initial weights for `logprobs(reference=True)`."""
     head: Head = "selected"

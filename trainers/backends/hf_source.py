@@ -65,8 +65,8 @@ class HfSource:
 
     @staticmethod
     def _expert(match: re.Match[str], expert: int) -> list[str]:
-        """Return the names under which the folder stores expert `expert` of a stacked tensor, whose name is in
-        `match`."""
+        """Return the names under which the folder stores expert number `expert` of a stacked tensor, whose name `match`
+        has matched."""
         prefix, kind = match.groups()
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
         return [f"{prefix}.{expert}.{part}.weight" for part in parts]

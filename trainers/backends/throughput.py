@@ -1,4 +1,5 @@
-"""Measures FLOP/s, MFU, tokens per second and peak memory of a train step, around the step's own work."""
+"""Measures FLOP/s, MFU, tokens per second and peak memory of train steps, in the time that the steps themselves
+take."""
 
 from __future__ import annotations
 

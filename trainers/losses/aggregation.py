@@ -1,4 +1,4 @@
-"""Averages per-token losses over a step in which tokens, rows or groups weigh the same."""
+"""Averages per-token losses over a step, giving equal weight to tokens, to rows or to groups."""
 
 from __future__ import annotations
 

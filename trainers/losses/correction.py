@@ -88,8 +88,8 @@ class IcePop:
 class TruncatedSequences:
     """Weights every token of a row by `min(W, high)`, where W is the product of the row's token weights `w`.
 
-    W is the row's probability under the previous policy over its probability under the engine's policy. Apart from the
-    bound it is unbiased, but its variance is large on long answers.
+    W is the row's probability under the previous policy over its probability under the engine's policy. W itself is
+    unbiased, but its variance is large on long answers; the bound adds a bias.
     """
 
     high: float

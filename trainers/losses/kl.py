@@ -21,9 +21,9 @@ class ReferenceKl:
     """Loss term that estimates the KL divergence from the reference policy at each token, from `d = log p_ref - log p`.
 
     The estimate is k1 = -d, k2 = d^2 / 2, or k3 = exp(d) - 1 - d, which is unbiased and never negative. Used as a loss
-    on on-policy samples, they have different gradients. That of k2 is the gradient of the KL divergence itself. That of
-    k3 (GRPO's choice, DeepSeekMath, arXiv:2402.03300, equation 4) agrees with it near the reference policy. That of k1
-    is zero on average.
+    on on-policy samples, the three have different gradients. That of k2 is the gradient of the KL divergence itself.
+    That of k3 (GRPO's choice, DeepSeekMath, arXiv:2402.03300, equation 4) agrees with it near the reference policy.
+    That of k1 is zero on average.
     """
 
     kind: KlKind = "k3"
@@ -49,8 +49,8 @@ class RewardKl:
 
     k is computed from `d = log p_ref - log p_prev`. Each token is charged for its own divergence only. PPO from human
     feedback (arXiv:2203.02155) and REINFORCE++ (arXiv:2501.03262) instead subtract the KL before advantages are
-    estimated and sum it over the tokens that follow. That would need a reward per token where advantages are
-    normalised. In Headrace this is the driver, which sees one reward per row and no tokens.
+    estimated and sum it over the tokens that follow. That would need a reward per token, but Headrace normalises
+    advantages in the driver, which sees one reward per row and no tokens.
     """
 
     kind: KlKind

@@ -31,7 +31,7 @@ class LossInputs:
     logprobs: torch.Tensor
     """Log-probs under the policy being trained: float32 `[T]`, with grad."""
     prev_logprobs: torch.Tensor
-    """Log-probs under the previous policy, the denominator of ratios: float32 `[T]`."""
+    """Log-probs under the previous policy, which is the denominator of probability ratios: float32 `[T]`."""
     rollout_logprobs: torch.Tensor
     """Log-probs under the engine's policy, with which the tokens were sampled: float32 `[T]`."""
     ref_logprobs: torch.Tensor | None

@@ -43,14 +43,14 @@ class SimulationConfig(Section):
     engine_rows: Count | None = None
     """Largest number of rows that an engine generates at the same time. Unset: `rollout.max_batch`."""
     decode_s: Positive | None = None
-    """Seconds that an engine takes to decode a token of each of its rows, apart from `simulation.decode_row_s`. Unset:
+    """Seconds that an engine takes to decode one token for all its rows, apart from `simulation.decode_row_s`. Unset:
     0.02."""
     decode_row_s: NonNegative = 0.0
     """Seconds that each row in the engine adds to `simulation.decode_s`."""
     latency_s: NonNegative | None = None
-    """Median of the seconds in which a group is generated, where this time does not depend on lengths or on the
-    engine's other work, as with tools or a remote service. The keys about decoding then have no effect. Unset:
-    `scripted.latency_s` with `rollout.engine=scripted`, else 0, which makes engines decode token by token."""
+    """Median number of seconds to generate a group, where this time does not depend on lengths or on the engine's other
+    work, as with tools or a remote service. The keys about decoding then have no effect. Unset: `scripted.latency_s`
+    with `rollout.engine=scripted`, else 0, which makes engines decode token by token."""
     latency_sigma: NonNegative | None = None
     """Sigma of the log-normal distribution around `simulation.latency_s`. Unset: `scripted.latency_sigma`."""
     request_s: NonNegative | None = None

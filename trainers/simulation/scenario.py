@@ -23,7 +23,7 @@ DEFAULT_SAMPLERS: Mapping[Mode, Sampler] = {"sync": "in_order", "async": "in_ord
 MAX_STEPS = 100
 GIB = float(1 << 30)
 ANY_NUMBER = 1 << 40
-"""Number of rows in an engine that stands for no limit."""
+"""Value of `engine_rows` for an engine without a limit on its number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,7 @@ class Scenario:
     decode_s: float
     decode_row_s: float
     latency_s: float
-    """Median of the seconds in which a group is generated, independently of lengths; 0 when engines decode token by
-    token."""
+    """Median number of seconds to generate a group, independently of lengths; 0 when engines decode token by token."""
     latency_sigma: float
     request_s: float
     train_token_s: float
@@ -255,8 +254,10 @@ def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dic
 
 
 def _scripted_overheads(records: Sequence[Mapping[str, float]], config: Config) -> dict[str, float]:
-    """Return what the steps of a scripted run in the mode `sync` took beyond the configured seconds of engine and
-    backend."""
+    """Return the seconds that the steps of a scripted run took beyond those configured for engine and backend.
+
+    The run must be in the mode `sync`. The result has a value for each measured key of the section `simulation`.
+    """
     scripted, prompts = config.scripted, config.algorithm.prompts_per_step
     scenario = build_scenario(config, SimulationConfig(), {})
     longest = scenario.draw_latencies(prompts * int(records[-1]["step"])).reshape(-1, prompts).max(axis=1)

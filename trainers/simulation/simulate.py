@@ -114,7 +114,8 @@ class Simulation:
         return allowed + self._doomed - self.run.started if self._open else 0
 
     def _admit(self, engines: Iterable[int] | None = None) -> None:
-        """Begin waiting prompts, each on the engine with the fewest running rows, until this engine has no room.
+        """Start prompts that are waiting, each on the engine with the fewest running rows, until that engine has no
+        room.
 
         `engines` are the numbers of the engines to consider; None means all.
         """

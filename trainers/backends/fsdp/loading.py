@@ -104,8 +104,8 @@ def fill(
 ) -> None:
     """Give `module` memory for this rank's pieces of its parameters, and read them from `source`.
 
-    The module is on the meta device before. Its buffers are filled too; they are always on `device`. host: true to keep
-    the pieces of parameters in host memory instead of on `device`.
+    Before the call the module is on the meta device. Its buffers are filled too; they are always on `device`. host:
+    true to keep the pieces of parameters in host memory instead of on `device`.
     """
     shared: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():

@@ -69,7 +69,7 @@ class _HiddenStates(nn.Module):
 def check_packing(
     module: CausalLM, device: torch.device, precision: AbstractContextManager[object], *, half: bool
 ) -> None:
-    """Check that the tokens of packed rows see no other row, because the model would then compute wrong log-probs.
+    """Check that packed rows do not see each other; otherwise the model would compute wrong log-probs.
 
     The log-probs of a row of four tokens must be the same alone and packed behind a copy of itself. `module` is already
     sharded. Collective over all ranks, which hold one model together. Raises ValueError on every rank if the check

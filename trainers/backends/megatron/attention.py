@@ -26,7 +26,8 @@ _SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # tor
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The input of one call of the attention kernel: spans of queries, each with the keys that its last query sees."""
+    """The input of one call of the attention kernel: spans of queries, each span with the keys that its last query
+    sees."""
 
     queries: torch.Tensor | None
     """Indices of the queries among this rank's tokens, span by span: int64; None for all tokens."""
@@ -95,7 +96,7 @@ def _reach(
 
 
 def runs(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Concatenate the ranges `start, start + 1, ...`, each with its size: int64 `[sum(sizes)]`."""
+    """Concatenate ranges of integers, each given by its start and its size. Returns int64 `[sum(sizes)]`."""
     return np.arange(int(sizes.sum())) + np.repeat(starts - exclusive_cumsum(sizes), sizes)
 
 
@@ -182,7 +183,8 @@ def _spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the keys and values of all ranks, one rank after the other. Backward sums the ranks' gradients."""
+    """Gathers the keys and values of all ranks and concatenates them in rank order. Backward sums the ranks'
+    gradients."""
 
     @staticmethod
     def forward(ctx: Any, both: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:

@@ -108,7 +108,7 @@ class PolicyModel(GPTModel):
     def _is_tied_here(self) -> bool:
         """Return whether embedding and output layer are one parameter on this stage.
 
-        They are not when they are tied but on different stages, where the last stage has a copy.
+        When they are tied but on different stages, the last stage has a copy of the embedding instead.
         """
         return self.share_embeddings_and_output_weights and self.pre_process
 

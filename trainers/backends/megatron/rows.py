@@ -1,8 +1,8 @@
 """Packs rows for a Megatron model into one sequence of padded rows, or a context-parallel rank's part of it.
 
-Every row is padded to a multiple of `Topology.pad_multiple` tokens, or without packing to the longest row. With context
-parallelism it is cut into 2 * cp chunks, of which this rank computes two (see `codecs.context_slices`). Padding follows
-its row, where causal attention hides it.
+Every row is padded to a multiple of `Topology.pad_multiple` tokens or, without packing, to the padded length of the
+longest row. With context parallelism each row is cut into 2 * cp chunks, of which this rank computes two (see
+`codecs.context_slices`). Padding follows its row, where causal attention hides it.
 """
 
 from __future__ import annotations

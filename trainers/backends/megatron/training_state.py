@@ -1,8 +1,8 @@
 """Converts model and optimizer to the sharded tensors of a checkpoint, whose HF names do not depend on the mesh.
 
-A rank's part of a parameter consists of boxes of HF tensors (`weights.boxes`). Another mesh can therefore read its own
-parts from the checkpoint, and so can the fsdp backend for models without experts. The distributed optimizer keeps flat
-pieces of each parameter on the data-parallel ranks. They are assembled first.
+A rank's part of a parameter consists of boxes, which are rectangular parts of HF tensors (`weights.boxes`). Another
+mesh can therefore read its own parts from the checkpoint, and so can the fsdp backend for models without experts. The
+distributed optimizer keeps flat pieces of each parameter on the data-parallel ranks. They are assembled first.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ expert_columns   `columns` for stacked experts, over the same ranks as `expert_g
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One Megatron parameter, or the same parameter of every expert, and the HF tensors that it consists of."""
+    """One Megatron parameter, or the same parameter of every expert, and the HF tensors that contain its values."""
 
     names: tuple[str, ...]
     """Names of the parameters in this rank's Megatron model."""
     hf_names: tuple[str, ...]
-    """Names of the tensors in the HF model."""
+    """Names of the corresponding tensors in the HF model."""
     split: Split
 
     @property
@@ -149,8 +149,8 @@ def expert_range(config: Any, part: Part) -> tuple[int, int]:
 
 
 def split_dim(entry: Entry, part: Part) -> int | None:
-    """Return the dimension of the HF tensors along which the ranks' boxes are split; None when each rank has all of
-    it."""
+    """Return the dimension of the HF tensors along which they are divided among the ranks; None when each rank has all
+    of them."""
     if entry.is_expert:
         if part.num_etp == 1:
             return 0 if part.num_ep > 1 else None
@@ -161,7 +161,7 @@ def split_dim(entry: Entry, part: Part) -> int | None:
 
 
 def boxes(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part) -> Iterator[torch.Tensor]:
-    """Turn the rank's part of an entry into boxes, which are parts of HF tensors. The inverse of `unbox`.
+    """Turn the rank's part of an entry into boxes, which are rectangular parts of HF tensors. The inverse of `unbox`.
 
     `tensors` has one tensor for each of the entry's `names`; one box is yielded for each of its `hf_names`. A box is
     made when it is requested, and some are copies. Vocabulary boxes come without the padding. Gate and up matrices of
