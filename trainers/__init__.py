@@ -1,1 +1,1 @@
-"""The algorithm: configuration, losses, backends, controllers, and the run around them."""
+"""Trains the policy: configuration, losses, train backends, controllers, and the run around them."""

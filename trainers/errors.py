@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 
 class UserError(ValueError):
-    """A mistake that the user can correct, shown without a traceback."""
+    """A mistake that the user can correct. The command line shows its message without a traceback."""
 
 
 class ConfigError(UserError):
-    """One or more wrong keys or values in the configuration, described by one sentence each in `problems`."""
+    """One or more wrong keys or values in the configuration. `problems` describes each in one sentence."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)

@@ -8,16 +8,16 @@ from ...dataplane.section import Section
 
 
 class AdvantageConfig(Section):
-    """Estimate of advantages from the rewards of a group's samples."""
+    """The estimator that turns the rewards of each prompt's samples into advantages."""
 
     kind: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gdpo"] = "grpo"
     """Estimator of the advantages. `grpo` subtracts the group's mean reward and divides by the group's standard
     deviation (arXiv:2402.03300). `dr_grpo` subtracts the mean and does not divide (arXiv:2503.20783). `rloo` subtracts
     the mean of the group's other samples (arXiv:2402.14740). `reinforce_pp` normalises rewards over the whole step
-    (arXiv:2501.03262). `gdpo` normalises each reward function in its group and then adds the results
+    (arXiv:2501.03262). `gdpo` normalises the values of each reward function within the group and then adds the results
     (arXiv:2601.05242)."""
     normalize_std: bool = True
-    """Whether `grpo` divides by the group's standard deviation."""
+    """If true, `grpo` divides by the group's standard deviation."""
     baseline: Literal["step", "group"] = "step"
-    """Rows whose mean reward `reinforce_pp` subtracts. `step` takes all rows of the step; `group` takes the rows of the
-    same group."""
+    """Rows over which `reinforce_pp` takes the mean reward that it subtracts: `step` for all rows of the step, `group`
+    for the rows of the same group."""

@@ -1,4 +1,4 @@
-"""Defines the interface of advantage estimators, which turn rewards by group into one advantage per row."""
+"""Defines the interface of advantage estimators, which turn the rewards of grouped rows into one advantage per row."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardRows:
-    """The rewards of N rows. Raises ValueError when lengths differ or a valid row's reward is not finite."""
+    """Rewards and groups of N rows, the input of an advantage estimator; a row is one sampled response.
+
+    Construction raises ValueError when the arrays have different lengths or when a valid row's reward is not finite.
+    """
 
     rewards: np.ndarray
-    """Total reward of each row: float `[N]`; values of rows that are not valid are ignored."""
+    """Total reward of each row: float `[N]`. Values of rows that are not valid are ignored."""
     valid: np.ndarray
-    """Marks of the valid rows: bool or 0/1 `[N]`. 0 marks a failed row, which gets the advantage 0 and is left out of
+    """Validity of each row: bool or 0/1 `[N]`. A row with 0 has failed; it gets the advantage 0 and is left out of
     every mean."""
     group_ids: np.ndarray
-    """Number that the rows of one prompt share: int `[N]`, in any order."""
+    """Group of each row: int `[N]`, in any order. The rows of one prompt have the same number."""
     components: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Unweighted reward components by name, at least those that the estimator names: float `[N]` each."""
+    """Unweighted values of the single rewards: name of the reward -> float `[N]`. Every name in the estimator's
+    `components` must be present."""
 
     def __post_init__(self) -> None:
         if not len(self.rewards) == len(self.valid) == len(self.group_ids):
@@ -45,25 +49,27 @@ class RewardRows:
         return np.flatnonzero(self.valid)
 
     def scatter(self, advantages: np.ndarray) -> np.ndarray:
-        """Put the valid rows' `advantages` `[V]` in their places among all rows: float32 `[N]`, 0 for failed rows."""
+        """Return the advantages of all rows, float32 `[N]`: `advantages` `[V]` for the V valid rows, 0 for failed
+        rows."""
         result = np.zeros(len(self.rewards), np.float32)
         result[self.valid_rows] = advantages
         return result
 
 
 class AdvantageEstimator(Protocol):
-    """Computes the advantages of rows. Rows whose rewards are all equal get exactly 0, as none of them was better."""
+    """Computes one advantage per row. Where all rows that are compared with each other have the same reward, their
+    advantages are exactly 0."""
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of the reward components that the estimator needs besides the totals."""
+        """Names of the single rewards that the estimator needs besides the total reward."""
         ...
 
     @property
     def whole_step(self) -> bool:
-        """True when a row's advantage depends on rows of other groups, so that one call must have all rows of a step.
+        """True when a row's advantage depends on rows of other groups, so that one call must get all rows of a step.
 
-        False when it depends on the row's own group only, so that rows may come group by group.
+        False when it depends only on the row's own group, so that groups may be passed one at a time.
         """
         ...
 

@@ -16,17 +16,17 @@ from .estimator import RewardRows
 # ---------------- Rewards compared with those of their group: arithmetic that the estimators share, all in float64.
 
 STD_EPS = 1e-6
-"""Small number added to standard deviations before dividing by them, as other libraries do."""
+"""Small number added to standard deviations before dividing by them, as in other libraries."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedRewards:
-    """The rewards of V valid rows in G groups, with their group's mean subtracted."""
+    """The rewards of V valid rows in G groups, each minus the mean of its group."""
 
     centred: np.ndarray
     """Reward minus its group's mean: float64 `[V]`, exactly 0 where all rewards of the group are equal."""
     group: np.ndarray
-    """Group of each row: int64 `[V]`, 0..G-1."""
+    """Number of the group of each row: int64 `[V]`, 0..G-1."""
     count: np.ndarray
     """Number of rows of each group: int64 `[G]`."""
 
@@ -37,7 +37,7 @@ class GroupedRewards:
 
 
 def group_rewards(rewards: np.ndarray, group_ids: np.ndarray) -> GroupedRewards:
-    """Subtract from the `rewards` of valid rows, float `[V]`, the means of their groups."""
+    """Subtract from the rewards of V valid rows (float `[V]`) the mean reward of their group."""
     rewards = np.asarray(rewards, np.float64)
     _, group = np.unique(group_ids, return_inverse=True)
     count = np.bincount(group)
@@ -52,7 +52,7 @@ def group_rewards(rewards: np.ndarray, group_ids: np.ndarray) -> GroupedRewards:
 
 
 def over_std(centred: np.ndarray) -> np.ndarray:
-    """Return `centred`, whose mean is 0, divided by (its sample standard deviation + 1e-6), float64 `[V]`."""
+    """Divide values with mean 0 by (their sample standard deviation + 1e-6). Returns float64 `[V]`."""
     return centred / (np.sqrt(np.sum(centred**2) / max(len(centred) - 1, 1)) + STD_EPS)
 
 
@@ -60,8 +60,9 @@ def over_std(centred: np.ndarray) -> np.ndarray:
 class GrpoAdvantage:
     """The GRPO advantage is `(reward - mean of its group) / (std of its group + 1e-6)` over the group's valid rows.
 
-    The standard deviation is the sample's (n - 1). The advantage is exactly 0 for failed rows, for groups with fewer
-    than two valid rows and for groups whose rewards are all equal, as they do not tell which row was better.
+    The standard deviation is that of a sample (divisor n - 1). The advantage is exactly 0 for failed rows, for groups
+    with fewer than two valid rows, and for groups whose rewards are all equal, because such groups do not show which
+    row was better.
     """
 
     normalize_std: bool = True
@@ -87,8 +88,8 @@ class GrpoAdvantage:
 class RlooAdvantage:
     """The RLOO advantage is the reward minus the mean of the *other* valid rows of its group, an unbiased baseline.
 
-    It equals `n / (n - 1)` times the distance to the mean of all n rows, is 0 for a row that is alone in its group, and
-    is not normalised.
+    It equals `n / (n - 1)` times the distance to the mean of all n valid rows. It is 0 for a row that is alone in its
+    group. It is not divided by a standard deviation.
     """
 
     components = ()
@@ -110,10 +111,11 @@ Baseline = Literal["step", "group"]
 class ReinforcePpAdvantage:
     """The REINFORCE++ advantage is `(reward - baseline) / (std + 1e-6)`, normalised over the step's valid rows.
 
-    The baseline is the mean of the step's valid rows (`step`) or of the row's own group (`group`, which is called
-    REINFORCE++-baseline and leaves a mean of 0 over the step). std is taken after the baseline is subtracted. Every row
-    weighs the same, whatever its length. The KL of the paper's reward is set with `loss.kl_in=reward`. Advantages are 0
-    for a step whose rewards are all equal.
+    With `step` the baseline is the mean reward of the step's valid rows. With `group` it is the mean reward of the
+    row's own group; this variant is called REINFORCE++-baseline. In both cases the advantages of a step have mean 0.
+    std is the standard deviation over the step after the baseline is subtracted. Every row weighs the same, whatever
+    its length. Advantages are 0 for a step whose rewards are all equal. The paper's KL penalty in the reward is a
+    separate setting, `loss.kl_in=reward`.
     """
 
     baseline: Baseline = "step"
@@ -136,14 +138,14 @@ class ReinforcePpAdvantage:
 class GdpoAdvantage:
     """The GDPO advantage normalises each reward within its group, sums them with weights, and normalises the sum.
 
-    `A = sum over rewards k of w_k (r_k - mean_k of the group) / (std_k of the group + 1e-6)`, and the advantage is
-    `A / (std of A over the step's valid rows + 1e-6)`. GRPO sums the rewards first. Different mixes of rewards can then
-    give the same advantages, and a reward that is easy to get drowns the others. The paper also subtracts the mean of A
-    over the step, which is 0 already, because it is 0 in every group.
+    For each row, `A = sum over rewards k of w_k (r_k - mean_k of the group) / (std_k of the group + 1e-6)`, and the
+    advantage is `A / (std of A over the step's valid rows + 1e-6)`. GRPO sums the rewards first. Different mixes of
+    rewards can then give the same advantages, and a reward that is easy to get drowns the others. The paper also
+    subtracts the mean of A over the step. This mean is already 0, because it is 0 in every group.
     """
 
     weights: Mapping[str, float]
-    """Weight w_k of each reward by name, as in the rubric, without rewards of weight 0."""
+    """Weight w_k of each reward in the rubric, the run's list of rewards, by name. Rewards of weight 0 are left out."""
 
     whole_step = True
 
@@ -156,7 +158,8 @@ class GdpoAdvantage:
         return tuple(self.weights)
 
     def __call__(self, rows: RewardRows) -> np.ndarray:
-        """Return the advantages of `rows`. Raises ValueError naming a reward that the rows do not have."""
+        """Return one advantage per row, float32 `[N]`. Raises ValueError when `rows` lack a reward, which the error
+        names."""
         index = rows.valid_rows
         missing = [name for name in self.weights if name not in rows.components]
         if missing:

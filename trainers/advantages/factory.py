@@ -10,10 +10,10 @@ from .estimators import GdpoAdvantage, GrpoAdvantage, ReinforcePpAdvantage, Rloo
 
 
 def build_advantages(config: AdvantageConfig, weights: Mapping[str, float]) -> AdvantageEstimator:
-    """Build the estimator that `config` names.
+    """Build the advantage estimator that `config` names.
 
-    weights: name of each reward -> its weight in the rubric, with which `gdpo` adds up the rewards' advantages.
-    Raises ValueError in one sentence for `gdpo` without a reward that has a weight, or for an unknown kind.
+    weights: name of each reward -> its weight in the rubric, the run's list of rewards. Only `gdpo` uses them. Raises
+    ValueError when `gdpo` has no reward with a weight other than 0, or when the kind is unknown.
     """
     if config.kind == "grpo":
         return GrpoAdvantage(config.normalize_std)

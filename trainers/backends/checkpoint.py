@@ -18,13 +18,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 STEPS = "steps"
-"""Name of the number of optimizer steps taken (int64 scalar), which is the whole state of the schedule."""
+"""Name in a checkpoint of the number of optimizer steps taken (int64 scalar), which is the whole state of the
+learning-rate schedule."""
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, steps: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return every tensor that training changes by name: the live tensors, sharded where the model is.
+    """Return the tensors that training changes, by name: weights, optimizer state and the number of steps.
 
-    Hyperparameters are left out on purpose, because the config decides them on resume.
+    They are the live tensors, sharded where the model is. Hyperparameters are left out on purpose, because the config
+    decides them on resume.
     """
     state = {STEPS: steps}
     state |= {f"model.{name}": value for name, value in model.state_dict().items()}
@@ -42,11 +44,12 @@ def prepare(
     *,
     copy: bool,
 ) -> dict[str, torch.Tensor]:
-    """Start the draft of the folder `path` and return what `write` writes: `state` and the rank's RNG. Collective.
+    """Create the draft folder of the checkpoint `path` and return the tensors for `write`: `state` and this rank's RNG.
 
-    `copy` returns copies in host memory, so that the live tensors may change before they are written. An older
-    checkpoint at `path`, which a resumed run may reach again, is replaced once the new one is whole. Raises ValueError
-    on every rank when `path` exists and is not a checkpoint.
+    With `copy` the result holds copies in host memory, so that the live tensors may change before they are written.
+    There may be an older checkpoint at `path`, because a resumed run may save a step again; it is replaced once
+    the new one is complete. Collective over `group`. Raises ValueError on every rank when `path` exists and is not a
+    checkpoint.
     """
     on_first_rank(lambda: _restart_draft(path), rank, world, group)
     staged = {**state, **_rng_state(rank)}
@@ -54,10 +57,10 @@ def prepare(
 
 
 def write(path: str, staged: dict[str, torch.Tensor], rank: int, world: int, group: dist.ProcessGroup | None) -> None:
-    """Write what `prepare` returned and publish it. Collective over `group`.
+    """Write the tensors that `prepare` returned as the checkpoint `path`. Collective over `group`.
 
-    The folder is written as `path.tmp` and renamed at the end. A kill in between leaves no `path`, and the next save
-    removes the draft.
+    The folder is written as `path.tmp` and renamed at the end. If the process is killed in between, there is no folder
+    `path`, and the next save removes the draft.
     """
     with _one_process(world):
         save(staged, checkpoint_id=draft_of(path), process_group=group)
@@ -67,10 +70,12 @@ def write(path: str, staged: dict[str, torch.Tensor], rank: int, world: int, gro
 def load_checkpoint(
     path: str, state: dict[str, torch.Tensor], rank: int, world: int, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Fill the tensors of `state` in place from the folder `path`, and set this rank's RNG. Collective over `group`.
+    """Fill the tensors of `state` in place from the checkpoint `path`, and set this rank's RNG. Collective over
+    `group`.
 
-    Any number of ranks in any mesh may load. A rank without an RNG state in the checkpoint takes that of rank % saved
-    ranks. Raises ValueError, before anything is changed, when there is no whole checkpoint or it is of another model.
+    Any number of ranks in any mesh may load. If n ranks have saved their RNG state, rank r takes that of rank r % n.
+    Raises ValueError, before any tensor is changed, when there is no complete checkpoint or when it belongs to another
+    model.
     """
     on_first_rank(lambda: _recover(path), rank, world, group)
     if not _is_whole(path):
@@ -91,12 +96,13 @@ def load_checkpoint(
 
 
 def draft_of(path: str) -> str:
-    """Return the folder that is written first and renamed to `path` when it is whole."""
+    """Return the name of the draft folder, which is written first and renamed to `path` when it is complete."""
     return f"{path}.tmp"
 
 
 def start_draft(path: str, *, replaces: bool = False) -> None:
-    """Make an empty draft folder. Raises ValueError when `path` itself exists, unless the draft `replaces` it."""
+    """Create an empty draft folder for `path`, in place of an older draft. Raises ValueError when `path` exists, unless
+    `replaces` is true."""
     if os.path.exists(path) and not replaces:
         raise ValueError(f"{path}: exists already, expected the name of a new folder")
     shutil.rmtree(draft_of(path), ignore_errors=True)
@@ -104,7 +110,10 @@ def start_draft(path: str, *, replaces: bool = False) -> None:
 
 
 def publish(path: str) -> None:
-    """Rename the draft to `path` and remove what was there. `_recover` repairs a kill between the two renames."""
+    """Rename the draft folder to `path` and remove the folder that was there before.
+
+    If the process is killed between the two renames, `_recover` restores the older folder.
+    """
     if os.path.exists(path):
         shutil.rmtree(_old_of(path), ignore_errors=True)
         os.rename(path, _old_of(path))
@@ -117,7 +126,7 @@ def _old_of(path: str) -> str:
 
 
 def _recover(path: str) -> None:
-    """Restore the old checkpoint when a kill interrupted its replacement."""
+    """Rename the older checkpoint back to `path` if a kill interrupted its replacement."""
     if not os.path.exists(path) and _is_whole(_old_of(path)):
         os.rename(_old_of(path), path)
 
@@ -128,7 +137,7 @@ def _restart_draft(path: str) -> None:
 
 
 def on_first_rank(action: Callable[[], None], rank: int, world: int, group: dist.ProcessGroup | None = None) -> None:
-    """Run `action` on rank 0 while the other ranks wait; if it raises there, every rank raises and none keeps waiting.
+    """Run `action` on rank 0 while the other ranks wait. If it raises there, every rank raises.
 
     Collective over `group`, or over the default group when it is None. The other ranks raise OSError or ValueError if
     the error on rank 0 is one of these, else RuntimeError; their message starts with "rank 0".
@@ -157,7 +166,7 @@ def _as_other_ranks_raise(error: Exception) -> Exception:
 
 
 def _is_whole(path: str) -> bool:
-    """Return whether `path` is a whole checkpoint, which has the file that torch writes last."""
+    """Return whether `path` is a complete checkpoint, which contains the file that torch writes last."""
     return os.path.exists(os.path.join(path, ".metadata"))
 
 
@@ -170,7 +179,8 @@ def _rng_state(rank: int) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _one_process(world: int) -> Iterator[None]:
-    """Silence torch's warning that it assumes one process, which is right for one rank without a process group."""
+    """Silence torch's warning that it assumes a single process. With one rank and no process group the assumption is
+    right."""
     with warnings.catch_warnings():
         if world == 1:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from .checkpoint import load_checkpoint, on_first_rank, prepare, write
 
 WRITE_TIMEOUT_S = 86_400.0
-"""Seconds that one write may take at most. The driver looks at its progress and ends a write that hangs much sooner; a
-rank that dies breaks the others' connections at once."""
+"""Largest number of seconds that one write may take. It is long because other mechanisms are faster: the driver watches
+the progress and ends a write that hangs, and the death of a rank breaks the other ranks' connections at once."""
 
 
 class Checkpointer:
@@ -36,10 +36,11 @@ class Checkpointer:
         self._error: BaseException | None = None
 
     def save(self, path: str, state: dict[str, torch.Tensor], *, wait: bool = True) -> None:
-        """Write `state` as the checkpoint `path`, after any that is still being written.
+        """Write `state` as the checkpoint `path`, after waiting for an earlier write to end.
 
-        Without `wait` the call returns once the state is copied to host memory and may change again. `path` appears
-        when it is whole, and an error is raised by the next `save`, `load`, `wait` or `close`.
+        Without `wait` the call returns once the state is copied to host memory and may change again; the checkpoint is
+        then written in the background. `path` appears when it is complete. If the write fails, the next `save`, `load`,
+        `wait` or `close` raises its error.
 
         Raises ValueError on every rank when `path` exists and is not a checkpoint.
         """
@@ -54,17 +55,22 @@ class Checkpointer:
         self._thread.start()
 
     def on_first_rank(self, action: Callable[[], None]) -> None:
-        """Run `action` on rank 0 while the others wait, for as long as it takes; what it raises, all raise."""
+        """Run `action` on rank 0 while the other ranks wait for it, up to the time limit of a write.
+
+        An OSError or ValueError from `action` is raised on every rank.
+        """
         on_first_rank(action, self._rank, self._world, self._group)
 
     def load(self, path: str, state: dict[str, torch.Tensor]) -> None:
-        """Wait for any write, then fill `state` from the checkpoint `path` as `load_checkpoint` does."""
+        """Wait for a write that is in progress, then fill `state` from the checkpoint `path`, as `load_checkpoint`
+        does."""
         self.wait()
         with _torch_errors(path):
             load_checkpoint(path, state, self._rank, self._world, self._group)
 
     def wait(self) -> None:
-        """Wait until nothing is being written. Raises the last write's error, once, or TimeoutError when it hangs."""
+        """Wait until no checkpoint is being written. Raises the error of the last write, once, or TimeoutError when the
+        write takes longer than the time limit."""
         if self._thread is None:
             return
         self._thread.join(self._timeout_s)
@@ -75,7 +81,7 @@ class Checkpointer:
             raise error
 
     def close(self) -> None:
-        """Wait until nothing is being written, raising the last write's error. Idempotent."""
+        """Wait until no checkpoint is being written. Raises the error of the last write. Idempotent."""
         self.wait()
 
     def _write(self, path: str, staged: dict[str, torch.Tensor]) -> None:
@@ -88,7 +94,8 @@ class Checkpointer:
 
 @contextmanager
 def _torch_errors(path: str) -> Iterator[None]:
-    """Raise torch's CheckpointException, which is no Exception and would end an actor, as an OSError."""
+    """Convert torch's CheckpointException to an OSError. It is not an Exception but a BaseException, which would end an
+    actor."""
     try:
         yield
     except CheckpointException as error:

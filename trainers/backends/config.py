@@ -1,4 +1,4 @@
-"""The section `trainer` of the configuration, and everything that a rank builds its train backend from."""
+"""The section `trainer` of the configuration, and the settings from which each rank builds its train backend."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class TrainerConfig(Section):
 
     backend: Literal["fsdp", "megatron", "scripted"] = "fsdp"
     """Backend that trains the model. `fsdp` trains Hugging Face models with FSDP2 and tensor parallelism. `megatron`
-    uses megatron-core and can split a model in all the ways below. `scripted` reads its rows and computes nothing for
-    as long as the keys of the section `scripted` say."""
+    uses megatron-core and can split a model in all the ways below. `scripted` has no model; it reads its rows and then
+    sleeps for the times that the section `scripted` sets."""
     dp: Count = 1
     """Number of data-parallel replicas, each of which trains on a share of the step's rows. There are dp x tp x cp x pp
     train workers."""
@@ -33,17 +33,18 @@ class TrainerConfig(Section):
     cp: Count = 1
     """Number of context-parallel ranks, which split each row's tokens between them."""
     ep: Count = 1
-    """Number of expert-parallel ranks, which are taken from the dp x tp x cp ranks."""
+    """Number of expert-parallel ranks, over which the experts of a model are distributed. They are taken from the dp x
+    tp x cp ranks and are not additional ones."""
     sequence_parallel: bool = False
-    """Whether the tensor-parallel ranks split the computation of norms by tokens."""
+    """If true, the tensor-parallel ranks split the computation of norms between them, by tokens."""
     distributed_optimizer: bool = True
-    """Whether the data-parallel ranks split the optimizer's state between them. `fsdp` always splits it."""
+    """If true, the data-parallel ranks split the optimizer's state between them. `fsdp` always splits it."""
     recompute: Literal["none", "full"] = "none"
     """Part of the forward pass that the backward pass computes again. `none` keeps all intermediate values. `full`
     saves memory by keeping only the input of each decoder layer and computing the rest again."""
     offload: bool = False
-    """Whether weights, gradients and optimizer state are in host memory while they are not used. Needs more than one
-    train worker."""
+    """If true, weights, gradients and optimizer state stay in host memory while they are not used. Needs more than one
+    train worker; `megatron` does not support it."""
     lr: Positive = 1e-6
     """Peak learning rate."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
@@ -51,39 +52,40 @@ class TrainerConfig(Section):
     weight_decay: NonNegative = 0.0
     """Weight decay of matrices. Norms and biases have none."""
     grad_clip: Positive = 1.0
-    """Largest global norm of the mean gradient, to which larger gradients are scaled down."""
+    """Largest global norm of the mean gradient. Larger gradients are scaled down to it."""
     warmup_steps: CountOrZero = 0
     """Number of steps over which the learning rate rises to `trainer.lr`. In a run with fewer steps it rises until the
     end."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Course of the learning rate after it has risen. `constant` keeps it; `cosine` and `linear` reach 0 at the end of
-    the run."""
+    """Course of the learning rate after the warm-up. `constant` keeps it; `cosine` and `linear` lower it to 0 by the
+    end of the run."""
     packing: Literal["none", "packed", "dynamic"] = "none"
-    """Layout of the rows of a microbatch. `none` pads them to the longest. `dynamic` does the same and puts rows of
-    similar length together. `packed` puts rows one after the other without padding; context parallelism needs it."""
+    """Layout of the rows of a microbatch. `none` pads them to the length of the longest. `dynamic` does the same but
+    puts rows of similar length into the same microbatch. `packed` puts rows one after the other without padding;
+    context parallelism needs it."""
     tokens_per_microbatch: Count = 16384
     """Largest number of tokens, including padding, of one forward and backward pass on a replica. The length of a row
     is rounded up to a multiple of tp x 2 cp (of tp without context parallelism)."""
     fetch: Literal["auto", "leader", "independent"] = "auto"
-    """Which ranks of a replica read its rows from the store. With `leader` the first rank reads them and sends them to
+    """Ranks of a replica that read its rows from the store. With `leader` the first rank reads them and sends them to
     the others. With `independent` each rank reads them itself. `auto` is `leader` where a replica has more than one
     rank."""
     entropy_metric: bool = False
-    """Whether the policy's mean entropy at the trained tokens is reported as `train/entropy`, which costs a softmax
-    over the vocabulary. With `loss.entropy_coef` above 0 it always is."""
+    """If true, the policy's mean entropy at the trained tokens is reported as `train/entropy`, which costs a softmax
+    over the vocabulary. With `loss.entropy_coef` above 0 it is always reported."""
     mixed_precision: bool = False
-    """Whether forward and backward passes compute in bfloat16. Weights, sums of gradients and optimizer state stay in
+    """If true, forward and backward passes compute in bfloat16. Weights, sums of gradients and optimizer state stay in
     float32."""
 
     @property
     def topology(self) -> Topology:
-        """The train mesh."""
+        """Sizes of the train mesh: the numbers of data-, tensor-, context-, pipeline- and expert-parallel ranks."""
         return Topology(dp=self.dp, tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep)
 
 
 @dataclass(frozen=True, slots=True)
 class BackendConfig:
-    """Everything that a rank builds its backend from; it is sent to the worker."""
+    """Settings from which a rank builds its train backend. They are sent to the worker process."""
 
     model: str
     """Local folder or hub id of a Hugging Face causal language model, which is loaded as float32."""
@@ -91,16 +93,18 @@ class BackendConfig:
     loss: LossConfig = LossConfig()
     scripted: ScriptedConfig = ScriptedConfig()
     total_steps: int = 0
-    """Step at which the schedules cosine and linear reach 0; `constant` does not need it."""
+    """Number of steps after which the schedules `cosine` and `linear` reach 0; `constant` does not need it."""
     prev: Literal["rollout", "recompute", "train_pass"] = "rollout"
-    """Source of the log-probs in the denominator of the ratio. `rollout` means the engine's; `recompute` means the
-    column `prev_logprobs`, which is written before the step; `train_pass` means those of the pass that trains, which
-    are the same as long as rows are trained on in one optimizer step."""
+    """Source of the log-probs in the denominator of the probability ratio. `rollout` takes those of the engine.
+    `recompute` takes the column `prev_logprobs`, which is written before the step. `train_pass` takes those of the
+    training forward pass itself, which equal the recomputed ones as long as rows are used in only one optimizer
+    step."""
     with_reference: bool = False
-    """Whether a frozen copy of the initial weights is kept for `logprobs(reference=True)`."""
+    """If true, the backend keeps a frozen copy of the initial weights for `logprobs(reference=True)`."""
     head: Head = "selected"
-    """Method that computes log-probs from the output layer. `full` is for models that change their logits after the
-    output layer; the backend raises an error when such a model has `selected`."""
+    """Use of the output layer for log-probs. `selected` applies it only to the positions whose log-probs are wanted.
+    `full` lets the model compute all logits, for models that change their logits after the output layer; the backend
+    raises an error when such a model has `selected`."""
 
     def __post_init__(self) -> None:
         if self.loss.kl_coef > 0 and not self.with_reference:
@@ -111,5 +115,5 @@ class BackendConfig:
 
     @property
     def topology(self) -> Topology:
-        """The train mesh."""
+        """Sizes of the train mesh: the numbers of data-, tensor-, context-, pipeline- and expert-parallel ranks."""
         return self.trainer.topology

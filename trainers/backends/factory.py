@@ -7,10 +7,11 @@ from .config import BackendConfig
 
 
 def build_backend(config: BackendConfig, rank: int, world: int) -> TrainBackend:
-    """Build the backend of rank `rank` of the `world` ranks of `config.topology`. Collective when `world` > 1.
+    """Build the train backend that `config` names, as rank `rank` of `world` ranks. Collective when `world` > 1.
 
-    With more than one rank the default process group must exist and have `world` ranks; one rank needs none.
-    Raises ValueError naming the key, its value and what was expected.
+    With more than one rank the default process group must exist and have `world` ranks; one rank needs none. Raises
+    ValueError when `world` does not match `config.topology` or a setting cannot be used; the error names the key, its
+    value and what was expected.
     """
     if world != config.topology.world:
         raise ValueError(f"world: got {world} ranks, expected the {config.topology.world} of {config.topology}")

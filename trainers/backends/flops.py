@@ -8,18 +8,22 @@ from typing import Any
 import numpy as np
 
 BACKWARD = 3
-"""Cost of forward and backward together, in forwards: backward computes two matrix products for each of forward's."""
+"""Cost of a forward and a backward pass together, in forward passes: backward computes two matrix products for each one
+of forward."""
 
 GATED = ("qwen3", "qwen3_moe", "llama", "qwen2", "mistral")
-"""HF `model_type`s whose layers are counted here: grouped-query attention, then a gated MLP or experts."""
+"""Values of `model_type` in HF configs that can be counted. Their layers are grouped-query attention, then a gated MLP
+or experts."""
 
 BF16_PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
-"""Peak FLOP/s of dense bfloat16 products by the name that CUDA gives the device (from NVIDIA's data sheets)."""
+"""Peak FLOP/s of dense bfloat16 matrix products, from NVIDIA's data sheets: name that CUDA gives the device ->
+FLOP/s."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlopModel:
-    """Counts the matrix products of a decoder; norms, activations, softmaxes and the optimizer are left out, as usual.
+    """Counts the FLOPs of a decoder's matrix products. Norms, activations, softmaxes and the optimizer are left out, as
+    usual.
 
     These are model FLOPs, which the model needs, not hardware FLOPs: recomputation and padding are not counted.
     """
@@ -27,18 +31,21 @@ class FlopModel:
     per_token: int
     """Number of multiply-adds of one token in the weights of all layers that it goes through.
 
-    Attention takes `H (n_q + 2 n_kv) d + n_q d H`, a gated MLP `3 H I`, and k of E experts `H E + 3 k H I_e`.
+    With hidden size H, n_q query heads and n_kv key-value heads of width d, attention takes `H (n_q + 2 n_kv) d + n_q d
+    H`. A gated MLP of width I takes `3 H I`. Experts of width I_e, of which each token uses k of E, take `H E + 3 k H
+    I_e`.
     """
     per_pair: int
-    """Number of multiply-adds of one (query, key) pair in all layers, `2 n_q d` each (scores and values)."""
+    """Number of multiply-adds of one (query, key) pair in all layers. Each layer takes `2 n_q d` for scores and values,
+    with n_q query heads of width d."""
     per_logits: int
-    """Number of multiply-adds of one token's logits, `H V`."""
+    """Number of multiply-adds of one token's logits: the hidden size times the size of the vocabulary."""
 
     def step(self, lengths: np.ndarray, predicted: int) -> float:
-        """Return the FLOPs of forward and backward over rows of `lengths` (int64 `[N]`), with logits for `predicted`
-        of their tokens.
+        """Return the FLOPs of a forward and backward pass over rows of `lengths` tokens (int64 `[N]`).
 
-        A row of L tokens has `L (L + 1) / 2` causal pairs.
+        `predicted` is the number of tokens whose logits are computed. A row of L tokens has `L (L + 1) / 2` causal
+        (query, key) pairs.
         """
         tokens = float(lengths.sum())
         pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum())
@@ -47,7 +54,7 @@ class FlopModel:
 
 
 def flop_model(config: Any) -> FlopModel | None:
-    """Return the FLOP count of the model with HF `config`; None for an architecture that is not known here."""
+    """Return the `FlopModel` of the model with HF config `config`; None for a `model_type` that is not in GATED."""
     config = config.get_text_config()
     if config.model_type not in GATED:
         return None
@@ -61,7 +68,7 @@ def flop_model(config: Any) -> FlopModel | None:
 
 
 def _block(config: Any, layer: int) -> int:
-    """Return the number of multiply-adds of one token in a layer's MLP or experts."""
+    """Return the number of multiply-adds of one token in the MLP or the experts of layer `layer`."""
     experts = getattr(config, "num_experts", 0)
     dense = layer in getattr(config, "mlp_only_layers", ()) or (layer + 1) % getattr(config, "decoder_sparse_step", 1)
     if not experts or dense:

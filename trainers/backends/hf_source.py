@@ -22,7 +22,8 @@ class HfSource:
     """Gives access to the config and the safetensors weights of a local folder or hub id."""
 
     def __init__(self, model: str) -> None:
-        """Read the config and the file of each tensor. Raises ValueError when there is no such model."""
+        """Read the config and find the file of each tensor. Raises ValueError when there is no such model or it has no
+        safetensors files."""
         self._model = model
         try:
             self.config: Any = AutoConfig.from_pretrained(model)
@@ -34,15 +35,15 @@ class HfSource:
             ) from error
 
     def has(self, name: str) -> bool:
-        """Tell whether `tensor` and `box` can read a tensor of the HF model."""
+        """Return whether `tensor` and `box` can read the HF model's tensor `name`."""
         match = _EXPERTS.fullmatch(name)
         return name in self._files or (match is not None and self._expert(match, 0)[0] in self._files)
 
     def box(self, name: str, ranges: tuple[slice, ...]) -> torch.Tensor:
-        """Return the part of the tensor `name` that `ranges`, one for each dimension, leave of it, in float32.
+        """Return a part of the tensor `name` in float32. `ranges` has one slice for each dimension.
 
-        Only that part is read, of experts that the folder stores one by one only those that are in it. Raises
-        ValueError when the tensor does not exist.
+        Only that part is read from the file. If the folder stores experts one by one, only the experts in the part are
+        read. Raises ValueError when the tensor does not exist.
         """
         match = _EXPERTS.fullmatch(name)
         if name not in self._files and match is not None:
@@ -50,10 +51,10 @@ class HfSource:
         return self._read(name, ranges)
 
     def tensor(self, name: str, start: int | None = None, stop: int | None = None) -> torch.Tensor:
-        """Return the tensor `name` of the model in float32, or its `[start:stop]` along dimension 0.
+        """Return the tensor `name` in float32, or only `[start:stop]` of it along dimension 0.
 
-        Names are the HF model's own. Experts that the folder stores one by one are stacked. Raises ValueError when the
-        tensor does not exist.
+        `name` is the HF model's own name. Experts that the folder stores one by one are stacked. Raises ValueError when
+        the tensor does not exist.
         """
         match = _EXPERTS.fullmatch(name)
         if name in self._files or match is None:
@@ -64,13 +65,17 @@ class HfSource:
 
     @staticmethod
     def _expert(match: re.Match[str], expert: int) -> list[str]:
-        """Return the names under which the folder stores one expert's part of the tensor that was matched."""
+        """Return the names under which the folder stores expert number `expert` of a stacked tensor, whose name `match`
+        has matched."""
         prefix, kind = match.groups()
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
         return [f"{prefix}.{expert}.{part}.weight" for part in parts]
 
     def empty_model(self, dtype: torch.dtype | None = None) -> Any:
-        """Return the HF model without weights and buffers, with dropout off. dtype: None for what its config says."""
+        """Return the HF model on the meta device, without values of weights and buffers, with dropout off.
+
+        dtype: dtype of the weights; None for that of the model's config.
+        """
         with torch.device("meta"):
             options = {} if dtype is None else {"dtype": dtype}
             model = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa", **options)
@@ -86,7 +91,7 @@ class HfSource:
         return found.float()
 
     def _locate(self) -> dict[str, str]:
-        """Map each tensor's name to its file. Raises OSError when there are no safetensors files."""
+        """Return the path of the file of each tensor, by name. Raises OSError when a safetensors file is missing."""
         index = self._path(INDEX)
         if index is None:
             path = self._path(ONE_FILE)

@@ -1,4 +1,4 @@
-"""Builds a loss's inputs from the columns of a microbatch, at the tokens that are trained on."""
+"""Builds a loss's inputs from the columns of a microbatch, only for the tokens that are trained on."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ def loss_inputs(
     entropy: torch.Tensor | None,
     reduce_rows: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> LossInputs:
-    """Pick the microbatch's columns at the positions `index` (int64 `[T]`, on the CPU) of the wanted tokens.
+    """Build the `LossInputs` of a microbatch for its trained tokens.
 
-    The other arguments are as in `LossInputs`; `entropy` is None unless it is trained on, and `row_tokens` may be on
-    any device. Raises ValueError naming a missing column."""
+    `index` has the positions of these tokens in the microbatch's columns (int64 `[T]`, on the CPU). The other arguments
+    are as in `LossInputs`; `entropy` is None unless it is trained on, and `row_tokens` may be on any device. Raises
+    ValueError naming a missing column.
+    """
     device = logprobs.device
 
     def column(name: str, why: str) -> torch.Tensor:

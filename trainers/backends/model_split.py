@@ -10,7 +10,8 @@ from ...dataplane.topology import Topology
 from .config import TrainerConfig
 
 MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
-"""Types of models (`model_type` of a config.json) that can be split over ranks. Megatron trains no others."""
+"""Values of `model_type` in a config.json whose models can be split over tensor-parallel ranks. The backend `megatron`
+trains no others."""
 
 
 def mesh_problems(trainer: TrainerConfig) -> list[str]:
@@ -37,7 +38,8 @@ def mesh_problems(trainer: TrainerConfig) -> list[str]:
 def check_split(trainer: TrainerConfig, model: Any) -> None:
     """Raise ValueError, in one sentence that names the key, when `model` cannot be split over the mesh of `trainer`.
 
-    model: a HF config, or the content of a config.json as attributes, of which unknown ones are not checked.
+    model: a HF config, or an object with the content of a config.json as attributes. Sizes that it does not have are
+    not checked.
     """
     if trainer.backend == "scripted":  # it has no model
         return
@@ -67,7 +69,10 @@ def check_split(trainer: TrainerConfig, model: Any) -> None:
 
 
 def _divisions(trainer: TrainerConfig, model: Any) -> Iterator[tuple[str, int, str]]:
-    """Yield (key of the mesh, its number of ranks, name of the model's size that they divide evenly)."""
+    """Yield each division of the model that must be even: (key of the mesh, its number of ranks, name of the size).
+
+    The number of ranks must divide the attribute of that name in the model's config.
+    """
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         yield "tp", trainer.tp, name
     if trainer.backend == "fsdp":
@@ -80,7 +85,11 @@ def _divisions(trainer: TrainerConfig, model: Any) -> Iterator[tuple[str, int, s
 
 
 def _check_experts(trainer: TrainerConfig, model: Any) -> None:
-    """Raise ValueError when Megatron cannot train the model's experts, or their absence, on the mesh of `trainer`."""
+    """Raise ValueError when Megatron cannot train the model on the mesh of `trainer` because it has experts or has
+    none.
+
+    `ep` > 1 needs a model with experts. A model with experts needs `sequence_parallel` when `tp` > 1.
+    """
     known = getattr(model, "num_hidden_layers", None) is not None
     if trainer.ep > 1 and known and not has_experts(model):
         raise ValueError(f"trainer.ep: got {trainer.ep}, expected 1 for a model without experts")
@@ -105,7 +114,8 @@ def is_expert_layer(model: Any, layer: int) -> bool:
 def expert_tensor_size(topology: Topology) -> int:
     """Return the number of ranks that split one expert's weights: 1 with expert parallelism, else `tp`.
 
-    With `ep` > 1 each rank has whole experts. With `ep` = 1 experts are split like everything else. Copies of them on
-    all tensor-parallel ranks would each see only their own tokens, and Megatron would not sum their gradients.
+    With `ep` > 1 each rank has whole experts. With `ep` = 1 experts are split over the tensor-parallel ranks like all
+    other layers. If each of these ranks had whole copies of the experts instead, a copy would see only the tokens of
+    its rank, and Megatron would not sum the gradients of the copies.
     """
     return topology.tp if topology.ep == 1 else 1

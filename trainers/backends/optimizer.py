@@ -17,7 +17,7 @@ CLIP_EPS = 1e-6
 
 
 def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """Build a fused AdamW with its state allocated at once, so that a checkpoint before the first step is whole too.
+    """Build a fused AdamW and allocate its state at once, so that a checkpoint before the first step is complete too.
 
     Weight decay applies to matrices only, not to norms and biases.
     """
@@ -59,13 +59,13 @@ def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
 
 
 def local_gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return this rank's shards of all gradients that exist; writing to them writes to the gradients."""
+    """Return this rank's shards of all gradients that exist. The shards share memory with the gradients."""
     grads = [param.grad for param in params if param.grad is not None]
     return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
 def square_norm(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares of this rank's shards, a float64 scalar.
+    """Return the sum of squares of this rank's gradient shards, a float64 scalar.
 
     Each element is on one rank only, so the ranks' values add up to the square of the whole norm.
     """
@@ -81,5 +81,5 @@ def scale_(grads: list[torch.Tensor], factor: float) -> None:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return the factor that brings a gradient of norm `norm` to at most `max_norm`."""
+    """Return the factor that reduces a gradient of norm `norm` to at most `max_norm`; 1 if it is not larger."""
     return min(1.0, max_norm / (norm + CLIP_EPS))

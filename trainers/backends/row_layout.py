@@ -11,21 +11,22 @@ from ...codecs.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """The N rows of a batch as one tensor of token ids, and the T tokens whose log-probs are wanted.
+    """The N rows of a microbatch as one tensor of token ids, and the T tokens whose log-probs are wanted.
 
     The last token of each row is left out of `input_ids`, because it predicts nothing. Right-padded rows need no
     attention mask: under causal attention no token sees the padding to its right, and the outputs at the padding are
-    never read. This keeps attention kernels on their fast path.
+    never read. Without a mask, attention kernels stay on their fast path.
     """
 
     input_ids: torch.Tensor
-    """Token ids: int64 `[N, L]`, where L is one less than the longest row, or when packed `[1, S]`, one row after the
-    other. There is at least one token, so that a rank without rows still takes part in the collectives."""
+    """Token ids: int64 `[N, L]` for padded rows, where L is one less than the length of the longest row, or int64 `[1,
+    S]` for packed rows, which follow each other. There is at least one token, so that a rank without rows still takes
+    part in the collectives."""
     position_ids: torch.Tensor | None
     """Position of each token in its own row: int64 `[1, S]`; None for padded rows."""
     ends: torch.Tensor | None
-    """Offsets of the packed rows, 0 and the end of each: int32 `[rows + 1]`, without rows that have no token; None for
-    padded rows."""
+    """Boundaries of the packed rows: 0, then the end of each row, int32 `[rows + 1]`. Rows without a token in
+    `input_ids` are left out. None for padded rows."""
     longest: int
     """Number of tokens of the longest row in `input_ids`."""
     source: torch.Tensor
@@ -41,10 +42,10 @@ class RowLayout:
 
 
 def lay_out(batch: Batch, device: torch.device, *, packed: bool = False) -> RowLayout:
-    """Lay out a batch that has `input_ids`. The wanted tokens are those that `response_mask` marks, or without that
-    field all but each row's first token.
+    """Lay out the rows of a batch, which must have the column `input_ids`, as tensors on `device`.
 
-    Raises ValueError when a row's first token is marked, because nothing predicts it.
+    The wanted tokens are those with a nonzero `response_mask`. Without that column they are all tokens but the first of
+    each row. Raises ValueError when the mask marks a row's first token, because nothing predicts it.
     """
     column = batch.jagged("input_ids")
     # Computed on the host even for columns on a GPU: positions depend on the values, 5 bytes per token.

@@ -17,7 +17,8 @@ from .config import BackendConfig
 
 NUM_WEIGHTS = 4
 WEIGHT_SIZE = 256
-"""Number of float32 values of each weight. All weights are 4 KiB, so a weight sync is real but costs only its calls."""
+"""Number of float32 values of each weight. All weights together have 4 KiB, so a weight sync is real but costs only its
+calls."""
 
 
 class ScriptedBackend:
@@ -27,7 +28,7 @@ class ScriptedBackend:
     """
 
     def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
-        """Make the weights. Raises RuntimeError when `world` > 1 and there is no default process group of `world`
+        """Create the weights. Raises RuntimeError when `world` > 1 and the default process group does not have `world`
         ranks."""
         if world > 1 and (not dist.is_initialized() or dist.get_world_size() != world):
             raise RuntimeError(f"scripted backend: needs a default process group of {world} ranks before it is built")
@@ -41,13 +42,14 @@ class ScriptedBackend:
         self._weights = {f"scripted.{index}.weight": ramp + index for index in range(NUM_WEIGHTS)}
         self._steps = torch.zeros((), dtype=torch.int64)
         self._counts: list[float] | None = None
-        """Number of tokens and of rows that the open step trains on; None when no step is open."""
+        """Number of tokens and number of rows that the open step trains on; None when no step is open."""
         self._checkpointer = Checkpointer(rank, world)
 
     # ------------------------------------------------------------ one step
 
     def begin_step(self, temperature: float = 1.0) -> None:
-        """See `TrainBackend`. Raises ValueError when `temperature` is not above 0."""
+        """Open a step with all counts at 0. Raises RuntimeError when a step is open, and ValueError when `temperature`
+        is not above 0."""
         if self._counts is not None:
             raise RuntimeError("begin_step: a step is open; finish_step or abort_step comes first")
         if not temperature > 0:
@@ -55,7 +57,10 @@ class ScriptedBackend:
         self._counts = [0.0, 0.0]
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
-        """See `TrainBackend`. Needs `response_mask`. Raises RuntimeError when no step is open."""
+        """Read `count` microbatches, count their tokens and rows, and let each take `train_row_s` seconds per row.
+
+        Needs the column `response_mask`. Raises RuntimeError when no step is open.
+        """
         if self._counts is None:
             raise RuntimeError("accumulate: no step is open")
         for micro in itertools.islice(micros, count):
@@ -68,8 +73,12 @@ class ScriptedBackend:
             time.sleep(max(0.0, ends - time.perf_counter()))
 
     def finish_step(self) -> dict[str, float]:
-        """See `TrainBackend`. Reports `train/tokens`, `train/sequences` (rows with a token to train on) and
-        `train/skipped`; there is no loss and no gradient."""
+        """Close the step, sleep for `train_step_s`, and add 1 to all weights if there was a token to train on.
+        Collective.
+
+        Returns `train/tokens`, `train/sequences` (rows with a token to train on) and `train/skipped`; there is no loss
+        and no gradient. Raises RuntimeError when no step is open.
+        """
         if self._counts is None:
             raise RuntimeError("finish_step: no step is open")
         totals = torch.tensor(self._counts, dtype=torch.float64, device=self._device)
@@ -85,13 +94,17 @@ class ScriptedBackend:
         return {"train/tokens": tokens, "train/sequences": sequences, "train/skipped": 0.0 if tokens else 1.0}
 
     def abort_step(self) -> None:
-        """See `TrainBackend`."""
+        """Drop the counts of an open step. Idempotent."""
         self._counts = None
 
     def logprobs(
         self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
     ) -> list[torch.Tensor]:
-        """See `TrainBackend`. Returns zeros at once."""
+        """Return zeros at once in place of log-probs: float32, one value per token of each microbatch.
+
+        As in every `TrainBackend`, only the replica's writer, the rank that writes columns back, gets them; other ranks
+        get [].
+        """
         columns = [
             torch.zeros(len(micro.batch.jagged("input_ids").values), dtype=torch.float32)
             for micro in itertools.islice(micros, count)
@@ -101,31 +114,40 @@ class ScriptedBackend:
     # ------------------------------------------------------------ weights and state
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """See `TrainBackend`. Only the scripted engine accepts these names, which belong to no model."""
+        """Return the dtype and shape of each weight by name. Only the scripted engine accepts these names, which belong
+        to no model."""
         return {name: (weight.dtype, tuple(weight.shape)) for name, weight in self._weights.items()}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainBackend`."""
+        """Yield the name and tensor of each weight. The tensors are whole on rank 0 and empty on other ranks."""
         for name, weight in self._weights.items():
             yield name, weight.to(self._device) if self._rank == 0 else weight.new_empty(0)
 
     def save(self, path: str, *, wait: bool = True) -> None:
-        """See `TrainBackend`. Raises RuntimeError while a step is open."""
+        """Write the weights and the number of steps as the checkpoint `path`. Collective.
+
+        Without `wait` the checkpoint is written in the background (see `Checkpointer.save`). Raises RuntimeError while
+        a step is open.
+        """
         self._require_closed("save")
         self._checkpointer.save(path, self._state(), wait=wait)
 
     def wait_saved(self) -> None:
-        """See `TrainBackend`."""
+        """Wait until no checkpoint is being written. Raises the error of the last write, once."""
         self._checkpointer.wait()
 
     def load(self, path: str) -> None:
-        """See `TrainBackend`. Raises RuntimeError while a step is open, ValueError when `save` has not written
-        `path`."""
+        """Read the weights and the number of steps from the checkpoint `path`. Collective.
+
+        Raises RuntimeError while a step is open, and ValueError when `path` is not a checkpoint that `save` has
+        written.
+        """
         self._require_closed("load")
         self._checkpointer.load(path, self._state())
 
     def export_model(self, path: str) -> None:
-        """Write the weights as `model.safetensors` into the new folder `path`. Raises ValueError when `path` exists."""
+        """Write the weights as `model.safetensors` into the new folder `path`. Collective. Raises ValueError when
+        `path` exists."""
 
         def write() -> None:
             start_draft(path)
@@ -135,7 +157,7 @@ class ScriptedBackend:
         self._checkpointer.on_first_rank(write)
 
     def close(self) -> None:
-        """Drop an open step and wait for a checkpoint that is being written, raising its error."""
+        """Drop an open step and wait until no checkpoint is being written. Raises the error of the last write."""
         self.abort_step()
         self._checkpointer.close()
 

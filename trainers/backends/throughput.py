@@ -1,4 +1,5 @@
-"""Measures FLOP/s, MFU, tokens per second and peak memory of a train step, around the step's own work."""
+"""Measures FLOP/s, MFU, tokens per second and peak memory of train steps, in the time that the steps themselves
+take."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ class StepMeter:
         *,
         half: bool,
     ) -> None:
-        """Prepare to measure a mesh of `world` ranks, of which those in `group` have different rows (data-parallel).
+        """Prepare to measure the steps of a mesh of `world` ranks.
 
-        `group` is None for one rank alone. `half` says that products are in bfloat16. FLOP/s are reported only with
-        `flops`, and MFU only when the device's peak is known as well.
+        `group` has the ranks over which tokens and FLOPs are summed, so that each row counts once; it is None for one
+        rank alone. `half` says that matrix products are in bfloat16. FLOP/s are reported only with `flops`. MFU is
+        reported only when `half` is true and the device's peak is known as well.
         """
         self._flops, self._device, self._world, self._group = flops, device, world, group
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -46,8 +48,8 @@ class StepMeter:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Count the time spent inside as the step's work, including waits for rows; on a GPU, synchronize at the
-        end."""
+        """Context whose duration, including waits for rows, counts as work of the step. On a GPU it ends with a
+        synchronization."""
         start = time.perf_counter()
         yield
         if self._device.type == "cuda":
@@ -55,7 +57,10 @@ class StepMeter:
         self._seconds += time.perf_counter() - start
 
     def add(self, lengths: np.ndarray, predicted: int) -> None:
-        """Count a microbatch of whole rows of `lengths` (int64 `[N]`), with logits for `predicted` of their tokens."""
+        """Count the tokens and FLOPs of a microbatch of whole rows with `lengths` tokens (int64 `[N]`).
+
+        `predicted` is the number of tokens whose logits were computed.
+        """
         self._tokens += float(lengths.sum())
         if self._flops is not None:
             self._work += self._flops.step(lengths, predicted)
@@ -64,8 +69,9 @@ class StepMeter:
         """Return the metrics of the whole mesh, the same on all ranks. Collective over all ranks.
 
         `train/tokens_per_s` is the number of tokens of all ranks, including prompts, over the slowest rank's seconds.
-        `train/tflops` is the model TFLOP/s of one rank on average, and `train/mfu` is its share of the device's peak.
-        `memory/peak_gib` is the peak of the fullest rank, in this step on a GPU and in the process's life on a CPU.
+        `train/tflops` is the model's TFLOP/s per rank, averaged over the ranks, and `train/mfu` is its share of the
+        device's peak. `memory/peak_gib` is the peak memory of the rank that used most: on a GPU the device memory of
+        this step, on a CPU the host memory since the process started.
         """
         totals = torch.tensor([self._tokens, self._work], dtype=torch.float64, device=self._device)
         most = torch.tensor([self._seconds, self._peak_gib()], dtype=torch.float64, device=self._device)

@@ -1,9 +1,9 @@
-"""Implements the state machine of one train step, which all backends share: it sums, counts, and divides once.
+"""Implements the state machine of a train step on one rank: it sums over microbatches, counts, and divides once.
 
     begin -> (accumulating: add -> backward)* -> finish -> apply | abort
 
-Losses and metrics are kept as sums and denominators as counts. `finish` reduces them over the ranks in one vector, and
-the largest mismatch in another.
+The fsdp and megatron backends share it. Losses and metrics are kept as sums, denominators as counts. `finish` reduces
+them over the ranks in one vector, and the largest mismatch, which is a maximum, in another.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .optimizer import clip_coefficient, learning_rate
 
 
 class StepState(enum.Enum):
-    """The state of a train step."""
+    """The state of a train step. The values are phrases for error messages."""
 
     CLOSED = "no step is open"
     OPEN = "a step is open"
     BROKEN = "a microbatch of the open step failed; abort it"
-    """State after a failed microbatch, and also during each one: an exception leaves the step broken, so that half a
-    gradient is never applied."""
+    """State during each microbatch and after one that failed. An exception thus leaves the step broken, so that a
+    partial gradient is never applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +39,29 @@ class StepTotals:
     """The totals of a finished step over all ranks."""
 
     denominator: float
-    """N, the number of tokens, sequences or groups, as the loss declares; 0 when there was nothing to train on."""
+    """The N that the loss is divided by: the number of tokens, sequences or groups, as the loss declares. 0 when there
+    was nothing to train on."""
     grad_norm: float
     """Norm of the mean gradient, before clipping; 0.0 when N is 0."""
     metrics: dict[str, float]
-    """Metrics of the step: `train/loss` (sum over N), `train/tokens`, `train/sequences`, each loss metric's mean over
-    tokens, and `logprob/mismatch_mean`, `logprob/mismatch_kl` and `logprob/mismatch_max` (see `losses.mismatch`)."""
+    """Metrics of the step: `train/loss` (the summed loss divided by N), `train/tokens`, `train/sequences`, the mean
+    over tokens of each loss metric, and `logprob/mismatch_mean`, `logprob/mismatch_kl` and `logprob/mismatch_max` (see
+    `losses.mismatch`)."""
 
     @property
     def applies(self) -> bool:
-        """Whether there is a gradient to step with, which needs N > 0 and a finite norm."""
+        """True if there is a gradient to step with, which needs N > 0 and a finite norm."""
         return self.denominator > 0 and math.isfinite(self.grad_norm)
 
     def apply(
         self, config: BackendConfig, steps: torch.Tensor, update: Callable[[float, float], None]
     ) -> dict[str, float]:
-        """Step the optimizer if there is a gradient; returns the step's metrics.
+        """Step the optimizer if there is a usable gradient, and return the step's metrics.
 
-        `steps`, the number of optimizer steps taken (int64 scalar), is incremented in place. `update(factor, rate)`
-        must step at learning rate `rate` with the summed gradients times `factor`, which combines 1/N and clipping."""
+        `steps`, the number of optimizer steps taken so far (int64 scalar), is then incremented in place.
+        `update(factor, rate)` must multiply the summed gradients by `factor`, which combines 1/N and clipping, and step
+        at learning rate `rate`.
+        """
         rate = learning_rate(config.trainer, int(steps), config.total_steps)
         if self.applies:
             update(clip_coefficient(self.grad_norm, config.trainer.grad_clip) / self.denominator, rate)
@@ -71,7 +75,7 @@ class StepTotals:
 
 
 class TrainStep:
-    """Keeps the sums and counts of the open step and checks the order of its calls."""
+    """Keeps the sums and counts of the open train step and checks that its methods are called in the right order."""
 
     def __init__(
         self,
@@ -83,12 +87,12 @@ class TrainStep:
         with_entropy: bool = False,
         counts_rows: bool = True,
     ) -> None:
-        """Prepare steps of `loss` whose sums are reduced over `group`.
+        """Prepare train steps with `loss`, whose sums are reduced over the ranks of `group`.
 
-        `group` has the ranks with different tokens (data- and context-parallel), and is None for one rank alone. Ranks
+        `group` has the ranks with different tokens (data- and context-parallel); it is None for one rank alone. Ranks
         that compute the same loss are in different groups. `recomputed` says that the trainer itself computed
         `prev_logprobs`. `with_entropy` says that microbatches come with an entropy, which is reported. `counts_rows` is
-        False on all context-parallel ranks but the first, as they share their rows.
+        False on all context-parallel ranks but the first, because these ranks share their rows.
         """
         self._loss = loss
         self._recomputed = recomputed
@@ -128,7 +132,7 @@ class TrainStep:
 
     @contextmanager
     def accumulating(self) -> Iterator[float]:
-        """Enclose one microbatch's forward and backward pass; yields the step's temperature.
+        """Context for the forward and backward passes of microbatches. It yields the step's temperature.
 
         Raises RuntimeError when no step is open or an earlier microbatch failed.
         """
@@ -140,10 +144,11 @@ class TrainStep:
     def add(
         self, inputs: LossInputs, row_tokens: np.ndarray, group_ids: np.ndarray, entropy: torch.Tensor | None
     ) -> torch.Tensor:
-        """Add one microbatch; returns its summed loss, a scalar to call backward on.
+        """Add one microbatch to the sums and return its summed loss, a scalar to call `backward` on.
 
-        `row_tokens` int64 `[N]` is the inputs' own on the CPU, so that counting does not wait for a GPU. `group_ids`
-        int64 `[N]` has the group of each row. `entropy` float32 `[T]` is None exactly when the step has no entropy.
+        `row_tokens` (int64 `[N]`) are those of `inputs`, on the CPU, so that counting does not wait for a GPU.
+        `group_ids` (int64 `[N]`) has the group of each row. `entropy` (float32 `[T]`) is None exactly when the step
+        reports no entropy.
         """
         sums = self._loss(inputs)
         extra = () if entropy is None else (entropy.detach().sum(),)
@@ -160,7 +165,7 @@ class TrainStep:
         return sums.loss
 
     def finish(self, square_norm: torch.Tensor) -> StepTotals:
-        """Close the step and return its totals over the group. Collective over the group.
+        """Close the step and return its totals over all ranks of the group. Collective over the group.
 
         `square_norm` is this rank's part of the squared norm of the summed gradient (float64 scalar); the parts of all
         ranks add up to the whole. Raises RuntimeError when no step is open or a microbatch failed.
@@ -189,8 +194,8 @@ class TrainStep:
         return StepTotals(denominator, norm, metrics)
 
     def _count_groups(self) -> int:
-        """Count the distinct groups over all ranks. Ranks exchange group ids, because a group may be on several
-        ranks."""
+        """Count the distinct groups over all ranks. The ranks exchange group ids, because a group's rows may be on
+        several ranks."""
         own = torch.tensor(sorted(self._group_ids), dtype=torch.int64, device=self._device)
         if self._group is None:
             return len(own)

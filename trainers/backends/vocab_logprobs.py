@@ -1,7 +1,7 @@
 """Computes log-probs and entropies of tokens from hidden states, for a vocabulary that is whole or split over ranks.
 
-Logits would be the largest tensor of a step: `T x V` in float32 takes 20 GB for 32k tokens and a vocabulary of 150k.
-Therefore they are computed for one chunk of tokens at a time, and again in backward.
+The logits of all tokens would be the largest tensor of a step: `T x V` in float32 takes 20 GB for T = 32k tokens and a
+vocabulary of V = 150k. Therefore they are computed for one chunk of tokens at a time, and again in backward.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ LOGIT_ELEMENTS = 2**24
 GPU_LOGIT_ELEMENTS = 2**27
 """Largest number of float32 logits that a rank computes at a time on a GPU (512 MiB).
 
-With fewer, the chunks of a large vocabulary would have too few tokens to keep the GPU's matrix units busy.
+With a lower limit the chunks of a large vocabulary would have too few tokens to keep the GPU's matrix units busy.
 """
 
 Entropy = Literal["off", "report", "train"]
-"""Ways to compute the entropy: not at all, without grad for a metric, or with grad for a loss term."""
+"""Ways to compute the entropy: `off` for not at all, `report` for a metric without gradient, `train` for a loss term
+with gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class VocabShard:
     start: int
     """Token id of this rank's first logit."""
     width: int
-    """Largest number of logits per token on a rank of the group, from which all ranks compute the same chunks."""
+    """Largest number of logits per token on any rank of the group. All ranks derive the same chunks of tokens from
+    it."""
 
 
 def token_logprobs(
@@ -51,10 +53,10 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-probs of `targets` (float32 `[T]`) and the entropies in nats (float32 `[T]`, or None for "off").
 
-    `hidden` `[T, H]` and the token ids `targets` int64 `[T]` are the same on all ranks of a shard's group. `head` maps
-    `[t, H]` to this rank's logits `[t, v]` and sums its input's gradient over the group. `vocab` is the size of a whole
-    vocabulary, or this rank's part of a split one. Logits are divided by `temperature`. Collective over the group, also
-    in the backward pass when there is more than one chunk.
+    `hidden` `[T, H]` and the token ids `targets` (int64 `[T]`) are the same on all ranks of a shard's group. `head`
+    maps hidden states `[t, H]` to this rank's logits `[t, v]`; in backward it must sum the gradient of its input over
+    the group. `vocab` is the size of a whole vocabulary, or this rank's part of a split one. Logits are divided by
+    `temperature`. Collective over the group, also in the backward pass when there is more than one chunk.
     """
     width = vocab if isinstance(vocab, int) else vocab.width
     shard = None if isinstance(vocab, int) else vocab
@@ -95,10 +97,10 @@ def _chunk(
 class _SplitSoftmax(torch.autograd.Function):
     """Computes log-probs and entropies from logits whose columns are split over ranks.
 
-    This is the method of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3). With `l` the log-probs of all
-    tokens and `H` the entropy, d l[target] / d z[j] = 1(j is target) - exp(l[j]) and
-    d H / d z[j] = -exp(l[j]) (l[j] + H). Every rank has the same gradient of its outputs, so backward needs no
-    communication.
+    This is the method of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Let z be the logits of one
+    position, l the log-probs of all tokens there, and H the entropy. Then d l[target] / d z[j] = 1(j is target) -
+    exp(l[j]) and d H / d z[j] = -exp(l[j]) (l[j] + H). The gradient of the outputs is the same on every rank, so
+    backward needs no communication.
     """
 
     @staticmethod

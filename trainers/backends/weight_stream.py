@@ -3,9 +3,9 @@
     every rank     own pieces --send--> slot on rank 0 --> tensor --> consumer
                    meanwhile the next pieces arrive in the other slot
 
-Rank 0 never holds the whole model. Pieces are sent point to point in the wanted dtype. Pieces that are rows of their
-tensor are received in their final place. Others (columns) are received one after the other and then copied to their
-places in the other slot.
+Rank 0 never holds the whole model; it has two receive buffers, called slots. Pieces are sent point to point in the
+wanted dtype. Pieces that are rows of their tensor are received in their final positions. Other pieces (columns) are
+received one after the other and then copied to their positions in the other slot.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ...codecs.integers import ceil_div, round_up
 from ...codecs.memory import ALIGN
 
 BATCH_BYTES = 32 << 20
-"""Largest number of bytes of small weights in one batch, which is never larger than the largest weight. Batches exist
-because each message costs about 100 us."""
+"""Largest number of bytes of several weights that are sent as one batch; a batch is never larger than the largest
+weight. Small weights are sent in batches because each message costs about 100 us."""
 
 OwnPiece = Callable[["SpreadWeight"], torch.Tensor]
-"""Function that returns this rank's piece of a weight, in any floating dtype, on any device, with any strides; rank 0
-may return the live weight."""
+"""Function that returns this rank's piece of a weight, in any floating-point dtype, on any device, with any strides. On
+rank 0 it may return the live weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Part `index` of `num` consecutive parts along a dimension, all of one size except the last, as torch.chunk makes
-    them."""
+    """Part `index` of a dimension that is cut into `num` consecutive parts, all of one size except the last, as by
+    torch.chunk."""
 
     dim: int
     num: int
@@ -42,7 +42,8 @@ class Cut:
 
 
 def cut_box(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[slice, ...]:
-    """Return the range along each dimension that `cuts`, applied one after the other, leave of a tensor of `shape`."""
+    """Return the slice of each dimension that remains of a tensor of `shape` after all `cuts`, applied one after the
+    other."""
     starts, sizes = [0] * len(shape), list(shape)
     for cut in cuts:
         width = ceil_div(sizes[cut.dim], cut.num)
@@ -63,7 +64,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SpreadWeight:
-    """One weight of the HF model, and which rank has which piece of it."""
+    """One weight of the HF model, with the ranks that have its pieces."""
 
     name: str
     dtype: torch.dtype
@@ -72,7 +73,7 @@ class SpreadWeight:
     pieces: tuple[Piece, ...]
     """Pieces that together cover each element of the weight once."""
     boxed: tuple[int, ...] = ()
-    """Shape of the view of the weight whose dimensions cuts refer to; () for `shape` itself."""
+    """Shape in which the weight is viewed before it is cut; () when it is cut in its own `shape`."""
 
     @property
     def nbytes(self) -> int:
@@ -80,18 +81,18 @@ class SpreadWeight:
 
     @property
     def is_local(self) -> bool:
-        """Whether rank 0 has the whole weight."""
+        """True if rank 0 has the whole weight."""
         return self.pieces == (Piece(0),)
 
     def place(self, whole: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """Return the view of `whole`, a tensor of this weight's shape, that `piece` fills. It is empty for a piece
-        without elements."""
+        """Return the view of `whole`, a tensor of this weight's shape, that `piece` fills. The view is empty for a
+        piece without elements."""
         view = whole.view(self.boxed or self.shape)
         return view[cut_box(view.shape, piece.cuts)]
 
     @property
     def lands_in_place(self) -> bool:
-        """Whether every piece is contiguous in the whole weight."""
+        """True if every piece is contiguous in the whole weight, so that it can be received in its final position."""
         return all(cut.dim == 0 for piece in self.pieces for cut in piece.cuts)
 
 
@@ -104,10 +105,12 @@ def stream_weights(
     to the end and send nothing else over that group meanwhile.
 
     Rank 0's tensors are contiguous, on `device`, and may be the live parameters. Each is valid until the next one is
-    requested; on a GPU, also for work queued on the current stream by then. Rank 0 holds at most twice the largest
-    weight, and what `own` allocates (for weights that it has whole, this one and the one before). Other ranks hold
-    their pieces of two batches. A generator that is closed early still takes part to the end. One that was never
-    started, or that an error ended, leaves the other ranks waiting until the process group's timeout.
+    requested; on a GPU, also for work queued on the current stream by then. Rank 0 needs memory for at most twice the
+    largest weight, plus the tensors that `own` allocates. Of the weights that rank 0 has whole, these are the current
+    one and the one before. Other ranks hold their pieces of two batches.
+
+    A generator that is closed early still streams to the end, because the other ranks would wait. A generator that was
+    never started, or that an error ended, leaves the other ranks waiting until the process group's timeout.
 
     Raises RuntimeError naming the weights and the ranks when another rank is gone or late.
     """
@@ -133,11 +136,12 @@ class _Batch:
 
     weights: tuple[SpreadWeight, ...]
     in_place: bool
-    """Whether all their pieces are received in their final places."""
+    """True if all pieces of the weights are received in their final positions."""
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that the batch takes in a slot; weights that rank 0 has whole take none."""
+        """Number of bytes that the batch takes in a slot, a receive buffer of rank 0. Weights that rank 0 has whole
+        take none."""
         return sum(_room(weight) for weight in self.weights)
 
 
@@ -161,8 +165,8 @@ def _batches(weights: Sequence[SpreadWeight]) -> list[_Batch]:
 
 
 def _slot_sizes(batches: Sequence[_Batch]) -> list[int]:
-    """Return the number of bytes that each of the two slots needs, following the order in which `_receive` uses
-    them."""
+    """Return the number of bytes that each of rank 0's two receive buffers needs, following the order in which
+    `_receive` uses them."""
     sizes, free = [0, 0], 0
     for batch in batches:
         sizes[free] = max(sizes[free], batch.nbytes)
@@ -177,7 +181,8 @@ def _slot_sizes(batches: Sequence[_Batch]) -> list[int]:
 
 
 class _Transfer:
-    """The messages of one batch in flight. Both methods raise RuntimeError naming the weights that do not arrive."""
+    """The messages of one batch of weights, on their way. A failed transfer raises RuntimeError naming these
+    weights."""
 
     def __init__(self, batch: _Batch, messages: Sequence[dist.P2POp]) -> None:
         self._batch, self._messages = batch, messages  # tensors must live until they have arrived
@@ -186,7 +191,7 @@ class _Transfer:
             self._works = dist.batch_isend_irecv(list(messages)) if messages else []
 
     def wait(self) -> None:
-        """Wait until all messages have arrived; on a GPU, only make its current stream wait for them."""
+        """Wait until all messages have arrived. On a GPU, only make the current stream wait for them."""
         with self._named():
             for work in self._works:
                 work.wait()
@@ -257,7 +262,7 @@ def _receive(
 
 
 def _begin(batch: _Batch, slot: torch.Tensor) -> _Transfer:
-    """Start to receive other ranks' pieces of `batch` in `slot`."""
+    """Start to receive the other ranks' pieces of `batch` in the buffer `slot`."""
     messages = []
     for weight, tensor in _tensors(batch, slot).items():
         for piece, room in _arrivals(weight, tensor, batch.in_place):
@@ -266,7 +271,7 @@ def _begin(batch: _Batch, slot: torch.Tensor) -> _Transfer:
 
 
 def _tensors(batch: _Batch, slot: torch.Tensor) -> dict[SpreadWeight, torch.Tensor]:
-    """Return a view of `slot` for each weight of the batch that rank 0 does not have whole."""
+    """Return a view of the buffer `slot` for each weight of the batch that rank 0 does not have whole."""
     found, offset = {}, 0
     for weight in batch.weights:
         if not weight.is_local:
@@ -276,9 +281,9 @@ def _tensors(batch: _Batch, slot: torch.Tensor) -> dict[SpreadWeight, torch.Tens
 
 
 def _arrivals(weight: SpreadWeight, tensor: torch.Tensor, in_place: bool) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Yield each piece of another rank and the flat view of `tensor` that it is received in.
+    """Yield each piece that another rank sends, with the flat view of `tensor` in which it is received.
 
-    Pieces are received in their final places when `in_place`, else one after the other.
+    Pieces are received in their final positions when `in_place` is true, else one after the other.
     """
     offset = 0
     for piece in weight.pieces:
@@ -289,7 +294,7 @@ def _arrivals(weight: SpreadWeight, tensor: torch.Tensor, in_place: bool) -> Ite
 
 
 def _lay_out(batch: _Batch, arrived: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy pieces that arrived one after the other to their final places in `out`."""
+    """Copy pieces that arrived one after the other in the buffer `arrived` to their final positions in `out`."""
     whole = _tensors(batch, out)
     for weight, tensor in _tensors(batch, arrived).items():
         for piece, values in _arrivals(weight, tensor, in_place=False):

@@ -1,4 +1,4 @@
-"""Turns per-token losses into a step's mean, in which tokens, rows or groups weigh the same."""
+"""Averages per-token losses over a step, giving equal weight to tokens, to rows or to groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ AggregationKind = Literal["token", "sequence", "sequence_sum", "prompt"]
 class Aggregation:
     """Averages per-token losses over a step in one of four ways.
 
-    `l_t` is the loss at token t, `|y|` the number of tokens of a row, `|G|` the number of tokens of its whole group:
+    `l_t` is the loss at token t, `|y|` the number of tokens of a row, `|G|` the number of tokens of its whole group
+    (the rows of one prompt):
 
     token          sum of `l_t` / tokens of the step. Every token weighs the same (DAPO, arXiv:2503.14476, equation 8).
     sequence       mean over rows of `sum(l_t) / |y|`. Every row weighs the same (GRPO, DeepSeekMath, arXiv:2402.03300).
@@ -43,9 +44,12 @@ class Aggregation:
         return "groups" if self.kind == "prompt" else "sequences"
 
     def __call__(self, values: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
-        """Sum per-token `values` `[T]` over the microbatch, so that the step can divide the total by its N.
+        """Weight the per-token `values` `[T]` of one microbatch and return their sum, which the step later divides by
+        N.
 
-        Raises ValueError when `prompt` has no `group_tokens`: a group's rows may be in several microbatches.
+        N is the step's number of tokens, rows or groups (see `denominator`). Raises ValueError when the kind is
+        `prompt` and `inputs` has no `group_tokens`, which cannot be counted here because a group's rows may be in
+        several microbatches.
         """
         if self.kind == "token":
             return values.sum()

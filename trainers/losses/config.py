@@ -14,8 +14,8 @@ CORRECTION_BOUNDS: dict[str, tuple[float | None, float]] = {
     "sequence": (None, 2.0),
     "sequence_mask": (0.0, 2.0),
 }
-"""Default bounds (low, high) of each correction's weights. low is None for a correction without a lower bound. The
-bounds of `icepop` are those of Ring-1T."""
+"""Default bounds (low, high) of the importance weights of each correction. low is None for a correction without a lower
+bound. The bounds of `icepop` are those of Ring-1T."""
 
 
 class LossConfig(Section):
@@ -40,7 +40,8 @@ class LossConfig(Section):
     divided by `loss.length_norm` (Dr. GRPO). `prompt` is the mean over prompts of each prompt's mean over its
     tokens."""
     length_norm: Count | None = None
-    """Number of tokens by which `sequence_sum` divides the sum of a row. Unset: `rollout.max_new_tokens`."""
+    """Number of tokens by which `sequence_sum` divides the sum of each row's losses. Unset:
+    `rollout.max_new_tokens`."""
     correction: Literal["none", "tis", "icepop", "sequence", "sequence_mask"] = "none"
     """Correction for the difference between the trainer's and the engine's probabilities, by importance weights. `tis`
     weights each token and truncates the weights. `icepop` weights each token and leaves out tokens whose weight is
@@ -60,15 +61,15 @@ class LossConfig(Section):
     """Estimator of the KL divergence from d = log p_ref - log p at each token (joschu.net/blog/kl-approx.html). `k1` is
     -d, `k2` is d^2 / 2, and `k3` is exp(d) - 1 - d."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Place where the KL divergence counts. `loss` adds it to the loss; `reward` subtracts it from each token's
-    advantage."""
+    """Part of the objective that the KL divergence enters. `loss` adds it to the loss; `reward` subtracts it from each
+    token's advantage."""
     entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus, which costs a softmax over the vocabulary with its gradient. With 0 there is no
-    bonus."""
+    """Weight of the entropy bonus; with 0 there is no bonus. The bonus costs a softmax over the vocabulary, in the
+    forward and in the backward pass."""
 
     @property
     def correction_bounds(self) -> tuple[float, float]:
-        """Bounds (low, high) of the correction's weights; low is 0 when there is no lower bound."""
+        """Bounds (low, high) of the correction's importance weights; low is 0 when there is no lower bound."""
         low, high = CORRECTION_BOUNDS[self.correction]
         return (
             (low or 0.0) if self.correction_low is None else self.correction_low,

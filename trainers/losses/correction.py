@@ -1,8 +1,9 @@
-"""Off-policy corrections weight tokens whose engine policy differs from the previous policy, the ratio's denominator.
+"""Off-policy corrections weight tokens by how much more likely the trainer's policy makes them than the engine's did.
 
 Engine and trainer compute slightly different numbers even at the same version, and stale rows come from an older
-version. The weight is `w = p_prev / p_rollout`: the token's probability under the previous policy over its probability
-under the engine's policy. It turns the loss's expectation under the engine's policy into one under the previous policy.
+version. The weight is `w = p_prev / p_rollout`: the token's probability under the previous policy, which is the
+denominator of the objective's ratios, over its probability under the engine's policy. It turns the loss's expectation
+under the engine's policy into one under the previous policy.
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ import torch
 from .terms import LossInputs
 
 CORRECTION_METRICS = ("correction_weight", "correction_fraction")
-"""Metrics of every correction: the mean weight, and the share of tokens whose weight was truncated or set to 0."""
+"""Names of the metrics of every correction: the mean weight, and the share of tokens whose weight was truncated or set
+to 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenWeights:
-    """The weights that a correction gives the tokens of one microbatch, without grad."""
+    """The weights that a correction gives to the tokens of one microbatch. No gradient flows through them."""
 
     values: torch.Tensor
     """Weights that multiply the objective's losses: float32 `[T]`, 0 or more."""
     cut: torch.Tensor
-    """Marks of the tokens whose weight is a bound or 0 instead of `w`: bool `[T]`."""
+    """True for each token whose weight `w` was replaced by a bound or by 0: bool `[T]`."""
 
 
 class Correction(Protocol):
-    """Computes token weights from `prev_logprobs` and `rollout_logprobs` alone. A token of weight 0 still counts in
-    the step's denominator N."""
+    """Computes token weights from `prev_logprobs` and `rollout_logprobs` alone. A token of weight 0 still counts in N,
+    the denominator of the step's mean loss."""
 
     def __call__(self, inputs: LossInputs) -> TokenWeights: ...
 
@@ -62,7 +64,8 @@ class TruncatedTokens:
 
 @dataclass(frozen=True, slots=True)
 class IcePop:
-    """Weights each token by its importance weight `w` inside `[low, high]`, and by 0 outside, which leaves it out."""
+    """Weights each token by its importance weight `w` if that is inside `[low, high]`, and leaves it out (weight 0)
+    otherwise."""
 
     low: float
     high: float
@@ -85,8 +88,8 @@ class IcePop:
 class TruncatedSequences:
     """Weights every token of a row by `min(W, high)`, where W is the product of the row's token weights `w`.
 
-    W is the row's probability under the previous policy over its probability under the engine's. The weight is unbiased
-    except for the bound, and its variance is large on long answers.
+    W is the row's probability under the previous policy over its probability under the engine's policy. W itself is
+    unbiased, but its variance is large on long answers; the bound adds a bias.
     """
 
     high: float
@@ -101,9 +104,9 @@ class TruncatedSequences:
 
 @dataclass(frozen=True, slots=True)
 class MaskedSequences:
-    """Weights every token of a row by the row's W inside `[low, high]` and by 0 outside, which leaves the row out.
+    """Weights every token of a row by the row's weight W if that is inside `[low, high]`, and by 0 otherwise.
 
-    W is the product of the row's token weights, as in `TruncatedSequences`.
+    A weight of 0 leaves the row out. W is the product of the row's token weights, as in `TruncatedSequences`.
     """
 
     low: float

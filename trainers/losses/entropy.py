@@ -10,20 +10,22 @@ from .terms import Denominator, LossInputs, TermSums
 
 @dataclass(frozen=True, slots=True)
 class EntropyBonus:
-    """Lowers the loss by the entropy of the policy at each trained token, taken over the whole vocabulary."""
+    """Loss term that lowers the loss by the policy's entropy at each trained token, taken over the whole vocabulary."""
 
     aggregation: Aggregation = Aggregation()
 
     name = "entropy_bonus"
     metrics = ()
-    """This term reports no metrics: the train step reports `train/entropy` whenever the backend computes it."""
+    """Names of the metrics of this term: none, because the train step itself reports `train/entropy` whenever the
+    backend computes an entropy."""
 
     @property
     def denominator(self) -> Denominator:
         return self.aggregation.denominator
 
     def __call__(self, inputs: LossInputs) -> TermSums:
-        """Raises ValueError when the inputs have no `entropy`."""
+        """Return the negative entropies of a microbatch, summed as `aggregation` says. Raises ValueError when `inputs`
+        has no `entropy`."""
         if inputs.entropy is None:
             raise ValueError("loss.entropy_coef is not 0, but the microbatch has no entropy; the backend computes it")
         assert inputs.entropy.requires_grad == inputs.logprobs.requires_grad, "an entropy without grad trains nothing"

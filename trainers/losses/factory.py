@@ -13,9 +13,9 @@ from .terms import LossTerm, PolicyLoss
 
 
 def build_loss(config: LossConfig) -> PolicyLoss:
-    """Build the loss that `config` describes.
+    """Build the step's loss from the policy term and, where `config` asks for them, a KL term and an entropy bonus.
 
-    Raises ValueError naming the key when `sequence_sum` has no `length_norm`, or for an unknown kind.
+    Raises ValueError, naming the key, when `sequence_sum` has no `length_norm` or when a kind is unknown.
     """
     aggregation = Aggregation(config.aggregation, config.length_norm)
     in_reward = config.kl_coef > 0 and config.kl_in == "reward"

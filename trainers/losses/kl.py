@@ -18,11 +18,12 @@ KlKind = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceKl:
-    """Estimates the KL at each token from `d = log p_ref - log p` and adds it to the loss.
+    """Loss term that estimates the KL divergence from the reference policy at each token, from `d = log p_ref - log p`.
 
-    The estimate is k1 = -d, k2 = d^2 / 2, or k3 = exp(d) - 1 - d, which is unbiased and never negative. As a loss on
-    on-policy samples, k2 has the gradient of the KL itself, k3 (GRPO's choice, DeepSeekMath, arXiv:2402.03300,
-    equation 4) has one that agrees with it near the reference, and the gradient of k1 is zero on average.
+    The estimate is k1 = -d, k2 = d^2 / 2, or k3 = exp(d) - 1 - d, which is unbiased and never negative. Used as a loss
+    on on-policy samples, the three have different gradients. That of k2 is the gradient of the KL divergence itself.
+    That of k3 (GRPO's choice, DeepSeekMath, arXiv:2402.03300, equation 4) agrees with it near the reference policy.
+    That of k1 is zero on average.
     """
 
     kind: KlKind = "k3"
@@ -36,7 +37,8 @@ class ReferenceKl:
         return self.aggregation.denominator
 
     def __call__(self, inputs: LossInputs) -> TermSums:
-        """Raises ValueError when the inputs have no `ref_logprobs`."""
+        """Return the estimates of a microbatch, summed as a loss and as a metric. Raises ValueError when `inputs` has
+        no `ref_logprobs`."""
         values = _estimate(self.kind, _reference(inputs) - inputs.logprobs)
         return TermSums(self.aggregation(values, inputs), {"reference_kl": values.detach().sum()})
 
@@ -46,9 +48,9 @@ class RewardKl:
     """Lowers each token's advantage by `coefficient * k`, where k is the token's KL estimate without grad.
 
     k is computed from `d = log p_ref - log p_prev`. Each token is charged for its own divergence only. PPO from human
-    feedback (arXiv:2203.02155) and REINFORCE++ (arXiv:2501.03262) subtract the KL before advantages are estimated and
-    sum it over the tokens that follow. That needs rewards per token where advantages are normalised; Headrace does that
-    in the driver, which sees one reward per row and no tokens.
+    feedback (arXiv:2203.02155) and REINFORCE++ (arXiv:2501.03262) instead subtract the KL before advantages are
+    estimated and sum it over the tokens that follow. That would need a reward per token, but Headrace normalises
+    advantages in the driver, which sees one reward per row and no tokens.
     """
 
     kind: KlKind
@@ -58,7 +60,10 @@ class RewardKl:
 
     @torch.no_grad()
     def __call__(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, torch.Tensor]]:
-        """Return the inputs with lowered advantages, and metrics. Raises ValueError without `ref_logprobs`."""
+        """Return `inputs` with lowered advantages, and the summed KL estimates as the metric `reference_kl`.
+
+        Raises ValueError when `inputs` has no `ref_logprobs`.
+        """
         values = _estimate(self.kind, _reference(inputs) - inputs.prev_logprobs)
         lowered = replace(inputs, advantages=inputs.advantages - self.coefficient * values)
         return lowered, {"reference_kl": values.sum()}

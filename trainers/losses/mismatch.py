@@ -11,22 +11,25 @@ import torch
 from .terms import LossInputs
 
 MISMATCH_SUMS = ("mismatch_mean", "mismatch_kl")
-"""Metrics that are means over response tokens of |d| and of exp(d) - 1 - d, where d = log p_trainer - log p_engine.
+"""Names of the metrics that average |d| and exp(d) - 1 - d over response tokens; d = log p_trainer - log p_engine.
 
-The second estimates the KL divergence of the engine's policy to the trainer's, and is never negative (k3, see `kl`).
+The second one estimates the KL divergence between the engine's policy and the trainer's and is never negative. It is
+the estimator k3 of `losses.kl`.
 """
 MISMATCH_MAX = "mismatch_max"
-"""Metric that is the largest |d| of the step."""
+"""Name of the metric for the largest |d| of the step, where d = log p_trainer - log p_engine at a response token."""
 
 
 @torch.no_grad()
 def mismatch(inputs: LossInputs, *, recomputed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return MISMATCH_SUMS of a microbatch as sums over its tokens (float64 `[2]`), and its MISMATCH_MAX (float64
-    scalar, 0 without tokens).
+    """Return the mismatch between the trainer's and the engine's log-probs over the tokens of one microbatch.
 
-    `recomputed` takes `prev_logprobs` as the trainer's log-probs, which it computed before the step; otherwise those of
-    the training forward pass are taken. Both come from the policy that the step starts from, which sampled the rows as
-    long as they are on policy. On older rows, or in a later step on the same rows, the difference also includes what
+    The first result holds the sums of the two metrics MISMATCH_SUMS (float64 `[2]`), the second the metric MISMATCH_MAX
+    (float64 scalar, 0 without tokens).
+
+    With `recomputed` the trainer's log-probs are `prev_logprobs`, which it computed before the step; otherwise they are
+    those of the training forward pass. Both come from the policy that the step starts from. On-policy rows were sampled
+    by this same policy. On older rows, or in a later step on the same rows, the difference therefore also includes what
     training has changed since.
     """
     trainer = inputs.prev_logprobs if recomputed else inputs.logprobs

@@ -1,4 +1,5 @@
-"""Policy objectives compute a loss at each token from probability ratios and advantages, before weights and means."""
+"""Policy objectives compute a loss at each token from probability ratios and advantages, to be weighted and
+averaged."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ import torch
 from .terms import LossInputs
 
 DRIFT_METRICS = ("approx_kl", "rollout_kl")
-"""Metrics of every objective, which estimate how far the policy has moved (k3, see `kl`).
+"""Names of the metrics of every objective, which estimate how far the policy has moved (estimator k3 of `losses.kl`).
 
-approx_kl is the KL of the previous policy to this one. rollout_kl is that of the engine's policy to this one, which
-includes staleness and numerical mismatch.
+`approx_kl` estimates the KL divergence of the previous policy to the current one. `rollout_kl` estimates that of the
+engine's policy to the current one, which includes staleness and numerical mismatch.
 """
 
 
@@ -25,11 +26,12 @@ class TokenLosses:
     values: torch.Tensor
     """Loss at each token: float32 `[T]`, with grad."""
     metrics: Mapping[str, torch.Tensor]
-    """Sums of metrics over tokens, in the order of the objective's `metrics`: float32 scalars without grad."""
+    """Sums over tokens of the objective's metrics, in the order of its `metrics`: float32 scalars without grad."""
 
 
 class Objective(Protocol):
-    """A policy-gradient surrogate, which may look beyond one token only through `LossInputs.row_sum`."""
+    """A policy-gradient surrogate loss. The loss at a token may depend on other tokens only through
+    `LossInputs.row_sum`."""
 
     @property
     def name(self) -> str: ...
@@ -42,7 +44,7 @@ class Objective(Protocol):
 
 @torch.no_grad()
 def drift(inputs: LossInputs) -> dict[str, torch.Tensor]:
-    """Return DRIFT_METRICS of a microbatch as sums over its tokens."""
+    """Return the metrics DRIFT_METRICS of a microbatch, `approx_kl` and `rollout_kl`, as sums over its tokens."""
     moved = inputs.logprobs - inputs.prev_logprobs
     rollout = inputs.logprobs - inputs.rollout_logprobs
     return {
@@ -68,8 +70,8 @@ class PpoClip:
     """PPO's loss at a token is `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`.
 
     r is the token's probability over its probability under the previous policy, A its advantage. With `clip_dual` c,
-    tokens with A < 0 have the loss `-max(min(...), c A)` instead. r A has no lower bound there, and one token that
-    became much more probable since it was sampled would otherwise dominate the step.
+    tokens with A < 0 have the loss `-max(min(...), c A)` instead. Without this bound r A can become arbitrarily
+    negative for them, and one token that became much more probable since it was sampled would dominate the step.
     """
 
     clip_low: float = 0.2
@@ -103,11 +105,11 @@ class PpoClip:
 
 @dataclass(frozen=True, slots=True)
 class Gspo:
-    """GSPO's loss at a token is `-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)`, where s is its row's ratio.
+    """GSPO's loss at a token is `-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)`, where s is the ratio of its row.
 
-    s is the geometric mean of the row's token ratios: `exp(mean over the row's tokens of log p / p_prev)`. With
-    `loss.aggregation=sequence` a row's sum is the paper's loss of the row. s stays much closer to 1 than the ratio of
-    one token, so its bounds are small (3e-4 and 4e-4 in the paper).
+    A is the advantage. s is the geometric mean of the row's token ratios: `exp(mean over the row's tokens of log(p /
+    p_prev))`. With `loss.aggregation=sequence` the mean over a row's tokens is the paper's loss of the row. s stays
+    much closer to 1 than the ratio of one token, so its bounds are small (3e-4 and 4e-4 in the paper).
     """
 
     clip_low: float = 0.2
@@ -115,8 +117,8 @@ class Gspo:
 
     name = "gspo"
     metrics = ("ratio_mean", "clip_fraction", *DRIFT_METRICS)
-    """Names of the metrics. ratio_mean averages s; clip_fraction is the share of tokens in rows that a bound cuts
-    off."""
+    """Names of the metrics. ratio_mean averages s; clip_fraction is the share of tokens that belong to rows whose
+    gradient a bound cuts off."""
 
     def __call__(self, inputs: LossInputs) -> TokenLosses:
         log_ratios = inputs.row_sum(inputs.logprobs - inputs.prev_logprobs)
@@ -160,7 +162,8 @@ class Cispo:
 
 @dataclass(frozen=True, slots=True)
 class Reinforce:
-    """The loss of REINFORCE at a token is `-A log p`, which is correct for rows that the current policy sampled."""
+    """REINFORCE's loss at a token is `-A log p`, where A is its advantage. It is correct only for rows that the current
+    policy sampled."""
 
     name = "reinforce"
     metrics = DRIFT_METRICS

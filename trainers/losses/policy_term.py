@@ -13,12 +13,13 @@ from .terms import Denominator, LossInputs, TermSums
 
 @dataclass(frozen=True, slots=True)
 class PolicyTerm:
-    """Computes `aggregation(correction * objective)` on advantages that `reward_kl` has lowered."""
+    """Computes the policy's loss on a microbatch, `aggregation(correction * objective)`, from advantages that
+    `reward_kl` lowers first."""
 
     objective: Objective
     aggregation: Aggregation = Aggregation()
     correction: Correction | None = None
-    """Off-policy correction; None treats the engine's policy as the previous policy."""
+    """Off-policy correction. None means no correction, as if the engine's policy were the previous policy."""
     reward_kl: RewardKl | None = None
     """KL penalty on the advantages; None leaves them as they are."""
 

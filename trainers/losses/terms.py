@@ -1,8 +1,8 @@
 """Defines loss terms, their inputs and results, and the weighted sum of terms that a train step minimises.
 
-A step's loss is `sum over tokens / N`, and N is known only after the last microbatch. So a term returns a plain sum and
-declares what its N counts, and the train step divides once. The gradient is then the same however the step's rows are
-divided into microbatches.
+A step's loss is `sum over tokens / N`, and N is known only after the last microbatch. Therefore a term returns a plain
+sum and declares what its N counts, and the train step divides once. The gradient is then the same however the step's
+rows are divided into microbatches.
 """
 
 from __future__ import annotations
@@ -15,48 +15,49 @@ from typing import Literal, Protocol
 import torch
 
 Denominator = Literal["tokens", "sequences", "groups"]
-"""Unit that a loss counts as N over the whole step: response tokens, rows with a response token, or groups with such a
-row."""
+"""What N, the denominator of a loss, counts over the whole step: response tokens, rows with a response token, or groups
+with such a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The response tokens of one microbatch, flat: T tokens of N rows.
+    """The response tokens of one microbatch, as flat tensors: T tokens of N rows.
 
-    All of them are trained on. Tokens that `response_mask` masks are left out before, so a term needs no mask. With
-    context parallelism a row's tokens are split over several ranks; T is then this rank's share of them, and N is the
-    same on all these ranks. A term sums over the tokens it is given and uses `row_sum` for sums over whole rows.
+    All of them are trained on. Tokens whose `response_mask` is 0 have already been removed, so a term needs no mask.
+    With context parallelism a row's tokens are split over several ranks; T is then this rank's share of them, and N is
+    the same on all these ranks. A term sums over the tokens it is given and uses `row_sum` for sums over whole rows.
     """
 
     logprobs: torch.Tensor
     """Log-probs under the policy being trained: float32 `[T]`, with grad."""
     prev_logprobs: torch.Tensor
-    """Log-probs under the previous policy, the denominator of ratios: float32 `[T]`."""
+    """Log-probs under the previous policy, which is the denominator of probability ratios: float32 `[T]`."""
     rollout_logprobs: torch.Tensor
-    """Log-probs that the engine sampled with: float32 `[T]`."""
+    """Log-probs under the engine's policy, with which the tokens were sampled: float32 `[T]`."""
     ref_logprobs: torch.Tensor | None
     """Log-probs under the reference policy: float32 `[T]`; None when the step has no reference."""
     advantages: torch.Tensor
-    """Advantage of the token's row: float32 `[T]`."""
+    """Advantage of each token, which is that of its row unless a KL penalty has lowered it: float32 `[T]`."""
     row_ids: torch.Tensor
     """Row of each token: int64 `[T]`, 0..N-1, ascending."""
     row_tokens: torch.Tensor
     """Number of response tokens of each whole row: int64 `[N]`, 0 for a failed row."""
     group_tokens: torch.Tensor | None = None
-    """Number of response tokens that the step trains on in each row's whole group, in any microbatch and on any rank:
-    int64 `[N]`; None unless `loss.aggregation` is `prompt`."""
+    """Number of response tokens that the step trains on in the whole group of each row, over all microbatches and
+    ranks: int64 `[N]`; None unless `loss.aggregation` is `prompt`."""
     entropy: torch.Tensor | None = None
     """Entropy (nats) of the trained policy's distribution at each token: float32 `[T]`, with grad; None unless
     `loss.entropy_coef` is above 0."""
     reduce_rows: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Function that sums `[N]` over the ranks that share the rows' tokens, in forward and in backward, because each
-    rank's loss is a part of the differentiated sum. Collective. None when every row is whole on this rank."""
+    """Function that sums a tensor `[N]` over the ranks that share the rows' tokens (context parallelism). In backward
+    it sums the gradients over these ranks too, because each rank's loss is a part of the differentiated sum.
+    Collective. None when every row is whole on this rank."""
 
     def row_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum per-token `values` `[T]` over whole rows: `[N]`, differentiable; 0 for a row without tokens.
+        """Sum per-token `values` `[T]` over whole rows. Returns `[N]`, differentiable, with 0 for a row without tokens.
 
-        A loss may look beyond one token in this way only. Anything else would depend on what else the microbatch or the
-        rank happens to hold.
+        This is the only way in which the loss at a token may depend on other tokens. Anything else would depend on
+        which rows happen to be in the same microbatch or on the same rank.
         """
         sums = values.new_zeros(len(self.row_tokens)).index_add(0, self.row_ids, values)
         return sums if self.reduce_rows is None else self.reduce_rows(sums)
@@ -67,14 +68,18 @@ class TermSums:
     """The loss and metrics of one term on one microbatch."""
 
     loss: torch.Tensor
-    """Sum that the step divides by N: float32 scalar with grad."""
+    """Sum of the losses, which the step divides by its denominator N: float32 scalar with grad."""
     metrics: Mapping[str, torch.Tensor]
-    """Sums over tokens that the step divides by the number of tokens, in the order of the term's `metrics`: float32
-    scalars without grad."""
+    """Metrics as sums over tokens, which the step divides by the number of tokens: float32 scalars without grad, in the
+    order of the term's `metrics`."""
 
 
 class LossTerm(Protocol):
-    """One summand of the loss, linear in 1/N, whose value on a microbatch depends on nothing outside the microbatch."""
+    """One summand of the step's loss. It returns plain sums over a microbatch, which the step adds up and divides by N
+    once.
+
+    Therefore its value on a row must not depend on which other rows are in the same microbatch.
+    """
 
     @property
     def name(self) -> str: ...
@@ -84,7 +89,7 @@ class LossTerm(Protocol):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of the term's metrics, fixed beforehand so that all ranks reduce the same vector."""
+        """Names of the term's metrics. They never change, so that all ranks reduce vectors of the same layout."""
         ...
 
     def __call__(self, inputs: LossInputs) -> TermSums: ...
@@ -94,10 +99,11 @@ class PolicyLoss:
     """The weighted sum of a step's loss terms, which share one denominator."""
 
     def __init__(self, terms: Sequence[tuple[float, LossTerm]]) -> None:
-        """Check and combine `terms`, pairs of (coefficient, term).
+        """Combine `terms`, which are pairs of (coefficient, term).
 
-        Raises ValueError when there is no term, two terms have different denominators or report the same metric, or a
-        term is not linear in 1/N; the error names the terms.
+        Raises ValueError when there is no term, when a term's denominator is unknown or differs from the first term's,
+        when two terms report the same metric, or when a term's sums depend on how rows are divided into microbatches.
+        The error names the terms.
         """
         if not terms:
             raise ValueError("loss: got no terms, expected at least one")
@@ -123,7 +129,7 @@ class PolicyLoss:
         self.metrics: tuple[str, ...] = tuple(owners)
 
     def __call__(self, inputs: LossInputs) -> TermSums:
-        """Return the sum of coefficient times loss over the terms, and the metrics of all terms, unweighted."""
+        """Return the sum of coefficient times loss over all terms, and the unweighted metrics of all terms."""
         metrics: dict[str, torch.Tensor] = {}
         losses = []
         for coefficient, term in self._terms:
@@ -136,13 +142,15 @@ class PolicyLoss:
 # ---------------------------------------------------------------- linear in 1/N
 
 _PROBE_TOKENS = (3, 1, 0, 2)
-"""Number of response tokens of each of the probe's rows; rows 0 and 1 are one group, rows 2 and 3 another."""
+"""Number of response tokens of each of the four made-up rows that `_check_linear` uses. Rows 0 and 1 are one group,
+rows 2 and 3 another."""
 
 
 def _check_linear(term: LossTerm) -> None:
-    """Evaluate `term` on four made-up rows, once in a single microbatch and once in one microbatch per row.
+    """Check that the sums of `term` do not depend on how rows are divided into microbatches.
 
-    A term that takes a mean over the microbatch, which the step would divide by N again, gives different sums. Raises
+    The term is evaluated on four made-up rows, once in a single microbatch and once in one microbatch per row. A term
+    that takes a mean over the microbatch, which the step would divide by N again, gives different sums. Raises
     ValueError naming such a term.
     """
     whole = _probe(term, [[0, 1, 2, 3]])
@@ -157,8 +165,11 @@ def _check_linear(term: LossTerm) -> None:
 
 @torch.enable_grad()
 def _probe(term: LossTerm, micros: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-    """Return loss and metrics summed over `micros`, and the gradient with respect to every token's log-prob and
-    entropy."""
+    """Evaluate `term` on made-up rows, divided into microbatches as `micros` says, a list of row numbers for each.
+
+    Returns the sums of the loss and of each metric over all microbatches, and as `gradient` the loss's gradient with
+    respect to the log-prob and the entropy of every token.
+    """
     places = torch.arange(sum(_PROBE_TOKENS)).split(_PROBE_TOKENS)
     gradient = torch.zeros(2, sum(_PROBE_TOKENS), dtype=torch.float64)
     sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), dtype=torch.float64)}

@@ -1,1 +1,2 @@
-"""Simulates GRPO runs to predict how long a step takes and what waits, for each mode and number of GPUs."""
+"""Simulates GRPO runs to predict the time of a step and the idle time of trainer and engines, by mode and number of
+GPUs."""

@@ -11,7 +11,7 @@ from ..config.load import validated
 
 class SimulationConfig(Section):
     """Speeds and sizes of a simulated run. `headrace simulate --from RUN_DIR` measures some of the unset keys in that
-    run; the others have the values given below."""
+    run; the other unset keys have the values given below."""
 
     steps: Count | None = None
     """Number of steps to simulate. Unset: `algorithm.steps`, but at most 100."""
@@ -21,7 +21,7 @@ class SimulationConfig(Section):
     """Largest number of versions by which rollouts of the mode `streaming` are ahead of the trainer; 0 is strictly
     on-policy."""
     sampler: Literal["in_order", "windowed", "ready_first", "oldest_version_first"] | None = None
-    """Order in which the trainer takes groups. Groups that were overtaken may become too old, and are then dropped.
+    """Order in which the trainer takes groups. Groups that were overtaken may become too old and are then dropped.
     Unset: `algorithm.sampler` if it is one of these, else `ready_first` for `streaming` and `in_order` for the other
     modes."""
     window: Count | None = None
@@ -33,8 +33,8 @@ class SimulationConfig(Section):
     response_sigma: NonNegative | None = None
     """Sigma of the log-normal distribution of response lengths; 0 gives all responses the same length. Unset: 0.5."""
     prompt_share: Share = 0.0
-    """Share of the variance of response lengths that depends on the prompt; with 1 all rows of a group have the same
-    length."""
+    """Share of the variance of response lengths that comes from differences between prompts; with 1 all rows of a group
+    have the same length."""
     prompt_tokens: NonNegative = 128.0
     """Mean number of tokens of a prompt, which the trainer computes in addition to the response."""
 
@@ -43,40 +43,42 @@ class SimulationConfig(Section):
     engine_rows: Count | None = None
     """Largest number of rows that an engine generates at the same time. Unset: `rollout.max_batch`."""
     decode_s: Positive | None = None
-    """Seconds that an engine with one row takes for a token. Unset: 0.02."""
+    """Seconds that an engine takes to decode one token for all its rows, apart from `simulation.decode_row_s`. Unset:
+    0.02."""
     decode_row_s: NonNegative = 0.0
-    """Seconds that each row in the engine adds to the time of a token."""
+    """Seconds that each row in the engine adds to `simulation.decode_s`."""
     latency_s: NonNegative | None = None
-    """Median seconds of a group's generation where they do not depend on lengths and on other work of the engine, as
-    with tools or a remote service. The keys about decoding then have no effect. Unset: `scripted.latency_s` with
-    `rollout.engine=scripted`, else 0, which makes engines decode token by token."""
+    """Median number of seconds to generate a group, where this time does not depend on lengths or on the engine's other
+    work, as with tools or a remote service. The keys about decoding then have no effect. Unset: `scripted.latency_s`
+    with `rollout.engine=scripted`, else 0, which makes engines decode token by token."""
     latency_sigma: NonNegative | None = None
-    """Sigma of the log-normal distribution of these latencies. Unset: `scripted.latency_sigma`."""
+    """Sigma of the log-normal distribution around `simulation.latency_s`. Unset: `scripted.latency_sigma`."""
     request_s: NonNegative | None = None
-    """Seconds that a group takes in addition to decoding, for prefill, environment and reward. Unset: 0."""
+    """Seconds that a group takes in addition to decoding, for prefill, environment and rewards. Unset: 0."""
 
     train_token_s: NonNegative | None = None
-    """Seconds that the whole trainer takes for the forward and backward pass of a token, be it of a prompt or of a
-    response. Unset: 1e-5, or 0 with `trainer.backend=scripted`."""
+    """Seconds that the whole trainer takes for the forward and backward pass of one token of a prompt or response.
+    Unset: 1e-5, or 0 with `trainer.backend=scripted`."""
     logprob_token_s: NonNegative | None = None
-    """Seconds that the whole trainer takes for all log-prob passes over a token. Unset: a third of `train_token_s` if
+    """Seconds that the whole trainer takes for all log-prob passes over one token. Unset: a third of `train_token_s` if
     the run has such passes, else 0."""
     train_row_s: NonNegative | None = None
     """Seconds that the whole trainer takes for a row in addition to its tokens. Unset: `scripted.train_row_s` divided
     by `trainer.dp` with `trainer.backend=scripted`, else 0."""
     chunk_s: NonNegative | None = None
-    """Seconds that the trainer takes for a chunk of groups in addition to its rows. A step of `sync` and `async` has
-    one chunk. Unset: 0."""
+    """Seconds that the trainer takes for a chunk, a number of groups trained on together, in addition to its rows. A
+    step of `sync` and `async` has one chunk. Unset: 0."""
     plan_s: NonNegative | None = None
-    """Seconds in which the controller plans a chunk while the trainer waits. Unset: 0."""
+    """Seconds that the controller takes to plan a chunk, while the trainer waits. Unset: 0."""
     chunk_groups: Count | None = None
-    """Number of groups that `streaming` trains on together. Unset: `algorithm.chunk_groups`, or its default."""
+    """Number of groups that `streaming` trains on together, as a chunk. Unset: `algorithm.chunk_groups`, or its
+    default."""
     train_step_s: NonNegative | None = None
     """Seconds that the trainer takes for a step in addition to its rows, for the optimizer, checkpoints and metrics.
     Unset: `scripted.train_step_s` with `trainer.backend=scripted`, else 0."""
 
     controller_s: NonNegative | None = None
-    """Seconds of a step in which the controller plans, logs and clears rows while the trainer waits. Unset: 0."""
+    """Seconds that the controller takes in each step to plan, log and clear rows, while the trainer waits. Unset: 0."""
     sync_s: NonNegative | None = None
     """Seconds of a weight sync, during which the trainer waits. Unset: 1."""
     pause_s: NonNegative | None = None
@@ -85,18 +87,18 @@ class SimulationConfig(Section):
     call_s: NonNegative | None = None
     """Seconds that a call of the data plane takes. Unset: 0.001."""
     gib_per_s: Positive = 1.0
-    """Bandwidth of the data plane in GiB/s, for each put and for all reads of the trainer together."""
+    """Bandwidth of the data plane in GiB/s, for each put by itself and for all reads of the trainer together."""
     put_bytes: NonNegative = 21.0
     """Number of bytes that a rollout puts for each token."""
     got_bytes: NonNegative = 40.0
     """Number of bytes that the trainer reads for each token, in all passes together."""
 
     gpus: Count = 1
-    """Number of GPUs to which all these numbers apply; `--gpus` scales them to other numbers of GPUs."""
+    """Number of GPUs for which the numbers of this section hold; `--gpus` scales them to other numbers of GPUs."""
     scaling_efficiency: Share = 1.0
-    """Share of a GPU's training speed that remains each time the number of GPUs doubles."""
+    """Share of each GPU's training speed that is kept when the number of GPUs doubles."""
     batch_grows: bool = False
-    """Whether `algorithm.prompts_per_step` grows with the number of GPUs."""
+    """If true, `algorithm.prompts_per_step` grows with the number of GPUs."""
 
 
 class _SimulationFile(Section):
@@ -106,5 +108,6 @@ class _SimulationFile(Section):
 
 
 def simulation_section(config: Config) -> SimulationConfig:
-    """Return the checked section `simulation` of a run's configuration. Raises ConfigError."""
+    """Check and return the section `simulation` of a run's configuration. Raises ConfigError when a key or value is
+    wrong."""
     return validated(_SimulationFile, {"simulation": config.simulation}).simulation

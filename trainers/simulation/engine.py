@@ -1,4 +1,4 @@
-"""Simulates an engine whose rows decode in one batch, at a speed that depends on the batch's size."""
+"""Simulates an engine that decodes its rows in one batch, at a speed that depends on the number of rows."""
 
 from __future__ import annotations
 
@@ -11,42 +11,43 @@ import numpy as np
 
 
 class SimulatedEngine:
-    """An engine whose rows advance together, by a token in `decode_s + decode_row_s x rows running` seconds.
+    """An engine whose rows advance together, by one token in `decode_s + decode_row_s * (number of running rows)`
+    seconds.
 
-    Between changes (rows that join, pauses) everything is known in advance. `_marks` has the count of the engine's own
-    clock, in tokens, at which each row ends, and `_times` has the corresponding times. Computing happens only at
-    changes.
+    Its own clock counts tokens. Between changes (rows that join, pauses) everything is known in advance: `_marks` has
+    the count of this clock at which each row ends, and `_times` has the corresponding times. They are computed anew
+    only at changes.
     """
 
     def __init__(self, rows: int, decode_s: float, decode_row_s: float) -> None:
         self.rows = rows
         self.stamp = 0
-        """Number of changes so far; predictions made with another stamp are invalid."""
+        """Number of changes so far. Predictions that were made at another number are no longer valid."""
         self._decode_s = decode_s
         self._decode_row_s = decode_row_s
         self._mark = 0.0
         self._since = 0.0
-        """Time at which the engine's own clock was at `_mark`."""
+        """Simulated time in seconds at which the engine's own clock was at `_mark`."""
         self._marks = np.empty(0)
         self._times: list[float] = []
         self._mark_list: list[float] = []
         self._groups: list[tuple[float, int]] = []
-        """Heap of (mark at which the group's last row ends, group)."""
+        """Heap of pairs (count of the clock at which the last row of the group ends, number of the group)."""
         self._busy_s = 0.0
-        """Seconds up to `_since` in which rows decoded."""
+        """Seconds before `_since` in which rows decoded."""
 
     def running(self, now: float) -> int:
-        """Return the number of rows that decode at `now`."""
+        """Return the number of rows that are decoding at time `now`."""
         return len(self._times) - bisect_right(self._times, now)
 
     def busy_s(self, now: float) -> float:
-        """Return the seconds up to `now` in which rows decoded."""
+        """Return the number of seconds before `now` in which rows decoded."""
         if not self._times:
             return self._busy_s
         return self._busy_s + max(0.0, min(now, self._times[-1]) - self._since)
 
     def join(self, now: float, groups: Sequence[int], lengths: np.ndarray) -> None:
-        """Start groups whose rows have `lengths` tokens (float64 `[G, rows per group]`)."""
+        """Start groups at time `now`, whose rows have `lengths` tokens (float64 `[G, rows per group]`)."""
         self._settle(now, pause_s=0.0)
         ends = self._mark + lengths
         for group, last in zip(groups, ends.max(axis=1).tolist(), strict=True):
@@ -54,30 +55,32 @@ class SimulatedEngine:
         self._foresee(np.sort(np.concatenate((self._marks, ends.reshape(-1)))))
 
     def pause(self, now: float, seconds: float) -> None:
-        """Stand still for `seconds` from `now` on."""
+        """Stop decoding for `seconds`, from `now` or from the end of a pause that is in progress."""
         self._settle(now, pause_s=seconds)
         self._foresee(self._marks)
 
     def next_end(self) -> float:
-        """Return when the next group ends; infinity when there is none."""
+        """Return the time at which the next group ends; infinity when there is no group."""
         if not self._groups:
             return math.inf
         return self._times[bisect_left(self._mark_list, self._groups[0][0])]
 
     def take_ended(self, now: float) -> list[int]:
-        """Return the groups that have ended by `now`, each once; it must be called before every change."""
+        """Return the groups that have ended by `now` and were not returned before. Must be called before every
+        change."""
         ended = []
         while self._groups and self.next_end() <= now:
             ended.append(heapq.heappop(self._groups)[1])
         return ended
 
     def room_at(self, now: float, rows: int) -> float:
-        """Return when (`now` or later) the engine has room for `rows` more rows."""
+        """Return the earliest time, `now` or later, at which the engine has room for `rows` more rows."""
         leaving = len(self._times) + rows - self.rows
         return now if leaving <= 0 else max(now, self._times[leaving - 1])
 
     def _settle(self, now: float, pause_s: float) -> None:
-        """Advance the clock to `now`, drop the rows that have ended, and continue after `pause_s`."""
+        """Advance the clock to `now`, drop the rows that have ended, and let decoding continue after `pause_s`
+        seconds."""
         self._busy_s = self.busy_s(now)
         gone, running = bisect_right(self._times, now), len(self._times)
         if gone:
@@ -89,7 +92,7 @@ class SimulatedEngine:
         self._marks = self._marks[gone:]
 
     def _foresee(self, marks: np.ndarray) -> None:
-        """Predict when rows end that end at these `marks`, in ascending order."""
+        """Compute the time at which each row ends from `marks`, the ascending counts of the clock at which rows end."""
         self.stamp += 1
         self._marks = marks
         left = len(marks) - np.arange(len(marks))

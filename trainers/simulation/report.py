@@ -21,17 +21,17 @@ from .scenario import MODES, Mode, Scenario, build_scenario, measure_run
 from .simulate import SimulatedRun, simulate
 
 DEPTH_POINTS = 2000
-"""Largest number of points of a run's queue depth that are written."""
+"""Largest number of points in time at which the queue depth of a run is written to depth.jsonl."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulateOptions:
-    """The options of the command line besides the configuration."""
+    """The command-line options of `headrace simulate` besides the configuration."""
 
     section: SimulationConfig = field(default_factory=SimulationConfig)
     modes: tuple[Mode, ...] = MODES
     from_run: Path | None = None
-    """Folder of a sync run, whose measured values are used where the section has none."""
+    """Folder of a run in the mode `sync`, whose measured values are used where the section has none."""
     gpus: tuple[int, ...] = ()
     """Numbers of GPUs to simulate besides `simulation.gpus`."""
 
@@ -44,7 +44,8 @@ def run_simulation(
     summary.json has `simulate.{mode}.{seconds | trainer_idle_share | engine_idle_share | staleness_max | ...}` and
     `simulate.{mode}_vs_sync` (above 1 means faster), and the same under `simulate.gpus{N}.` for each of `options.gpus`.
     It also has `step.{mode}.{seconds | trainer_idle_share}` and `step.{mode}_vs_sync`, the names that `headrace bench
-    step` uses. steps.jsonl has one line per step; depth.jsonl has the groups ready and in flight over time.
+    step` uses. steps.jsonl has one line per step; depth.jsonl has the numbers of groups that are ready and in flight
+    over time. `tell` gets a line of progress before each simulated run.
     """
     unknown = [mode for mode in options.modes if mode not in MODES]
     if unknown or not options.modes or any(number < 1 for number in options.gpus):
@@ -89,7 +90,11 @@ def run_simulation(
 
 
 def summarise(name: str, scenario: Scenario, runs: dict[Mode, SimulatedRun]) -> dict[str, float]:
-    """Return the summary of the modes' runs, without the first steps, in which a run fills its pipeline."""
+    """Return the summary of a scenario's runs, one for each mode: name of the metric -> value.
+
+    Times, idle shares and means leave out the first steps, in which a run fills its pipeline. The largest staleness and
+    the share of dropped groups are those of all steps.
+    """
     summary: dict[str, float] = {}
     for mode, run in runs.items():
         kept = run.steps[min(scenario.staleness[mode] + 1, len(run.steps) - 1) :]
@@ -114,7 +119,7 @@ def summarise(name: str, scenario: Scenario, runs: dict[Mode, SimulatedRun]) -> 
 
 
 def simulation_table(summary: dict[str, float]) -> Table:
-    """Format the summary as a table with a row per number of GPUs and mode."""
+    """Format the summary as a table with a row for each number of GPUs and mode."""
     table = Table(title="headrace simulate", title_justify="left", title_style="bold")
     header = ("run", "mode", "s per step", "vs sync", "trainer idle", "engines idle", "staleness", "ready", "dropped")
     for name in header:
@@ -140,7 +145,7 @@ def simulation_table(summary: dict[str, float]) -> Table:
 
 
 def _mean_depth(run: SimulatedRun, start_s: float, end_s: float) -> float:
-    """Return the mean number of ready groups between `start_s` and `end_s`."""
+    """Return the mean number of groups that were ready for training between `start_s` and `end_s`."""
     times = np.frombuffer(run.depth_times, np.float64)
     ready = np.frombuffer(run.depth_ready, np.int64)
     lasting = np.diff(np.clip(times, start_s, end_s), append=end_s)

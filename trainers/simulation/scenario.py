@@ -1,4 +1,4 @@
-"""Builds the scenario of a simulated run, which has all its numbers, from the configuration and a measured run."""
+"""Builds a scenario, which has all numbers of a simulated run, from the configuration and a measured run."""
 
 from __future__ import annotations
 
@@ -23,23 +23,28 @@ DEFAULT_SAMPLERS: Mapping[Mode, Sampler] = {"sync": "in_order", "async": "in_ord
 MAX_STEPS = 100
 GIB = float(1 << 30)
 ANY_NUMBER = 1 << 40
-"""Number of rows that an engine of unlimited size has room for."""
+"""Value of `engine_rows` for an engine without a limit on its number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The seconds, tokens and counts of one simulated run; values of an engine or the trainer are of the whole one."""
+    """The numbers that describe a simulated run: seconds, tokens and counts.
+
+    Numbers of an engine are those of one whole engine; numbers of the trainer are those of all train workers together.
+    Construction raises UserError when a group does not fit into an engine or a pause is longer than its weight sync.
+    """
 
     steps: int
     prompts_per_step: int
     group_size: int
     staleness: Mapping[Mode, int]
-    """Number of versions by which rollouts may be ahead of the trainer, by mode."""
+    """Number of versions by which rollouts may be ahead of the trainer, for each mode."""
     sampler: Mapping[Mode, Sampler]
     window: int
     """Number of prompts in the window of the `windowed` sampler."""
     in_flight: Literal["keep", "wait", "abort"]
-    """Treatment of running requests in a sync. `abort` is simulated as `keep`, as aborted requests continue."""
+    """Treatment of running requests in a weight sync. `abort` is simulated as `keep`, because aborted requests continue
+    afterwards."""
     response_tokens: float
     response_sigma: float
     prompt_share: float
@@ -50,7 +55,7 @@ class Scenario:
     decode_s: float
     decode_row_s: float
     latency_s: float
-    """Median seconds of a group's generation, whatever its lengths; 0 when engines decode its tokens."""
+    """Median number of seconds to generate a group, independently of lengths; 0 when engines decode token by token."""
     latency_sigma: float
     request_s: float
     train_token_s: float
@@ -80,7 +85,7 @@ class Scenario:
     def draw_lengths(self, num_prompts: int) -> np.ndarray:
         """Draw the number of tokens of each response, float64 `[num_prompts, group_size]`.
 
-        With the same seed the first prompts always have the same lengths, however many are drawn.
+        With the same seed the first prompts always have the same lengths, however many prompts are drawn.
         """
         normal = np.random.default_rng(self.seed).standard_normal((num_prompts, self.group_size + 1))
         share = self.prompt_share
@@ -89,16 +94,18 @@ class Scenario:
         return np.clip(np.exp(location + self.response_sigma * mixed), 1.0, self.max_response_tokens)
 
     def draw_work(self, num_prompts: int, lengths: np.ndarray) -> np.ndarray:
-        """Return the tokens that an engine has to decode for rows of `lengths`, float64 `[num_prompts, group_size]`.
+        """Return the number of tokens that an engine has to decode for each row, float64 `[num_prompts, group_size]`.
 
-        When generation takes a latency, these are its seconds, as the engine then takes a second per token.
+        These are `lengths` unless `latency_s` is set. With `latency_s` they are the row's latency in seconds, because
+        the engine then takes one second per token.
         """
         if not self.latency_s:
             return lengths
         return np.repeat(self.draw_latencies(num_prompts)[:, None], self.group_size, axis=1)
 
     def draw_latencies(self, num_prompts: int) -> np.ndarray:
-        """Return the seconds that the scripted engine takes for the stream's first prompts, float64 `[num_prompts]`."""
+        """Return the seconds in which the scripted engine answers each of the stream's first prompts, float64
+        `[num_prompts]`."""
         from ...actors.engines.scripted import request_latency  # imports torch, which nothing else here needs
         from ...actors.rollout.prompts import base36
 
@@ -106,20 +113,28 @@ class Scenario:
         return np.array([request_latency(uid, self.seed, self.latency_s, self.latency_sigma) for uid in ids])
 
     def put_s(self, tokens: float) -> float:
-        """Return the seconds from a group's last token until it is ready, for environment, reward and put."""
+        """Return the seconds from the last token of a group until the group is ready, for environment, reward and put.
+
+        `tokens` is the number of tokens of the group.
+        """
         return self.request_s + self.call_s + tokens * self.put_bytes / (self.gib_per_s * GIB)
 
     def read_s(self, tokens: float) -> float:
-        """Return the seconds that the trainer waits before it computes a ready chunk, for claim, plan and get."""
+        """Return the seconds that the trainer waits for a ready chunk before computing, for claim, plan and get.
+
+        `tokens` is the number of tokens of the chunk, a number of groups trained on together.
+        """
         return self.plan_s + 2 * self.call_s + tokens * self.got_bytes / (self.gib_per_s * GIB)
 
     def compute_s(self, rows: int, tokens: float) -> float:
-        """Return the seconds that the trainer computes for a chunk."""
+        """Return the seconds that the trainer computes for a chunk of `rows` rows with `tokens` tokens in total."""
         return self.chunk_s + rows * self.train_row_s + tokens * (self.train_token_s + self.logprob_token_s)
 
     def scaled(self, section: SimulationConfig, gpus: int) -> Scenario:
-        """Return the scenario of the same run on `gpus` GPUs instead of `section.gpus`, with more engines and a faster
-        trainer."""
+        """Return the scenario of the same run on `gpus` GPUs instead of `section.gpus`.
+
+        More GPUs mean more engines, a faster trainer and more bandwidth.
+        """
         ratio = gpus / section.gpus
         speed = ratio * max(section.scaling_efficiency, 1e-9) ** math.log2(ratio)
         prompts = max(1, round(self.prompts_per_step * ratio)) if section.batch_grows else self.prompts_per_step
@@ -135,9 +150,10 @@ class Scenario:
 
 
 def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[str, float]) -> Scenario:
-    """Build the scenario from `section`, then `measured` (from `measure_run`), then defaults.
+    """Build the scenario of a run. A value that `section` leaves unset comes from `measured`, else from a default.
 
-    Raises UserError for values that cannot be simulated.
+    `measured` is the result of `measure_run`; defaults may depend on `config`. Raises UserError for values that cannot
+    be simulated.
     """
 
     def value(name: str, default: float) -> float:
@@ -194,11 +210,12 @@ def _sampler(config: Config, section: SimulationConfig, mode: Mode) -> Sampler:
 
 
 def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dict[str, float]:
-    """Measure speeds and lengths of a sync run from its metrics.jsonl, as medians over all steps but the first.
+    """Measure speeds and lengths of a run in the mode `sync`, as medians over all steps but the first.
 
-    The distribution of lengths is derived from their mean and the longest of a step, as if none had been cut off, and
-    the time of a token from a step's longest row. For a run on the scripted engine and backend, whose durations are
-    known, the overheads of its steps are measured. Raises UserError when the run has no such metrics.
+    They are read from metrics.jsonl in `run_dir`. The distribution of response lengths is derived from their mean and
+    from the longest response of a step, as if no response had been cut off. The time of a token is derived from the
+    longest response of a step. For a run with scripted engine and scripted backend, whose durations are known, the
+    overheads of its steps are measured too. Raises UserError when the run has no such metrics.
     """
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
@@ -237,7 +254,10 @@ def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dic
 
 
 def _scripted_overheads(records: Sequence[Mapping[str, float]], config: Config) -> dict[str, float]:
-    """Measure what the steps of a sync run took beyond the configured seconds of engine and backend."""
+    """Return the seconds that the steps of a scripted run took beyond those configured for engine and backend.
+
+    The run must be in the mode `sync`. The result has a value for each measured key of the section `simulation`.
+    """
     scripted, prompts = config.scripted, config.algorithm.prompts_per_step
     scenario = build_scenario(config, SimulationConfig(), {})
     longest = scenario.draw_latencies(prompts * int(records[-1]["step"])).reshape(-1, prompts).max(axis=1)
@@ -256,6 +276,6 @@ def _scripted_overheads(records: Sequence[Mapping[str, float]], config: Config) 
 
 
 def sigma_of(mean: float, longest: float, rows: int) -> float:
-    """Return the sigma of a log-normal distribution with this mean whose longest of `rows` draws is about `longest`."""
+    """Return the sigma of a log-normal distribution from its mean and the longest of `rows` draws."""
     quantile = statistics.NormalDist().inv_cdf(1 - 1 / (rows + 1)) if rows > 1 else 0.0
     return quantile - math.sqrt(max(0.0, quantile**2 - 2 * math.log(max(1.0, longest / mean))))

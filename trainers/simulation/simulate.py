@@ -2,9 +2,9 @@
 
     prompt allowed -> admitted by an engine -> last token -> put -> ready -> claimed, trained -> sync -> next version
 
-A prompt may begin `staleness` versions before the step that would train on it, in the order of the stream. `sync` and
-`async` train on a whole step's groups at once. `streaming` trains on groups as they become ready and finishes the
-optimizer step once per step.
+A prompt may begin `staleness` versions before the step that would train on it, in the order of the prompt stream.
+`sync` and `async` train on a whole step's groups at once. `streaming` trains on groups as they become ready and applies
+the optimizer once per step.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from .scenario import Mode, Scenario
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """One optimizer step, from the end of the sync before it to the end of its own sync."""
+    """One optimizer step, from the end of the previous weight sync to the end of its own weight sync."""
 
     end_s: float
     seconds: float
     trainer_busy_s: float
-    """Seconds that the trainer computed, without waits, reads and syncs."""
+    """Seconds in which the trainer computed, without waits, reads and syncs."""
     engines_busy_s: float
-    """Seconds that engines decoded, summed over the engines."""
+    """Seconds in which engines decoded, summed over the engines."""
     staleness_mean: float
     staleness_max: int
-    """Largest number of versions between a group's start and the step that trained on it."""
+    """Largest number of versions between the start of a group and the step that trained on it."""
 
 
 @dataclass(slots=True)
 class SimulatedRun:
-    """The steps, queue depths and numbers of groups of a simulated run."""
+    """The result of a simulated run: its steps, its queue depths over time, and its numbers of groups."""
 
     steps: list[SimulatedStep] = field(default_factory=list)
     depth_times: array[float] = field(default_factory=lambda: array("d"))
     depth_ready: array[int] = field(default_factory=lambda: array("q"))
-    """Number of groups that are ready, from each of `depth_times` on."""
+    """Number of groups that are ready for training, from each time in `depth_times` on."""
     depth_in_flight: array[int] = field(default_factory=lambda: array("q"))
-    """Number of groups that have begun and are not ready yet, from each of `depth_times` on."""
+    """Number of groups that have begun but are not ready for training, from each time in `depth_times` on."""
     started: int = 0
     trained: int = 0
     dropped: int = 0
-    """Number of groups that were too old when they could have been trained on."""
+    """Number of groups that became too old before they were trained on."""
     ready: int = 0
     in_flight: int = 0
 
 
 class Simulation:
-    """Simulates one run in one mode. It is deterministic; with the same seed a prompt has the same lengths in all
-    modes."""
+    """Simulates one run in one mode. The result is deterministic: with the same seed a prompt has the same lengths in
+    all modes."""
 
     def __init__(self, scenario: Scenario, mode: Mode) -> None:
         self._scenario = scenario
@@ -72,23 +72,24 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], tuple[int, ...]]] = []
         self._order = itertools.count()
         self._version = 0
-        """Version that engines serve, which is also the number of the step in training."""
+        """Version of the weights that engines serve. It is also the index of the step in training, from 0."""
         self._begun: dict[int, int] = {}
-        """Version at which each group began, for groups that are not trained on or dropped yet."""
+        """Version at which each group began, for groups that have been neither trained on nor dropped."""
         self._doomed = 0
-        """Number of groups that are not ready yet but already too old, so that others begin in their place."""
+        """Number of groups that are not ready yet but already too old to be trained on. Other groups begin in their
+        place."""
         self._decoding = 0
         self._open = True
-        """Whether engines admit groups."""
+        """True while engines admit new groups."""
         self._draining = False
         self._sampler = scenario.sampler[mode]
         self._window = {"in_order": 1, "windowed": scenario.window}.get(self._sampler)
         self._granted: list[tuple[int, int, int]] = []
-        """Heap of the groups that the trainer may take, in the sampler's order: (key, tie, group)."""
+        """Heap of the groups that the trainer may take, in the order of the sampler: (key, tie-breaker, group)."""
         self._blocked: list[int] = []
-        """Heap of the groups that are ready but too far ahead in the stream."""
+        """Heap of the groups that are ready but too far ahead in the prompt stream for the sampler's window."""
         self._progress = StreamProgress()
-        """Prompts of the stream that are granted or dropped."""
+        """Record of the prompts in the stream that are granted to the trainer or dropped."""
         self._training: list[int] = []
         self._step_groups = 0
         self._step_busy_s = 0.0
@@ -97,7 +98,7 @@ class Simulation:
         self.run = SimulatedRun()
 
     def result(self) -> SimulatedRun:
-        """Simulate all steps and return the run."""
+        """Simulate all steps and return the finished run."""
         self._admit()
         while self._version < self._scenario.steps:
             self._now, _, handler, arguments = heapq.heappop(self._events)
@@ -108,14 +109,15 @@ class Simulation:
 
     @property
     def _waiting(self) -> int:
-        """Number of prompts that may begin and have not begun."""
+        """Number of prompts that may begin now but have not begun; 0 while engines admit no groups."""
         allowed = (self._version + self._staleness + 1) * self._scenario.prompts_per_step + self.run.dropped
         return allowed + self._doomed - self.run.started if self._open else 0
 
     def _admit(self, engines: Iterable[int] | None = None) -> None:
-        """Begin waiting prompts on the engine with the fewest rows, as long as that has room.
+        """Start prompts that are waiting, each on the engine with the fewest running rows, until that engine has no
+        room.
 
-        `engines` are the engines to consider; None means all.
+        `engines` are the numbers of the engines to consider; None means all.
         """
         size, room = self._scenario.group_size, self._scenario.engine_rows
         chosen = range(len(self._engines)) if engines is None else engines
@@ -153,7 +155,10 @@ class Simulation:
             self._at(at, self._engine_changed, number, engine.stamp)
 
     def _engine_changed(self, number: int, stamp: int) -> None:
-        """Handle the event that a group has ended or that an engine has room for another."""
+        """Handle the event that a group has ended on engine `number` or that the engine has room for another group.
+
+        Events that were scheduled before the engine's last change are ignored.
+        """
         engine = self._engines[number]
         if stamp != engine.stamp:
             return
@@ -164,7 +169,10 @@ class Simulation:
             self._foresee(number)
 
     def _collect(self, number: int) -> None:
-        """Put the groups that have ended on an engine."""
+        """Take the groups that have ended on engine `number` and schedule the moment when each is put and ready.
+
+        If the weight sync was waiting for the last running groups to end, this starts it.
+        """
         ended = self._engines[number].take_ended(self._now)
         for group in ended:
             self._at(self._now + self._scenario.put_s(self._tokens((group,))), self._became_ready, group)
@@ -190,14 +198,17 @@ class Simulation:
         self._train()
 
     def _grant(self) -> None:
-        """Grant, for samplers that follow the stream, ready groups within the window after the first missing prompt."""
+        """Let the trainer take ready groups that are within the window after the first missing prompt.
+
+        This applies to the samplers `in_order` and `windowed`, which follow the prompt stream.
+        """
         while self._window and self._blocked and self._blocked[0] < self._progress.first + self._window:
             group = heapq.heappop(self._blocked)
             self._progress.settle((group,))
             heapq.heappush(self._granted, (group, 0, group))
 
     def _drop_stale(self) -> None:
-        """Drop groups that have become too old to be trained on, so that others may begin in their place."""
+        """Drop groups that have become too old to be trained on, so that other groups may begin in their place."""
         oldest = self._version - self._staleness
         ready = [*self._blocked, *(group for _, _, group in self._granted)]
         stale = {group for group in ready if self._begun[group] < oldest}
@@ -219,14 +230,14 @@ class Simulation:
         self._admit()
 
     def _tokens(self, groups: Sequence[int]) -> float:
-        """Return the number of tokens of all rows of the groups, including prompts."""
+        """Return the number of tokens of all rows of `groups`, including their prompts."""
         prompts = len(groups) * self._scenario.group_size * self._scenario.prompt_tokens
         return float(self._lengths[list(groups)].sum()) + prompts
 
     # -------------------------------------------------------------- trainer
 
     def _train(self) -> None:
-        """Start to train on a chunk if the trainer is free and enough groups are ready."""
+        """Start to train on a chunk of groups if the trainer is free and enough groups are ready."""
         scenario, missing = self._scenario, self._scenario.prompts_per_step - self._step_groups
         wanted = min(scenario.chunk_groups, missing) if self._streaming else missing
         if self._training or not missing or len(self._granted) < wanted:
@@ -307,5 +318,5 @@ class Simulation:
 
 
 def simulate(scenario: Scenario, mode: Mode) -> SimulatedRun:
-    """Simulate all steps of `scenario` in `mode`."""
+    """Simulate all steps of `scenario` in `mode` and return the finished run."""
     return Simulation(scenario, mode).result()

@@ -35,13 +35,15 @@ from .tensor_parallel import split_dim, sum_per_head_gradients
 
 
 class FsdpBackend:
-    """The FSDP2 `TrainBackend`. Collective calls wait for all ranks, at most for the process group's timeout."""
+    """The `TrainBackend` built on FSDP2. Collective calls wait for all ranks, at most for the timeout of the process
+    group."""
 
     def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
-        """Shard the model and read this rank's pieces. Needs a default process group of `world` ranks when `world` > 1.
+        """Shard the model and read this rank's pieces of its weights.
 
-        Raises ValueError for a model that does not exist, needs another `head` or cannot be split as the topology says,
-        and RuntimeError without the process group.
+        Needs a default process group of `world` ranks when `world` > 1. Raises RuntimeError without it. Raises
+        ValueError when the model does not exist, needs another `head`, does not support packing, or cannot be split as
+        the topology says.
         """
         if world > 1 and (not dist.is_initialized() or dist.get_world_size() != world):
             raise RuntimeError(f"fsdp backend: needs a default process group of {world} ranks before it is built")
@@ -91,30 +93,38 @@ class FsdpBackend:
     # ------------------------------------------------------------ one step
 
     def begin_step(self, temperature: float = 1.0) -> None:
-        """See `TrainBackend`. Raises ValueError when `temperature` is not above 0."""
+        """Open a step with gradients and sums at zero. Its passes divide logits by `temperature`.
+
+        Raises RuntimeError when a step is open, and ValueError when `temperature` is not above 0.
+        """
         self._step.begin(temperature)
         self._meter.begin()
         self._optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
-        """See `TrainBackend`. Every rank must pass the same number of microbatches; one without rows is allowed.
+        """Run forward, summed loss and backward over `count` microbatches. Gradients stay unscaled sums. Collective.
 
-        Needs the columns `input_ids`, `response_mask` and `rollout_logprobs`, also `prev_logprobs` with `prev`
-        "recompute", and `ref_logprobs` with a KL term. Raises RuntimeError when no step is open, ValueError naming a
-        missing column.
+        Every rank must pass the same number of microbatches; one without rows is allowed. Needs the columns
+        `input_ids`, `response_mask` and `rollout_logprobs`, also `prev_logprobs` when `prev` is "recompute", and
+        `ref_logprobs` with a KL term. Raises RuntimeError when no step is open, and ValueError naming a missing column.
         """
         with self._meter.working():
             for micro in itertools.islice(micros, count):
                 self._accumulate(micro)
 
     def finish_step(self) -> dict[str, float]:
-        """See `TrainBackend`. A skipped step leaves weights, optimizer state and schedule as they were."""
+        """Reduce the step's sums over the ranks, scale the gradients by 1/N, clip them, and step the optimizer.
+        Collective.
+
+        Returns metrics over all ranks. When N is 0 or the gradients are not finite, the step is skipped: weights,
+        optimizer state and schedule stay as they were. Raises RuntimeError when no step is open or a microbatch failed.
+        """
         with self._meter.working():
             metrics = self._finish()
         return {**metrics, **self._meter.metrics()}
 
     def abort_step(self) -> None:
-        """See `TrainBackend`."""
+        """Drop the gradients and sums of an open step. Idempotent."""
         self._step.abort()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -124,8 +134,11 @@ class FsdpBackend:
     def logprobs(
         self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
     ) -> list[torch.Tensor]:
-        """See `TrainBackend`. Allowed while a step is open. Raises ValueError for `reference` without a reference
-        model."""
+        """Return the log-probs of each of `count` microbatches, as described in `TrainBackend`. Collective.
+
+        With `reference` they are those of the reference model. Allowed while a step is open. Raises ValueError for
+        `reference` when there is no reference model.
+        """
         model = self._reference if reference else self._policy
         if model is None:
             raise ValueError("trainer.with_reference: got False, expected True for log-probs of the reference model")
@@ -135,54 +148,65 @@ class FsdpBackend:
     # ------------------------------------------------------------ weights and state
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """See `TrainBackend`. Weights are in the HF model's order, in bfloat16 with `mixed_precision`, which is what
-        forward computes with, else in float32."""
+        """Return the dtype and shape of each weight by HF name, in the HF model's order.
+
+        The dtype is bfloat16 with `mixed_precision`, as in the forward pass, else float32.
+        """
         return {weight.name: (weight.dtype, weight.shape) for weight in self._weights}
 
     def weights(self) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """See `TrainBackend` and `stream_weights`."""
+        """Yield the HF name and tensor of each weight, whole on rank 0 and empty on the other ranks. Collective.
+
+        Every rank must iterate to the end (see `stream_weights`).
+        """
         if isinstance(self._policy, FSDPModule):
             self._policy.reshard()  # a forward without backward leaves the root's parameters gathered
         params = dict(self._policy.model.named_parameters())
         return stream_weights(self._weights, lambda weight: own_piece(params[weight.name]), self._rank, self._device)
 
     def save(self, path: str, *, wait: bool = True) -> None:
-        """See `TrainBackend`. An older checkpoint at `path` is replaced once the new one is whole.
+        """Write model, optimizer, schedule and RNG as the sharded checkpoint `path`. Collective.
 
-        Without `wait` the checkpoint is written while training goes on (see `Checkpointer.save`). Raises RuntimeError
-        while a step is open, ValueError when `path` exists and is not a checkpoint.
+        An older checkpoint at `path` is replaced once the new one is complete. Without `wait` the checkpoint is written
+        while training goes on (see `Checkpointer.save`). Raises RuntimeError while a step is open, and ValueError when
+        `path` exists and is not a checkpoint.
         """
         self._step.require_closed("save")
         self._checkpointer.save(path, self._state(), wait=wait)
 
     def wait_saved(self) -> None:
-        """See `TrainBackend`."""
+        """Wait until no checkpoint is being written. Raises the error of the last write, once."""
         self._checkpointer.wait()
 
     def load(self, path: str) -> None:
-        """See `TrainBackend`. The reference model and hyperparameters such as the learning rate come from the config.
+        """Read the checkpoint `path`, which any number of ranks may have written. Collective.
 
-        Raises RuntimeError while a step is open, ValueError when `path` is not a whole checkpoint of this model.
+        The reference model and hyperparameters such as the learning rate come from the config instead. Raises
+        RuntimeError while a step is open, and ValueError when `path` is not a complete checkpoint of this model.
         """
         self._step.require_closed("load")
         self._checkpointer.load(path, self._state())
 
     def export_model(self, path: str) -> None:
-        """See `TrainBackend`. Rank 0 collects the weights that `weights` yields in host memory before it writes them.
-        Raises ValueError when `path` exists."""
+        """Write the model as the new HF folder `path` (weights, config, tokenizer) from rank 0. Collective.
+
+        Rank 0 first collects all weights in host memory. Raises ValueError when `path` exists.
+        """
         weights = collect(self.weights(), keep=self._rank == 0)
         self._checkpointer.on_first_rank(lambda: write_folder(path, self._policy.model, weights, self._config.model))
 
     def close(self) -> None:
-        """Drop an open step and wait for a checkpoint that is being written, raising its error. The process group stays
-        open, as its owner closes it."""
+        """Drop an open step and wait until no checkpoint is being written. Raises the error of the last write.
+
+        The process group stays open, because its owner closes it.
+        """
         self.abort_step()
         self._checkpointer.close()
 
     # ------------------------------------------------------------ inside
 
     def _build(self, source: WeightSource) -> CausalLM:
-        """Return the model on the meta device, whole."""
+        """Build the whole model on the meta device, where its weights have no values and need no memory."""
         model = source.empty_model(torch.float32)
         check_split(self._config.trainer, model.config)
         if self._packed and self._half and self._device.type == "cuda":
@@ -192,7 +216,11 @@ class FsdpBackend:
         return CausalLM(model, self._config.head)
 
     def _spread(self, module: CausalLM, source: WeightSource, *, offload: bool) -> CausalLM:
-        """Shard a module and read this rank's pieces of it. A module of one rank is on its device, as it is whole."""
+        """Shard `module` over the mesh, read this rank's pieces of its weights from `source`, and return it.
+
+        With `offload` the pieces are in host memory between uses. A single rank has the whole module, always on its
+        device.
+        """
         topology = self._config.topology
         spread(module, self._mesh, self._device, half=self._half, offload=offload)
         fill(module, source, topology, self._rank, self._device, host=offload and self._mesh is not None)
@@ -248,8 +276,11 @@ class FsdpBackend:
         return result
 
     def _precision(self, module: CausalLM) -> AbstractContextManager[object]:
-        """Return the context of the forward and backward passes of `module`: one rank in bfloat16 has no FSDP that
-        casts its parameters."""
+        """Return the context in which forward and backward passes of `module` must run.
+
+        On a single rank with mixed precision it provides bfloat16 copies of the parameters. On several ranks FSDP does
+        that, so the context does nothing.
+        """
         return half_parameters(module) if self._mesh is None and self._half else nullcontext()
 
     def _state(self) -> dict[str, torch.Tensor]:

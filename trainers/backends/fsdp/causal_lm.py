@@ -16,14 +16,16 @@ from ..vocab_logprobs import Entropy, VocabShard, token_logprobs
 
 
 class CausalLM(nn.Module):
-    """Wraps a HF model so that its forward returns log-probs instead of logits, all inside one module for FSDP's
-    hooks."""
+    """Wraps a HF model so that its forward returns log-probs instead of logits.
+
+    The output layer and the log-probs are computed inside this one module, so that FSDP's hooks cover them.
+    """
 
     def __init__(self, model: Any, head: Head) -> None:
         """Wrap `model`.
 
-        `head` "selected" applies the output layer to the wanted positions only. "full" lets the model compute all
-        logits, for architectures that change them after that layer; `check_head` finds these.
+        `head` "selected" applies the output layer only to the positions whose log-probs are wanted. "full" lets the
+        model compute all logits, for architectures that change them after the output layer; `check_head` finds these.
         """
         super().__init__()
         self.model = model
@@ -48,7 +50,7 @@ class CausalLM(nn.Module):
         return token_logprobs(hidden, layout.targets, head, self.vocab, temperature=temperature, entropy=entropy)
 
     def layers(self) -> list[nn.Module]:
-        """Return the decoder layers. Raises ValueError when the model does not name them."""
+        """Return the decoder layers. Raises ValueError when the model does not name their class."""
         names = self.model._no_split_modules or ()
         found = [child for child in self.model.modules() if type(child).__name__ in names]
         if not found:
@@ -57,11 +59,11 @@ class CausalLM(nn.Module):
 
 
 def recompute_layers(layers: Sequence[nn.Module]) -> None:
-    """Keep only each layer's input for backward, which then computes the layer again (Chen et al. 2016,
-    arXiv:1604.06174).
+    """Make each layer keep only its input for backward, which then computes the layer again (arXiv:1604.06174).
 
-    The wrapper is inside FSDP's hooks, so a layer's parameters are gathered once for both its second forward and its
-    backward. HF's own option works in training mode only, which would also turn dropout on.
+    The method is that of Chen et al. 2016. The wrapper is inside FSDP's hooks, so a layer's parameters are gathered
+    once for both its second forward pass and its backward pass. HF's own option works in training mode only, which
+    would also turn dropout on.
     """
     for layer in layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -1,4 +1,4 @@
-"""Computes on one rank with bfloat16 parameters, as FSDP does on several, while the float32 ones are trained."""
+"""Lets a single rank compute with bfloat16 copies of its float32 parameters, as FSDP does on several ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import nn
 
 @contextmanager
 def half_parameters(module: nn.Module) -> Iterator[None]:
-    """Let `module` have bfloat16 copies of its parameters, whose gradients reach the float32 ones.
+    """Replace the parameters of `module` by bfloat16 copies inside the context; gradients flow to the float32
+    originals.
 
-    The backward pass must be inside, too, as parts of the forward pass may be computed again in it. A parameter with
-    several owners has one copy. The copies take 2 bytes a parameter.
+    The backward pass must be inside the context too, because parts of the forward pass may be computed again in it. A
+    parameter that several modules share has one copy. The copies take 2 bytes per parameter.
     """
     copies: dict[int, torch.Tensor] = {}
     replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []

@@ -1,7 +1,7 @@
 """Fills a model that is spread over ranks with a HF model's weights, of which every rank reads only its own pieces.
 
-The model is built on the meta device, split and sharded there, and gets memory for this rank's pieces only. So a rank
-needs host memory for its shard and the largest piece of a weight, however large the model is.
+The model is built on the meta device, split and sharded there, and gets memory for this rank's pieces only. Therefore a
+rank needs host memory for its shard and the largest piece of a weight, however large the model is.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ class WeightSource(Protocol):
     """Gives parts of a HF model's weights, in float32 in host memory."""
 
     def empty_model(self, dtype: torch.dtype | None = None) -> Any:
-        """Return the HF model without weights, on the meta device."""
+        """Return the HF model on the meta device, without values of its weights."""
         ...
 
     def box(self, name: str, ranges: tuple[slice, ...]) -> torch.Tensor:
-        """Return the part of the tensor `name` that `ranges`, one for each dimension, leave of it."""
+        """Return a part of the tensor `name`. `ranges` has one slice for each dimension."""
         ...
 
 
 class WholeModel:
-    """WeightSource that holds the whole model, for models whose files do not have its tensors as they are."""
+    """A WeightSource that holds the whole model in host memory, for models whose files do not contain its tensors as
+    they are."""
 
     def __init__(self, model: str) -> None:
-        """Load `model`, a folder or hub id. Raises ValueError when there is no such model."""
+        """Load `model`, a local folder or hub id. Raises ValueError when there is no such model."""
         self._model = load_causal_lm(model)
         self._tensors = self._model.state_dict()
 
@@ -55,8 +56,11 @@ class WholeModel:
 
 
 def open_source(model: str) -> WeightSource:
-    """Return the weights of a local folder or hub id, read piece by piece where its safetensors files have the model's
-    own tensors, else held whole, which a warning says. Raises ValueError when there is no such model."""
+    """Return a source of the weights of `model`, a local folder or hub id.
+
+    If the model's safetensors files contain its tensors as they are, the weights are read piece by piece. Otherwise the
+    source holds the whole model in host memory and a warning is logged. Raises ValueError when there is no such model.
+    """
     try:
         source = HfSource(model)
         why = _why_whole(source)
@@ -71,7 +75,7 @@ def open_source(model: str) -> WeightSource:
 
 
 def _why_whole(source: HfSource) -> str:
-    """Return why single tensors of the files are not those of the model; "" when they are."""
+    """Return the reason why the model's tensors cannot be read from its files one by one; "" when they can."""
     if getattr(source.config, "quantization_config", None) is not None:
         return "its weights are quantized"
     model = source.empty_model()
@@ -85,7 +89,8 @@ def _why_whole(source: HfSource) -> str:
 
 
 def _stored(model: nn.Module) -> list[str]:
-    """Return the names of the parameters, tied ones once, and of the buffers that a model folder has."""
+    """Return the names of the tensors that a model folder contains: parameters, tied ones once, and persistent
+    buffers."""
     kept = model.state_dict()
     return [
         *(name for name, _ in model.named_parameters()),
@@ -97,9 +102,10 @@ def _stored(model: nn.Module) -> list[str]:
 def fill(
     module: CausalLM, source: WeightSource, topology: Topology, rank: int, device: torch.device, *, host: bool
 ) -> None:
-    """Give a module on the meta device memory for this rank's pieces of its parameters, and read them from `source`.
+    """Give `module` memory for this rank's pieces of its parameters, and read them from `source`.
 
-    host: whether the pieces are in host memory and not on `device`, where buffers always are.
+    Before the call the module is on the meta device. Its buffers are filled too; they are always on `device`. host:
+    true to keep the pieces of parameters in host memory instead of on `device`.
     """
     shared: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
@@ -118,7 +124,10 @@ def fill(
 
 
 def _compute_buffers(model: Any, source: WeightSource, device: torch.device) -> None:
-    """Fill the buffers: those that model folders have are read, the others are computed by the model's own code."""
+    """Fill the model's buffers and move them to `device`.
+
+    Those that model folders contain are read from `source`; the others are computed by the model's own code.
+    """
     kept = model.state_dict()
     for module in model.modules():
         module._is_hf_initialized = not module._non_persistent_buffers_set

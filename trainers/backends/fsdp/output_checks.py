@@ -1,4 +1,7 @@
-"""Checks that a model's outputs are what the backend takes them for, without a forward pass of it on the host."""
+"""Checks that log-probs can be computed from a model's last hidden states, and that packed rows are independent.
+
+Neither check needs a forward pass of the whole model on the host.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,18 @@ from ..row_layout import lay_out
 from .causal_lm import CausalLM
 
 TOKENS = 4
-"""Number of tokens of the row that is tried."""
+"""Number of tokens of the made-up row that the checks use."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-"""Largest difference between log-probs that are the same but for rounding, by the dtype of the computation."""
+"""Largest difference between log-probs that counts as rounding, absolute and relative: dtype of the computation ->
+tolerance."""
 
 
 @torch.no_grad()
 def check_head(model: Any) -> None:
-    """Check that a HF model's logits are its output layer applied to its last hidden state, which "selected" needs.
+    """Check that a HF model's logits are its output layer applied to its last hidden state.
 
-    The model's own forward runs with made-up hidden states and an output layer of a few tokens, so that the model may
-    be on the meta device. Raises ValueError when its logits are others.
+    The option `head` "selected" relies on this. The model's own forward runs with made-up hidden states and an output
+    layer of a few tokens, so the model may be on the meta device. Raises ValueError when the logits differ.
     """
     size = model.config.get_text_config().hidden_size
     tried = copy.copy(model)  # shares the modules, which are replaced in the copy
@@ -51,7 +55,7 @@ def check_head(model: Any) -> None:
 
 
 class _HiddenStates(nn.Module):
-    """Stands for a base model: it returns the same hidden states whatever it is asked."""
+    """Stand-in for the base model of a HF model. It returns the same hidden states for any input."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -65,10 +69,11 @@ class _HiddenStates(nn.Module):
 def check_packing(
     module: CausalLM, device: torch.device, precision: AbstractContextManager[object], *, half: bool
 ) -> None:
-    """Check on the sharded model that packed rows do not see each other, by a row of four tokens and twice that row.
+    """Check that packed rows do not see each other; otherwise the model would compute wrong log-probs.
 
-    Collective over all ranks, which hold one model; every rank raises if one does. precision: context of the module's
-    forward passes. half: whether the module computes in bfloat16. Raises ValueError when they do.
+    The log-probs of a row of four tokens must be the same alone and packed behind a copy of itself. `module` is already
+    sharded. Collective over all ranks, which hold one model together. Raises ValueError on every rank if the check
+    fails on one. precision: context of the module's forward passes. half: true when the module computes in bfloat16.
     """
     tolerance = TOLERANCE[torch.bfloat16 if half else torch.float32]
     with precision:
@@ -85,7 +90,10 @@ def check_packing(
 
 
 def _logprobs(module: CausalLM, device: torch.device, rows: int) -> torch.Tensor:
-    """Return the log-probs of all tokens but the first of `rows` equal rows, packed, float32 `[rows * 3]`."""
+    """Return the log-probs of `rows` equal rows that are packed into one, float32 `[rows * 3]`.
+
+    Each row has four tokens, of which all but the first have a log-prob.
+    """
     row = torch.arange(TOKENS, dtype=torch.int32) % module.model.config.get_text_config().vocab_size
     column = Jagged(row.repeat(rows), np.full(rows, TOKENS, np.int64))
     batch = Batch(ROLLOUT_SCHEMA.subset(("input_ids",)), rows, {"input_ids": column})

@@ -14,8 +14,10 @@ from .tensor_parallel import split_dim, split_over
 
 
 def build_mesh(topology: Topology, device: torch.device) -> DeviceMesh | None:
-    """Build a mesh with dimensions "dp" and "tp" and the rank order of `Topology`; None for one rank, which has no
-    process group."""
+    """Build the device mesh with dimensions "dp" and "tp", in the rank order of `Topology`.
+
+    Returns None for a single rank, which has no process group.
+    """
     if topology.world == 1:
         return None
     return init_device_mesh(device.type, (topology.dp, topology.tp), mesh_dim_names=("dp", "tp"))
@@ -24,10 +26,11 @@ def build_mesh(topology: Topology, device: torch.device) -> DeviceMesh | None:
 def spread(module: CausalLM, mesh: DeviceMesh | None, device: torch.device, *, half: bool, offload: bool) -> CausalLM:
     """Split `module` over the tensor-parallel ranks, then shard it over the data-parallel ones, in place.
 
-    Each decoder layer is sharded on its own, and so is the rest. `half` computes in bfloat16. `offload` keeps shards in
-    host memory between uses. Gradients are summed over the data-parallel ranks. A single rank is not wrapped, as there
-    is nothing to shard and hooks and copies would only cost time. The module is on the meta device; `fill` then gives
-    it its pieces. Raises ValueError when the model cannot be split or sharded.
+    Each decoder layer is sharded by itself, and the rest of the module as one more unit. `half` computes in bfloat16.
+    `offload` keeps shards in host memory between uses. Gradients are summed over the data-parallel ranks. A single
+    rank's module is returned as it is: there is nothing to shard, and FSDP's hooks and copies would only cost time. The
+    module is on the meta device; `fill` later gives it memory and weights. Raises ValueError when the model cannot be
+    split or sharded.
     """
     if mesh is None:
         return module
@@ -47,13 +50,17 @@ def spread(module: CausalLM, mesh: DeviceMesh | None, device: torch.device, *, h
 
 
 def _sum_gradients(module: FSDPModule) -> None:
-    """Make FSDP sum a shard's gradients over the ranks, not average them, because the step divides once by N."""
+    """Make FSDP sum the gradients of a shard over the ranks instead of averaging them, because the step divides once by
+    N."""
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, the default for a factor
 
 
 def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtype) -> list[SpreadWeight]:
-    """List the parameters of a HF `model` that `spread` has sharded, tied ones once, floating-point ones as `dtype`."""
+    """List the parameters of a HF model that `spread` has sharded, each with the ranks that have its pieces.
+
+    Tied parameters are listed once. `dtype` is the dtype in which floating-point parameters are streamed.
+    """
     found = []
     for name, param in model.named_parameters():
         places = [
@@ -66,7 +73,7 @@ def spread_weights(model: torch.nn.Module, topology: Topology, dtype: torch.dtyp
 
 
 def own_cuts(param: torch.Tensor, topology: Topology, place: Place) -> tuple[Cut, ...]:
-    """Return the cuts that leave the piece at `place` of a parameter that `spread` has sharded."""
+    """Return the cuts that turn a whole parameter into the piece that the rank at `place` holds after `spread`."""
     tp_dim = split_dim(param)
     # FSDP2 splits each tensor-parallel part along dimension 0.
     tp = Cut(tp_dim or 0, topology.tp if tp_dim is not None else 1, place.tp)
@@ -74,5 +81,5 @@ def own_cuts(param: torch.Tensor, topology: Topology, place: Place) -> tuple[Cut
 
 
 def own_piece(param: torch.Tensor) -> torch.Tensor:
-    """Return this rank's piece of a parameter."""
+    """Return this rank's piece of a parameter, without gradient. It shares memory with the parameter."""
     return (param.to_local() if isinstance(param, DTensor) else param).detach()

@@ -2,8 +2,8 @@
 
 The method is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053). Projections into a block are split by
 columns, projections out of it by rows, and each block has one all-reduce per direction. Embedding and output layer are
-split by vocabulary. Each rank has some of the experts, whole; it computes their share of every token, and one
-all-reduce adds the shares up.
+split by vocabulary. Each rank has some of the experts, whole. It computes what these experts contribute to every token,
+and one all-reduce adds up the contributions.
 
 Weights are stored as DTensors for FSDP and checkpoints, but nothing is computed on DTensors. Computing on them would
 give every rank the whole vocabulary's embedding gradient, does not support fused experts, and costs a dispatch per
@@ -32,10 +32,10 @@ _PER_HEAD = ("q_norm", "k_norm")
 
 
 def split_over(module: CausalLM, mesh: DeviceMesh) -> None:
-    """Split the weights of `module`, which all ranks of the 1-d `mesh` hold alike, over these ranks, in place.
+    """Split the weights of `module` over the ranks of the one-dimensional `mesh`, in place.
 
-    The output layer then computes this rank's logits only, and `module.vocab` says which they are. `check_split`
-    must have accepted the model.
+    Before, all ranks hold the same whole weights. Afterwards the output layer computes this rank's logits only, and
+    `module.vocab` says which they are. `check_split` must have accepted the model.
     """
     model, group = module.model, mesh.get_group()
     child: Any
@@ -57,7 +57,8 @@ def split_over(module: CausalLM, mesh: DeviceMesh) -> None:
 
 
 def split_dim(param: torch.Tensor) -> int | None:
-    """Return the dimension along which `param` is split over tensor-parallel ranks; None when all hold the same."""
+    """Return the dimension along which `param` is split over tensor-parallel ranks; None when every rank has all of
+    it."""
     if not isinstance(param, DTensor) or "tp" not in (names := param.device_mesh.mesh_dim_names or ()):
         return None
     placement = param.placements[names.index("tp")]
@@ -65,10 +66,10 @@ def split_dim(param: torch.Tensor) -> int | None:
 
 
 def sum_per_head_gradients(module: CausalLM, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Sum the gradients of weights that every rank has whole but applies to its own heads only. Collective.
+    """Sum over ranks the gradients of weights that each rank has whole but applies to its own heads only. Collective.
 
-    It is called once per step on summed gradients, which are a few hundred numbers per layer. `device` is the group's
-    device; the gradients may be offloaded to the host.
+    These are the norms of queries and keys, a few hundred numbers per layer. It is called once per step, on gradients
+    that are summed over the microbatches. `device` is the group's device; the gradients may be offloaded to the host.
     """
     params = [p for name, p in module.named_parameters() if name.rpartition(".")[0].endswith(_PER_HEAD)]
     grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params if p.grad is not None]
@@ -84,7 +85,8 @@ def sum_per_head_gradients(module: CausalLM, group: dist.ProcessGroup, device: t
 
 
 class _Share(torch.autograd.Function):
-    """Passes on a tensor that all ranks hold alike but use differently; backward sums the ranks' gradients."""
+    """Passes on a tensor that is the same on all ranks but used differently by each; backward sums the ranks'
+    gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -99,7 +101,7 @@ class _Share(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sums the ranks' parts; in backward each part gets the gradient of the sum."""
+    """Sums a tensor over the ranks; backward passes the gradient of the sum to every rank's tensor unchanged."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -120,7 +122,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _block(forward: Any, group: dist.ProcessGroup, hidden_states: torch.Tensor, **arguments: Any) -> Any:
-    """Run an attention or MLP block so that one all-reduce sums its input's gradient over all its projections."""
+    """Run an attention or MLP block in such a way that backward needs one all-reduce for the gradient of its input.
+
+    The all-reduce sums this gradient over the ranks after it is summed over all projections of the block.
+    """
     return forward(_Share.apply(hidden_states, group), **arguments)
 
 
@@ -146,7 +151,8 @@ def _embedding(embedding: nn.Embedding, group: dist.ProcessGroup, start: int, in
 
 
 class _ExpertsPart:
-    """A HF experts module that shows one rank's experts only; all other attributes are the module's own."""
+    """Stand-in for a HF experts module that has only one rank's experts; all other attributes are those of the
+    module."""
 
     def __init__(self, module: nn.Module, **own: Any) -> None:
         self.__dict__.update(own)
@@ -183,7 +189,8 @@ def _experts(
 
 
 def _split(module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
-    """Split a module's weights along `dim`. Biases belong to output features, so they are split only with `dim` 0."""
+    """Split the weights of a module along `dim`. Biases belong to output features, so they are split only when `dim` is
+    0."""
     for name, param in list(module.named_parameters(recurse=False)):
         if dim == 0 or name == "weight":
             # Without a source rank each rank takes its part of the weights, which all hold, without communication.
@@ -199,7 +206,7 @@ def _split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _split_vocabulary(model: Any, mesh: DeviceMesh) -> int:
-    """Split the embedding and the output layer by vocabulary; returns the largest number of tokens on a rank."""
+    """Split the embedding and the output layer by vocabulary. Returns the largest number of tokens on any rank."""
     embedding, head, group = model.get_input_embeddings(), model.get_output_embeddings(), mesh.get_group()
     tied = head.weight is embedding.weight
     width = ceil_div(model.config.vocab_size, mesh.size())

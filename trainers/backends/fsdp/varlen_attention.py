@@ -32,9 +32,9 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within each packed row.
 
-    `query` is `[1, heads, S, D]`, `key` and `value` are `[1, kv_heads, S, D]`. `row_ends` int32 `[rows + 1]` and
-    `longest_row` are as in `RowLayout`. Returns `[1, S, heads, D]` in the dtype of `value`. Raises ValueError for
-    sliding-window layers, because every token would see the whole past of its row.
+    `query` is `[1, heads, S, D]`, `key` and `value` are `[1, kv_heads, S, D]`. `row_ends` (int32 `[rows + 1]`) and
+    `longest_row` are `ends` and `longest` of `RowLayout`. Returns `[1, S, heads, D]` in the dtype of `value`. Raises
+    ValueError for layers with sliding-window attention, because every token would see the whole past of its row.
     """
     if sliding_window is not None:
         raise ValueError(
@@ -55,7 +55,7 @@ def attend(
 
 
 def use_varlen_attention(model: Any) -> None:
-    """Make a HF model use `attend`; its forward then needs `row_ends` and `longest_row`.
+    """Make a HF model use `attend`. Its forward then needs the arguments `row_ends` and `longest_row`.
 
     Raises ValueError for a model whose attention function cannot be replaced.
     """

@@ -1,4 +1,4 @@
-"""Translates a HF config and the mesh to a Megatron config, and checks that the model can be trained so."""
+"""Translates a HF config and the train mesh to a Megatron config, and checks that Megatron can train the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .library import TransformerConfig
 
 
 def check_fits(config: BackendConfig, model: Any) -> None:
-    """Raise ValueError naming the key when the model with HF config `model` cannot be trained with `config`."""
+    """Raise ValueError, naming the key, when Megatron cannot train the model with HF config `model` as `config`
+    says."""
     _check_model(config, model)
     for problem in mesh_problems(config.trainer):
         raise ValueError(problem)
@@ -55,7 +56,7 @@ def head_width(model: Any) -> int:
 def rotary_frequencies(model: Any) -> torch.Tensor:
     """Return the rotary frequencies in radians per position, float32 `[head_width / 2]`, as HF computes them.
 
-    Raises ValueError for rotary embeddings that are scaled or change with the length.
+    Raises ValueError when the `rope_type` is not `default`, `linear` or `llama3`.
     """
     settings = model.rope_parameters
     kind = settings["rope_type"]
@@ -73,7 +74,8 @@ def rotary_frequencies(model: Any) -> torch.Tensor:
 
 
 def transformer_config(config: BackendConfig, model: Any) -> TransformerConfig:
-    """Build Megatron's config of the model and the mesh. Dropout is off, as in the other backends."""
+    """Build Megatron's config from the train settings and the HF config `model`. Dropout is off, as in the other
+    backends."""
     topology = config.topology
     half = config.trainer.mixed_precision
     dtype = torch.bfloat16 if half else torch.float32

@@ -26,10 +26,11 @@ _SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # tor
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The input of one attention kernel: spans of queries, each with the keys that the span's last query sees."""
+    """The input of one call of the attention kernel: spans of queries, each span with the keys that its last query
+    sees."""
 
     queries: torch.Tensor | None
-    """Indices of the queries among the rank's tokens, span by span: int64; None for all tokens."""
+    """Indices of the queries among this rank's tokens, span by span: int64; None for all tokens."""
     keys: torch.Tensor | None
     """Indices of the keys among all ranks' tokens, span by span: int64; None for all tokens."""
     query_sizes: tuple[int, ...]
@@ -37,26 +38,27 @@ class Reach:
     key_sizes: tuple[int, ...]
     """Number of keys of each span, at least its number of queries."""
     query_ends: torch.Tensor
-    """Offsets of the spans among the queries, 0 and the end of each: int32 `[spans + 1]`."""
+    """Boundaries of the spans among the queries: 0, then the end of each span, int32 `[spans + 1]`."""
     key_ends: torch.Tensor
-    """Offsets of the spans among the keys, 0 and the end of each: int32 `[spans + 1]`."""
+    """Boundaries of the spans among the keys: 0, then the end of each span, int32 `[spans + 1]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The attention of one microbatch, which Megatron passes to its layers as `packed_seq_params`."""
+    """Says which tokens of one microbatch attend to which. Megatron passes it to its layers as `packed_seq_params`."""
 
     reaches: tuple[Reach, ...]
-    """Kernel inputs that together contain every query once."""
+    """Inputs of the kernel calls, which together contain every query once."""
     qkv_format: str = "rows"
-    """Format name that Megatron reads. It must differ from `thd`, with which Megatron would apply rotary embeddings row
-    by row itself."""
+    """Format name that Megatron reads. It must not be `thd`, with which Megatron would itself apply rotary embeddings
+    row by row."""
 
 
 def plan_attention(padded: np.ndarray, cp: int, rank: int, device: torch.device) -> AttentionPlan:
-    """Plan the attention of context-parallel rank `rank` over rows with `padded` tokens each (int64 `[N]`).
+    """Plan the attention of one microbatch on context-parallel rank `rank` of `cp`.
 
-    With context parallelism the numbers of tokens must be multiples of 2 * cp.
+    `padded` has the number of tokens of each row with its padding (int64 `[N]`). With context parallelism these numbers
+    must be multiples of 2 * cp.
     """
     if cp == 1:
         sizes = padded[padded > 0]
@@ -94,12 +96,12 @@ def _reach(
 
 
 def runs(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the concatenated ranges `start, start + 1, ...` of each size, int64 `[sum(sizes)]`."""
+    """Concatenate ranges of integers, each given by its start and its size. Returns int64 `[sum(sizes)]`."""
     return np.arange(int(sizes.sum())) + np.repeat(starts - exclusive_cumsum(sizes), sizes)
 
 
 class PackedAttention(nn.Module):
-    """A Megatron `core_attention` that computes scaled dot-product attention within rows."""
+    """Computes scaled dot-product attention within packed rows, as the `core_attention` of a Megatron layer."""
 
     def __init__(self, config: Any, *, pg_collection: Any, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -116,8 +118,10 @@ class PackedAttention(nn.Module):
         packed_seq_params: AttentionPlan,
         **_: Any,
     ) -> torch.Tensor:
-        """Compute `[S, 1, heads * D]` from this rank's `query` `[S, 1, heads, D]`, and `key` and `value`
-        `[S, 1, kv_heads, D]`."""
+        """Compute causal attention within rows. Returns `[S, 1, heads * D]`.
+
+        `query` is `[S, 1, heads, D]`, `key` and `value` are `[S, 1, kv_heads, D]`, all for this rank's S tokens.
+        """
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
         if self._group.size() > 1:
             k, v = _Gather.apply(torch.stack([k, v]), self._group)
@@ -139,10 +143,11 @@ class PackedAttention(nn.Module):
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scale: float) -> torch.Tensor:
-    """Compute `[Q, heads, D]` from `q` `[Q, heads, D]` and `k`, `v` `[K, kv_heads, D]`, span by span.
+    """Compute the attention of all spans of `reach`. Returns `[Q, heads, D]`.
 
-    On GPUs in half precision it uses one variable-length flash kernel. Otherwise it uses SDPA, once for spans of one
-    length, else span by span.
+    `q` is `[Q, heads, D]`, `k` and `v` are `[K, kv_heads, D]`, all span by span. On GPUs in half precision one
+    variable-length flash kernel computes all spans. Otherwise SDPA is used, once if all spans have the same size, else
+    once per span.
     """
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         options: dict[str, Any] = {"enable_gqa": True} if _SHARED_HEADS else {}
@@ -163,7 +168,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach, scal
 
 
 def _spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """Attend within n spans of one size: `[n, Q, heads, D]` from `[n, Q, heads, D]` and `[n, K, kv_heads, D]`."""
+    """Compute causal attention within n spans of one size; the queries are the last Q of the K tokens of their span.
+
+    `q` is `[n, Q, heads, D]`, `k` and `v` are `[n, K, kv_heads, D]`. Returns `[n, Q, heads, D]`.
+    """
     more = k.shape[1] - q.shape[1]
     mask = None
     if more:  # SDPA's own causal mask is aligned at the upper left
@@ -175,7 +183,8 @@ def _spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers all ranks' keys and values, one rank after the other; backward sums the ranks' gradients."""
+    """Gathers the keys and values of all ranks and concatenates them in rank order. Backward sums the ranks'
+    gradients."""
 
     @staticmethod
     def forward(ctx: Any, both: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:

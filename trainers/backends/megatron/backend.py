@@ -35,17 +35,19 @@ from .updates import Swapped, apply, build_optimizer, clear_gradients, reference
 
 
 class MegatronBackend:
-    """The Megatron `TrainBackend`. Collective calls wait for all ranks, at most for the process group's timeout.
+    """The `TrainBackend` built on Megatron. Collective calls wait for all ranks, at most for the process group's
+    timeout.
 
-    A process can have only one at a time, as Megatron's process groups are global. With `mixed_precision` the optimizer
-    keeps float32 copies of the parameters, made from their bfloat16 values.
+    A process can have only one such backend at a time, because Megatron's process groups are global. With
+    `mixed_precision` the optimizer keeps float32 copies of the parameters, made from their bfloat16 values.
     """
 
     def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
-        """Load this rank's part of the model. Needs a default process group of `world` ranks when `world` > 1.
+        """Load this rank's part of the model.
 
-        Raises ValueError for a model that does not exist or cannot be split as the topology says, and RuntimeError
-        without the process group or while another backend of the process is open.
+        Needs a default process group of `world` ranks when `world` > 1. Raises ValueError when the model does not exist
+        or cannot be trained as the config says. Raises RuntimeError without the process group, or while another backend
+        of the process is open.
         """
         self._config, self._topology = config, config.topology
         self._rank, self._world = rank, world
@@ -91,29 +93,38 @@ class MegatronBackend:
     # ------------------------------------------------------------ one step
 
     def begin_step(self, temperature: float = 1.0) -> None:
-        """See `TrainBackend`. Raises ValueError when `temperature` is not above 0."""
+        """Open a step with gradients and sums at zero. Its passes divide logits by `temperature`.
+
+        Raises RuntimeError when a step is open, and ValueError when `temperature` is not above 0.
+        """
         self._step.begin(temperature)
         self._meter.begin()
         self._clear()
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
-        """See `TrainBackend`. Every rank must pass the same number of microbatches; one without rows is allowed.
+        """Run forward, summed loss and backward over `count` microbatches. Gradients stay unscaled sums. Collective.
 
-        The pipeline fills and drains once per call. The last stage needs the columns `input_ids`, `response_mask` and
-        `rollout_logprobs`, also `prev_logprobs` with `prev` "recompute", and `ref_logprobs` with a KL term. Raises
-        RuntimeError when no step is open, ValueError naming a missing column.
+        Every rank must pass the same number of microbatches; one without rows is allowed. The pipeline fills and drains
+        once per call. The last stage needs the columns `input_ids`, `response_mask` and `rollout_logprobs`, also
+        `prev_logprobs` when `prev` is "recompute", and `ref_logprobs` with a KL term. Raises RuntimeError when no step
+        is open, and ValueError naming a missing column.
         """
         with self._meter.working(), self._step.accumulating() as temperature:
             self._run(micros, count, partial(self._train, temperature), forward_only=False)
 
     def finish_step(self) -> dict[str, float]:
-        """See `TrainBackend`. A skipped step leaves weights, optimizer state and schedule as they were."""
+        """Reduce the step's sums over the ranks, scale the gradients by 1/N, clip them, and step the optimizer.
+        Collective.
+
+        Returns metrics over all ranks. When N is 0 or the gradients are not finite, the step is skipped: weights,
+        optimizer state and schedule stay as they were. Raises RuntimeError when no step is open or a microbatch failed.
+        """
         with self._meter.working(), megatron_calls(self._device):
             metrics = self._finish()
         return {**metrics, **self._meter.metrics()}
 
     def abort_step(self) -> None:
-        """See `TrainBackend`."""
+        """Drop the gradients and sums of an open step. Idempotent."""
         self._step.abort()
         self._clear()
 
@@ -123,8 +134,11 @@ class MegatronBackend:
     def logprobs(
         self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
     ) -> list[torch.Tensor]:
-        """See `TrainBackend`. Allowed while a step is open. Raises ValueError for `reference` without a reference
-        model."""
+        """Return the log-probs of each of `count` microbatches, as described in `TrainBackend`. Collective.
+
+        With `reference` they are those of the reference model. Allowed while a step is open. Raises ValueError for
+        `reference` when there is no reference model.
+        """
         if reference and self._reference is None:
             raise ValueError("trainer.with_reference: got False, expected True for log-probs of the reference model")
         columns: list[torch.Tensor] = []
@@ -136,20 +150,26 @@ class MegatronBackend:
     # ------------------------------------------------------------ weights and state
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """See `TrainBackend`. Weights are in the HF model's order, in bfloat16 with `mixed_precision`, which is what
-        forward computes with, else in float32."""
+        """Return the dtype and shape of each weight by HF name, in the HF model's order.
+
+        The dtype is bfloat16 with `mixed_precision`, as in the forward pass, else float32.
+        """
         return {weight.name: (weight.dtype, weight.shape) for weight in self._weights}
 
     def weights(self) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """See `TrainBackend` and `stream_weights`."""
+        """Yield the HF name and tensor of each weight, whole on rank 0 and empty on the other ranks. Collective.
+
+        Every rank must iterate to the end (see `stream_weights`).
+        """
         own = OwnPieces(self._policy, self._source.config, self._mesh)
         return stream_weights(self._weights, own, self._rank, self._device)
 
     def save(self, path: str, *, wait: bool = True) -> None:
-        """See `TrainBackend`. An older checkpoint at `path` is replaced once the new one is whole.
+        """Write model, optimizer, schedule and RNG as the sharded checkpoint `path`. Collective.
 
-        Without `wait` the checkpoint is written while training goes on (see `Checkpointer.save`). Raises RuntimeError
-        while a step is open, ValueError when `path` exists and is not a checkpoint.
+        An older checkpoint at `path` is replaced once the new one is complete. Without `wait` the checkpoint is written
+        while training goes on (see `Checkpointer.save`). Raises RuntimeError while a step is open, and ValueError when
+        `path` exists and is not a checkpoint.
         """
         self._step.require_closed("save")
         with megatron_calls(self._device):
@@ -157,13 +177,14 @@ class MegatronBackend:
         self._checkpointer.save(path, state, wait=wait)
 
     def wait_saved(self) -> None:
-        """See `TrainBackend`."""
+        """Wait until no checkpoint is being written. Raises the error of the last write, once."""
         self._checkpointer.wait()
 
     def load(self, path: str) -> None:
-        """See `TrainBackend`. The reference model and hyperparameters such as the learning rate come from the config.
+        """Read the checkpoint `path`, which any number of ranks may have written. Collective.
 
-        Raises RuntimeError while a step is open, ValueError when `path` is not a whole checkpoint of this model.
+        The reference model and hyperparameters such as the learning rate come from the config instead. Raises
+        RuntimeError while a step is open, and ValueError when `path` is not a complete checkpoint of this model.
         """
         self._step.require_closed("load")
         state = self._state.blank()
@@ -171,16 +192,20 @@ class MegatronBackend:
         self._state.restore(state)
 
     def export_model(self, path: str) -> None:
-        """See `TrainBackend`. Rank 0 collects the weights that `weights` yields in host memory before it writes them.
-        Raises ValueError when `path` exists."""
+        """Write the model as the new HF folder `path` (weights, config, tokenizer) from rank 0. Collective.
+
+        Rank 0 first collects all weights in host memory. Raises ValueError when `path` exists.
+        """
         weights = collect(self.weights(), keep=self._rank == 0)
         self._checkpointer.on_first_rank(
             lambda: write_folder(path, self._source.empty_model(), weights, self._config.model)
         )
 
     def close(self) -> None:
-        """Drop an open step, wait for a checkpoint that is being written, raising its error, and close Megatron's
-        process groups. The default process group stays open, as its owner closes it."""
+        """Drop an open step, wait until no checkpoint is being written, and close Megatron's process groups.
+
+        The default process group stays open, because its owner closes it. Raises the error of the last write.
+        """
         self._step.abort()
         try:
             self._checkpointer.close()
@@ -194,7 +219,8 @@ class MegatronBackend:
             clear_gradients(self._model, self._optimizer)
 
     def _run(self, micros: Iterable[MicroBatch], count: int, forward: Any, *, forward_only: bool) -> None:
-        """Run `count` microbatches through the pipeline; Megatron's schedules call `forward(iterator, model)`."""
+        """Run `count` microbatches through the pipeline. Megatron's schedules call `forward(iterator, model)` for
+        each."""
         if count < 1:
             return
         with megatron_calls(self._device):
@@ -223,9 +249,9 @@ class MegatronBackend:
     def _loss(
         self, micro: MicroBatch, rows: PackedRows, output: tuple[torch.Tensor, torch.Tensor | None]
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Compute a microbatch's loss; Megatron calls this on the last stage only.
+        """Compute the loss of a microbatch. Megatron calls this on the last pipeline stage only.
 
-        Megatron expects a count to divide by as the second value, which is not used (see `updates`).
+        Megatron expects as the second value a count to divide by. It is 0 here and not used (see `updates`).
         """
         logprobs, entropy = output
         cp = self._mesh.cp
@@ -257,10 +283,10 @@ class MegatronBackend:
     def _collect(
         self, micro: MicroBatch, rows: PackedRows, columns: list[torch.Tensor], values: torch.Tensor, **_: Any
     ) -> None:
-        """Append a microbatch's log-probs to `columns`; Megatron calls this on the last stage only.
+        """Append the log-probs of a microbatch to `columns`. Megatron calls this on the last pipeline stage only.
 
-        Each context-parallel rank fills in its tokens of the whole rows and has 0 elsewhere, so that a sum combines
-        them.
+        Each context-parallel rank has its own tokens' log-probs and 0 for the others, so summing over the ranks gives
+        whole rows.
         """
         column = torch.zeros(int(micro.lengths.sum()), dtype=torch.float32, device=self._device)
         column[rows.whole_index] = values

@@ -1,4 +1,5 @@
-"""Provides the context for calls into megatron-core: the CPU shim without a GPU, and filters for known warnings."""
+"""Provides the context for calls into megatron-core, which replaces CUDA on hosts without a GPU and hides known
+warnings."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ _KNOWN_ON_CPU = (r"When using \w+( \w+)* it is recommended to set the environmen
 
 @contextmanager
 def megatron_calls(device: torch.device) -> Iterator[None]:
-    """Enclose all code that runs Megatron on tensors of `device`, including backward passes. May be nested."""
+    """Context that must enclose all code that runs Megatron on tensors of `device`, including backward passes.
+
+    It hides known warnings and, when `device` is the CPU, turns Megatron's CUDA requests into CPU requests. May be
+    nested.
+    """
     on_host = device.type == "cpu"
     with warnings.catch_warnings(), on_cpu() if on_host else nullcontext():
         for message in (*_KNOWN, *(_KNOWN_ON_CPU if on_host else ())):

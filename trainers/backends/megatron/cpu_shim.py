@@ -21,7 +21,11 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Turn this thread's CUDA requests into CPU requests inside the context. May be nested."""
+    """Turn CUDA requests into CPU requests inside the context. May be nested.
+
+    Device arguments of torch functions are rewritten in this thread only. Patches of single functions, such as
+    `torch.cuda.current_device`, are visible to the whole process meanwhile.
+    """
     patches: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: CPU),
         (torch.cuda, "synchronize", _nothing),
@@ -48,7 +52,7 @@ def on_cpu() -> Iterator[None]:
 
 
 class _CpuMode(TorchFunctionMode):
-    """Rewrites arguments of torch functions that name CUDA, in the thread that entered the mode."""
+    """Makes torch functions that are called with a CUDA device use the CPU, in the thread that entered the mode."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -72,7 +76,7 @@ class _CpuMode(TorchFunctionMode):
 
 
 class _Stream:
-    """A stream or event of a device that runs everything synchronously."""
+    """Stand-in for a CUDA stream or event. Its methods do nothing, because on a CPU everything runs synchronously."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Lists which rank of a Megatron mesh has which piece of each HF weight, and extracts this rank's own pieces."""
+"""Lists which ranks of a Megatron mesh have the pieces of each HF weight, and extracts this rank's own pieces."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from .weights import EMBEDDING, Split, boxes, entries_of, hf_layer, split_of
 
 
 def spread_weights(source: HfSource, topology: Topology, dtype: torch.dtype) -> list[SpreadWeight]:
-    """List the HF model's weights in its own order, tied ones once, all as `dtype`; the list is the same on every rank.
+    """List the HF model's weights in its own order, each with the ranks that provide its pieces. All ranks get the same
+    list.
 
-    When several ranks hold the same piece, the one with data- and context-parallel index 0 provides it.
+    Tied weights are listed once. `dtype` is the dtype in which all are streamed. When several ranks hold the same
+    piece, the one with data- and context-parallel index 0 provides it.
     """
     config = source.config
     etp = expert_tensor_size(topology)
@@ -37,8 +39,11 @@ def spread_weights(source: HfSource, topology: Topology, dtype: torch.dtype) -> 
 def spread_weight(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int, num_tp: int, num_etp: int, num_ep: int
 ) -> SpreadWeight:
-    """Describe one weight on the ranks of a stage, numbered from `first` through tp, or for experts through etp, then
-    ep."""
+    """Describe how one weight is split over the ranks of its pipeline stage.
+
+    `first` is the stage's first rank. From there the pieces are on consecutive ranks, in order of the tensor-parallel
+    index. For experts the expert-tensor-parallel index varies fastest, then the expert-parallel index.
+    """
     split = split_of(name)
     pieces = tuple(Piece(first + index, cuts) for index, cuts in enumerate(_cuts(split, num_tp, num_etp, num_ep)))
     boxed = (shape[0], 2, shape[1] // 2, *shape[2:]) if split == "expert_gated" else ()
@@ -46,7 +51,8 @@ def spread_weight(
 
 
 def _cuts(split: Split, num_tp: int, num_etp: int, num_ep: int) -> Iterator[tuple[Cut, ...]]:
-    """Yield, for each rank that has a piece of a weight, the cuts of the weight (or its boxed view) that give it."""
+    """Yield the cuts of each piece of a weight (or of its boxed view), in the order of the ranks that have the
+    pieces."""
     if split.startswith("expert"):
         for index in range(num_etp * num_ep):
             ep, etp = divmod(index, num_etp)
@@ -62,7 +68,7 @@ class OwnPieces:
     """Extracts this rank's pieces of HF weights from its part of the model, with `weights.boxes`."""
 
     def __init__(self, model: PolicyModel, config: Any, mesh: Mesh) -> None:
-        """Index the parameters of `model` by HF name. `config` is the HF config."""
+        """Index the parameters of `model` by the names of their HF weights. `config` is the HF config."""
         self._config, self._part = config, mesh.part
         self._params = {name: param.detach() for name, param in model.named_parameters()}
         entries = entries_of(list(self._params), model.first_layer, tied=config.tie_word_embeddings)
@@ -72,8 +78,8 @@ class OwnPieces:
     def __call__(self, weight: SpreadWeight) -> torch.Tensor:
         """Return this rank's piece of `weight`, in the shape in which the weight is cut.
 
-        Calls are fast in the order of `spread_weights`, as q, k and v follow each other in one parameter. Raises
-        KeyError for a weight of which the rank has no piece.
+        Calls are fastest in the order of `spread_weights`, because q, k and v, which follow each other there, come from
+        one parameter. Raises KeyError for a weight of which the rank has no piece.
         """
         for name, box in self._rest:
             if name == weight.name:

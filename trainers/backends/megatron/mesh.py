@@ -1,4 +1,4 @@
-"""Opens and closes Megatron's process groups for a `Topology`, of which a process can have one set at a time."""
+"""Opens and closes Megatron's process groups for a `Topology`. A process can have only one set of them at a time."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from .weights import Entry, Part
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The process groups that this rank is in."""
+    """The process groups of a Megatron mesh that this rank is in."""
 
     place: Place
     part: Part
     """Parts of the weights that this rank holds."""
     tokens: dist.ProcessGroup
-    """All ranks of the same tensor-parallel index, whose losses add up with each token counted once."""
+    """All ranks with this rank's tensor-parallel index. Their losses add up to the loss of the mesh, in which each
+    token counts once."""
     tp: dist.ProcessGroup
     cp: dist.ProcessGroup
     pp: dist.ProcessGroup
     experts: dist.ProcessGroup
-    """Ranks that together hold all of a stage's experts; the expert-tensor-parallel index varies fastest."""
+    """Ranks that together hold all experts of a pipeline stage. Their expert-tensor-parallel index varies fastest."""
     replicas: dist.ProcessGroup
-    """Data- and context-parallel ranks, which hold the same part of the weights, except for experts."""
+    """Data- and context-parallel ranks, which hold the same part of all weights except experts."""
     expert_replicas: dist.ProcessGroup
     """Ranks that hold the same part of the same experts."""
     owns_default: bool
-    """Whether this mesh made the default process group, which it does for one rank alone."""
+    """True if this mesh created the default process group, which it does when there is only one rank."""
 
     def sharers(self, entry: Entry) -> dist.ProcessGroup:
-        """Return the ranks that share `entry`, each holding a part or a copy of it."""
+        """Return the group of ranks that share the parameter `entry`, each holding a part or a copy of it."""
         return self.experts if entry.is_expert else self.tp
 
     def parts(self, entry: Entry) -> list[Part]:
-        """Return the parts that the sharers of `entry` hold, in rank order."""
+        """Return which part of `entry` each rank of `sharers` holds, in rank order."""
         num = self.sharers(entry).size()
         if entry.is_expert:
             etp = self.part.num_etp
@@ -48,7 +49,7 @@ class Mesh:
         return [replace(self.part, tp=index) for index in range(num)]
 
     def close(self) -> None:
-        """Close the groups and free Megatron's global state for another backend. Idempotent."""
+        """Close the groups and clear Megatron's global state, so that another backend can be opened. Idempotent."""
         if not parallel_state.model_parallel_is_initialized():
             return
         # Megatron only drops its references to the groups; their threads and connections would stay.
@@ -61,10 +62,10 @@ class Mesh:
 
 
 def open_mesh(topology: Topology, rank: int) -> Mesh:
-    """Make the groups. Collective over the default process group.
+    """Create Megatron's process groups for `topology`. Collective over the default process group.
 
     The default process group must have `topology.world` ranks; one rank alone needs none. Raises RuntimeError when that
-    is not so, or when another backend of the process is open.
+    is not so, or while another backend of the process is open.
     """
     if parallel_state.model_parallel_is_initialized():
         raise RuntimeError("megatron backend: another one is open in this process; close it first")

@@ -1,5 +1,4 @@
-"""Builds one pipeline stage of a causal LM from Megatron modules, which maps packed rows to hidden states or
-log-probs."""
+"""Builds one pipeline stage of a causal LM from Megatron modules; the last stage returns log-probs."""
 
 from __future__ import annotations
 
@@ -30,12 +29,13 @@ from .weights import cut, entries_of, expert_range
 
 
 class PolicyModel(GPTModel):
-    """Megatron's GPT model, whose last stage returns log-probs of the wanted tokens instead of all tokens' logits."""
+    """Megatron's GPT model, whose last stage returns log-probs of the wanted tokens instead of the logits of all
+    tokens."""
 
     _frequencies: torch.Tensor
 
     def __init__(self, config: BackendConfig, model: Any, mesh: Mesh) -> None:
-        """Build this rank's stage of the model with HF config `model`, without setting its weights."""
+        """Build this rank's pipeline stage of the model with HF config `model`, without setting its weights."""
         settings = transformer_config(config, model)
         topology = config.topology
         self._width = ceil_div(model.vocab_size, topology.tp)
@@ -64,10 +64,10 @@ class PolicyModel(GPTModel):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # only our own steps call it
         self, rows: PackedRows, temperature: float, entropy: Entropy
     ) -> Any:
-        """Return the wanted tokens' (log-probs, entropies) on the last stage, as `token_logprobs` does.
+        """Return (log-probs, entropies) of the wanted tokens on the last pipeline stage, as `token_logprobs` does.
 
-        Other stages return hidden states `[S, 1, H]`, where S is the tensor-parallel rank's part under sequence
-        parallelism.
+        Other stages return hidden states `[S, 1, H]`. Under sequence parallelism S counts only this tensor-parallel
+        rank's part of the tokens.
         """
         hidden = self._embed(rows.input_ids) if self.pre_process else None
         angles = torch.outer(rows.positions.float(), self._frequencies)
@@ -106,12 +106,15 @@ class PolicyModel(GPTModel):
         return hidden.detach().where(fixed[:, None, None], hidden)
 
     def _is_tied_here(self) -> bool:
-        """Return whether embedding and output layer are one parameter of this stage, not a copy on the last stage."""
+        """Return whether embedding and output layer are one parameter on this stage.
+
+        When they are tied but on different stages, the last stage has a copy of the embedding instead.
+        """
         return self.share_embeddings_and_output_weights and self.pre_process
 
 
 def build_model(config: BackendConfig, source: HfSource, mesh: Mesh, device: torch.device) -> PolicyModel:
-    """Build this rank's stage with the weights of `source`."""
+    """Build this rank's pipeline stage on `device`, with its part of the weights of `source`."""
     model = PolicyModel(config, source.config, mesh)
     params = dict(model.named_parameters())
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Provides an RMSNorm for Megatron layers without TransformerEngine, which also supports sequence parallelism."""
+"""Provides an RMSNorm for Megatron layers that does not need TransformerEngine and supports sequence parallelism."""
 
 from __future__ import annotations
 

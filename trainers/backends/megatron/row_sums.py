@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 
 def whole_counts(counts: torch.Tensor, cp: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """Sum the ranks' token `counts` of N rows: int64 `[N]`, on the CPU. Collective over `cp`."""
+    """Add up the token `counts` of N rows over the context-parallel ranks. Returns int64 `[N]` on the CPU. Collective
+    over `cp`."""
     if cp.size() == 1:
         return counts
     total = counts.to(device)
@@ -18,15 +19,20 @@ def whole_counts(counts: torch.Tensor, cp: dist.ProcessGroup, device: torch.devi
 
 
 def sum_rows(cp: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:
-    """Sum `values` `[N]` over `cp`, differentiably, as `LossInputs.reduce_rows` needs. Collective, also in backward."""
+    """Sum `values` `[N]` over the context-parallel ranks, differentiably, as `LossInputs.reduce_rows` requires.
+
+    Collective over `cp`, also in backward.
+    """
     summed = _SumRows.apply(values, cp)
     assert isinstance(summed, torch.Tensor)
     return summed
 
 
 class _SumRows(torch.autograd.Function):
-    """Sums values over ranks in forward and gradients in backward, as every rank's loss uses the sum and the losses are
-    summed too."""
+    """Sums values over ranks in forward, and gradients in backward.
+
+    The gradients are summed because every rank's loss uses the sum and the losses of all ranks are added up.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Packs rows for a Megatron model into one sequence of padded rows, or a context-parallel rank's part of it.
 
-Every row is padded to a multiple of `Topology.pad_multiple` tokens, or without packing to the longest row. With context
-parallelism it is cut into 2 * cp chunks, of which this rank computes two (see `codecs.context_slices`). Padding follows
-its row, where causal attention hides it.
+Every row is padded to a multiple of `Topology.pad_multiple` tokens or, without packing, to the padded length of the
+longest row. With context parallelism each row is cut into 2 * cp chunks, of which this rank computes two (see
+`codecs.context_slices`). Padding follows its row, where causal attention hides it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .attention import AttentionPlan, plan_attention, runs
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The part of a microbatch of N rows that one rank computes: S tokens, of which T are wanted with log-probs."""
+    """The part of a microbatch of N rows that one rank computes: S tokens, and T tokens whose log-probs are wanted."""
 
     input_ids: torch.Tensor | None
     """Token ids: int64 `[1, S]`; None when this rank received no token ids."""
     positions: torch.Tensor
     """Position of each token in its row: int64 `[S]`."""
     attention: AttentionPlan
-    """Plan that says which tokens see which."""
+    """Plan that says which tokens attend to which."""
     source: torch.Tensor
     """Positions among the S tokens whose hidden states predict the wanted tokens: int64 `[T]`."""
     targets: torch.Tensor
@@ -41,12 +41,13 @@ class PackedRows:
     index: torch.Tensor
     """Positions of the wanted tokens in this rank's packed columns: int64 `[T]`, on the CPU."""
     whole_index: torch.Tensor
-    """Positions of the wanted tokens in packed columns of whole rows: int64 `[T]`."""
+    """Positions of the wanted tokens in packed columns that hold whole rows: int64 `[T]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """The C pieces of the rows that one rank computes, row by row: one per row, or two with context parallelism."""
+    """The C pieces of the rows that one rank computes, row by row. Each row has one, or two with context
+    parallelism."""
 
     rows: np.ndarray
     """Row of each piece: int64 `[C]`."""
@@ -64,9 +65,9 @@ class _Chunks:
 def pack_rows(micro: MicroBatch, topology: Topology, place: Place, device: torch.device, *, packed: bool) -> PackedRows:
     """Pack the part of a microbatch that this rank computes.
 
-    Columns may be on any device; positions are computed on the CPU. A microbatch without tokens gets one token of
-    padding, so that the rank takes part in the collectives. Raises ValueError when a row's first token is to be trained
-    on, or when the columns do not have this rank's tokens.
+    Columns may be on any device; positions are computed on the CPU. A microbatch without tokens gets one padding token,
+    so that the rank takes part in the collectives. Raises ValueError when a row's first token is to be trained on, or
+    when the columns do not have exactly this rank's tokens.
     """
     lengths = micro.lengths if micro.lengths.sum() else np.ones(1, np.int64)
     pieces, padded = _chunks_of(lengths, topology, place, packed=packed)
@@ -93,7 +94,8 @@ def pack_rows(micro: MicroBatch, topology: Topology, place: Place, device: torch
 
 
 def _chunks_of(lengths: np.ndarray, topology: Topology, place: Place, *, packed: bool) -> tuple[_Chunks, np.ndarray]:
-    """Return this rank's pieces, and the number of tokens of each row with its padding (int64 `[N]`)."""
+    """Return this rank's pieces of rows with `lengths` tokens, and the length of each row with its padding (int64
+    `[N]`)."""
     multiple = topology.pad_multiple
     padded = round_up(lengths, multiple)
     if not packed:
@@ -107,7 +109,7 @@ def _chunks_of(lengths: np.ndarray, topology: Topology, place: Place, *, packed:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """The fields of `PackedRows` about the wanted tokens, on the CPU."""
+    """Those fields of `PackedRows` that describe the wanted tokens, on the CPU."""
 
     source: torch.Tensor
     targets: torch.Tensor
@@ -119,8 +121,8 @@ class _Wanted:
 def _place_tokens(micro: MicroBatch, pieces: _Chunks, size: int) -> tuple[torch.Tensor, _Wanted]:
     """Return the token ids, int64 `[S]` with 0 at padding, and the tokens whose log-probs are wanted.
 
-    For each piece [a, b) the rank received the tokens [a, b + 1). All but the last are inputs, and all but the first
-    are predicted.
+    For the piece of a row at positions [a, b) the rank received the tokens at [a, b + 1). All but the last are inputs,
+    and all but the first are predicted.
     """
     ends = micro.lengths[pieces.rows] if len(micro.lengths) else np.zeros_like(pieces.rows)
     begins = np.minimum(pieces.starts, ends)

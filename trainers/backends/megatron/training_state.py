@@ -1,8 +1,8 @@
 """Converts model and optimizer to the sharded tensors of a checkpoint, whose HF names do not depend on the mesh.
 
-A rank's part of a parameter consists of boxes of HF tensors (`weights.boxes`). Another mesh can therefore read its own
-parts from the checkpoint, and so can the fsdp backend for models without experts. The distributed optimizer has flat
-pieces of each parameter on the data-parallel ranks, which are assembled first.
+A rank's part of a parameter consists of boxes, which are rectangular parts of HF tensors (`weights.boxes`). Another
+mesh can therefore read its own parts from the checkpoint, and so can the fsdp backend for models without experts. The
+distributed optimizer keeps flat pieces of each parameter on the data-parallel ranks. They are assembled first.
 """
 
 from __future__ import annotations
@@ -26,22 +26,25 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The elements `start` to `stop` of one flat parameter, which this rank's optimizer has."""
+    """The elements `start` to `stop` of one flattened parameter, whose optimizer state this rank has."""
 
     start: int
     stop: int
     values: dict[str, torch.Tensor]
-    """Values of `weight` and of each of MOMENTS, float32 `[stop - start]`; writing to them writes to the optimizer."""
+    """Values of `weight` and of each name in MOMENTS, float32 `[stop - start]`. Writing to them writes to the
+    optimizer."""
 
 
 class TrainingState:
-    """Collects and restores the tensors of one rank that training changes."""
+    """Collects and restores those tensors of one rank that training changes."""
 
     def __init__(
         self, model: PolicyModel, optimizer: ChainedOptimizer, steps: torch.Tensor, config: Any, mesh: Mesh
     ) -> None:
-        """Allocate the optimizer's state, so that a checkpoint before the first step is whole too. `config` is the HF
-        config."""
+        """Allocate the optimizer's state, so that a checkpoint before the first step is complete too.
+
+        `config` is the HF config.
+        """
         self._params = dict(model.named_parameters())
         self._entries = entries_of(list(self._params), model.first_layer, tied=config.tie_word_embeddings)
         self._steps, self._config, self._mesh = steps, config, mesh
@@ -56,7 +59,8 @@ class TrainingState:
 
     @torch.no_grad()
     def collect(self) -> dict[str, torch.Tensor]:
-        """Return a copy of all tensors by name. Collective."""
+        """Return copies of all tensors of a checkpoint, by name: weights, optimizer state and number of steps.
+        Collective."""
         state: dict[str, torch.Tensor] = {STEPS: self._steps.clone()}
         for entry in self._entries:
             wholes = [self._whole(self._params[name]) for name in entry.names]
@@ -70,7 +74,7 @@ class TrainingState:
 
     @torch.no_grad()
     def blank(self) -> dict[str, torch.Tensor]:
-        """Return empty tensors by name, to be filled from a checkpoint and passed to `restore`."""
+        """Return zero tensors by name, into which a checkpoint is read before they are passed to `restore`."""
         state: dict[str, torch.Tensor] = {STEPS: torch.zeros_like(self._steps)}
         for entry in self._entries:
             room = [torch.zeros_like(self._params[name], dtype=torch.float32) for name in entry.names]
@@ -80,7 +84,8 @@ class TrainingState:
 
     @torch.no_grad()
     def restore(self, state: dict[str, torch.Tensor]) -> None:
-        """Set model and optimizer to the values that were read into the tensors of `blank`."""
+        """Set model and optimizer to the values in `state`: the tensors of `blank` after a checkpoint was read into
+        them."""
         self._steps.copy_(state[STEPS])
         for entry in self._entries:
             for kind in ("weight", *MOMENTS):
@@ -100,7 +105,10 @@ class TrainingState:
             share.values[kind].copy_(value.flatten()[share.start : share.stop])
 
     def _whole(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a parameter's weight and moments, each whole in float32 and in the parameter's shape."""
+        """Return weight and moments of a parameter, whole and in float32, each in the parameter's shape.
+
+        This sums over ranks (collective) when each rank's optimizer has only a share of the parameter.
+        """
         kinds = ("weight", *MOMENTS)
         every = torch.zeros(len(kinds), param.numel(), dtype=torch.float32, device=param.device)
         share = self._shares.get(param)

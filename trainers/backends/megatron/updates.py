@@ -20,7 +20,7 @@ from .model import PolicyModel
 
 
 def wrap_model(config: BackendConfig, model: PolicyModel) -> DistributedDataParallel:
-    """Wrap `model` with float32 gradient buffers, which are reduced over ranks only in `sum_gradients`."""
+    """Wrap `model` with float32 gradient buffers, which are reduced over ranks only when `sum_gradients` is called."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,  # a step may have many backward passes and is reduced after the last
@@ -30,7 +30,7 @@ def wrap_model(config: BackendConfig, model: PolicyModel) -> DistributedDataPara
 
 
 def build_optimizer(config: BackendConfig, model: DistributedDataParallel) -> ChainedOptimizer:
-    """Build AdamW with weight decay for matrices only. It keeps float32 copies of bfloat16 parameters."""
+    """Build AdamW with weight decay for matrices only. The optimizer keeps float32 copies of bfloat16 parameters."""
     half = config.trainer.mixed_precision
     wanted = config.trainer
     settings = OptimizerConfig(
@@ -59,11 +59,12 @@ def clear_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer)
 
 @torch.no_grad()
 def sum_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer) -> float:
-    """Sum the gradients over all ranks that share a parameter; returns the norm of the whole gradient. Collective.
+    """Sum the gradients over all ranks that share a parameter, and return the norm of the whole gradient. Collective.
 
-    It is called once per step. The schedules and DDP do not divide (`calculate_per_token_loss`), so the results are
-    sums over all microbatches and ranks, in which each token counts once. In the norm, parameters that several ranks
-    hold alike count once."""
+    It is called once per step. Megatron's schedules and DDP do not divide gradients (`calculate_per_token_loss`), so
+    the results are sums over all microbatches and ranks, in which each token counts once. A parameter that several
+    ranks hold alike counts once in the norm.
+    """
     finalize_model_grads([model])
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
@@ -71,7 +72,7 @@ def sum_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer) -
 
 @torch.no_grad()
 def apply(optimizer: ChainedOptimizer, weight_decay: float, factor: float, rate: float) -> None:
-    """Step the optimizer at learning rate `rate` with the summed gradients times `factor`. Collective."""
+    """Multiply the summed gradients by `factor` and step the optimizer at learning rate `rate`. Collective."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     grads = [param.grad for param in params if param.grad is not None]
     if grads:
@@ -84,12 +85,12 @@ def apply(optimizer: ChainedOptimizer, weight_decay: float, factor: float, rate:
 
 
 def reference_copy(model: PolicyModel) -> list[torch.Tensor]:
-    """Copy the current parameters to host memory."""
+    """Return copies of the current parameters in host memory, in the order of `model.parameters()`."""
     return [param.detach().to("cpu", copy=True) for param in model.parameters()]
 
 
 class Swapped:
-    """A context in which a model's parameters have other values; leaving it restores them exactly."""
+    """Context in which the parameters of a model have other values. Leaving it restores their own values exactly."""
 
     def __init__(self, model: PolicyModel, values: list[torch.Tensor]) -> None:
         self._params, self._values = list(model.parameters()), values

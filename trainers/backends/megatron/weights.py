@@ -1,7 +1,7 @@
 """Converts HF weights to Megatron parameters and back, and computes each rank's part of them.
 
-All functions are pure and work on tensors and their parts, however these are read or gathered. HF names are those of
-the HF model's own parameters (experts stacked), without tied ones.
+All functions are pure. They work on given tensors and their parts, and do not read or gather them. HF names are those
+of the HF model's own parameters (experts stacked), without tied ones.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ vocabulary       by tokens, padded with zeros to equal parts
 columns          along dimension 1 of the matrix
 heads            query, key and value matrices in one parameter, by groups of heads that share a key
 gated            gate and up matrices in one parameter, along dimension 0 of each
-expert_gated     `gated` of stacked experts: experts over expert-parallel ranks, each over expert-tensor-parallel ranks
-expert_columns   `columns` of stacked experts, over the same ranks as `expert_gated`
+expert_gated     `gated` for stacked experts: the experts are divided over the expert-parallel ranks, and the matrices
+                 of each expert are split over the expert-tensor-parallel ranks
+expert_columns   `columns` for stacked experts, over the same ranks as `expert_gated`
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One Megatron parameter, or the same parameter of every expert, and the HF tensors that it consists of."""
+    """One Megatron parameter, or the same parameter of every expert, and the HF tensors that contain its values."""
 
     names: tuple[str, ...]
     """Names of the parameters in this rank's Megatron model."""
     hf_names: tuple[str, ...]
-    """Names of the tensors in the HF model."""
+    """Names of the corresponding tensors in the HF model."""
     split: Split
 
     @property
     def is_expert(self) -> bool:
-        """Whether the parameter is split over the expert-parallel ranks."""
+        """True if the parameter belongs to experts, which are divided over the expert-parallel ranks."""
         return self.split.startswith("expert")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rank's part of the weights: its index and the number of equal parts for each kind of parallelism."""
+    """A rank's part of the weights: for each kind of parallelism, the index of the part and the number of equal
+    parts."""
 
     tp: int = 0
     num_tp: int = 1
@@ -54,7 +56,7 @@ class Part:
     """Index of the part of one expert's matrices, from 0 to `num_etp` - 1."""
     num_etp: int = 1
     ep: int = 0
-    """Index of the part of the experts, from 0 to `num_ep` - 1."""
+    """Index of the group of experts, from 0 to `num_ep` - 1."""
     num_ep: int = 1
 
 
@@ -84,13 +86,13 @@ _HF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
 def hf_layer(hf_name: str) -> int | None:
-    """Return the decoder layer of a HF tensor; None for a tensor outside the layers."""
+    """Return the number of the decoder layer that a HF tensor belongs to; None for a tensor outside the layers."""
     found = _HF_LAYER.fullmatch(hf_name)
     return int(found[1]) if found else None
 
 
 def split_of(hf_name: str) -> Split:
-    """Return how the parameter with this HF tensor is split. Raises ValueError when no parameter has the tensor."""
+    """Return how the Megatron parameter that contains this HF tensor is split. Raises ValueError when there is none."""
     if hf_name in (EMBEDDING, HEAD):
         return "vocabulary"
     if hf_name == NORM:
@@ -102,9 +104,10 @@ def split_of(hf_name: str) -> Split:
 
 
 def entries_of(names: Sequence[str], first_layer: int, *, tied: bool) -> list[Entry]:
-    """Return the entries of a pipeline stage's parameter `names` in a fixed order; its layers start at `first_layer`.
+    """Group the parameters `names` of a pipeline stage into entries with their HF tensors, in a fixed order.
 
-    `tied` says that the output layer is the embedding. Raises ValueError for a name without a HF counterpart.
+    `first_layer` is the index of the stage's first layer in the whole model. `tied` says that the output layer shares
+    the embedding's weights. Raises ValueError for a name without a HF counterpart.
     """
     found: dict[tuple[str, ...], tuple[list[str], Split]] = {}
     for name in names:
@@ -140,14 +143,14 @@ def _expert_index(name: str) -> int:
 
 
 def expert_range(config: Any, part: Part) -> tuple[int, int]:
-    """Return the range (first, one past the last) of the experts on an expert-parallel rank."""
+    """Return the range of the experts that an expert-parallel rank holds, as (first, one past the last)."""
     size = config.num_experts // part.num_ep
     return part.ep * size, (part.ep + 1) * size
 
 
 def split_dim(entry: Entry, part: Part) -> int | None:
-    """Return the dimension of the HF tensors along which the ranks' boxes are split; None when each rank has the
-    whole."""
+    """Return the dimension of the HF tensors along which they are divided among the ranks; None when each rank has all
+    of them."""
     if entry.is_expert:
         if part.num_etp == 1:
             return 0 if part.num_ep > 1 else None
@@ -158,11 +161,11 @@ def split_dim(entry: Entry, part: Part) -> int | None:
 
 
 def boxes(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part) -> Iterator[torch.Tensor]:
-    """Yield the rank's part of an entry, given as a tensor for each of its `names`, as boxes of the HF tensors
-    `hf_names`.
+    """Turn the rank's part of an entry into boxes, which are rectangular parts of HF tensors. The inverse of `unbox`.
 
-    Each box, some of which are copies, is made when it is requested. Vocabulary boxes come without the padding. Gate
-    and up matrices of experts, which are one HF tensor, are a box `[experts, 2, rows, columns]`.
+    `tensors` has one tensor for each of the entry's `names`; one box is yielded for each of its `hf_names`. A box is
+    made when it is requested, and some are copies. Vocabulary boxes come without the padding. Gate and up matrices of
+    experts, which are one HF tensor, come as one box `[experts, 2, rows, columns]`.
     """
     first = tensors[0]
     if entry.is_expert:
@@ -184,7 +187,7 @@ def boxes(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part
 
 
 def unbox(entry: Entry, parts: Sequence[torch.Tensor], config: Any, part: Part) -> list[torch.Tensor]:
-    """Turn boxes of HF tensors back into the rank's parameters; the inverse of `boxes`."""
+    """Turn boxes, which are parts of HF tensors, back into the rank's Megatron parameters. The inverse of `boxes`."""
     first = parts[0]
     if entry.is_expert:
         return list(first.flatten(1, 2) if entry.split == "expert_gated" else first)
@@ -201,9 +204,10 @@ def unbox(entry: Entry, parts: Sequence[torch.Tensor], config: Any, part: Part) 
 
 
 def cut(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part) -> list[torch.Tensor]:
-    """Cut the rank's part of an entry, a tensor for each of its `names`, from HF `tensors` in the order of `hf_names`.
+    """Cut the rank's part of an entry from whole HF tensors. Returns one tensor for each of the entry's `names`.
 
-    For stacked experts `tensors` have only the rank's own (`expert_range`).
+    `tensors` are in the order of the entry's `hf_names`. Stacked experts must contain only the rank's own
+    (`expert_range`).
     """
     wholes = [tensor.unflatten(1, (2, -1)) if entry.split == "expert_gated" else tensor for tensor in tensors]
     dim = split_dim(entry, part)
@@ -214,6 +218,6 @@ def cut(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part) 
 
 
 def _tokens(config: Any, part: Part) -> int:
-    """Return how many of the rank's vocabulary rows are tokens and not padding."""
+    """Return how many of the rank's rows of the vocabulary are tokens; the others are padding."""
     width = ceil_div(config.vocab_size, part.num_tp)
     return min(width, config.vocab_size - part.tp * width)
