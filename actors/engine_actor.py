@@ -23,8 +23,8 @@ in flight."""
 
 
 class EngineHost(ABC):
-    """Base class of the actors that have an engine (engine actors and rollout actors): the methods by which the driver
-    controls that engine."""
+    """Base class of Ray actors that have an engine (engine actors and rollout actors). Its methods let the driver
+    control that engine."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -47,8 +47,8 @@ class EngineHost(ABC):
         return self
 
     async def info(self) -> ActorInfo:
-        """Return the name, pid and host of this process; it also serves as a health check. Raises EngineDied when the
-        engine has died."""
+        """Return the name, pid and host of this process. The call also serves as a health check. Raises EngineDied when
+        the engine has died."""
         if self._hosted is not None and (died := self._hosted.died):
             raise EngineDied(f"{self._name}: {died}")
         return ActorInfo.here(self._name)

@@ -103,7 +103,7 @@ ROLLOUT_FIELDS = ("input_ids", "response_mask", "rollout_logprobs", "version_spa
 """Fields that a rollout actor puts into the data plane; train workers write the others back."""
 
 TRAIN_FIELDS = ("input_ids", "response_mask", "rollout_logprobs")
-"""Fields, out of ROLLOUT_FIELDS, that a train step reads."""
+"""Those fields of ROLLOUT_FIELDS that a train step reads."""
 
 # ---------------------------------------------------------------- prompts, environments, rewards
 
@@ -197,7 +197,8 @@ class Score:
     components: Mapping[str, float]
     """Unweighted value of each reward function, by name."""
     valid: bool
-    """True if the sample can be trained on; False when a reward function or the episode itself failed."""
+    """True if the sample can be trained on; False when a reward function or the episode failed, or generation was
+    aborted."""
     error: str = ""
     """Description of the failure in one line; "" when `valid` is True."""
 
@@ -264,8 +265,8 @@ class TrainBackend(Protocol):
         ...
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
-        """Run the forward pass, the summed loss and the backward pass of `count` microbatches, one chunk of the step.
-        Gradients add up without being scaled.
+        """Run the forward pass, the summed loss and the backward pass of `count` microbatches, which form one chunk of
+        the step. Gradients add up without being scaled.
 
         It may be called any number of times in a step, but equally often and with equal counts on all ranks.
         Microbatches are taken from `micros` one by one, when they are needed, so that the next one is read while the
@@ -293,9 +294,9 @@ class TrainBackend(Protocol):
         `input_ids`.
 
         The log-prob of a token is conditioned on the tokens before it. It is 0 at each row's first token and, when the
-        batch has `response_mask`, wherever that is 0. reference: True asks for those of the reference model. The call
-        is collective. The rank that writes for the replica (`Topology.writer`) gets whole rows; other ranks get an
-        empty list.
+        batch has `response_mask`, wherever that is 0. reference: True asks for the log-probs of the reference model.
+        The call is collective. The rank that writes the replica's columns back (`Topology.writer`) gets whole rows;
+        other ranks get an empty list.
         """
         ...
 
@@ -327,8 +328,8 @@ class TrainBackend(Protocol):
         ...
 
     def wait_saved(self) -> None:
-        """Wait until a checkpoint that is being written in the background is complete. Raises the error of that write,
-        only once."""
+        """Wait until a checkpoint that is being written in the background is complete. If that write failed, its error
+        is raised, but only once."""
         ...
 
     def load(self, path: str) -> None:

@@ -188,8 +188,8 @@ class RemoteEngine:
             raise EngineDied(self._dead.result()) from error
 
     async def _watch(self) -> None:
-        """Check the actor's health regularly while calls wait for answers, and end them with EngineDied when it does
-        not answer."""
+        """Check the actor's health regularly while calls wait for answers. When the actor does not answer, end them
+        with EngineDied."""
         while self._num_waiting and not self._dead.done():
             await asyncio.sleep(self._health_every_s)
             if not self._num_waiting or self._dead.done():

@@ -59,7 +59,7 @@ def decode_arguments(method: Callable[..., Any], message: bytes, num_actors: int
 
 
 def decode_result(method: Callable[..., Any], reply: bytes) -> Any:
-    """Decode the result of a call of `method`, as the type that its return annotation gives."""
+    """Decode `reply`, the encoded result of a call of `method`, into the type of the method's return annotation."""
     return messages.decode(reply, _types(method)[1])
 
 

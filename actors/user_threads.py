@@ -17,21 +17,22 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 MAX_HUNG = 16
-"""Largest number of calls that may hang (have been given up but still run) at the same time; each may take CPU time
-from this process."""
+"""Number of hanging calls (given up, but still running) at which no further call is started. Each of them may take CPU
+time from this process."""
 
 
 class TooManyHang(RuntimeError):
-    """Too many calls of users' functions hang to start another one. The message names the function that was not
-    started, and the time limit."""
+    """Raised instead of starting a call when too many earlier calls of users' functions hang. The message names the
+    function that was not started, and the time limit."""
 
 
 class UserThreads:
-    """Runs each call in a daemon thread of its own, with a limit on concurrent calls. It belongs to one event loop."""
+    """Runs each call in a daemon thread of its own, with a limit on concurrent calls. Must be used in a single event
+    loop."""
 
     def __init__(self, what: str, num_threads: int) -> None:
         """what: kind of the functions in the plural, such as `tools`, for error messages. num_threads: largest number
-        of calls that run at the same time, without those that were given up."""
+        of calls that run at the same time, not counting those that were given up."""
         self._what = what
         self._places = asyncio.Semaphore(num_threads)
         self._lock = threading.Lock()

@@ -88,8 +88,8 @@ class ScriptedConfig(Section):
     latency_s: NonNegative = 0.0
     """Median seconds that the engine takes for a request, which generates all samples of one prompt."""
     latency_sigma: NonNegative = 0.0
-    """Sigma of the log-normal distribution from which the latency of each request is drawn, with a seed of its own. 0
-    gives all requests the same latency."""
+    """Sigma of the log-normal distribution from which the latency of each request is drawn, with one seed per request.
+    0 gives all requests the same latency."""
     train_row_s: NonNegative = 0.0
     """Seconds that a data-parallel replica takes for the forward and backward pass of one row."""
     train_step_s: NonNegative = 0.0

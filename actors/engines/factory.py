@@ -26,7 +26,7 @@ class EngineConfig:
     """Torch device of an `hf` engine."""
     seed: int = 0
     version: int = 0
-    """Policy version that the weights in the model's files count as."""
+    """Policy version that the engine reports for the weights in the model's files."""
     receiver: ReceiverConfig | None = None
     """Settings of the receiver of new weights; None when the weights never change."""
     script: str = ""

@@ -18,8 +18,8 @@ Ready = TypeVar("Ready")
 
 
 class IncomingWeights(Generic[Ready]):
-    """Receives weight versions for an engine, and holds at most one of them until it is committed or dropped. It keeps
-    the result of the engine's check with the version. Methods run in the event loop."""
+    """Receives versions of the weights for an engine and keeps at most one of them, with the result of the engine's
+    check, until it is committed or dropped. Methods run in the event loop."""
 
     def __init__(self, receiver: ReceiverConfig | None, check: Callable[[Mapping[str, torch.Tensor]], Ready]) -> None:
         """Set up the receiver. Versions are always staged in full beside the served one, so that a commit cannot fail
@@ -37,7 +37,7 @@ class IncomingWeights(Generic[Ready]):
         self._turn = asyncio.Lock()
         self._arriving: int | None = None
         self._dropped = False
-        """Whether the version that is arriving was dropped."""
+        """True if the version that is arriving was dropped."""
         self._committing: int | None = None
         self._ready: tuple[int, Ready] | None = None
 

@@ -109,7 +109,8 @@ class CommitReport:
     pause_s: float
     """Seconds until the engine could make no more tokens with the old version."""
     load_s: float
-    """Seconds that loading the staged bytes into the parameters took; with `staging: none` also their transfer."""
+    """Seconds that it took to load the received weights into the parameters; with `staging: none` they include the
+    transfer."""
     kept: int
     """Number of requests in flight that went on under the new weights."""
     aborted: int
@@ -123,7 +124,8 @@ class EngineBroken(RuntimeError):
 
 
 class EngineDied(RuntimeError):
-    """The process that hosts an engine is gone or no longer answers. The message names it and says what is known."""
+    """The process that hosts an engine is gone or no longer answers. The message names the engine and says what is
+    known about the cause."""
 
 
 class Generator(Protocol):
@@ -199,7 +201,7 @@ class WeightHost(Protocol):
 
 
 class Sleeper(Protocol):
-    """Can be paused, and put to sleep to free its memory."""
+    """Part of an engine that can be paused, and put to sleep to free its memory."""
 
     async def pause(self, mode: PauseMode = "wait") -> None:
         """Stop generating until `resume`: no token is made after this call has returned, and requests that arrive
@@ -226,7 +228,8 @@ class Sleeper(Protocol):
 
 
 class GenerationEngine(Generator, WeightHost, Sleeper, Protocol):
-    """A complete engine, as the actor that hosts it uses it."""
+    """A complete engine: it generates, takes new weights, and can pause and sleep. The actor that hosts an engine needs
+    all this."""
 
     @property
     def stats(self) -> EngineStats:

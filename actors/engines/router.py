@@ -111,8 +111,8 @@ class Router:
     async def remove(self, name: str, grace_s: float = 0.0) -> GenerationEngine:
         """Stop sending requests to an engine, wait until none of its requests is in flight, and return it, still open.
 
-        Requests that it has not answered within `grace_s` seconds are cancelled there and sent again, whole, to other
-        engines. Raises KeyError when there is no engine of this name.
+        Requests that the engine has not answered within `grace_s` seconds are cancelled there and sent again, whole, to
+        other engines. Raises KeyError when there is no engine of this name.
         """
         member = self._members[name]
         member.accepting = False
@@ -270,8 +270,8 @@ class Router:
         return sum(member.engine.num_workers for member in self._members.values())
 
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
-        """Make all engines receive and verify the version `update`, or none: when one of them refuses it, all discard
-        it."""
+        """Make all engines receive and verify the new version `update`, or none: when one of them refuses it, all
+        discard it."""
         try:
             states = await self._each("prepare_weights", update)
         except (WeightTransferError, ValueError):

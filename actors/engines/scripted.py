@@ -315,7 +315,7 @@ class ScriptedEngine:
 
 
 class _FlowClock:
-    """Clock of the seconds in which tokens can be made; it stands still while the engine is frozen."""
+    """Clock that counts the seconds in which tokens can be made; it stands still while the engine is frozen."""
 
     def __init__(self) -> None:
         self._past_s = 0.0
@@ -344,12 +344,12 @@ class _Request:
     def __init__(self, latency_s: float) -> None:
         self.latency_s = latency_s
         self.started_s = 0.0
-        """Time on the flow clock at which the request began."""
+        """Time on the engine's flow clock (`_FlowClock`) at which the request began."""
         self.flowed_s = 0.0
         """Seconds of the latency that had passed when the request ended."""
         self.versions: list[tuple[float, int]] = []
-        """Pairs (seconds since the request began, version): tokens made from that time on carry that version. Empty
-        until the request begins."""
+        """Pairs of seconds since the request began and a policy version, which the tokens made from that time on carry.
+        Empty until the request begins."""
         self.aborted = False
         self.changed = asyncio.Event()
 

@@ -36,7 +36,7 @@ def load_tokenizer(path: str) -> Any:
 
 def encode_prompts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
     """Return the token ids of each text, int64 `[L]`. The tokenizer adds its special tokens, unless the text already
-    begins with the tokenizer's begin token, as a text from a chat template may."""
+    begins with the tokenizer's begin token, as texts made by a chat template often do."""
     ids: list[np.ndarray] = [np.zeros(0, np.int64)] * len(texts)
     for add_special, chosen in _by_special_tokens(tokenizer, texts).items():
         if chosen:

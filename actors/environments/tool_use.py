@@ -27,16 +27,16 @@ CALL_END = "</tool>"
 _CALL = re.compile(r"<tool>\s*(\w+)\s*:((?:(?!<tool>).)*)" + re.escape(CALL_END), re.DOTALL)
 
 TOOL_TIMEOUT_S = 30.0
-"""Seconds after which a call of a tool is given up; the policy then gets an error text as the result."""
+"""Seconds after which a tool call is given up; the policy then gets an error text as the result."""
 NUM_TOOL_THREADS = 32
 """Largest number of tool calls that run at the same time in a rollout actor."""
 
 
 class ToolUse:
-    """Plays episodes of up to `max_turns` turns; each turn ends with a call of a tool, or with the answer.
+    """Plays episodes of up to `max_turns` turns; each turn ends with a tool call or with the answer.
 
-    Each call of a tool runs in a thread of its own, so that a tool that hangs does not hold up anything else. A tool
-    may also be an `async def`, which is awaited.
+    Each tool call runs in a thread of its own, so that a tool that hangs does not hold up anything else. A tool may
+    also be an `async def`, which is awaited.
     """
 
     def __init__(self, tools: Mapping[str, Tool], max_turns: int) -> None:
@@ -50,11 +50,11 @@ class ToolUse:
         """Play `params.n` episodes of the prompt and return their samples, in order.
 
         `params.max_new_tokens` limits the tokens of an episode after the prompt, including the results of tools. The
-        text of a sample is the text of its last turn, the answer. An episode that ends with a call of a tool has
+        text of a sample is the text of its last turn, the answer. An episode that ends with a tool call has
         finish_reason `length`.
 
         Raises what the engine raises, except for errors of the types in EPISODE_ERRORS, which only fail the episode in
-        which they occur. Raises TooManyHang when too many calls of tools have not returned.
+        which they occur. Raises TooManyHang when too many tool calls have not returned.
         """
         (prompt_ids,) = encode_prompts(tokenizer, [prompt.text])
         episodes = [

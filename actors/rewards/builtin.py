@@ -29,8 +29,8 @@ def per_position(prompt: Prompt, response: str, finish_reason: str) -> float:
 
 
 class Format:
-    """Reward of 1.0 when the whole stripped response matches a pattern and generation ended with a stop (finish_reason
-    `stop`), else 0.0."""
+    """Reward of 1.0 when the whole stripped response matches a pattern and the model ended the response itself
+    (finish_reason `stop`), else 0.0."""
 
     def __init__(self, pattern: str) -> None:
         """pattern: a regular expression, in which `.` also matches newlines. Raises ValueError when it is not a valid

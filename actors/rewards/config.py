@@ -44,7 +44,7 @@ class RewardFunctionConfig(Section):
 
 
 class RewardConfig(Section):
-    """The rubric, which rewards a sample with the sum of weight x value over its reward functions."""
+    """The rubric. A sample's reward is the sum of weight x value over its reward functions."""
 
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(kind="exact_match"),)
     """Reward functions of the rubric: a list of sections with the keys below."""

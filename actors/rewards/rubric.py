@@ -29,7 +29,7 @@ def reward_tag(name: str) -> str:
 
 
 class Rubric:
-    """Scores responses with several reward functions. A function that raises makes the sample invalid; the error is not
+    """Scores responses with several reward functions. An exception in one of them makes the sample invalid and is not
     raised."""
 
     def __init__(self, rewards: Sequence[tuple[str, Reward | TokenReward, float]], tagged: Sequence[str] = ()) -> None:
@@ -62,8 +62,8 @@ class Rubric:
         response_tokens: int | None = None,
         begin: Callable[[str], None] = lambda name: None,
     ) -> Score:
-        """Return the weighted sum of the rewards. The sample is invalid when a reward raises or returns no finite
-        number.
+        """Return the weighted sum of the rewards. The sample is invalid when a reward raises or does not return a
+        finite number.
 
         In that case `components` has the values of the other rewards, and `error` describes the first failure.
         response_tokens: number of tokens that the policy chose, stop token included. None means that the number is

@@ -63,8 +63,8 @@ class RolloutSetup:
     validates: bool
     """True if this actor also opens the validation prompts."""
     check_prompts: bool
-    """True if this actor looks for prompts above `data.max_prompt_tokens` in the training and validation sources and
-    treats them as an error."""
+    """True if this actor looks for prompts of more than `data.max_prompt_tokens` tokens in the training and validation
+    sources and treats them as an error."""
     data_plane: DataPlaneHandle
     reward_timeout_s: float = 60.0
     """Seconds after which the reward functions of a row are given up."""
@@ -134,8 +134,8 @@ class RolloutActor(EngineHost):
     # ---------------------------------------------------------------- engines that are actors of their own
 
     async def set_engines(self, names: Sequence[str], handles: Sequence[Any]) -> None:
-        """Send requests to these engine actors, which must be built, and to no others. handles: Ray handles in the
-        order of `names`.
+        """Send requests to these engine actors, on which `build` must have been called, and to no others. handles: Ray
+        handles in the order of `names`.
 
         Engines that are in use already are not touched. Raises EngineDied naming the first engine that does not answer.
         """

@@ -15,7 +15,7 @@ class DataConfig(Section):
     file, the folder of a Hugging Face dataset, or the id of a dataset on the hub."""
     validation: str | None = None
     """Source of validation prompts, with the same choices as `data.train`. Unset: the held-out part of a generated
-    task, or with `data.validation_split` the same dataset as `data.train`."""
+    task, or the same dataset as `data.train` if `data.validation_split` is set."""
     subset: str | None = None
     """Name of the configuration of a Hugging Face dataset that has several, such as `main` of openai/gsm8k."""
     split: str = "train"

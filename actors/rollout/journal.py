@@ -39,11 +39,11 @@ class JournalConfig:
     folder: str
     """Folder that all rollout actors can read and write. It is created when missing."""
     fingerprint: str
-    """Text that represents all settings that decide how a group comes out, besides the policy's weights. Groups with
-    another fingerprint are ignored."""
+    """Text that represents all settings that influence the content of a group, besides the policy's weights. Groups
+    with another fingerprint are ignored."""
     purpose: Purpose = "resume"
-    """Use of the journal. `resume` keeps groups without failed rows until a checkpoint covers them. `record` keeps all
-    groups for good. `replay` writes nothing, and a missing group is an error."""
+    """Purpose of the journal. `resume` keeps groups without failed rows until a checkpoint covers them. `record` keeps
+    all groups for good. `replay` writes nothing, and a missing group is an error."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where the latest record of one position of the prompt stream is."""
+    """Location of the latest record of one position of the prompt stream."""
 
     stamp: int
     path: Path
@@ -93,7 +93,7 @@ class GroupJournal:
         self._lock = threading.Lock()
 
     def append(self, groups: Iterable[JournaledGroup]) -> None:
-        """Write one record for each group. It replaces earlier records of the same position in the prompt stream.
+        """Write one record for each group. A record replaces earlier ones of the same position in the prompt stream.
 
         Killing this process after the call loses no group; killing it during the call loses only the groups not yet
         written. Raises OSError naming the file when it cannot be written, usually because the disk is full.

@@ -154,7 +154,7 @@ def _decode_head(data: bytes, path: Path, offset: int) -> RecordHead:
 
 
 def _decode_rows(data: np.ndarray, layout: BlockLayout) -> Batch:
-    """Decode all rows of a block whose parts lie one after another in `data` (uint8 1-D)."""
+    """Decode all rows of a block (an encoded batch) whose parts lie one after another in `data`, uint8 1-D."""
     ends = np.cumsum(layout.part_bytes)
     parts = dict(enumerate(np.split(data, ends[:-1])))
     schema, num_rows, lengths = read_header(parts[0])

@@ -71,8 +71,8 @@ def subset_of(config: DataConfig, *, validation: bool) -> str | None:
 
 
 def validation_note(config: DataConfig, rows: PromptRows) -> str | None:
-    """Return a sentence for the user about the prompts that validation reads, where the configuration leaves this open;
-    else None."""
+    """Return a sentence that tells the user which prompts validation reads, when the configuration does not name the
+    split or when they are also trained on; else None."""
     same = config.source(validation=True) == config.train
     if rows.split is not None and config.validation_split is None:
         return f"validation reads the split {rows.split!r} of {rows.name} (data.validation_split is not set)"
@@ -121,8 +121,11 @@ def _load_split(config: DataConfig, source: str, path: Path, validation: bool) -
 
 
 def _validation_split(config: DataConfig, source: str, splits: Sequence[str]) -> str:
-    """Return the name of the split that validation reads: the configured one if there is one, else a held-out split.
-    Never chooses the split that training reads. Raises ValueError when no split is left to choose."""
+    """Return the name of the split that validation reads: the configured one, else `validation` or `test`, else, for a
+    dataset that training does not read, its only split or `data.split`.
+
+    Raises ValueError when training reads the dataset and it has neither a `validation` nor a `test` split left.
+    """
     if config.validation_split is not None:
         return config.validation_split
     trained = source == config.train and subset_of(config, validation=True) == config.subset

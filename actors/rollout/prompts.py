@@ -184,7 +184,7 @@ def row_key(prompt_uid: str, sample: int) -> str:
 
 
 def base36(number: int) -> str:
-    """Write `number` (0 or more) in digits 0-9a-z."""
+    """Return `number` (0 or more) in base 36, with the digits 0-9a-z."""
     digits = ""
     while True:
         number, digit = divmod(number, 36)

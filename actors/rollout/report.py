@@ -45,7 +45,7 @@ class RolloutReport:
     left_out: tuple[LeftOut, ...] = ()
     """Engines that were removed from routing since the last report; their requests went to other engines."""
     restored: int = 0
-    """Number of rows taken from the journal instead of generated. All other figures include these rows."""
+    """Number of rows taken from the journal instead of generated. The other counts and sums include these rows."""
     restored_tokens: int = 0
     """Number of response tokens of the rows taken from the journal."""
 

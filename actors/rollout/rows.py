@@ -29,8 +29,8 @@ class RolloutRows:
     """Columns of the rows, one for each field in ROLLOUT_FIELDS."""
 
     def split(self, counts: Sequence[int]) -> list[RolloutRows]:
-        """Split the rows, in order, into parts that have the numbers of rows in `counts`. The counts must add up to N.
-        The parts are views."""
+        """Split the rows, in order, into consecutive parts, as views. counts: number of rows of each part; they must
+        add up to N."""
         ends = np.cumsum(counts).tolist()
         assert ends[-1:] == [len(self.keys)], (counts, len(self.keys))
         return [self._part(end - count, end) for count, end in zip(counts, ends, strict=True)]

@@ -1,7 +1,7 @@
 """Built-in tasks generate prompts and answers from a seed, so that nothing needs to be downloaded.
 
 A task has a training part and a held-out part, which never share a prompt: a prompt is held out when the hash of its
-text falls into one of ten buckets. Both parts are endless, and prompt i is a function of (seed, part, i).
+text falls into the first of ten buckets. Both parts are endless, and prompt i is a function of (seed, part, i).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TASKS: dict[str, Callable[..., PromptRow]] = {"reverse": reverse, "arithmetic": 
 
 
 def is_held_out(text: str) -> bool:
-    """Return whether a prompt belongs to the held-out part of its task, which does not depend on the seed."""
+    """Return whether a prompt belongs to the held-out part of its task. The answer does not depend on the seed."""
     return zlib.crc32(text.encode()) % _HELD_OUT_BUCKETS == 0
 
 

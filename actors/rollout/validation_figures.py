@@ -1,4 +1,4 @@
-"""Computes the figures of a validation: means over all samples, and best-of-K values over the samples of a prompt."""
+"""Computes the metrics of a validation: means over all samples, and best-of-K values over the samples of a prompt."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def best_counts(n: int) -> list[int]:
 
 
 def best_of(key: str, count: int) -> str:
-    """Return the key of the best-of-K figure that belongs to the figure `key`, with K = `count`, such as
-    `val/pass@4`."""
+    """Return the key of the best-of-K figure that belongs to the figure `key`, with K = `count`, such as `val/pass@4`
+    for exact match."""
     return {REWARD: f"val/best@{count}", EXACT_MATCH: f"val/pass@{count}"}.get(key, f"{key}/best@{count}")
 
 
@@ -64,7 +64,7 @@ def expected_best(values: Sequence[float], count: int) -> float:
 
 
 class FigureSums:
-    """Sums of validation figures over prompts. The sums of several actors can be added without losing exactness."""
+    """Sums of validation figures over prompts. The sums of several actors add up to exact totals."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}

@@ -86,11 +86,11 @@ class RolloutWorker:
         traced: bool = False,
     ) -> RolloutReport:
         """Generate and score `params.n` samples for each prompt at `positions` of the prompt stream, and put them as
-        rows into `partition`.
+        rows into the data plane's partition `partition`.
 
-        Each finished group is put as a whole, and its rows have the keys `{prompt_uid}.{sample}`. Groups that the
-        journal has are put as they are. With `fresh` all groups are generated, and replace those in the journal.
-        traced: True if the report is to have spans.
+        Each finished group (the rows of one prompt) is put as a whole, and its rows have the keys
+        `{prompt_uid}.{sample}`. Groups that are in the journal are put as they are, unless `fresh` is True: then all
+        groups are generated, and replace those in the journal. traced: True if the report is to have spans.
 
         A row fails when its rewards fail or take too long, when its generation is aborted, or when its episode fails
         with one of EPISODE_ERRORS. A failed row is also put, but masked: its response_mask, its log-probs and its tags
@@ -188,8 +188,8 @@ class RolloutWorker:
         )
 
     async def trim_journal(self, first: int, outstanding: Sequence[int]) -> None:
-        """Trim the journal after a checkpoint that covers the prompts at all positions below `first` except those in
-        `outstanding`."""
+        """Remove from the journal the groups that a checkpoint covers: those of all positions below `first`, except
+        `outstanding` (see `GroupJournal.trim`). Does nothing without a journal."""
         if self._journal is not None:
             await asyncio.to_thread(self._journal.trim, first, outstanding)
 
@@ -273,7 +273,7 @@ class RolloutWorker:
         return scores
 
     def _step(self, _: object = None) -> None:
-        """Count a step of progress. The argument is ignored, so that the method can be a callback of tasks."""
+        """Add one to `progress`. The argument is ignored; it lets the method be a callback of tasks."""
         self.progress += 1
 
 
@@ -308,7 +308,7 @@ class _Scoring:
 
     @property
     def name(self) -> str:
-        """Name of this piece of work in error messages."""
+        """Name of this piece of work in error messages: the rewards of the first sample's prompt."""
         return f"the rewards of prompt {self._samples[0].prompt.uid!r}"
 
     def run(self) -> None:

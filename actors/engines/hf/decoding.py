@@ -33,7 +33,7 @@ class DecodeRequest:
     prompt_ids: np.ndarray
     """Token ids of the prompt, int64 `[L]`, L >= 1."""
     keys: np.ndarray
-    """Keys of the random numbers of the n samples to draw, one each (from `sampling.row_keys`), uint64 `[n]`."""
+    """Random-number key of each of the n samples to draw (from `sampling.row_keys`), uint64 `[n]`."""
 
 
 class Decoding:
