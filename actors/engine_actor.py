@@ -1,4 +1,4 @@
-"""Ray actors that host a generation engine: `EngineActor`, and the methods that it shares with rollout actors."""
+"""`EngineActor`, the Ray actor that hosts an engine, and `EngineHost`, the base class that rollout actors share."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from .remote_methods import decode_arguments
 from .weights.transports.protocol import WeightUpdate
 
 CONCURRENCY = 1 << 16
-"""Ray's `max_concurrency` of an engine actor, so high that requests in flight do not delay `pause` or `abort`."""
+"""Value of Ray's `max_concurrency` option for engine actors, so high that `pause` and `abort` never wait for requests
+in flight."""
 
 
 class EngineHost(ABC):
-    """Methods by which the driver controls the engine of any actor that has one."""
+    """Base class of Ray actors that have an engine (engine actors and rollout actors). Its methods let the driver
+    control that engine."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._hosted: GenerationEngine | None = None
 
     async def call(self, method: str, message: bytes, *actors: object) -> bytes:
-        """Run a method with the arguments in `message`, followed by `actors` (Ray handles); returns its result.
+        """Run the method named `method` and return its encoded result.
 
-        The one method that is called through Ray, see `actors/remote_methods.py`.
+        This is the only method that other processes call through Ray (see `actors/remote_methods.py`). message: the
+        method's encoded arguments. actors: Ray handles, which are passed as the last arguments.
         """
         target = self._target(method)
         function = getattr(type(target), method)
@@ -39,72 +42,76 @@ class EngineHost(ABC):
         return messages.encode(await result if inspect.isawaitable(result) else result)
 
     def _target(self, method: str) -> object:
-        """Return the object that has this method: this host, unless a subclass hosts another object."""
+        """Return the object on which `call` runs `method`: this actor itself, unless a subclass forwards calls to an
+        object that it hosts."""
         return self
 
     async def info(self) -> ActorInfo:
-        """Describe this process; an answer also shows that it is alive. Raises EngineDied when its engine is not."""
+        """Return the name, pid and host of this process. The call also serves as a health check. Raises EngineDied when
+        the engine has died."""
         if self._hosted is not None and (died := self._hosted.died):
             raise EngineDied(f"{self._name}: {died}")
         return ActorInfo.here(self._name)
 
     async def build(self) -> None:
-        """Load the engine and all else that the actor hosts. Raises ValueError in one sentence.
+        """Load the engine and everything else that the actor hosts.
 
-        The constructor does not load it, because Ray would bury its errors in the actor's death.
+        The constructor does not do this, because Ray would report its errors only as the death of the actor. Raises
+        ValueError with a one-sentence message when something is misconfigured or cannot be loaded.
         """
         self._hosted = await asyncio.to_thread(self._build)
 
     @abstractmethod
     def _build(self) -> GenerationEngine:
-        """Load the engine and all else that the actor hosts; `build` runs it in a thread."""
+        """Load everything that the actor hosts and return the engine. `build` calls it in a thread."""
 
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
-        """Run `WeightHost.prepare_weights`."""
+        """Make the engine receive and verify a new version of the weights; see `WeightHost.prepare_weights`."""
         return await self._engine.prepare_weights(update)
 
     async def commit_weights(self, version: int, in_flight: PauseMode) -> CommitReport:
-        """Run `WeightHost.commit_weights`."""
+        """Make the engine serve the prepared version of the weights; see `WeightHost.commit_weights`."""
         return await self._engine.commit_weights(version, in_flight)
 
     async def drop_weights(self, version: int) -> None:
-        """Run `WeightHost.drop_weights`."""
+        """Make the engine discard a prepared version of the weights; see `WeightHost.drop_weights`."""
         await self._engine.drop_weights(version)
 
     async def num_workers(self) -> int:
-        """Number of the engine's processes that receive weights."""
+        """Return the number of engine processes that receive weights."""
         return self._engine.num_workers
 
     async def version(self) -> int:
-        """The policy version that the engine serves."""
+        """Return the policy version that the engine serves."""
         return self._engine.version
 
     async def stats(self) -> EngineStats:
-        """Counters of what the engine has done since it started."""
+        """Return the counters of what the engine has done since it started."""
         return self._engine.stats
 
     async def progress(self) -> int:
-        """Number that changes whenever this actor gets on with its work. Raises EngineDied when its engine is gone."""
+        """Return a number that changes whenever this actor makes progress. Raises EngineDied when the engine has
+        died."""
         return self._engine.progress
 
     async def pause(self, mode: PauseMode) -> None:
-        """Run `Sleeper.pause`."""
+        """Make the engine stop generating until `resume`; see `Sleeper.pause`."""
         await self._engine.pause(mode)
 
     async def resume(self) -> None:
-        """Run `Sleeper.resume`."""
+        """Make the engine go on generating after `pause`; see `Sleeper.resume`."""
         await self._engine.resume()
 
     async def reset_prefix_cache(self) -> None:
-        """Run `Sleeper.reset_prefix_cache`."""
+        """Make the engine drop the cached keys and values of earlier prompts; see `Sleeper.reset_prefix_cache`."""
         await self._engine.reset_prefix_cache()
 
     async def sleep(self, level: int) -> None:
-        """Run `Sleeper.sleep`."""
+        """Make the engine free its memory and refuse requests until `wake`; see `Sleeper.sleep`."""
         await self._engine.sleep(level)
 
     async def wake(self) -> None:
-        """Run `Sleeper.wake`."""
+        """Make the engine ready for requests again after `sleep`; see `Sleeper.wake`."""
         await self._engine.wake()
 
     @property
@@ -116,17 +123,17 @@ class EngineHost(ABC):
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """The plain data that an engine actor is built from."""
+    """Everything that an engine actor is built from, as plain data that is sent to its process."""
 
     name: str
-    """Name for errors, traces and the router; unique in the run."""
+    """Name of the engine in errors, traces and the router; unique in the run."""
     threads: int
-    """Number of compute threads of this process."""
+    """Number of threads that torch computes with in the actor's process."""
     engine: EngineConfig
 
 
 class EngineActor(EngineHost):
-    """Hosts one engine; an async Ray actor:
+    """Asynchronous Ray actor that hosts one engine. It is created by
     `ray.remote(EngineActor).options(max_concurrency=CONCURRENCY, ...).remote(setup)`."""
 
     def __init__(self, setup: EngineSetup) -> None:
@@ -140,7 +147,8 @@ class EngineActor(EngineHost):
         return build_engine(self._setup.engine)
 
     async def generate(self, call: GenerateCall) -> GenerateReply | None:
-        """Run `Generator.generate`. Returns None, which nobody reads, when the caller has abandoned the request."""
+        """Generate completions with the hosted engine; see `Generator.generate`. Returns None when the caller has
+        abandoned the request, as nobody reads the reply then."""
         request_id = call.request_id
         while request_id in self._abandoned:  # its caller sends it again before the first attempt has ended
             await asyncio.wait({self._running[request_id]})
@@ -159,7 +167,7 @@ class EngineActor(EngineHost):
         return GenerateReply.of(task.result(), self._engine.version, self._engine.stats)
 
     async def running(self) -> list[str]:
-        """List the ids of the requests in flight."""
+        """Return the ids of the requests in flight."""
         return list(self._running)
 
     async def abort(self, request_id: str) -> None:
@@ -168,7 +176,7 @@ class EngineActor(EngineHost):
         await self._engine.abort(request_id)
 
     async def abandon(self, request_id: str) -> None:
-        """End a request whose caller no longer waits for an answer. Unknown ids are ignored."""
+        """Cancel a request whose caller no longer waits for the answer. Unknown ids are ignored."""
         task = self._running.get(request_id)
         if task is not None:
             self._abandoned.add(request_id)

@@ -1,6 +1,6 @@
 """Protocols and data types that actors share: rows, prompts, samples, environments, rewards and train backends.
 
-Those of generation engines are in `engines/protocol.py`.
+The protocols of generation engines are in `engines/protocol.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ActorInfo:
 
     @staticmethod
     def here(name: str) -> ActorInfo:
-        """Describe the calling process."""
+        """Return the identity of the calling process, with `name` as its name."""
         return ActorInfo(name, os.getpid(), socket.gethostname())
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class ActorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One timed piece of work in one process, for the trace."""
+    """One timed piece of work in one process, for the run's trace."""
 
     name: str
     start_s: float
@@ -51,12 +51,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class SpanTable:
-    """Spans encoded in few bytes, because reports go through the driver."""
+    """Compact form of a list of spans. It is small, because it is sent to the driver in reports."""
 
     origin_s: float
-    """Unix time that the spans count from; 0.0 when there are none."""
+    """Unix time in seconds from which the starts of the spans are counted; 0.0 when there are no spans."""
     spans: tuple[tuple[str, int, int], ...]
-    """Name, microseconds after the origin and microseconds of duration of each span."""
+    """One tuple for each span: name, start in microseconds after `origin_s`, and duration in microseconds."""
 
     @staticmethod
     def of(spans: Sequence[Span]) -> SpanTable:
@@ -67,7 +67,7 @@ class SpanTable:
         )
 
     def to_spans(self) -> list[Span]:
-        """Decode the spans; times are exact to the microsecond."""
+        """Return the spans as a list. Times are rounded to the microsecond."""
         return [Span(name, self.origin_s + start / 1e6, length / 1e6) for name, start, length in self.spans]
 
 
@@ -83,46 +83,49 @@ ROLLOUT_SCHEMA = Schema(
         Field("version_spans", Kind.RAGGED, torch.int32, ndim=2),
     ]
 )
-"""Fields of the `train` partition. A row is prompt + response of L tokens; all fields are aligned with `input_ids`.
+"""Fields of the rows in the `train` partition. A row holds the L tokens of a prompt and its response, and its per-token
+fields are aligned with `input_ids`.
 
 input_ids         token ids
 response_mask     1 where the policy chose the token and training uses it, else 0; all 0 for a failed row
 rollout_logprobs  log-prob with which the engine sampled the token (temperature applied), 0 where response_mask is 0
 prev_logprobs     log-prob of the token under the policy at the start of the step, written back by train workers
 ref_logprobs      log-prob of the token under the reference policy, written back by train workers
-version_spans     [S, 2]: first token of a span and the policy version of the span; -1 where the policy did not choose
+version_spans     [S, 2], one line for each span of tokens that have the same policy version: index of the first token,
+                  version (-1 where the policy did not choose the tokens)
 
-Tags (metadata, float32): `reward` (total), `valid` (1 or 0: a failed row), `response_length`; `reward/<name>` when the
-advantages need single rewards.
+Besides the fields, each row has tags, which are metadata in the data plane: `reward` (total), `valid` (1, or 0 for a
+failed row), `response_length`, `reward/<name>` for every single reward that the advantages need (all float32), and
+`position` (integer), the position of the row's prompt in the prompt stream.
 """
 
 ROLLOUT_FIELDS = ("input_ids", "response_mask", "rollout_logprobs", "version_spans")
-"""Fields that a rollout actor puts."""
+"""Fields that a rollout actor puts into the data plane; train workers write the others back."""
 
 TRAIN_FIELDS = ("input_ids", "response_mask", "rollout_logprobs")
-"""Fields put by rollout actors that a train step reads."""
+"""Those fields of ROLLOUT_FIELDS that a train step reads."""
 
 # ---------------------------------------------------------------- prompts, environments, rewards
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt as its source has it, before the run gives it a uid."""
+    """A prompt as it stands in its source (a file, dataset or generated task), before the run gives it a uid."""
 
     text: str
     """Text that the model is given, with the chat template applied."""
     answer: str
-    """Expected answer, which rewards compare with; "" when the dataset has none."""
+    """Expected answer, with which rewards compare the response; "" when the dataset has none."""
     fields: Mapping[str, Any]
     """Other columns of the dataset row, for the user's own rewards."""
 
 
 class PromptSource(Protocol):
-    """Gives prompts by index, from a file, a dataset or a generated task."""
+    """Source of prompts that are read by index: a file, a dataset or a generated task."""
 
     @property
     def name(self) -> str:
-        """Name of the source, for errors."""
+        """Name of the source in error messages."""
         ...
 
     @property
@@ -131,35 +134,37 @@ class PromptSource(Protocol):
         ...
 
     def row(self, index: int) -> PromptRow:
-        """Return prompt `index`, the same at every call. Raises ValueError naming the row when it is malformed."""
+        """Return the prompt at `index`, which is the same at every call. Raises ValueError naming the row when it is
+        malformed."""
         ...
 
     def texts(self, start: int, stop: int) -> list[str]:
-        """Return the texts of the prompts from `start` up to `stop`, faster than row by row."""
+        """Return the texts of the prompts `start` to `stop - 1`. A source may do this faster than by a call of `row`
+        for each."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt of the run's prompt stream."""
+    """A prompt at one position of the run's prompt stream, the sequence in which the run reads its prompts."""
 
     uid: str
     """Id made from the prompt's position in the run's prompt stream; unique in the run."""
     text: str
     """Text that the model is given, with the chat template applied."""
     answer: str
-    """Expected answer, which rewards compare with; "" when the dataset has none."""
+    """Expected answer, with which rewards compare the response; "" when the dataset has none."""
     fields: Mapping[str, Any]
     """Other columns of the dataset row, for the user's own rewards."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One finished episode of one prompt."""
+    """One finished episode of a prompt, which becomes one row of the data plane."""
 
     prompt: Prompt
     index: int
-    """Number of the sample in its group, 0..n-1."""
+    """Index of the sample among the n samples of its prompt, 0..n-1."""
     input_ids: np.ndarray
     """Token ids of prompt + response, int32 `[L]`."""
     response_mask: np.ndarray
@@ -169,15 +174,16 @@ class Sample:
     text: str
     """Text of the response, without special tokens."""
     finish_reason: str
-    """Reason why the episode ended: `stop`, `length` or `abort`; `error` for a failed row."""
+    """Reason why the episode ended: `stop`, `length` or `abort`; `error` when the episode failed."""
     versions: np.ndarray
     """Policy version that produced each token, int32 `[L]`; -1 where the policy did not choose it (prompt, tools)."""
     error: str = ""
-    """Description of what the episode failed with, in one line; its row is then a failed row. "" when it ended well."""
+    """Error that the episode failed with, as text; the sample then becomes a failed row, which is not trained on. ""
+    when the episode did not fail."""
 
     @property
     def version(self) -> int:
-        """Version of the oldest token that the policy chose; -1 when it chose none."""
+        """Lowest policy version among the tokens that the policy chose; -1 when it chose none."""
         chosen = self.versions[self.versions >= 0]
         return int(chosen.min()) if len(chosen) else -1
 
@@ -187,17 +193,18 @@ class Score:
     """Rewards of one sample."""
 
     reward: float
-    """Weighted total of the rewards; 0.0 when not valid, and the row is then masked and never trained on."""
+    """Weighted sum of the rewards. It is 0.0 when `valid` is False; the row is then masked and never trained on."""
     components: Mapping[str, float]
-    """Unweighted value of each reward, by name."""
+    """Unweighted value of each reward function, by name."""
     valid: bool
-    """Whether the sample can be trained on; False when a reward function or the episode itself failed."""
+    """True if the sample can be trained on; False when a reward function or the episode failed, or generation was
+    aborted."""
     error: str = ""
-    """Description of the exception in one line; "" when valid."""
+    """Description of the failure in one line; "" when `valid` is True."""
 
 
 class Reward(Protocol):
-    """One verifiable check. Plain functions with this signature are rewards too."""
+    """Function that scores a response to a prompt. Any callable with this signature is a reward."""
 
     def __call__(self, prompt: Prompt, response: str, finish_reason: str, /) -> float: ...
 
@@ -205,18 +212,19 @@ class Reward(Protocol):
 # ---------------------------------------------------------------- environments
 
 EPISODE_ERRORS = (ValueError, ArithmeticError, LookupError, TypeError)
-"""Errors that only concern an episode, such as a prompt beyond the model's context or log-probs that are not finite.
-Its rows are then failed rows, counted by `reward.max_error_share`. Other errors end the rollout."""
+"""Types of errors that make a single episode fail, such as a prompt beyond the model's context or log-probs that are
+not finite. The rows of that episode become failed rows, whose share `reward.max_error_share` limits. Any other error
+ends the rollout."""
 
 
 class Environment(Protocol):
-    """Plays episodes of one prompt against an engine."""
+    """Plays episodes that start from a prompt, in which an engine generates the policy's tokens."""
 
     async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
-        """Return `params.n` finished episodes, in order of their `index`. Raises what the engine raises; after one of
-        EPISODE_ERRORS all rows of the group are failed rows.
+        """Play `params.n` episodes of `prompt` and return their samples, in order of their `index`.
 
-        tokenizer: a Hugging Face tokenizer.
+        tokenizer: a Hugging Face tokenizer. Raises whatever the engine raises; after one of EPISODE_ERRORS all rows of
+        the prompt are failed rows.
         """
         ...
 
@@ -226,66 +234,75 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows of one forward and backward pass, as this rank of the replica needs them."""
+    """Rows of one forward and backward pass, reduced to what this rank needs. The ranks of a replica (one data-parallel
+    share) get the same rows."""
 
     batch: Batch
-    """Packed columns; the backend pads or packs them as it likes. A pipeline stage gets only the fields that it uses (a
-    middle stage none). A context-parallel rank gets only its pieces of each row (`codecs.context_slices`)."""
+    """Columns of the rows, packed without padding; the backend may pad them or pack them otherwise. A pipeline stage
+    gets only the fields that it uses, which for a middle stage are none. A context-parallel rank gets only its pieces
+    of each row (`codecs.context_slices`)."""
     lengths: np.ndarray
-    """Number of tokens of each whole row, int64 `[N]`."""
+    """Number of tokens of each row, int64 `[N]`. It counts the whole row, even where this rank gets only pieces of
+    it."""
     advantages: np.ndarray
     """Advantage of each row, float32 `[N]`."""
     group_ids: np.ndarray
-    """Number of each row's group, int64 `[N]`."""
+    """Number that identifies each row's group (the rows of one prompt), int64 `[N]`."""
     group_tokens: np.ndarray | None
-    """Number of response tokens in each row's whole group that the step trains on, int64 `[N]`; None unless
-    `loss.aggregation=prompt`, which alone needs it."""
+    """For each row, number of response tokens of its whole group that the step trains on, int64 `[N]`. None unless
+    `loss.aggregation` is `prompt`, the only setting that needs it."""
 
 
 class TrainBackend(Protocol):
-    """A model under training on this rank, driven as a state machine.
+    """A model in training, as one rank of the train mesh sees it. It is driven as a state machine:
 
     `begin_step -> accumulate* -> finish_step | abort_step`. Every rank of the mesh makes the same calls in the same
     order, because most of them are collective.
     """
 
     def begin_step(self, temperature: float = 1.0) -> None:
-        """Start a step with gradients and sums at zero. Raises RuntimeError when a step is open."""
+        """Start a step, with gradients and running sums at zero. Raises RuntimeError when a step is already open."""
         ...
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
-        """Run forward, summed loss and backward over `count` microbatches, one chunk of the step. Gradients stay
-        unscaled sums.
+        """Run the forward pass, the summed loss and the backward pass of `count` microbatches, which form one chunk of
+        the step. Gradients add up without being scaled.
 
-        It may be called any number of times in a step, equally often and with equal counts on all ranks. It takes each
-        microbatch from `micros` when it needs it, so that the next one is read while this one computes.
+        It may be called any number of times in a step, but equally often and with equal counts on all ranks.
+        Microbatches are taken from `micros` one by one, when they are needed, so that the next one is read while the
+        present one computes.
         """
         ...
 
     def finish_step(self) -> dict[str, float]:
-        """All-reduce the denominators, scale the gradients once by 1/N, clip them and step the optimizer.
+        """End the step: all-reduce the loss denominator N (the number of tokens, sequences or groups, as the loss
+        defines it), scale the gradients once by 1/N, clip them and step the optimizer.
 
-        Returns metrics over all ranks. With N = 0 or non-finite gradients the step is skipped and `train/skipped` is 1.
+        Returns metrics over all ranks. When N is 0 or a gradient is not finite, the optimizer step is skipped and the
+        metric `train/skipped` is 1.
         """
         ...
 
     def abort_step(self) -> None:
-        """Drop the gradients and sums of an open step. Idempotent."""
+        """End an open step without an optimizer step, and discard its gradients and running sums. Idempotent."""
         ...
 
     def logprobs(
         self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
     ) -> list[torch.Tensor]:
-        """Return each microbatch's log-probs, float32 `[sum(lengths)]` on the CPU, aligned with input_ids.
+        """Return the log-probs of the tokens of each microbatch, float32 `[sum(lengths)]` on the CPU, aligned with
+        `input_ids`.
 
-        Each is the log-prob of a token given those before it. It is 0 at each row's first token and, when the batch has
-        `response_mask`, wherever that is 0. The call is collective. The replica's writer (`Topology.writer`) gets whole
-        rows, other ranks get [].
+        The log-prob of a token is conditioned on the tokens before it. It is 0 at each row's first token and, when the
+        batch has `response_mask`, wherever that is 0. reference: True asks for the log-probs of the reference model.
+        The call is collective. The rank that writes the replica's columns back (`Topology.writer`) gets whole rows;
+        other ranks get an empty list.
         """
         ...
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return dtype and shape of each weight by HF name, in the order of `weights`; the same on every rank.
+        """Return dtype and shape of each weight by its HF name, in the order in which `weights` yields them; the same
+        on every rank.
 
         Names are those of the HF model's parameters (experts stacked); tied ones appear once. The call is not
         collective.
@@ -293,33 +310,38 @@ class TrainBackend(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield HF name and full tensor of each weight, gathered one weight (or fused module) at a time.
+        """Yield the HF name and the full tensor of each weight, gathered from the ranks one weight (or fused module) at
+        a time.
 
-        The whole model is never gathered at once. The call is collective, so every rank must iterate to the end. Rank
-        0's tensors are whole, on the backend's device, detached and valid until the next one is asked for; on the other
-        ranks they are empty.
+        The whole model is never gathered at once. The call is collective, so every rank must iterate to the end. On
+        rank 0 the tensors are whole, detached, on the backend's device, and valid until the next one is requested; on
+        other ranks they are empty.
         """
         ...
 
     def save(self, path: str, *, wait: bool = True) -> None:
         """Write a sharded checkpoint of model, optimizer, schedule and RNG. Collective.
 
-        Without `wait` it is written in the background; the next save, `wait_saved` or close raises what went wrong.
+        With `wait=False` it is written in the background, and an error in writing it is raised by the next `save`,
+        `wait_saved` or `close`.
         """
         ...
 
     def wait_saved(self) -> None:
-        """Wait until nothing is being written. Raises what the last write raised, once."""
+        """Wait until a checkpoint that is being written in the background is complete. If that write failed, its error
+        is raised, but only once."""
         ...
 
     def load(self, path: str) -> None:
-        """Read a checkpoint that `save` wrote, on any number of ranks. Collective."""
+        """Load a checkpoint that `save` wrote; the number of ranks may differ from the number that wrote it.
+        Collective."""
         ...
 
     def export_model(self, path: str) -> None:
-        """Write a HF model folder (weights, config, tokenizer) from rank 0. Collective."""
+        """Write a Hugging Face model folder (weights, config, tokenizer) from rank 0. Collective."""
         ...
 
     def close(self) -> None:
-        """Release the model and the files that are being written. Idempotent."""
+        """Discard an open step, wait for a checkpoint that is being written and raise its error, and release what the
+        backend holds. Idempotent."""
         ...

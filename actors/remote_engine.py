@@ -1,4 +1,4 @@
-"""An engine in another process, called through the Ray handle of its EngineActor."""
+"""`RemoteEngine`, a client for an engine in another process, called through the Ray handle of its EngineActor."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ T = TypeVar("T")
 HEALTH_EVERY_S = 5.0
 """Seconds between two health checks of the actor while a call waits for its answer."""
 HEALTH_TIMEOUT_S = 30.0
-"""Seconds after which an unanswered health check counts the actor as dead. Other answers may take longer."""
+"""Seconds without an answer to a health check after which the actor counts as dead. Other calls may take longer."""
 
 
 class RemoteEngine:
-    """Implements GenerationEngine by calls of an EngineActor. Methods run in one event loop.
+    """GenerationEngine whose methods call an EngineActor in another process. Methods must be called in one event loop.
 
-    Once the actor is gone or silent, or its engine has died, every call raises EngineDied from then on.
+    Once the actor has died or no longer answers health checks, or its engine has died, every call raises EngineDied.
     """
 
     def __init__(
@@ -38,7 +38,8 @@ class RemoteEngine:
         health_every_s: float = HEALTH_EVERY_S,
         health_timeout_s: float = HEALTH_TIMEOUT_S,
     ) -> None:
-        """Make no call yet; `connect` checks that the actor is built. handle: the Ray handle of an EngineActor."""
+        """Store the arguments without calling the actor; `connect` makes the first call. handle: the Ray handle of an
+        EngineActor."""
         self.name = name
         self._handle = handle
         self._health_every_s = health_every_s
@@ -49,14 +50,14 @@ class RemoteEngine:
         self._version = 0
         self._num_workers = 1
         self._leaving: dict[str, asyncio.Future[Any]] = {}
-        """Calls that end cancelled requests at the actor, by request id."""
+        """Calls of `EngineActor.abandon` in progress, by the id of the request that was cancelled."""
         self.stats = EngineStats()
-        """Counters of the engine as of its last answer."""
+        """Counters of the engine, as its last answer to `generate` gave them."""
 
     async def connect(self) -> RemoteEngine:
-        """Ask the actor for version and number of workers, and return self.
+        """Ask the actor for its engine's version and number of workers, and return this object.
 
-        Raises EngineDied, or RuntimeError when the engine is not built yet.
+        Raises EngineDied when the actor or its engine has died, and RuntimeError when the engine is not built yet.
         """
         self._version = await self._call(EngineActor.version)
         self._num_workers = await self._call(EngineActor.num_workers)
@@ -64,7 +65,8 @@ class RemoteEngine:
 
     @property
     def version(self) -> int:
-        """Version as of the last answer, because the driver changes weights without a word to this end."""
+        """Policy version that the engine served at its last answer. The engine may have moved on, because the driver
+        updates its weights without telling this client."""
         return self._version
 
     @property
@@ -73,7 +75,7 @@ class RemoteEngine:
 
     @property
     def progress(self) -> int:
-        """Number of tokens returned as of the last answer."""
+        """Number of tokens that the engine has returned in all, as of its last answer to `generate`."""
         return self.stats.tokens
 
     @property
@@ -81,7 +83,7 @@ class RemoteEngine:
         return self._dead.result() if self._dead.done() else ""
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """Generate in the actor's engine. Cancelling the call also ends the request there."""
+        """Generate completions with the actor's engine. Cancelling this call also ends the request in the actor."""
         call = GenerateCall(request_id, np.asarray(prompt_ids, dtype=np.int32), params)
         if request_id in self._leaving:  # Ray keeps no order between the calls of an async actor
             await asyncio.wait({self._leaving[request_id], self._dead}, return_when=asyncio.FIRST_COMPLETED)
@@ -96,7 +98,8 @@ class RemoteEngine:
         return reply.completions()
 
     def _abandon(self, request_id: str) -> None:
-        """End the request at the actor. Only a later request with the same id waits for that."""
+        """Tell the actor to end the request, without waiting for it; only a later request with the same id waits until
+        it has ended."""
 
         def left(task: asyncio.Future[Any]) -> None:
             self._leaving.pop(request_id, None)
@@ -137,7 +140,8 @@ class RemoteEngine:
         await self._call(EngineActor.wake)
 
     async def close(self) -> None:
-        """Close this end; the actor's owner closes the actor. Calls that wait raise EngineDied. Idempotent."""
+        """Close this client; the actor itself is closed by its owner. Calls that wait for an answer raise EngineDied.
+        Idempotent."""
         self._die("this end was closed")
         if self._health is not None:
             self._health.cancel()
@@ -166,7 +170,7 @@ class RemoteEngine:
     def _submit(
         self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[Any, Any, T]:
-        """Send a call now; its answer is to be awaited."""
+        """Send a call to the actor at once, and return a coroutine that waits for the result."""
         assert not kwargs, "a message has no names"
         return self._answer(method, submit(self._handle, method, encode_arguments(args)))
 
@@ -184,7 +188,8 @@ class RemoteEngine:
             raise EngineDied(self._dead.result()) from error
 
     async def _watch(self) -> None:
-        """Check the actor's health for as long as calls wait for its answers."""
+        """Check the actor's health regularly while calls wait for answers. When the actor does not answer, end them
+        with EngineDied."""
         while self._num_waiting and not self._dead.done():
             await asyncio.sleep(self._health_every_s)
             if not self._num_waiting or self._dead.done():

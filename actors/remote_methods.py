@@ -1,11 +1,12 @@
-"""Calls of an actor's methods from another process: the arguments travel as one message, the result as another.
+"""Calls methods of an actor from another process: the arguments travel as one message, the result as another.
 
     caller                                            host (a Ray actor)
     submit(actor, TrainWorker.begin, [shard])  --->   call("begin", message)  --->   worker.begin(shard)
     decode_result(TrainWorker.begin, reply)    <---   encoded result          <---   its result
 
-The caller names the very function that the host runs. Its annotations say what both messages are decoded into, and the
-type checker compares the caller's arguments with them (see `ActorHandle` in trainers/cluster/calls.py).
+The caller passes the method itself, as in `TrainWorker.begin`. The annotations of that method give the types into which
+both messages are decoded, and the type checker compares the caller's arguments with them (see `ActorHandle` in
+trainers/cluster/calls.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def in_thread_of(group: str) -> Callable[[F], F]:
-    """Mark a method that the actor runs in the threads of concurrency group `group`, beside its main thread."""
+    """Return a decorator for methods that the actor runs in the threads of its Ray concurrency group `group`, beside
+    its main thread."""
 
     def mark(method: F) -> F:
         method.__dict__["concurrency_group"] = group
@@ -30,10 +32,10 @@ def in_thread_of(group: str) -> Callable[[F], F]:
 
 
 def submit(actor: Any, method: Callable[..., Any], message: bytes, actors: Sequence[Any] = ()) -> Any:
-    """Start `method` in the process of `actor` (Ray's handle); returns Ray's reference to the encoded result.
+    """Start `method` in the process of `actor` (a Ray handle), and return Ray's reference to the encoded result.
 
-    message: from `encode_arguments`. actors: the method's last arguments, Ray handles or lists of them; they travel
-    beside the message, as Ray counts who holds one.
+    message: the arguments as `encode_arguments` encodes them. actors: the last arguments of the method, if these are
+    Ray handles or lists of handles; they travel beside the message, because Ray keeps track of who holds a handle.
     """
     group = getattr(method, "concurrency_group", None)
     call = actor.call if group is None else actor.call.options(concurrency_group=group)
@@ -41,27 +43,29 @@ def submit(actor: Any, method: Callable[..., Any], message: bytes, actors: Seque
 
 
 def encode_arguments(arguments: Sequence[Any]) -> bytes:
-    """The message that `decode_arguments` reads. Raises TypeError for what may not pass, tensors above all."""
+    """Return the arguments encoded as the message that `decode_arguments` reads. Raises TypeError for values that must
+    not be sent, above all tensors."""
     return messages.encode(list(arguments))
 
 
 def decode_arguments(method: Callable[..., Any], message: bytes, num_actors: int = 0) -> tuple[Any, ...]:
-    """Decode all arguments of `method` but its `num_actors` last ones, which are Ray handles.
+    """Decode the arguments of `method` from `message`. The last `num_actors` parameters, which are Ray handles, are not
+    in it.
 
-    Raises ValueError when the message holds others.
+    Raises ValueError when the message does not fit the types of the parameters.
     """
     parameters, _ = _types(method)
     return messages.decode(message, _tuple_of(parameters[: len(parameters) - num_actors]))
 
 
 def decode_result(method: Callable[..., Any], reply: bytes) -> Any:
-    """Decode what `method` returned into the type that its annotation says."""
+    """Decode `reply`, the encoded result of a call of `method`, into the type of the method's return annotation."""
     return messages.decode(reply, _types(method)[1])
 
 
 @functools.cache
 def _types(method: Callable[..., Any]) -> tuple[tuple[Any, ...], Any]:
-    """Annotated types of a method's parameters, `self` left out, and of its result."""
+    """Return the annotated types of a method's parameters, without `self`, and the annotated type of its result."""
     hints = get_type_hints(method)  # not the signature, to which Ray adds a parameter of its own
     result = hints.pop("return")
     return tuple(hints.values()), result

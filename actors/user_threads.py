@@ -1,7 +1,8 @@
-"""Runs functions that users wrote, tools and rewards, in threads of their own, and gives up those that do not return.
+"""Runs functions that users wrote (tools and rewards) in threads of their own, with a time limit for each call.
 
-Python cannot end a thread. A call that is given up keeps its thread until it returns, if ever, but no place in the
-pool, so that others go on; when too many hang, the next one is an error.
+Python cannot end a thread. A call that exceeds its time limit is given up: its thread runs on until the function
+returns, if it ever does, but no longer counts against the limit of concurrent calls. When too many such calls hang, the
+next call is an error.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 MAX_HUNG = 16
-"""Largest number of calls that may hang at the same time; each of them may take a core's share from this process."""
+"""Number of hanging calls (given up, but still running) at which no further call is started. Each of them may take CPU
+time from this process."""
 
 
 class TooManyHang(RuntimeError):
-    """More calls of users' functions hang than a process bears: the message names the last one and its seconds."""
+    """Raised instead of starting a call when too many earlier calls of users' functions hang. The message names the
+    function that was not started, and the time limit."""
 
 
 class UserThreads:
-    """A pool of daemon threads, one for each call. It belongs to one event loop."""
+    """Runs each call in a daemon thread of its own, with a limit on concurrent calls. Must be used in a single event
+    loop."""
 
     def __init__(self, what: str, num_threads: int) -> None:
-        """what: kind of the functions, plural, for errors. num_threads: most calls that run at the same time."""
+        """what: kind of the functions in the plural, such as `tools`, for error messages. num_threads: largest number
+        of calls that run at the same time, not counting those that were given up."""
         self._what = what
         self._places = asyncio.Semaphore(num_threads)
         self._lock = threading.Lock()
@@ -35,17 +40,18 @@ class UserThreads:
 
     @property
     def num_hung(self) -> int:
-        """Number of calls that were given up and have not returned."""
+        """Number of calls that were given up and are still running."""
         return self._num_hung
 
     async def call(
         self, name: str, function: Callable[[], T], timeout_s: float, since: Callable[[], float] | None = None
     ) -> T:
-        """Return what `function` returns, or raise what it raises.
+        """Run `function` in a thread and return what it returns, or raise what it raises.
 
-        since: returns the `time.monotonic` from which `timeout_s` counts, when the function does several pieces of work
-        in turn; None counts from its start. name: names the function in errors. Raises TimeoutError when it takes
-        longer, TooManyHang when too many earlier calls have not returned.
+        name: name of the function in error messages. since: function that returns the `time.monotonic` time from which
+        `timeout_s` counts, for work that consists of several pieces with a time limit each; None counts from the start
+        of the call. Raises TimeoutError when the time limit is exceeded, and TooManyHang when too many earlier calls
+        still hang.
         """
         async with self._places:
             if self._num_hung >= MAX_HUNG:
@@ -76,7 +82,7 @@ class UserThreads:
 
 
 class _Call(Generic[T]):
-    """One call of a user's function, in a thread of its own."""
+    """One call of a user's function, in its own thread."""
 
     def __init__(
         self,
@@ -85,7 +91,7 @@ class _Call(Generic[T]):
         result: asyncio.Future[T],
         returned: Callable[[], None],
     ) -> None:
-        """returned: is called by the thread when a call that was given up has returned."""
+        """returned: callback that the thread calls when the function returns after the call was given up."""
         self._function = function
         self._loop = loop
         self._result = result
@@ -113,7 +119,7 @@ class _Call(Generic[T]):
             return  # the loop was closed
 
     def give_up(self) -> bool:
-        """Wait for the function no longer; returns whether it still runs."""
+        """Stop waiting for the function. Returns whether it is still running."""
         with self._lock:
             self._given_up = not self._over
             return self._given_up

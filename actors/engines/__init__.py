@@ -1,1 +1,1 @@
-"""Generation engines: their protocols, one module or folder for each engine, and the router over several of them."""
+"""Generation engines: their protocols, one module or folder for each engine, and a router over several engines."""

@@ -15,8 +15,8 @@ class ModelConfig(Section):
     """The model that is trained."""
 
     path: str = BUILTIN_MODELS[0]
-    """Path of a Hugging Face model folder, id of a model on the Hugging Face hub, or `builtin:tiny-qwen3`, a character
-    model with 2 layers that the run makes itself."""
+    """Path of a Hugging Face model folder, id of a model on the Hugging Face hub, or `builtin:tiny-qwen3`, a
+    character-level model with 2 layers that the run creates itself."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights in the engines. The trainer always keeps its weights in float32;
     `trainer.mixed_precision` makes it compute in bfloat16."""
@@ -38,18 +38,18 @@ class RolloutConfig(Section):
 
     engine: Literal["hf", "vllm", "scripted"] = "hf"
     """Kind of the engines. `hf` generates with transformers. `vllm` generates with vLLM, which `make vllm` installs on
-    a CPU and the extra `vllm` on GPUs. `scripted` gives fixed answers without a model, for trying out everything around
-    it."""
+    a CPU and the extra `vllm` on GPUs. `scripted` makes up answers without a model, to try out everything around the
+    engine."""
     num_engines: Count = 1
     """Number of engines, each of which holds a whole model."""
     tp: Count = 1
-    """Number of processes over which each engine splits its layers."""
+    """Tensor-parallel size of each engine: the number of processes over which it splits its layers."""
     num_actors: Count | None = None
-    """Number of rollout actors, which run environments and rewards and share all engines through a router. The router
-    leaves out an engine that has died and sends its requests to the others. Unset: there are as many rollout actors as
-    engines, and each of them contains one engine."""
+    """Number of rollout actors, which run environments and rewards and share all engines through a router. When an
+    engine dies, the router sends its requests to the other engines. Unset: there are as many rollout actors as engines,
+    and each of them contains one engine."""
     kv_cache_mib: Count = 256
-    """MiB of the key-value cache in each process of an engine."""
+    """Size in MiB of the key-value cache in each process of an engine."""
     environment: Literal["single_turn", "tool_use"] = "single_turn"
     """Environment that the policy acts in. In `single_turn` an episode is one prompt and one answer. In `tool_use` the
     policy may call tools by writing `<tool>name: arguments</tool>` and continues with their results, whose tokens are
@@ -60,8 +60,8 @@ class RolloutConfig(Section):
     max_turns: Count = 4
     """Largest number of turns that the policy takes in an episode of `tool_use`."""
     max_new_tokens: Count = 256
-    """Largest number of tokens of a sample. With `tool_use` it bounds everything after the episode's prompt, including
-    the results of tools."""
+    """Largest number of response tokens of a sample. With `tool_use` it limits everything after the episode's prompt,
+    including the results of tools."""
     temperature: Positive = 1.0
     """Sampling temperature of training rollouts; that of validation is `validation.temperature`."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -71,7 +71,7 @@ class RolloutConfig(Section):
     stop: tuple[str, ...] = ()
     """Texts that end a sample, in training and validation; the text itself stays in the sample."""
     max_batch: Count = 256
-    """Largest number of rows that an engine generates at the same time."""
+    """Largest number of samples that an engine generates at the same time."""
 
     @field_validator("stop")
     @classmethod
@@ -82,15 +82,15 @@ class RolloutConfig(Section):
 
 
 class ScriptedConfig(Section):
-    """Seconds that the engine and the train backend `scripted`, which have no model, take for their work. `headrace
+    """Simulated durations for the `scripted` engine and the `scripted` train backend, which have no model. `headrace
     bench step` and tests use them."""
 
     latency_s: NonNegative = 0.0
-    """Median seconds of a request, which generates one group."""
+    """Median seconds that the engine takes for a request, which generates all samples of one prompt."""
     latency_sigma: NonNegative = 0.0
-    """Sigma of the log-normal distribution of latencies, which are drawn with a seed for each request; 0 gives all
-    requests the same latency."""
+    """Sigma of the log-normal distribution from which the latency of each request is drawn, with one seed per request.
+    0 gives all requests the same latency."""
     train_row_s: NonNegative = 0.0
-    """Seconds that a replica takes for the forward and backward pass of a row."""
+    """Seconds that a data-parallel replica takes for the forward and backward pass of one row."""
     train_step_s: NonNegative = 0.0
     """Seconds that an optimizer step takes."""

@@ -1,6 +1,7 @@
-"""Finishes completions that a weight commit cut off: they go on where they were, under the new weights.
+"""Finishes completions that a weight update cut off: they go on from the tokens made so far, under the new weights.
 
-These are the partial rollouts of Kimi k1.5 (arXiv:2501.12599 section 2.6.2). Each token keeps the version that made it.
+The technique is the partial rollout of Kimi k1.5 (arXiv:2501.12599 section 2.6.2). Each token keeps the policy version
+that produced it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from .stop_texts import StopTexts
 async def generate_whole(
     engine: Generator, tokenizer: Any, request_id: str, prompt_ids: Sequence[int], params: SamplingParams
 ) -> list[Completion]:
-    """Generate until no completion ends with `abort`: the rest of each aborted one is asked for again.
+    """Generate `params.n` completions, and continue those that were cut off (finish_reason `abort`) until they are
+    complete.
 
-    tokenizer: finds stop texts that begin before a cut and end after it. Raises what the engine raises, RuntimeError
-    when it is closed.
+    tokenizer: used to find stop texts that begin before a cut and end after it. Raises what the engine raises, which is
+    RuntimeError when the engine is closed.
     """
     completions = await engine.generate(request_id, prompt_ids, params)
     if all(completion.finish_reason != "abort" for completion in completions):
@@ -68,7 +70,8 @@ def _joined(first: Completion, more: Completion) -> Completion:
 
 
 def _cut_at_stop(completion: Completion, tokenizer: Any, params: SamplingParams) -> Completion:
-    """Cut the completion after its first stop text, since the engine cannot see one that began before the cut."""
+    """Truncate a continued completion after its first stop text. The engine cannot do this for a stop text that began
+    before the cut, since it only looks at new tokens."""
     end = StopTexts(tokenizer, params.stop).first_end(completion.token_ids.tolist())
     if end is None or end >= len(completion.token_ids):
         return completion

@@ -15,25 +15,30 @@ from .tokenizer import load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything that one generation engine is built from; it travels to the engine's process."""
+    """Everything that a generation engine is built from, as plain data that is sent to the engine's process."""
 
     rollout: RolloutConfig
     model: ModelConfig
-    """`path` is the folder or hub id of the model's files (`scripted`: of the tokenizer's)."""
+    """Model that the engine loads from `path`, a folder or hub id. A `scripted` engine loads only the tokenizer from
+    there."""
     scripted: ScriptedConfig = ScriptedConfig()
     device: str = "cpu"
     """Torch device of an `hf` engine."""
     seed: int = 0
     version: int = 0
-    """Policy version that the model's weights stand for."""
+    """Policy version that the engine reports for the weights in the model's files."""
     receiver: ReceiverConfig | None = None
-    """The way in which new weights come in; None: they never change."""
+    """Settings of the receiver of new weights; None when the weights never change."""
     script: str = ""
-    """Import path of the `Script` of a `scripted` engine; empty: seeded random tokens of the tokenizer."""
+    """Import path of the function that makes the answers of a `scripted` engine (see `Script`). Empty: random tokens of
+    the tokenizer's vocabulary, drawn with `seed`."""
 
 
 def build_engine(config: EngineConfig) -> GenerationEngine:
-    """Build the engine. Raises ValueError in one sentence for an unknown kind, or a model that cannot be loaded."""
+    """Build the generation engine that `config.rollout.engine` names.
+
+    Raises ValueError with a one-sentence message for an unknown kind, or for a model that cannot be loaded.
+    """
     kind = config.rollout.engine
     if kind == "hf":
         return _build_hf(config)

@@ -12,7 +12,7 @@ from .protocol import Completion, EngineStats, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """Arguments of `Generator.generate`."""
+    """Message with the arguments of `Generator.generate`."""
 
     request_id: str
     prompt_ids: np.ndarray
@@ -22,7 +22,7 @@ class GenerateCall:
 
 @dataclass(frozen=True, slots=True)
 class GenerateReply:
-    """Completions of one request as concatenated columns, and the engine's counters."""
+    """Message with the completions of one request, as concatenated columns, and the engine's counters."""
 
     lengths: np.ndarray
     """Number of tokens of each completion, int32 `[n]`."""
@@ -35,12 +35,12 @@ class GenerateReply:
     reasons: tuple[str, ...]
     """Finish reason of each completion."""
     version: int
-    """Version of the weights that the engine serves now."""
+    """Version of the weights that the engine serves when it replies."""
     stats: EngineStats
 
     @staticmethod
     def of(completions: Sequence[Completion], version: int, stats: EngineStats) -> GenerateReply:
-        """Encode completions as columns."""
+        """Make the reply: concatenate the completions to columns, and add the engine's version and counters."""
         return GenerateReply(
             lengths=np.array([len(completion.token_ids) for completion in completions], dtype=np.int32),
             token_ids=np.concatenate([completion.token_ids for completion in completions]),
@@ -52,7 +52,7 @@ class GenerateReply:
         )
 
     def completions(self) -> list[Completion]:
-        """Decode the columns into completions."""
+        """Split the columns into the completions of the request."""
         bounds = np.cumsum(self.lengths)[:-1]
         return [
             Completion(token_ids, logprobs, reason, versions)

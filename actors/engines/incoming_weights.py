@@ -18,13 +18,16 @@ Ready = TypeVar("Ready")
 
 
 class IncomingWeights(Generic[Ready]):
-    """Holds at most one received version and the result of the engine's check. Methods run in the event loop."""
+    """Receives versions of the weights for an engine and keeps at most one of them, with the result of the engine's
+    check, until it is committed or dropped. Methods run in the event loop."""
 
     def __init__(self, receiver: ReceiverConfig | None, check: Callable[[Mapping[str, torch.Tensor]], Ready]) -> None:
-        """Versions are always staged in full, so that a commit cannot fail half way.
+        """Set up the receiver. Versions are always staged in full beside the served one, so that a commit cannot fail
+        half-way.
 
-        check: is called in a thread with the tensors by HF name and returns what the commit needs; it raises ValueError
-        when they do not fit the model. receiver: None when weights never change.
+        check: called in a thread with the received tensors by HF name. It returns what the commit needs, and raises
+        ValueError when the tensors do not fit the model. receiver: settings of the receiver; None when weights never
+        change.
         """
         self._inbox: WeightInbox | None = None
         if receiver is not None:
@@ -34,19 +37,19 @@ class IncomingWeights(Generic[Ready]):
         self._turn = asyncio.Lock()
         self._arriving: int | None = None
         self._dropped = False
-        """Whether the version that is arriving was dropped."""
+        """True if the version that is arriving was dropped."""
         self._committing: int | None = None
         self._ready: tuple[int, Ready] | None = None
 
     @property
     def num_received(self) -> int:
-        """Number of buckets received since the start."""
+        """Number of buckets (pieces of a weight update) received since the start."""
         return 0 if self._inbox is None else self._inbox.num_received
 
     async def prepare(self, update: WeightUpdate, served: Callable[[], int]) -> Prepared:
-        """Receive, verify and check `update`, as `WeightHost.prepare_weights`.
+        """Receive and verify `update` and run the engine's check on it; implements `WeightHost.prepare_weights`.
 
-        served: returns the present version; -1 when there is no whole one.
+        served: function that returns the version that the engine serves, or -1 when it holds no complete one.
         """
         if self._inbox is None:
             raise RuntimeError("weights: this engine was built without a weight receiver")
@@ -85,7 +88,8 @@ class IncomingWeights(Generic[Ready]):
         return self._check(staged.named)
 
     def expect(self, version: int) -> Ready:
-        """Return the result of `check` for `version`. Raises ValueError when that is not the prepared version."""
+        """Return the result of the engine's check for the prepared `version`. Raises ValueError when another version,
+        or none, is prepared."""
         if self._ready is None or self._ready[0] != version:
             prepared = "none" if self._ready is None else self._ready[0]
             raise ValueError(f"weights: got version {version} to commit, expected the prepared one, {prepared}")
@@ -93,10 +97,10 @@ class IncomingWeights(Generic[Ready]):
 
     @asynccontextmanager
     async def committing(self, version: int) -> AsyncIterator[Ready]:
-        """Give the result of `check` for `version` to a block that puts it into service.
+        """Yield the result of the engine's check for `version` to a `with` block that puts the version into service.
 
-        `drop` and `prepare` cannot touch the version within the block; when the block ends well, it counts as served.
-        Raises ValueError when `version` is not the prepared one.
+        During the block, `drop` and `prepare` cannot touch the version. When the block ends without an error, the
+        version counts as served. Raises ValueError when `version` is not the prepared one.
         """
         async with self._turn:
             ready = self.expect(version)
@@ -110,7 +114,8 @@ class IncomingWeights(Generic[Ready]):
             self._inbox.committed(version)  # releases the staged bytes, or keeps them as base of a later delta
 
     def drop(self, version: int) -> None:
-        """Forget `version`, or end its reception. Idempotent; without effect while it is being committed."""
+        """Discard `version`, or abort the transfer when it is still arriving. Idempotent; has no effect while `version`
+        is being committed."""
         if version == self._committing:
             return
         if self._ready is not None and self._ready[0] == version:
@@ -121,7 +126,7 @@ class IncomingWeights(Generic[Ready]):
             self._inbox.drop(version)
 
     def close(self) -> None:
-        """End a reception and release all that is staged. Idempotent."""
+        """Abort a transfer in progress and release everything that is staged. Idempotent."""
         self._ready = None
         if self._inbox is not None:
             self._inbox.close()

@@ -11,26 +11,31 @@ _CONVERTIBLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class ParameterSet:
-    """Parameters and persistent buffers of a model by checkpoint name; tied parameters have several names."""
+    """Parameters and persistent buffers of a model, by their names in a checkpoint. Tied parameters have several
+    names."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._tensors: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
         self._specs = {name: (tensor.dtype, tensor.shape) for name, tensor in self._tensors.items()}
         parameters = {id(tensor) for tensor in model.parameters()}
         self._names_of: dict[int, list[str]] = {}
-        """Names of each required tensor (a parameter, not a buffer), by the tensor's `id`."""
+        """Names of each parameter, by the `id` of its tensor. An update must contain every parameter; it may leave out
+        buffers."""
         for name, tensor in self._tensors.items():
             if id(tensor) in parameters:
                 self._names_of.setdefault(id(tensor), []).append(name)
 
     def refresh(self, model: torch.nn.Module) -> None:
-        """Look the tensors up again after `model` moved to another device, where its buffers are other tensors."""
+        """Look up the model's tensors again after `model` was moved to another device, which replaces its buffers by
+        new tensors."""
         self._tensors.update(model.state_dict(keep_vars=True))
 
     def match(self, named: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """Return the (name, source) pairs that replace every parameter, each once. Changes nothing.
+        """Check an update (HF name -> tensor) against the model, and return a (name, source tensor) pair for each
+        tensor to replace.
 
-        Raises ValueError naming unknown, missing, misshapen and wrongly typed parameters, and tied ones that differ.
+        Tied parameters give one pair. Changes nothing. Raises ValueError naming parameters that are unknown, missing,
+        or of the wrong shape or dtype, and tied parameters that are sent with different values.
         """
         unknown = [name for name in named if name not in self._tensors]
         if unknown:
@@ -57,18 +62,20 @@ class ParameterSet:
             raise ValueError(f"weights: {name!r} has dtype {source.dtype}, expected {dtype}")
 
     def copy(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        """Copy each source that `match` returned into its parameter, in place."""
+        """Copy each source tensor in `pairs`, which `match` returned, into the model's tensor of that name, in
+        place."""
         with torch.no_grad():
             for name, source in pairs:
                 self._tensors[name].copy_(source)
 
     def drop(self) -> None:
-        """Give the parameters' memory back; buffers stay. `allocate` and then `copy` make the model usable again."""
+        """Free the memory of the parameters; buffers are kept. `allocate` and then `copy` make the model usable
+        again."""
         for tensor in self._parameters():
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def allocate(self) -> None:
-        """Take memory again, filled with zeros, for the parameters that `drop` took it from."""
+        """Allocate memory, filled with zeros, for the parameters that `drop` freed."""
         for tensor in self._parameters():
             _, shape = self._specs[self._names_of[id(tensor)][0]]
             if tensor.shape != shape:

@@ -1,4 +1,4 @@
-"""Checks a prompt against the model: every engine with a model refuses the same prompts."""
+"""Checks a prompt against the model's limits, so that every engine with a model refuses the same prompts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from .protocol import SamplingParams
 def checked_prompt(
     request_id: str, prompt_ids: Sequence[int], params: SamplingParams, *, context: int | None, vocab_size: int
 ) -> np.ndarray:
-    """Return the prompt as int64 `[L]`.
+    """Check a prompt and return its token ids as int64 `[L]`.
 
-    Raises ValueError when it is empty, too long for `context` (None is unbounded) or has unknown ids.
+    Raises ValueError when the prompt is empty, has ids outside of the vocabulary, or is too long: prompt plus
+    `params.max_new_tokens` must fit into `context` tokens. With `context=None` no prompt is too long.
     """
     prompt = np.asarray(prompt_ids, dtype=np.int64)
     if prompt.ndim != 1 or not len(prompt):

@@ -1,6 +1,6 @@
-"""Protocols of a generation engine: `Generator` samples, `WeightHost` takes new weights, `Sleeper` pauses and sleeps.
+"""Protocols of an engine: `Generator` samples tokens, `WeightHost` takes new weights, `Sleeper` pauses and sleeps.
 
-A caller asks for the narrowest of them that it needs; `GenerationEngine` is all three.
+Code that uses an engine asks for the narrowest protocol that it needs; `GenerationEngine` combines all three.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 from ..weights.transports.protocol import WeightUpdate
 
 PauseMode = Literal["keep", "wait", "abort"]
-"""Treatment of requests in flight during a pause: `keep` freezes them, and they go on after `resume`; `wait` lets them
-end first; `abort` ends them at once with the tokens made so far (finish_reason `abort`)."""
+"""Treatment of requests in flight during a pause. `keep` freezes them, and they go on after `resume`. `wait` lets them
+finish first. `abort` ends them at once with the tokens made so far (finish_reason `abort`)."""
 
 Prepared = Literal["staged", "joined"]
-"""State of an engine after `prepare_weights`: `staged` holds the whole, verified version beside the one it serves;
-`joined` has only joined the transfer, and receives straight into its parameters during the commit."""
+"""State of an engine after `prepare_weights`. `staged`: it holds the complete, verified version beside the one it
+serves. `joined`: it has only joined the transfer, and receives straight into its parameters during the commit."""
 
 SESSION_SEPARATOR = "/"
-"""Separates session and turn in a request id, `{session}` or `{session}/{turn}`. All turns of a session go to one
-engine, whose prefix cache holds the earlier ones."""
+"""Separator of session and turn in a request id, which is `{session}` or `{session}/{turn}`. All turns of a session are
+sent to the same engine, whose prefix cache holds the earlier turns."""
 
 
 def expect_pause_mode(mode: str) -> None:
@@ -40,7 +40,7 @@ class SamplingParams:
     n: int = 1
     """Number of completions."""
     max_new_tokens: int = 16
-    """Most tokens that a completion may have."""
+    """Largest number of tokens of a completion."""
     temperature: float = 1.0
     """Sampling temperature; 0.0 decodes greedily."""
     top_p: float = 1.0
@@ -78,17 +78,17 @@ class Completion:
     finish_reason: str
     """Reason why the completion ended: `stop`, `length` or `abort` (partial output)."""
     versions: np.ndarray
-    """Policy version that produced each token, int32 `[T]`; never falls from one token to the next."""
+    """Policy version that produced each token, int32 `[T]`; it never decreases from one token to the next."""
 
     @staticmethod
     def empty() -> Completion:
-        """Make the completion of a request that was aborted before its first token."""
+        """Return the completion without tokens of a request that was aborted before its first token."""
         return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", np.zeros(0, np.int32))
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters of what an engine has done since it started; they grow in place."""
+    """Counters of what an engine has done since it started. The engine updates them in place."""
 
     batches: int = 0
     """Number of batches decoded (`hf`) or requests answered (other engines)."""
@@ -109,7 +109,8 @@ class CommitReport:
     pause_s: float
     """Seconds until the engine could make no more tokens with the old version."""
     load_s: float
-    """Seconds that loading the staged bytes into the parameters took; with `staging: none` also their transfer."""
+    """Seconds that it took to load the received weights into the parameters; with `staging: none` they include the
+    transfer."""
     kept: int
     """Number of requests in flight that went on under the new weights."""
     aborted: int
@@ -117,12 +118,14 @@ class CommitReport:
 
 
 class EngineBroken(RuntimeError):
-    """The engine holds no whole version of the weights: a commit failed half way, or `sleep` dropped them. After a
-    failed commit requests wait for the next whole version; after `sleep` they are refused with this error."""
+    """The engine holds no complete version of the weights, because a commit failed half-way or `sleep` dropped them.
+    After a failed commit requests wait for the next complete version; after `sleep` they are refused with this
+    error."""
 
 
 class EngineDied(RuntimeError):
-    """The process that hosts an engine is gone or no longer answers. The message names it and says what is known."""
+    """The process that hosts an engine is gone or no longer answers. The message names the engine and says what is
+    known about the cause."""
 
 
 class Generator(Protocol):
@@ -137,12 +140,14 @@ class Generator(Protocol):
         ...
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """Return `params.n` completions, in order. The engine batches concurrent calls.
+        """Return `params.n` completions of the prompt, in order. The engine batches concurrent calls.
 
-        request_id: must be unique among the requests in flight. Raises ValueError naming the lengths when prompt +
-        max_new_tokens exceed the context, or for an id in flight; EngineBroken after `sleep` dropped the weights;
-        EngineDied; RuntimeError when asleep or closed. While a commit that failed has left the engine without a whole
-        version, requests wait for the next commit.
+        request_id: must be unique among the requests in flight. While the engine holds no complete version because a
+        commit failed, requests wait for the next commit.
+
+        Raises ValueError when prompt + max_new_tokens exceed the context (the message names the lengths) or the id is
+        already in flight, EngineBroken after `sleep` dropped the weights, EngineDied when the engine's process is gone,
+        and RuntimeError when the engine is asleep or closed.
         """
         ...
 
@@ -162,61 +167,69 @@ class WeightHost(Protocol):
 
     @property
     def num_workers(self) -> int:
-        """Number of the engine's processes that receive weights: tp for vllm, 1 for engines in this process."""
+        """Number of engine processes that receive weights: the tensor-parallel size for vllm, 1 for engines in this
+        process."""
         ...
 
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
-        """Receive and verify `update`; the engine goes on serving the old version, and nothing else changes.
+        """Receive and verify the new version `update`. The engine goes on serving the old version, and nothing else
+        changes.
 
-        Raises WeightTransferError (what was staged is dropped), or ValueError naming missing, unknown or misshapen
-        parameters or a version below the current one. An engine without room for a second copy (`staging: none`) only
-        joins the transfer here and receives in `commit_weights`. The version that is served already counts as staged,
-        and nothing is received. An engine that holds no whole version takes any version.
+        An engine without room for a second copy (`staging: none`) only joins the transfer here, and receives the
+        weights in `commit_weights`. A version that is served already counts as staged, and nothing is received. An
+        engine that holds no complete version accepts any version.
+
+        Raises WeightTransferError when the transfer fails, after discarding what was staged, and ValueError for
+        missing, unknown or misshapen parameters or for a version below the current one.
         """
         ...
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """Serve the prepared `version`: pause, replace all parameters, forget cached prefixes, resume. Every token made
-        from then on carries `version`, also those of requests that were kept.
+        """Put the prepared `version` into service: pause, replace all parameters, clear the prefix cache, resume. Every
+        token made from then on carries `version`, including tokens of requests that were kept.
 
-        For the version that is served already nothing happens. Raises ValueError when `version` is not the prepared
-        one. Without staging it may raise WeightTransferError: the engine then holds no whole version, and its requests,
-        those in flight too, wait for the next commit.
+        Does nothing when `version` is served already. Raises ValueError when `version` is not the prepared one. Without
+        staging it may raise WeightTransferError; the engine then holds no complete version, and its requests, including
+        those in flight, wait for the next commit.
         """
         ...
 
     async def drop_weights(self, version: int) -> None:
-        """Forget a prepared version, or end its reception. Idempotent; the engine goes on serving the current one."""
+        """Discard a prepared version, or abort its transfer when it is still arriving. Idempotent; the engine goes on
+        serving the current version."""
         ...
 
 
 class Sleeper(Protocol):
-    """Stands still on request, and gives its memory back while it sleeps."""
+    """Part of an engine that can be paused, and put to sleep to free its memory."""
 
     async def pause(self, mode: PauseMode = "wait") -> None:
-        """Make no token between this call's return and `resume`; requests that come meanwhile wait. See PauseMode."""
+        """Stop generating until `resume`: no token is made after this call has returned, and requests that arrive
+        meanwhile wait. mode: treatment of requests in flight; see PauseMode."""
         ...
 
     async def resume(self) -> None:
-        """Go on generating. Idempotent."""
+        """Go on generating after `pause`. Idempotent."""
         ...
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached keys and values of earlier prompts. Requests in flight are not harmed."""
+        """Drop the cached keys and values of earlier prompts. Requests in flight are not affected."""
         ...
 
     async def sleep(self, level: int = 1) -> None:
-        """Give memory back: level 1 keeps the weights in host memory, level 2 drops them (commit a version after
-        `wake`). Idempotent. Platforms that cannot give memory back only stop taking requests."""
+        """Free memory and take no requests until `wake`. Level 1 keeps the weights in host memory. Level 2 drops them,
+        so that a version must be committed after `wake`. Idempotent. Platforms that cannot free memory only stop taking
+        requests."""
         ...
 
     async def wake(self) -> None:
-        """Undo `sleep`. Idempotent."""
+        """Undo `sleep`: take the memory again and accept requests. Idempotent."""
         ...
 
 
 class GenerationEngine(Generator, WeightHost, Sleeper, Protocol):
-    """A whole engine, as the actor that hosts it sees it."""
+    """A complete engine: it generates, takes new weights, and can pause and sleep. The actor that hosts an engine needs
+    all this."""
 
     @property
     def stats(self) -> EngineStats:
@@ -225,8 +238,8 @@ class GenerationEngine(Generator, WeightHost, Sleeper, Protocol):
 
     @property
     def progress(self) -> int:
-        """Number that changes whenever the engine makes tokens, also those of requests that it has not answered yet,
-        and whenever it receives a bucket of weights.
+        """Number that changes whenever the engine makes tokens, even for requests that it has not answered yet, and
+        whenever it receives a bucket of weights.
 
         Raises EngineDied when the engine's own process is known to be gone.
         """
@@ -234,9 +247,9 @@ class GenerationEngine(Generator, WeightHost, Sleeper, Protocol):
 
     @property
     def died(self) -> str:
-        """Reason why the engine can never answer again, in words; "" while it lives."""
+        """Reason why the engine has died and can never answer again, as text; "" while it is alive."""
         ...
 
     async def close(self) -> None:
-        """End the engine. Requests in flight raise an error or return the tokens made so far. Idempotent."""
+        """Shut the engine down. Requests in flight raise an error or return the tokens made so far. Idempotent."""
         ...

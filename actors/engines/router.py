@@ -1,11 +1,11 @@
-"""The router acts as one generation engine over several named ones, any of which may die, join or leave meanwhile.
+"""`Router` acts as one generation engine in front of several named ones, which may join, leave or die while it runs.
 
     request -> its session's engine, else the least loaded -> answer
-                    |  the engine died or broke, and is left out
+                    |  the engine died or broke, and is removed from routing
                     +--> the whole request, with the same id and seed, goes to another engine
 
 stage       waits for                            unblocked by
-choose      an engine that takes requests        `add`; after timeout_s NoEngineAvailable says who died of what
+choose      an engine that takes requests        `add`; after timeout_s NoEngineAvailable says why each engine is gone
 attempt     the engine's answer                  the answer, or EngineDied once the engine was silent for too long
 remove      the engine's requests in flight      their answers; after grace_s they move to other engines
 """
@@ -37,32 +37,35 @@ from .protocol import (
 _log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1 << 16
-"""Number of sessions whose engine is remembered. Forgetting one only costs its next turn a prefill."""
+"""Largest number of sessions for which the router remembers the engine. The next turn of a forgotten session may go to
+another engine, which only costs a new prefill."""
 
 
 class NoEngineAvailable(RuntimeError):
-    """A request found no engine that takes requests within its time, or a commit found no engine that completed it. The
-    message says what became of each engine."""
+    """No engine was available for a request within its time limit, or no engine completed a weight commit. The message
+    says what became of each engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """An engine that the router sends no more requests to."""
+    """An engine that the router has removed from routing because it died or broke."""
 
     name: str
     reason: str
-    """Reason why it was left out."""
+    """Error because of which the engine was removed."""
 
 
 class Router:
-    """Sends each request to one engine, which answers it exactly once and as a whole. Methods run in one event loop."""
+    """Sends each request to one of several engines and returns one complete answer, from a single engine. Methods run
+    in one event loop."""
 
     died = ""
 
     def __init__(self, *, timeout_s: float, on_left_out: Callable[[LeftOut], None] | None = None) -> None:
-        """timeout_s: seconds that a request waits for an engine when there is none.
+        """timeout_s: seconds that a request waits while no engine is available.
 
-        on_left_out: is called in the event loop with every engine that is left out; it must not raise.
+        on_left_out: callback that is called in the event loop for each engine that is removed from routing because it
+        failed. It must not raise.
         """
         self._timeout_s = timeout_s
         self._on_left_out = on_left_out
@@ -84,15 +87,16 @@ class Router:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Reason of each engine, by name, that was left out and not added again."""
+        """Engines removed from routing because they failed, and not added again: engine name -> reason."""
         return self._left_out
 
     def engine_stats(self) -> dict[str, EngineStats]:
-        """Counters of each engine, by name."""
+        """Return the counters of each engine, by engine name."""
         return {name: member.engine.stats for name, member in self._members.items()}
 
     async def add(self, name: str, engine: GenerationEngine) -> None:
-        """Send requests to one more engine, first those that wait for one. Raises ValueError when `name` is in use."""
+        """Start sending requests to one more engine, beginning with requests that wait for an engine. Raises ValueError
+        when `name` is in use."""
         if name in self._members:
             raise ValueError(f"engine {name!r} is already there; names must be unique")
         member = self._members[name] = _Member(name, engine, accepting=False)  # in time for `pause` and `resume`
@@ -105,10 +109,10 @@ class Router:
         self._wake()
 
     async def remove(self, name: str, grace_s: float = 0.0) -> GenerationEngine:
-        """Send nothing more to an engine, and return it, still open, when none of its requests is in flight.
+        """Stop sending requests to an engine, wait until none of its requests is in flight, and return it, still open.
 
-        Requests that it has not answered within `grace_s` are ended there and sent whole to other engines. Raises
-        KeyError when there is no such engine.
+        Requests that the engine has not answered within `grace_s` seconds are cancelled there and sent again, whole, to
+        other engines. Raises KeyError when there is no engine of this name.
         """
         member = self._members[name]
         member.accepting = False
@@ -139,17 +143,18 @@ class Router:
         member.accepting = False
 
     def _wake(self) -> None:
-        """Wake the requests that wait for an engine, so that they look again."""
+        """Wake the requests that wait for an engine, so that each of them checks again whether one is available."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     # ---------------------------------------------------------------- requests
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """Answer a request through one of the engines.
+        """Generate completions with one of the engines; when that engine dies or breaks, another one repeats the whole
+        request.
 
-        Raises NoEngineAvailable after `timeout_s` without an engine, and whatever a healthy engine raises; never
-        EngineDied or EngineBroken.
+        Raises NoEngineAvailable when no engine is available for `timeout_s` seconds, and whatever a healthy engine
+        raises. Never raises EngineDied or EngineBroken.
         """
         if self._closed:
             raise RuntimeError(f"request {request_id!r}: the router is closed")
@@ -173,7 +178,7 @@ class Router:
             del self._requests[request_id]
 
     async def _choose(self, request: _Routed) -> _Member | None:
-        """Wait for an engine and return it; None when the request was aborted while there was none."""
+        """Wait for an available engine and return it; return None when the request is aborted while it waits."""
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         while not request.aborted:
             if self._closed:
@@ -226,9 +231,10 @@ class Router:
     # ---------------------------------------------------------------- all engines at once
 
     async def _each(self, method: str, *args: Any, broken_by: tuple[type[Exception], ...] = ()) -> dict[str, Any]:
-        """Call `method` of every engine and return the results by name.
+        """Call `method` of all engines at the same time and return the results by engine name.
 
-        Engines that die or break during the call are left out; errors of the others are raised.
+        Engines that die or break during the call, or raise an error of a type in `broken_by`, are removed from routing.
+        Other errors are raised.
         """
         members = list(self._members.values())
         outcomes = await asyncio.gather(
@@ -264,7 +270,8 @@ class Router:
         return sum(member.engine.num_workers for member in self._members.values())
 
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
-        """Prepare `update` in every engine, or in none: when one refuses, all drop the version."""
+        """Make all engines receive and verify the new version `update`, or none: when one of them refuses it, all
+        discard it."""
         try:
             states = await self._each("prepare_weights", update)
         except (WeightTransferError, ValueError):
@@ -273,10 +280,11 @@ class Router:
         return "joined" if "joined" in states.values() else "staged"
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """Commit `version` in every engine at the same time. An engine that fails half way is left out.
+        """Commit the prepared `version` in all engines at the same time. An engine that fails half-way is removed from
+        routing.
 
-        The report has the longest engine's seconds and the sum of all requests. Raises NoEngineAvailable when no engine
-        serves `version`.
+        The report gives the seconds of the slowest engine and the number of requests of all engines together. Raises
+        NoEngineAvailable when no engine is left that serves `version`.
         """
         reports = await self._each("commit_weights", version, in_flight, broken_by=(WeightTransferError,))
         if not reports:
@@ -300,12 +308,13 @@ class Router:
 
     @property
     def version(self) -> int:
-        """Oldest version that any engine serves; 0 without engines. Each token carries its own version."""
+        """Lowest version that any of the engines serves; 0 when there are no engines. Each token carries its own
+        version."""
         return min((member.engine.version for member in self._members.values()), default=0)
 
     @property
     def stats(self) -> EngineStats:
-        """Sum of the counters of all engines, including those that are gone."""
+        """Sum of the counters of all engines, including those that were removed."""
         total = EngineStats()
         for stats in (self._past, *self.engine_stats().values()):
             _accumulate(total, stats)
@@ -313,11 +322,12 @@ class Router:
 
     @property
     def progress(self) -> int:
-        """Number of tokens that engines have returned: what they make before they answer, only they themselves tell."""
+        """Number of tokens that the engines have returned. Tokens of requests that are not answered yet are not
+        counted; only the engines themselves know of them."""
         return self.stats.tokens
 
     async def close(self) -> None:
-        """Close all engines; requests that wait for one raise RuntimeError. Idempotent."""
+        """Close all engines. Requests that wait for an available engine raise RuntimeError. Idempotent."""
         self._closed = True
         self._wake()
         await self._each("close")
@@ -325,15 +335,15 @@ class Router:
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """An engine of the router and its load."""
+    """One of the router's engines, with its current load."""
 
     name: str
     engine: GenerationEngine
     accepting: bool = True
     outstanding: int = 0
-    """Number of samples in flight."""
+    """Number of samples that the engine is generating now."""
     assigned: int = 0
-    """Number of samples ever sent, which breaks ties between equally loaded engines."""
+    """Number of samples ever sent to the engine, which breaks ties between equally loaded engines."""
     requests: set[_Routed] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -342,7 +352,7 @@ class _Member:
 
 
 class _Routed:
-    """A generate call in flight."""
+    """One call of `Router.generate` in progress."""
 
     __slots__ = ("request_id", "num_samples", "aborted", "member", "_task")
 
@@ -351,7 +361,7 @@ class _Routed:
         self.num_samples = num_samples
         self.aborted = False
         self.member: _Member | None = None
-        """Engine that works on the request; None while it waits for one."""
+        """Engine that works on the request; None while the request waits for an available engine."""
         self._task: asyncio.Task[list[Completion]] | None = None
 
     def begin(self, member: _Member, task: asyncio.Task[list[Completion]]) -> None:
@@ -370,13 +380,13 @@ class _Routed:
         self.member = self._task = None
 
     def move(self) -> None:
-        """Cancel the attempt at the present engine, so that the request is sent to another one."""
+        """Cancel the attempt on the current engine, so that the request is sent to another one."""
         if self._task is not None:
             self._task.cancel()
 
 
 class _Moved(Exception):
-    """Raised when `remove` ended the attempt."""
+    """Signals that `Router.remove` cancelled the attempt on an engine, so that the request must go to another one."""
 
 
 async def _attempt(

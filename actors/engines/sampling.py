@@ -1,4 +1,4 @@
-"""Samples one token per row from logits, with random numbers that belong to the row and not to its batch."""
+"""Samples one token per row from logits, with random numbers that depend only on the row and not on its batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def row_keys(seed: int, request_id: str, num_samples: int) -> np.ndarray:
-    """Return the start of each sample's stream of random numbers, uint64 `[num_samples]`."""
+    """Return the key of each sample's stream of random numbers (see `uniforms`), uint64 `[num_samples]`."""
     return np.array(
         [xxhash.xxh3_64_intdigest(f"{seed}/{request_id}/{sample}".encode()) for sample in range(num_samples)],
         dtype=np.uint64,
@@ -20,10 +20,11 @@ def row_keys(seed: int, request_id: str, num_samples: int) -> np.ndarray:
 
 
 def uniforms(keys: np.ndarray, step: int) -> np.ndarray:
-    """Return the `step`-th number of each row's stream, float64 `[B]` in [0, 1) (SplitMix64, Steele et al. 2014).
+    """Return random number `step` of each row's stream, uniform in [0, 1), float64 `[B]` (SplitMix64, Steele et al.
+    2014).
 
-    A number depends only on its row's key and the step, so a row samples the same tokens in whatever batch it runs. The
-    process's global generators are neither read nor advanced.
+    A number depends only on the key of its row and the step, so that a row gets the same tokens in whatever batch it is
+    decoded. The process's global generators are neither read nor advanced.
     """
     state = keys + _GOLDEN * np.full(1, step + 1, dtype=np.uint64)
     state = (state ^ (state >> np.uint64(30))) * _MIX_1
@@ -36,9 +37,9 @@ def uniforms(keys: np.ndarray, step: int) -> np.ndarray:
 def log_distribution(logits: torch.Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0) -> torch.Tensor:
     """Return the log-probs of the distribution that tokens are drawn from, float32 `[B, V]`.
 
-    logits: `[B, V]` of any float dtype. Temperature is applied first, then top-k (0 is off), then top-p (1.0 is off),
-    and the rest is renormalised; tokens that are cut off get -inf. Temperature 0 means greedy decoding, where the
-    log-probs are those of temperature 1 and nothing is cut off.
+    logits: `[B, V]` of any float dtype. Temperature is applied first, then top-k (0 is off), then top-p (1.0 is off).
+    What remains is renormalised, and tokens that are cut off get -inf. Temperature 0 means greedy decoding: the
+    log-probs are then those of temperature 1, and nothing is cut off.
     """
     scores = logits.float()
     if temperature == 0.0:
@@ -59,10 +60,11 @@ def log_distribution(logits: torch.Tensor, temperature: float, top_p: float = 1.
 
 
 def draw(log_probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw a token per row by inversion, int64 `[B]`: the first whose cumulated probability exceeds `uniform`.
+    """Draw one token per row by inverse transform sampling, int64 `[B]`: the first token whose cumulative probability
+    exceeds `uniform`.
 
-    uniform: float64 `[B]`. A token of probability 0 is never drawn. Rows with NaN get an arbitrary legal token, whose
-    log-prob is NaN.
+    uniform: random numbers in [0, 1), float64 `[B]`. A token of probability 0 is never drawn. A row with NaN log-probs
+    gets an arbitrary valid token, whose log-prob is NaN.
     """
     cumulated = log_probs.double().exp_().cumsum_(dim=-1)
     threshold = uniform[:, None] * cumulated[:, -1:]

@@ -27,13 +27,15 @@ from .protocol import (
 from .stop_texts import StopTexts
 
 Script = Callable[[str, Sequence[int], int], Sequence[int]]
-"""Function from (request_id, prompt_ids, sample index) to the response's token ids, stop token included."""
+"""Type of a function that makes up a response: it takes the request id, the prompt's token ids and the index of the
+sample, and returns the response's token ids, including the stop token."""
 
 _ASLEEP = "asleep: wake it first"
 
 
 def random_tokens(vocab_size: int, seed: int = 0) -> Script:
-    """Make a script of seeded random tokens; lengths are at least 1 and roughly log-normal around 8."""
+    """Return a script whose responses are random tokens drawn with a seed. Response lengths are at least 1 and roughly
+    log-normal with median 8."""
 
     def script(request_id: str, prompt_ids: Sequence[int], sample: int) -> Sequence[int]:
         rng = random.Random(f"{seed}/{request_id}/{sample}")
@@ -43,18 +45,20 @@ def random_tokens(vocab_size: int, seed: int = 0) -> Script:
 
 
 def request_latency(request_id: str, seed: int, latency_s: float, sigma: float) -> float:
-    """Return the seconds that an engine of this `seed` takes for a request, log-normal with median `latency_s`.
+    """Return the seconds that a request takes: log-normal with median `latency_s`, drawn with a seed that depends on
+    `seed` and `request_id`.
 
-    A median of 0.0 answers every request at once.
+    A median of 0.0 makes every request take 0 seconds.
     """
     return latency_s and latency_s * random.Random(f"{seed}/{request_id}").lognormvariate(0.0, sigma)
 
 
 class ScriptedEngine:
-    """Runs every request at once, each for its own latency, over which its tokens come at an even pace.
+    """Engine without a model that runs all requests in parallel, each for its own latency, during which its tokens
+    appear at an even pace.
 
-    An abort therefore returns a share of the tokens, and a commit under `keep` leaves those that had time to come with
-    the old version.
+    An abort therefore returns only the tokens that have appeared by then. After a commit in mode `keep`, the tokens
+    that appeared before the commit carry the old version.
     """
 
     died = ""
@@ -73,9 +77,10 @@ class ScriptedEngine:
     ) -> None:
         """Make an engine that serves `version`.
 
-        latency_s: median seconds of a request, log-normal with `latency_sigma` (0.0 is constant), seeded per request.
-        logprob: log-prob reported for every token. tokenizer: needed only by requests with stop texts. receiver: None
-        when weights never change.
+        latency_s: median seconds of a request. latency_sigma: sigma of the log-normal distribution of latencies, each
+        drawn with a seed of its own; 0.0 makes all equal. logprob: log-prob reported for every token. tokenizer: needed
+        only for requests with stop texts. receiver: settings of the receiver of new weights; None when weights never
+        change.
         """
         self._script = script
         self._latency_s = latency_s
@@ -108,15 +113,18 @@ class ScriptedEngine:
 
     @property
     def progress(self) -> int:
-        """Milliseconds in which tokens could be made, which stand still without requests, tokens returned, and buckets
-        received."""
+        """Sum of three counts: tokens returned, buckets of weights received, and, while requests run, the milliseconds
+        since the engine started in which it was not frozen."""
         flowed_ms = int(1000 * self._clock.now()) if self._num_flowing else 0
         return self.stats.tokens + flowed_ms + self._incoming.num_received
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """Return `params.n` completions of the script, cut at max_new_tokens and after the request's own stops.
+        """Return `params.n` completions that the script makes, cut at max_new_tokens and after the first stop token or
+        stop text of the request.
 
-        Raises ValueError for an id that is in flight or a prompt without tokens, RuntimeError when asleep or closed.
+        Raises ValueError when the id is already in flight, the prompt has no tokens, or stop texts are given to an
+        engine without a tokenizer. Raises EngineBroken after `sleep` dropped the weights, RuntimeError when the engine
+        is asleep or closed.
         """
         if self._unusable:
             raise RuntimeError(f"request {request_id!r}: the engine is {self._unusable}")
@@ -150,7 +158,7 @@ class ScriptedEngine:
     # ---------------------------------------------------------------- the flow of tokens
 
     async def _admit(self, request: _Request) -> None:
-        """Wait until all the request's tokens have come, or it was aborted."""
+        """Wait while the engine is paused, and then until all tokens of the request have appeared or it was aborted."""
         while not self._resumed.is_set() and not request.aborted:
             request.changed.clear()
             await request.changed.wait()
@@ -202,7 +210,8 @@ class ScriptedEngine:
         )
 
     def _stopped(self, tokens: Sequence[int], params: SamplingParams) -> tuple[Sequence[int], bool]:
-        """Return the tokens up to the request's first stop, and whether there is one within max_new_tokens."""
+        """Return the tokens up to and including the first stop token or stop text, and True. When there is none within
+        max_new_tokens, return all tokens and False."""
         tokens = list(tokens)
         ends = [index + 1 for index, token in enumerate(tokens) if token in params.stop_token_ids][:1]
         if params.stop:
@@ -244,14 +253,16 @@ class ScriptedEngine:
             request.changed.set()
 
     async def reset_prefix_cache(self) -> None:
-        """Do nothing, as no keys and values are kept."""
+        """No-op: this engine has no cache of keys and values."""
 
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
-        """Receive and verify `update`. Any names and shapes are accepted, as there is no model."""
+        """Receive and verify the new version `update`. Tensors of any names and shapes are accepted, as there is no
+        model."""
         return await self._incoming.prepare(update, lambda: -1 if self._broken else self._version)
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """Serve the prepared `version`. A paused engine stays paused; its frozen requests are kept or ended."""
+        """Put the prepared `version` into service. An engine that was paused stays paused; its frozen requests stay
+        frozen, or are ended when `in_flight` is `abort`."""
         if self._serves(version):
             return CommitReport(version, 0.0, 0.0, 0, 0)
         self._incoming.expect(version)
@@ -283,7 +294,8 @@ class ScriptedEngine:
         self._incoming.drop(version)
 
     async def sleep(self, level: int = 1) -> None:
-        """Take no more requests. Running ones go on, as there is no memory to give back."""
+        """Refuse requests until `wake`. Running requests go on, as there is no memory to free. After level 2, requests
+        are refused until a version is committed."""
         if level not in (1, 2):
             raise ValueError(f"sleep level: got {level}, expected 1 or 2")
         self._unusable = self._unusable or _ASLEEP
@@ -295,7 +307,7 @@ class ScriptedEngine:
             self._unusable = ""
 
     async def close(self) -> None:
-        """Abort all requests and take no more. Idempotent."""
+        """Abort all requests and refuse new ones. Idempotent."""
         self._unusable = "closed"
         for request in self._requests.values():
             request.abort()
@@ -303,7 +315,7 @@ class ScriptedEngine:
 
 
 class _FlowClock:
-    """Counts the seconds in which tokens could be made; it stands still while frozen."""
+    """Clock that counts the seconds in which tokens can be made; it stands still while the engine is frozen."""
 
     def __init__(self) -> None:
         self._past_s = 0.0
@@ -325,18 +337,19 @@ class _FlowClock:
 
 
 class _Request:
-    """A generate call in flight."""
+    """One call of `ScriptedEngine.generate` in progress."""
 
     __slots__ = ("latency_s", "started_s", "flowed_s", "versions", "aborted", "changed")
 
     def __init__(self, latency_s: float) -> None:
         self.latency_s = latency_s
         self.started_s = 0.0
-        """Time on the flow clock at which the request began."""
+        """Time on the engine's flow clock (`_FlowClock`) at which the request began."""
         self.flowed_s = 0.0
         """Seconds of the latency that had passed when the request ended."""
         self.versions: list[tuple[float, int]] = []
-        """Pairs of seconds into the latency and version of the tokens from then on; empty until the request begins."""
+        """Pairs of seconds since the request began and a policy version, which the tokens made from that time on carry.
+        Empty until the request begins."""
         self.aborted = False
         self.changed = asyncio.Event()
 
@@ -349,7 +362,7 @@ class _Request:
         self.changed.set()
 
     def num_flowed(self, wanted: int, flowed_s: float) -> int:
-        """Return how many of `wanted` tokens are made in `flowed_s` seconds of the latency."""
+        """Return how many of `wanted` tokens have appeared `flowed_s` seconds after the request began."""
         if not self.versions:
             return 0
         if flowed_s >= self.latency_s:

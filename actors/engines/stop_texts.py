@@ -1,4 +1,4 @@
-"""Finds texts that end a completion, by decoding its last tokens at every decoding step."""
+"""Finds stop texts, which end a completion, by decoding the last tokens after every decoding step."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 _LEAD_IN = 8
-"""Number of tokens decoded in front of those that a stop text can span. Decoders treat the first tokens specially
-(leading spaces), and special tokens have no text."""
+"""Number of extra tokens that are decoded in front of those that a stop text can span. They are needed because
+tokenizers treat the first tokens specially (leading spaces) and special tokens have no text."""
 
 
 class StopTexts:
-    """Finds `texts` at the end of token rows, wherever a text's borders fall among the tokens."""
+    """Finds any of `texts` at the end of rows of tokens, even where a text begins or ends inside a token."""
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
         """tokenizer: a Hugging Face tokenizer."""
@@ -23,8 +23,8 @@ class StopTexts:
         self._window = max(len(text.encode()) for text in texts) + _LEAD_IN
 
     def ended(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """Tell for each row whether its last tokens contain a stop text, bool `[len(rows)]`. Callers ask after every
-        token."""
+        """Return for each row whether its last tokens contain a stop text, bool `[len(rows)]`. Earlier tokens are not
+        decoded, so it must be called after every new token."""
         if not len(rows):
             return np.zeros(0, dtype=bool)
         tails = self._tokenizer.batch_decode(
@@ -35,7 +35,8 @@ class StopTexts:
         return np.array([any(text in tail for text in self._texts) for tail in tails], dtype=bool)
 
     def first_end(self, tokens: Sequence[int]) -> int | None:
-        """Return the number of tokens up to and including the one that completes a stop text; None when none does."""
+        """Return the number of tokens up to and including the one that completes the first stop text; None when there
+        is no stop text."""
         row = np.asarray(tokens)
         for length in range(1, len(row) + 1):
             if self.ended([row[:length]])[0]:

@@ -10,11 +10,12 @@ import numpy as np
 
 _FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
 _SUFFIXES = (".model", ".tiktoken")
-"""Beginnings and ends of the names of tokenizers' files."""
+"""Extensions of tokenizer files. `_FILES` has the beginnings of the names of other tokenizer files."""
 
 
 def load_tokenizer(path: str) -> Any:
-    """Load the Hugging Face tokenizer of a local folder or hub id. Raises ValueError in one sentence."""
+    """Load the Hugging Face tokenizer of a local folder or hub id. Raises ValueError with a one-sentence message when
+    it cannot be loaded."""
     from transformers import AutoTokenizer  # takes seconds to import, and scripted or dry runs may not need it
 
     folder = Path(path).expanduser()
@@ -34,8 +35,8 @@ def load_tokenizer(path: str) -> Any:
 
 
 def encode_prompts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    """Return the token ids of each text, int64 `[L]`. The tokenizer's special tokens are added, unless the text begins
-    with its own, as a chat template's does."""
+    """Return the token ids of each text, int64 `[L]`. The tokenizer adds its special tokens, unless the text already
+    begins with the tokenizer's begin token, as texts made by a chat template often do."""
     ids: list[np.ndarray] = [np.zeros(0, np.int64)] * len(texts)
     for add_special, chosen in _by_special_tokens(tokenizer, texts).items():
         if chosen:
@@ -46,7 +47,8 @@ def encode_prompts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def count_tokens(tokenizer: Any, texts: Sequence[str]) -> np.ndarray:
-    """Return the number of tokens that `encode_prompts` makes of each text, int64 `[N]`, without making them."""
+    """Return the number of tokens that `encode_prompts` would return for each text, int64 `[N]`. With a fast tokenizer
+    no arrays of ids are made."""
     if not getattr(tokenizer, "is_fast", False):
         return np.array([len(ids) for ids in encode_prompts(tokenizer, texts)], np.int64)
     backend = tokenizer.backend_tokenizer
@@ -60,7 +62,8 @@ def count_tokens(tokenizer: Any, texts: Sequence[str]) -> np.ndarray:
 
 
 def _by_special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[bool, list[int]]:
-    """Return the indices of the texts that get the tokenizer's special tokens (True), and of those that do not."""
+    """Split the indices of `texts` in two groups. True: texts that get the tokenizer's special tokens. False: texts
+    that already begin with the begin token."""
     begin = tokenizer.bos_token
     # A text that starts with the begin token must not get a second one.
     plain = [not (begin and text.startswith(begin)) for text in texts]

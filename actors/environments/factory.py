@@ -10,7 +10,8 @@ from .tools import build_tools
 
 
 def build_environment(config: RolloutConfig) -> Environment:
-    """Build the environment. Raises ValueError in one sentence for an unknown kind or tool."""
+    """Build the environment that `config.environment` names. Raises ValueError with a one-sentence message for an
+    unknown kind or tool."""
     if config.environment == "single_turn":
         return SingleTurn()
     if config.environment == "tool_use":

@@ -17,7 +17,8 @@ class SingleTurn:
     """Plays episodes of one turn: a sample is the prompt followed by one completion."""
 
     async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
-        """Return `params.n` samples in order; raises what the engine raises."""
+        """Generate `params.n` completions of the prompt and return them as samples, in order. Raises what the engine
+        raises."""
         (prompt_ids,) = encode_prompts(tokenizer, [prompt.text])
         completions = await generate_whole(engine, tokenizer, prompt.uid, prompt_ids.tolist(), params)
         texts = response_texts(tokenizer, completions, params)
@@ -28,7 +29,8 @@ class SingleTurn:
 
 
 def response_texts(tokenizer: Any, completions: Sequence[Completion], params: SamplingParams) -> list[str]:
-    """Decode the responses without stop tokens; tokens that complete one of `params.stop` are part of the text."""
+    """Return the text of each completion. A stop token is left out, but tokens that complete a stop text
+    (`params.stop`) are part of the text."""
     texts = decode_responses(tokenizer, [_without_stop(completion) for completion in completions])
     if not params.stop:
         return texts
@@ -40,7 +42,8 @@ def response_texts(tokenizer: Any, completions: Sequence[Completion], params: Sa
 
 
 def _without_stop(completion: Completion) -> np.ndarray:
-    """Return the response's token ids without the stop token, which may be an ordinary token."""
+    """Return the response's token ids without the stop token. Decoding alone would not remove a stop token that is an
+    ordinary token."""
     return completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
 
 

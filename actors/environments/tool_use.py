@@ -1,4 +1,4 @@
-"""The `tool_use` environment lets the policy call tools in its answer and go on with their results.
+"""The `tool_use` environment lets the policy call tools within its answer and go on with their results.
 
 prompt -> "... <tool>calculator: 12*3</tool>" -> "<result>36</result>" -> "... 36"
           turn 0, chosen by the policy           masked                  turn 1, chosen by the policy
@@ -27,16 +27,16 @@ CALL_END = "</tool>"
 _CALL = re.compile(r"<tool>\s*(\w+)\s*:((?:(?!<tool>).)*)" + re.escape(CALL_END), re.DOTALL)
 
 TOOL_TIMEOUT_S = 30.0
-"""Seconds after which a tool's call is given up; the policy gets an error as result."""
+"""Seconds after which a tool call is given up; the policy then gets an error text as the result."""
 NUM_TOOL_THREADS = 32
-"""Largest number of tools that run at the same time in a rollout actor."""
+"""Largest number of tool calls that run at the same time in a rollout actor."""
 
 
 class ToolUse:
-    """Plays episodes of up to `max_turns` turns; each turn ends with a call of a tool, or with the answer.
+    """Plays episodes of up to `max_turns` turns; each turn ends with a tool call or with the answer.
 
-    Tools run in threads of their own, so that one that hangs holds up nothing else. A tool may also be an `async def`,
-    which is awaited.
+    Each tool call runs in a thread of its own, so that a tool that hangs does not hold up anything else. A tool may
+    also be an `async def`, which is awaited.
     """
 
     def __init__(self, tools: Mapping[str, Tool], max_turns: int) -> None:
@@ -47,11 +47,14 @@ class ToolUse:
         self._threads = UserThreads("tools", NUM_TOOL_THREADS)
 
     async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
-        """Return `params.n` samples in order; raises what the engine raises, but a turn that it refuses only fails its
-        episode. Raises TooManyHang when too many calls of tools have not returned.
+        """Play `params.n` episodes of the prompt and return their samples, in order.
 
-        `params.max_new_tokens` limits an episode's tokens after the prompt, results of tools included. A sample's text
-        is that of its last turn, the answer. An episode that ends with a call has finish_reason `length`.
+        `params.max_new_tokens` limits the tokens of an episode after the prompt, including the results of tools. The
+        text of a sample is the text of its last turn, the answer. An episode that ends with a tool call has
+        finish_reason `length`.
+
+        Raises what the engine raises, except for errors of the types in EPISODE_ERRORS, which only fail the episode in
+        which they occur. Raises TooManyHang when too many tool calls have not returned.
         """
         (prompt_ids,) = encode_prompts(tokenizer, [prompt.text])
         episodes = [
@@ -92,7 +95,8 @@ class ToolUse:
         return episode.sample("length")
 
     async def _answer(self, name: str, arguments: str) -> str:
-        """Return the tool's result, or what is wrong with the call, so that the policy can learn from it."""
+        """Run a tool and return its result as text, or a text that says what is wrong with the call, so that the policy
+        can learn from it."""
         tool = self._tools.get(name)
         if tool is None:
             return f"error: no tool {name}, there is {', '.join(self._tools)}"
@@ -109,7 +113,8 @@ class ToolUse:
 
 
 def find_call(text: str) -> tuple[str, str] | None:
-    """Return tool and arguments of the call that `text` ends with; None when it does not end with a call."""
+    """Return the name of the tool and the arguments of the call that `text` ends with; None when it does not end with a
+    call."""
     if not text.rstrip().endswith(CALL_END):
         return None
     calls = _CALL.findall(text)
@@ -117,7 +122,8 @@ def find_call(text: str) -> tuple[str, str] | None:
 
 
 class _Episode:
-    """Columns of one sample, which grow turn by turn."""
+    """An episode in progress: the columns of its sample (token ids, mask, log-probs, versions), which grow with every
+    turn."""
 
     def __init__(self, prompt: Prompt, index: int, prompt_ids: np.ndarray) -> None:
         self.prompt = prompt
@@ -135,13 +141,13 @@ class _Episode:
         return len(self.ids) - self._num_prompt
 
     def add_turn(self, completion: Completion, text: str) -> None:
-        """Append tokens that the policy chose."""
+        """Append the tokens that the policy chose in one turn."""
         count = len(completion.token_ids)
         self._append(completion.token_ids, np.ones(count, np.uint8), completion.logprobs, completion.versions)
         self._text = text
 
     def add_result(self, ids: np.ndarray) -> None:
-        """Append a tool's result, which is not trained on."""
+        """Append the tokens of a tool's result, which are not trained on."""
         count = len(ids)
         self._append(ids, np.zeros(count, np.uint8), np.zeros(count, np.float32), np.full(count, -1, np.int32))
 
@@ -152,7 +158,8 @@ class _Episode:
         self._versions = np.concatenate([self._versions, versions])
 
     def sample(self, finish_reason: str, error: str = "") -> Sample:
-        """Make the finished sample. error: what the episode failed with."""
+        """Return the episode as a finished sample. error: text of the error that the episode failed with; "" when it
+        did not fail."""
         return Sample(
             prompt=self.prompt,
             index=self.index,

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from ...codecs.imports import import_object
 
 Tool = Callable[[str], str | Awaitable[str]]
-"""Function from the text of a call's arguments to the text of its result; it may be an `async def`. The policy gets its
-errors as result."""
+"""Type of a tool: a function, possibly an `async def`, that takes the arguments of a call as text and returns the
+result as text. If it raises, the policy gets the error message as the result."""
 
 _MAX_LENGTH = 200
 _MAX_BITS = 4096
@@ -28,9 +28,10 @@ _UNARY: Mapping[type[ast.unaryop], Callable] = {ast.UAdd: operator.pos, ast.USub
 
 
 def calculator(expression: str) -> str:
-    """Return the value of an arithmetic expression of numbers, brackets and + - * / // % **.
+    """Return the value, as text, of an arithmetic expression of numbers, brackets and + - * / // % **.
 
-    Raises ValueError for anything else, ZeroDivisionError, OverflowError for numbers above 4096 bits.
+    Raises ValueError for anything else and for more than 200 characters, ZeroDivisionError for a division by zero, and
+    OverflowError for integers above 4096 bits.
     """
     if len(expression) > _MAX_LENGTH:
         raise ValueError(f"the expression has {len(expression)} characters, expected at most {_MAX_LENGTH}")
@@ -69,10 +70,10 @@ TOOLS: Mapping[str, Tool] = {"calculator": calculator}
 
 
 def build_tools(names: Sequence[str]) -> dict[str, Tool]:
-    """Return the tools by name.
+    """Return the tools in `names`, by name.
 
-    names: names in TOOLS, or import paths `package.module:function`, whose tool has the function's name. Raises
-    ValueError in one sentence for an unknown name, a path that cannot be imported, or a name given twice.
+    names: names in TOOLS, or import paths `package.module:function`; such a tool has the name of the function. Raises
+    ValueError with a one-sentence message for an unknown name, a path that cannot be imported, or a name given twice.
     """
     tools: dict[str, Tool] = {}
     for entry in names:

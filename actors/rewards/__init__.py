@@ -1,1 +1,1 @@
-"""Rewards: the built-in reward functions, and the rubric that adds rewards up to one score."""
+"""Rewards: the built-in reward functions, and the rubric that combines reward functions into one score."""

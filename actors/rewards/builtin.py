@@ -18,9 +18,10 @@ def exact_match(prompt: Prompt, response: str, finish_reason: str) -> float:
 
 
 def per_position(prompt: Prompt, response: str, finish_reason: str) -> float:
-    """Return the share, 0.0 to 1.0, of characters at which the stripped response and answer agree.
+    """Return the share, 0.0 to 1.0, of character positions at which the stripped response and answer agree.
 
-    The longer of the two counts as the whole, so missing and extra characters are wrong. Two empty texts give 1.0.
+    The share is taken of the longer text, so that missing and extra characters count as wrong. Two empty texts give
+    1.0.
     """
     given, expected = response.strip(), prompt.answer.strip()
     whole = max(len(given), len(expected))
@@ -28,10 +29,12 @@ def per_position(prompt: Prompt, response: str, finish_reason: str) -> float:
 
 
 class Format:
-    """Reward of 1.0 when the whole stripped response matches a pattern and the model ended it itself, else 0.0."""
+    """Reward of 1.0 when the whole stripped response matches a pattern and the model ended the response itself
+    (finish_reason `stop`), else 0.0."""
 
     def __init__(self, pattern: str) -> None:
-        """pattern: a regular expression, in which `.` also matches newlines. Raises ValueError when it is not one."""
+        """pattern: a regular expression, in which `.` also matches newlines. Raises ValueError when it is not a valid
+        one."""
         try:
             self._pattern = re.compile(pattern, re.DOTALL)
         except (re.error, TypeError) as error:
@@ -48,9 +51,9 @@ class Overlong:
     """
 
     def __init__(self, max_length: int, cache: int) -> None:
-        """max_length: most tokens that the policy may generate, stop token included, that is `rollout.max_new_tokens`
-        (20480 in the paper). cache: number of tokens below it over which the reward falls (4096 in the paper). Raises
-        ValueError unless 1 <= cache <= max_length."""
+        """max_length: largest number of tokens that the policy may generate, stop token included, that is
+        `rollout.max_new_tokens` (20480 in the paper). cache: number of tokens below `max_length` over which the reward
+        falls (4096 in the paper). Raises ValueError unless 1 <= cache <= max_length."""
         for name, value in (("max_length", max_length), ("cache", cache)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"reward overlong: {name} {value!r}, expected a whole number of tokens, 1 or more")

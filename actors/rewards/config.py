@@ -18,8 +18,8 @@ class RewardFunctionConfig(Section):
     kind: str
     """Kind of the reward function. `exact_match` is 1 for a response equal to the expected answer, else 0.
     `per_position` is the share of characters that agree with the answer. `format` is 1 for a finished response that
-    matches the regular expression `options.pattern`, else 0. `overlong` falls from 0 to -1 over the last
-    `options.cache` of `options.max_length` tokens (arXiv:2503.14476). Your own function or class is given as
+    matches the regular expression `options.pattern`, else 0. `overlong` falls from 0 to -1 as the response grows over
+    the last `options.cache` of `options.max_length` tokens (arXiv:2503.14476). Your own function or class is given as
     `package.module:function`."""
     weight: float = 1.0
     """Factor of the function's value in a sample's reward. A function of weight 0 is only logged."""
@@ -44,7 +44,7 @@ class RewardFunctionConfig(Section):
 
 
 class RewardConfig(Section):
-    """The rubric, whose reward of a sample is the sum of weight x value over its functions."""
+    """The rubric. A sample's reward is the sum of weight x value over its reward functions."""
 
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(kind="exact_match"),)
     """Reward functions of the rubric: a list of sections with the keys below."""

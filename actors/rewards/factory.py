@@ -1,4 +1,4 @@
-"""Builds rewards, and the rubric that weighs them, from the section `reward` of the configuration."""
+"""Builds reward functions, and the rubric that weights them, from the section `reward` of the configuration."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ BUILT_REWARDS: dict[str, Any] = {
 
 
 def build_rubric(functions: Sequence[RewardFunctionConfig], tagged: Collection[str] = ()) -> Rubric:
-    """The rubric. `tagged`: labels of the functions whose own value rows are tagged with.
+    """Build the rubric from the configured reward functions.
 
-    Raises ValueError for a path that cannot be imported or options that do not fit.
+    tagged: labels of the functions whose unweighted values become tags of the rows. Raises ValueError for a path that
+    cannot be imported, or for options that do not fit.
     """
     return Rubric(
         [(function.label, build_reward(function), function.weight) for function in functions],
@@ -33,7 +34,10 @@ def build_rubric(functions: Sequence[RewardFunctionConfig], tagged: Collection[s
 
 
 def check_rewards(functions: Sequence[RewardFunctionConfig]) -> None:
-    """Raise as `build_rubric` does for mistakes, without building users' own classes, which may load a model."""
+    """Check the configured reward functions without building users' own classes, which may load a model.
+
+    Raises ValueError for a path that cannot be imported, or for options that do not fit.
+    """
     for config in functions:
         if config.kind in BUILT_REWARDS:
             build_reward(config)
@@ -43,7 +47,11 @@ def check_rewards(functions: Sequence[RewardFunctionConfig]) -> None:
 
 
 def build_reward(config: RewardFunctionConfig) -> Reward:
-    """Build one reward. Raises like `build_rubric`."""
+    """Build one reward function.
+
+    Raises ValueError for a path that cannot be imported, for options that do not fit, and for a class whose objects
+    cannot be called.
+    """
     target = _target(config.kind)
     options = dict(config.options)
     is_class = inspect.isclass(target)
@@ -57,7 +65,7 @@ def build_reward(config: RewardFunctionConfig) -> Reward:
 
 
 def _target(kind: str) -> Any:
-    """Return the function or class that `kind` names."""
+    """Return the function or class that `kind` names. Raises ValueError when it cannot be imported or called."""
     if ":" not in kind:
         return BUILT_REWARDS[kind]
     target = import_object(kind, "reward")

@@ -1,4 +1,4 @@
-"""`Rubric` adds named rewards and their weights up to one score per sample."""
+"""`Rubric` combines named reward functions and their weights into one score for each sample."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import numpy as np
 from ..protocols import Prompt, Reward, Score
 
 TOKENS = "response_tokens"
-"""Name of the parameter that makes a reward a TokenReward."""
+"""Name of the parameter by which a reward function asks for the length of the response in tokens; see TokenReward."""
 
 
 class TokenReward(Protocol):
-    """A reward that depends on the response's length in tokens, which it gets by the keyword `response_tokens`."""
+    """Reward function that depends on the length of the response in tokens, which it gets as the keyword argument
+    `response_tokens`."""
 
     def __call__(self, prompt: Prompt, response: str, finish_reason: str, /, *, response_tokens: int) -> float: ...
 
@@ -28,12 +29,14 @@ def reward_tag(name: str) -> str:
 
 
 class Rubric:
-    """Scores responses. A reward that raises makes its sample invalid and never ends the run."""
+    """Scores responses with several reward functions. An exception in one of them makes the sample invalid and is not
+    raised."""
 
     def __init__(self, rewards: Sequence[tuple[str, Reward | TokenReward, float]], tagged: Sequence[str] = ()) -> None:
-        """rewards: name, function and weight of each reward. tagged: names of the rewards whose values become row tags.
+        """rewards: name, function and weight of each reward. tagged: names of the rewards whose values become tags of
+        the rows.
 
-        Raises ValueError when there are none, for a name given twice or a weight that is not finite.
+        Raises ValueError when there are no rewards, when a name is given twice, and for a weight that is not finite.
         """
         if not rewards:
             raise ValueError("reward: got no functions, expected at least one")
@@ -59,11 +62,13 @@ class Rubric:
         response_tokens: int | None = None,
         begin: Callable[[str], None] = lambda name: None,
     ) -> Score:
-        """Return the weighted total. The sample is not valid when a reward raises or returns no finite number.
+        """Return the weighted sum of the rewards. The sample is invalid when a reward raises or does not return a
+        finite number.
 
-        Values of the other rewards are kept in `components`, and the first failure is named in `error`.
-        response_tokens: number of tokens that the policy chose, stop token included. None stands for an unknown number,
-        and then every reward that asks for it fails. begin: is called with each reward's name before it runs.
+        In that case `components` has the values of the other rewards, and `error` describes the first failure.
+        response_tokens: number of tokens that the policy chose, stop token included. None means that the number is
+        unknown; every reward that asks for it then fails. begin: callback that is called with the name of each reward
+        before it runs.
         """
         components: dict[str, float] = {}
         errors: list[str] = []
@@ -83,7 +88,7 @@ class Rubric:
 
 
 def takes_tokens(reward: Any) -> bool:
-    """Tell whether a reward is a TokenReward."""
+    """Return whether a reward function takes the keyword argument `response_tokens` and so is a TokenReward."""
     try:
         return TOKENS in inspect.signature(reward).parameters
     except ValueError:  # some built-in callables have no signature

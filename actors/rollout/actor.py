@@ -1,6 +1,7 @@
-"""The rollout actor: a Ray actor that hosts one rollout worker, built from plain data.
+"""`RolloutActor`, the Ray actor that hosts one rollout worker and is built from plain data.
 
-It embeds its engine, or sends its prompts through a router to engine actors, whose handles the driver gives it.
+The actor runs its engine in its own process, or sends its prompts through a router to engine actors, whose Ray handles
+the driver gives it.
 """
 
 from __future__ import annotations
@@ -30,46 +31,52 @@ from .prompts import PromptStream, open_prompts
 from .worker import RolloutWorker
 
 VALIDATION_UID = "val-"
-"""Prefix of the uids of held-out prompts. Those of the training stream are base 36 and never hold a hyphen."""
+"""Prefix of the uids of validation prompts. Uids of training prompts are base-36 numbers, which never contain a
+hyphen."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSetup:
-    """The plain data that a rollout actor is built from."""
+    """Everything that a rollout actor is built from, as plain data that is sent to its process."""
 
     name: str
-    """The actor's name in errors, traces and the data plane's status."""
+    """Name of the actor in errors, traces and the data plane's status."""
     threads: int
-    """Number of compute threads of the process."""
+    """Number of threads that torch computes with in the actor's process."""
     seed: int
-    """Seed of a generated task's prompts, and of the order in which a finite source is read."""
+    """Seed of the prompts that a generated task makes, and of the order in which a finite source is read."""
     engine: EngineConfig | None
-    """Engine that is embedded; None when the engines are actors, which `set_engines` and `add_engine` bring."""
+    """Engine that the actor runs in its own process. None when the engines are separate actors, which `set_engines` and
+    `add_engine` supply."""
     rollout: RolloutConfig
-    """Section `rollout`, of which the environment's keys are read here; the engine has its own copy."""
+    """Section `rollout` of the configuration. Only its keys for the environment are read here; the engine has its own
+    copy."""
     tokenizer: str
     """Folder or hub id of the tokenizer."""
     rewards: tuple[RewardFunctionConfig, ...]
     """Reward functions that score every sample."""
     tagged_rewards: frozenset[str]
-    """Labels of the rewards whose own values are tags of the rows, for advantages that need more than the total."""
+    """Labels of the reward functions whose unweighted values become tags of the rows, for advantages that need more
+    than the total reward."""
     data: DataConfig
-    """Section `data`: the source of prompts."""
+    """Section `data` of the configuration: the sources of prompts."""
     validates: bool
-    """Whether this actor also opens the validation prompts."""
+    """True if this actor also opens the validation prompts."""
     check_prompts: bool
-    """Whether this actor looks for prompts above `data.max_prompt_tokens` in both sources, where they are an error."""
+    """True if this actor looks for prompts of more than `data.max_prompt_tokens` tokens in the training and validation
+    sources and treats them as an error."""
     data_plane: DataPlaneHandle
     reward_timeout_s: float = 60.0
-    """Seconds that the rewards of a row may take."""
+    """Seconds after which the reward functions of a row are given up."""
     engine_timeout_s: float = 120.0
-    """Seconds that a request waits for an engine actor when none is left."""
+    """Seconds that a request waits for an engine actor when none is available."""
     journal: JournalConfig | None = None
-    """Journal in which finished groups are kept; None when there is no journal."""
+    """Settings of the journal that keeps finished groups on disk; None when there is no journal."""
 
 
 class RolloutActor(EngineHost):
-    """Hosts one RolloutWorker; an async Ray actor: `ray.remote(RolloutActor).options(...).remote(setup)`."""
+    """Asynchronous Ray actor that hosts one RolloutWorker. It is created by
+    `ray.remote(RolloutActor).options(...).remote(setup)`."""
 
     def __init__(self, setup: RolloutSetup) -> None:
         super().__init__(setup.name)
@@ -79,13 +86,13 @@ class RolloutActor(EngineHost):
 
     @property
     def worker(self) -> RolloutWorker:
-        """The worker. Raises RuntimeError before `build`."""
+        """The hosted rollout worker. Raises RuntimeError before `build`."""
         if self._worker is None:
             raise RuntimeError(f"{self._name}: not built yet (build comes first)")
         return self._worker
 
     def _target(self, method: str) -> object:
-        """The actor for its own methods, else its worker."""
+        """Return the object on which `call` runs `method`: this actor if it has the method, else its worker."""
         return self if hasattr(self, method) else self.worker
 
     def _build(self) -> GenerationEngine:
@@ -120,15 +127,17 @@ class RolloutActor(EngineHost):
         return engine
 
     def data_notes(self) -> tuple[str, ...]:
-        """Return sentences for the user about the prompts that `build` opened: what was chosen or left out."""
+        """Return sentences for the user about the prompts that `build` opened, such as which split was chosen and how
+        many prompts were left out."""
         return self._data_notes
 
     # ---------------------------------------------------------------- engines that are actors of their own
 
     async def set_engines(self, names: Sequence[str], handles: Sequence[Any]) -> None:
-        """Send requests to these EngineActors, which are built, and to no others. handles: Ray's, in order of `names`.
+        """Send requests to these engine actors, on which `build` must have been called, and to no others. handles: Ray
+        handles in the order of `names`.
 
-        Engines that are there already stay as they are. Raises EngineDied naming the first that does not answer.
+        Engines that are in use already are not touched. Raises EngineDied naming the first engine that does not answer.
         """
         wanted = dict(zip(names, handles, strict=True))
         for name in set(self._router.names) - set(wanted):
@@ -138,9 +147,10 @@ class RolloutActor(EngineHost):
         )
 
     async def add_engine(self, name: str, handle: Any) -> None:
-        """Send requests to one more EngineActor, or again to one that was left out.
+        """Start sending requests to one more engine actor, or again to one that was removed from routing. handle: its
+        Ray handle.
 
-        Raises EngineDied when it does not answer, ValueError when it is there already.
+        Raises EngineDied when the engine does not answer, and ValueError when one of this name is already in use.
         """
         engine = RemoteEngine(name, handle)
         try:
@@ -151,9 +161,10 @@ class RolloutActor(EngineHost):
             raise
 
     async def remove_engine(self, name: str, grace_s: float = 0.0) -> None:
-        """Send nothing more to an engine; after `grace_s` seconds its requests move to others.
+        """Stop sending requests to an engine. Its requests that are not answered after `grace_s` seconds move to other
+        engines.
 
-        Unknown names are ignored, as the engine may have been left out meanwhile.
+        Unknown names are ignored, because the engine may have been removed from routing in the meantime.
         """
         if name in self._router.names:
             await (await self._router.remove(name, grace_s)).close()
@@ -166,13 +177,14 @@ class RolloutActor(EngineHost):
         return engine
 
     async def progress(self) -> int:
-        """Number that changes whenever the engine or the worker gets on. Raises EngineDied when the engine is gone."""
+        """Return a number that changes whenever the engine or the worker makes progress. Raises EngineDied when the
+        engine has died."""
         return self._engine.progress + self.worker.progress
 
     # ---------------------------------------------------------------- the end
 
     async def close(self) -> None:
-        """Close the worker and the engine that is embedded. Engine actors go on running. Idempotent."""
+        """Close the worker, and the engine if it runs in this process. Engine actors keep running. Idempotent."""
         if self._hosted is not None:
             await self._hosted.close()
         if self._worker is not None:

@@ -15,42 +15,45 @@ class DataConfig(Section):
     file, the folder of a Hugging Face dataset, or the id of a dataset on the hub."""
     validation: str | None = None
     """Source of validation prompts, with the same choices as `data.train`. Unset: the held-out part of a generated
-    task, or with `data.validation_split` the same dataset as `data.train`."""
+    task, or the same dataset as `data.train` if `data.validation_split` is set."""
     subset: str | None = None
     """Name of the configuration of a Hugging Face dataset that has several, such as `main` of openai/gsm8k."""
     split: str = "train"
     """Name of the split of a Hugging Face dataset that is trained on."""
     validation_subset: str | None = None
-    """Name of the configuration of `data.validation`. Unset: `data.subset` if that is the dataset of `data.train`, else
-    none."""
+    """Name of the configuration of the dataset that validation reads. Unset: `data.subset` if that is the dataset of
+    `data.train`, else none."""
     validation_split: str | None = None
-    """Name of the split that validation reads. Unset: `validation`, or `test` where there is none; a dataset that is
-    also trained on must have one of them, another one may have `data.split` or a single split instead."""
+    """Name of the split that validation reads. Unset: `validation`, or `test` where there is none. A dataset that
+    training also reads must have one of these; any other dataset may instead have a single split or the one named by
+    `data.split`."""
     prompt_field: str = "prompt"
     """Name of the column that holds the prompt: text, or a list of chat messages."""
     answer_field: str = "answer"
     """Name of the column that holds the expected answer. An empty name means that there are no answers."""
     template: str = "{prompt}"
-    """Python format string over a row's columns that makes the prompt's text. `{prompt}` stands for the prompt column,
-    whatever its name is, and for chat messages after the chat template."""
+    """Python format string that makes the prompt's text from the columns of a row. `{prompt}` stands for the prompt
+    column, whatever its name is. For chat messages, `{prompt}` is the text that the chat template makes of them."""
     chat_template: Literal["messages", "all"] = "messages"
-    """Prompts that go through the chat template of the model's tokenizer. `messages` are those that are chat messages;
-    a text is the model's input as it is. With `all` a text, as `data.template` makes it, becomes a user message."""
+    """Prompts to which the chat template of the model's tokenizer is applied. `messages`: only those that are chat
+    messages; a text prompt is the model's input as it is. `all`: also text prompts, which become a user message after
+    `data.template` is applied."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Arguments of the chat template, such as `{enable_thinking: false}`. One that the template does not read is an
-    error."""
+    """Arguments that are passed to the chat template, such as `{enable_thinking: false}`. An argument that the template
+    does not read is an error."""
     system_prompt: str | None = None
-    """System message that is put before chat messages that do not begin with one."""
+    """System message that is put in front of chat messages that do not begin with one."""
     options: dict[str, Any] = {}
     """Options of a generated task, such as `min_digits` and `max_digits`."""
     max_prompt_tokens: Count = 512
-    """Largest number of tokens of a prompt, the chat template's included."""
+    """Largest number of tokens of a prompt, including those that the chat template adds."""
     overlong_prompts: Literal["error", "drop"] = "error"
-    """Treatment of prompts from a file or dataset above `data.max_prompt_tokens`, which all are looked for at the
-    start. `error` ends the run there; `drop` leaves them out and says how many they were."""
+    """Treatment of prompts from a file or dataset that have more than `data.max_prompt_tokens` tokens. All prompts are
+    checked at the start. `error` ends the run; `drop` leaves out the prompts that are too long and reports how many
+    there were."""
 
     def source(self, *, validation: bool) -> str:
-        """Return the source of the training or of the validation prompts."""
+        """Return the source of the validation prompts if `validation` is True, else that of the training prompts."""
         return (self.validation if validation else None) or self.train
 
     @property

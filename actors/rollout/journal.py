@@ -2,11 +2,12 @@
 
     finished group -> append -> put -> trained on -> checkpoint -> trim
                         |  after kill -9 anywhere from here to the checkpoint,
-                        +--> the resumed run finds the group and puts it as it is
+                        +--> the resumed run finds the group and puts it unchanged
 
-Every rollout actor appends to its own segment files in one folder and reads those of all actors, because another actor
-may take over a prompt. Files are not flushed to the disk: a killed process loses nothing that it has written, as the
-operating system holds it, but a host that loses power may lose the last seconds' groups.
+A group is all rows of one prompt. Every rollout actor appends to its own segment files in one folder and reads those of
+all actors, because another actor may take over a prompt. Files are not flushed to the disk. A killed process loses
+nothing that it has written, as the operating system holds it, but a host that loses power may lose the groups of the
+last seconds.
 """
 
 from __future__ import annotations
@@ -36,28 +37,28 @@ class JournalConfig:
     """Settings of a run's journal, as plain data."""
 
     folder: str
-    """Folder that all rollout actors can read and write; made when missing."""
+    """Folder that all rollout actors can read and write. It is created when missing."""
     fingerprint: str
-    """Fingerprint of all settings that decide how a group comes out, besides the policy's weights. Groups with another
-    fingerprint are ignored."""
+    """Text that represents all settings that influence the content of a group, besides the policy's weights. Groups
+    with another fingerprint are ignored."""
     purpose: Purpose = "resume"
-    """Use of the journal. `resume` keeps groups without failed rows until a checkpoint covers them; `record` keeps all
-    groups for good; `replay` writes nothing, and a missing group is an error."""
+    """Purpose of the journal. `resume` keeps groups without failed rows until a checkpoint covers them. `record` keeps
+    all groups for good. `replay` writes nothing, and a missing group is an error."""
 
 
 @dataclass(slots=True)
 class _Segment:
-    """Known contents of one segment file."""
+    """What this process knows of one segment file, a file of the journal that one writer appends to."""
 
     end: int = 0
-    """End in bytes of the last whole record that was read."""
+    """Byte offset of the end of the last complete record that was read."""
     positions: set[int] = field(default_factory=set)
-    """Positions of the prompts whose groups are in the file."""
+    """Positions, in the prompt stream, of the prompts whose groups are in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Place of a position's latest record."""
+    """Location of the latest record of one position of the prompt stream."""
 
     stamp: int
     path: Path
@@ -65,13 +66,14 @@ class _Entry:
 
 
 class GroupJournal:
-    """One writer's access to the journal. Threads may share it. All calls use the disk, so an event loop must not block
-    on them."""
+    """Access to the journal for one writer, such as a rollout actor. Threads may share it. All methods use the disk, so
+    they must not be called directly in an event loop."""
 
     def __init__(self, config: JournalConfig, writer: str) -> None:
-        """writer: part of the names of its files, which a later writer of the same name does not overwrite.
+        """writer: name that becomes part of the names of this writer's files. A later writer of the same name does not
+        overwrite them.
 
-        Raises ValueError when there is nothing to replay.
+        Raises ValueError when the purpose is `replay` and the folder does not exist.
         """
         self._folder = Path(config.folder)
         self.purpose: Purpose = config.purpose
@@ -85,16 +87,16 @@ class GroupJournal:
         self._segments: dict[Path, _Segment] = {}
         self._latest: dict[int, _Entry] = {}
         self._stamp = 0
-        """Highest stamp of any record read or written."""
+        """Highest stamp (number that orders records) of any record read or written."""
         self._open: tuple[Path, int] | None = None
-        """Path and descriptor of the segment being written; None when there is none."""
+        """Path and file descriptor of the segment file that is being written; None when there is none."""
         self._lock = threading.Lock()
 
     def append(self, groups: Iterable[JournaledGroup]) -> None:
-        """Write one record for each group; a position's record replaces earlier ones.
+        """Write one record for each group. A record replaces earlier ones of the same position in the prompt stream.
 
-        Killing this process after the call loses none of them, and killing it during the call loses only the groups not
-        yet written. Raises OSError naming the file, usually for lack of room.
+        Killing this process after the call loses no group; killing it during the call loses only the groups not yet
+        written. Raises OSError naming the file when it cannot be written, usually because the disk is full.
         """
         with self._lock:
             for group in groups:
@@ -103,19 +105,21 @@ class GroupJournal:
                 self._write(encode_record(group, self._fingerprint, self._stamp))
 
     def refresh(self) -> None:
-        """Read the heads of all records that any writer has added since the last call. Raises DamagedJournal."""
+        """Read the heads of all records that any writer has added since the last call. Raises DamagedJournal when a
+        head is damaged."""
         with self._lock:
             self._refresh()
 
     @property
     def positions(self) -> list[int]:
-        """Positions of all prompts that had a group at the last `refresh`, ascending."""
+        """Positions, in the prompt stream, of all prompts that had a group at the last `refresh`, ascending."""
         return sorted(self._latest)
 
     def find_all(self, positions: Iterable[int]) -> list[JournaledGroup]:
-        """Refresh, and return the groups of those prompts at `positions` that have one.
+        """Call `refresh`, and return the groups of those prompts at `positions` that are in the journal.
 
-        Raises DamagedJournal, and in a replay ValueError naming a prompt without a group.
+        Raises DamagedJournal when a record is damaged. In a replay, raises ValueError naming the position of a prompt
+        without a group.
         """
         self.refresh()
         found = {position: self.find(position) for position in positions}
@@ -129,9 +133,9 @@ class GroupJournal:
         return [group for group in found.values() if group is not None]
 
     def find(self, position: int) -> JournaledGroup | None:
-        """Return the latest group of the prompt at `position` as of the last `refresh`; None when there is none.
+        """Return the latest group of the prompt at `position`, as of the last `refresh`; None when there is none.
 
-        Raises DamagedJournal.
+        Raises DamagedJournal when its record is damaged.
         """
         entry = self._latest.get(position)
         if entry is None:
@@ -142,10 +146,11 @@ class GroupJournal:
             return None
 
     def trim(self, first: int, outstanding: Collection[int]) -> None:
-        """Remove all writers' segments whose positions are all below `first` and not in `outstanding`.
+        """Remove the segment files, of all writers, in which every position is below `first` and not in `outstanding`.
 
-        It ends the segment being written, so that a later call can remove it; segments that other processes are writing
-        stay. Idempotent; journals that are not for `resume` are left as they are. Raises DamagedJournal.
+        The segment file that this process is writing is ended first, so that it can be removed too, now or later. Files
+        that other processes are writing stay. Idempotent; does nothing unless the purpose is `resume`. Raises
+        DamagedJournal when a record is damaged.
         """
         if self.purpose != "resume":
             return
@@ -159,7 +164,7 @@ class GroupJournal:
             self._refresh()
 
     def close(self) -> None:
-        """End the segment being written; a later append starts another. Idempotent."""
+        """End the segment file that is being written; a later append starts another one. Idempotent."""
         with self._lock:
             self._end_segment()
 
@@ -202,9 +207,10 @@ class GroupJournal:
             raise OSError(error.errno, f"journal: {path} cannot be written: {error.strerror}") from error
 
     def _begin_segment(self) -> tuple[Path, int]:
-        """Make a new file, locked while this process writes to it; the lock ends with the process in any case.
+        """Create a new segment file, locked while this process writes to it, and return its path and descriptor.
 
-        Its name has the time, because readers know a file by its name, and the name of a removed file must not return.
+        The operating system releases the lock when the process ends, however it ends. The file's name contains the
+        time, because readers recognise a file by its name, and the name of a removed file must not be used again.
         """
         while True:
             path = self._folder / f"{self._writer}-{time.time_ns()}{_SUFFIX}"
@@ -224,7 +230,7 @@ class GroupJournal:
 
 
 def _sizes(folder: Path) -> dict[Path, int]:
-    """Return the size in bytes of each segment."""
+    """Return the size in bytes of each segment file in `folder`."""
     sizes = {}
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -235,9 +241,9 @@ def _sizes(folder: Path) -> dict[Path, int]:
 
 
 def _remove_unless_written(path: Path, end: int) -> None:
-    """Remove a segment, unless a process is writing to it or has written records after `end`.
+    """Remove a segment file, unless a process is writing to it or it has records after byte `end`.
 
-    A segment that is gone already is ignored.
+    A file that is gone already is ignored.
     """
     try:
         descriptor = try_lock(path)

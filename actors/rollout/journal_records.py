@@ -6,8 +6,8 @@ bytes 48-55  xxh3 of bytes 0-47
 then         body: 8 bytes length of the contents, contents (`codecs/messages.py`), the parts of the rows' block
              (`codecs/blocks.py`), one after another
 
-The two checksums tell a record that a kill cut short, which may end a file, from one whose bytes have changed, which
-must not be used.
+With the two checksums, a reader can distinguish a record that was cut short by a kill from a record whose bytes have
+changed. The first may stand at the end of a file; the second must not be used.
 """
 
 from __future__ import annotations
@@ -35,30 +35,32 @@ HEAD_BYTES = _HEAD.size + _DIGEST.size
 
 
 class DamagedJournal(RuntimeError):
-    """A record's bytes are not those that were written. The message names the file and the record's first byte."""
+    """The bytes of a record are not those that were written. The message names the file and the byte at which the
+    record begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class JournaledGroup:
-    """One finished group as the journal keeps it."""
+    """One finished group (all rows of a prompt), as the journal keeps it."""
 
     position: int
     """Position of the group's prompt in the run's prompt stream."""
     rows: RolloutRows
     figures: GroupFigures
-    """Counts and sums that the group adds to the report of the actor that puts it."""
+    """Counts and sums that the group adds to the report of the rollout actor that puts it into the data plane."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordHead:
-    """Head of a record, in front of its body."""
+    """Head of a record, which stands in front of its body."""
 
     fingerprint: int
     """Hash of the settings that the group was made with (`JournalConfig.fingerprint`)."""
     position: int
     """Position of the group's prompt in the run's prompt stream."""
     stamp: int
-    """Number that grows from record to record; the record with the highest stamp of a position counts."""
+    """Number that grows from record to record. Of several records of one position, the one with the highest stamp is
+    valid."""
     nbytes: int
     """Number of bytes of the body."""
     digest: int
@@ -67,7 +69,7 @@ class RecordHead:
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """Contents of a record's body besides its rows."""
+    """Contents of a record's body besides the bytes of its rows."""
 
     keys: list[str]
     versions: np.ndarray
@@ -77,7 +79,7 @@ class _Contents:
 
 
 def encode_record(group: JournaledGroup, fingerprint: int, stamp: int) -> bytes:
-    """Encode the group as one record."""
+    """Return the group encoded as one record of the journal."""
     rows = group.rows
     block = encode_block(rows.batch, 0, rows.batch.num_rows, checksum=False)
     contents = messages.encode(_Contents(rows.keys, rows.versions, dict(rows.tags), group.figures, block.layout))
@@ -87,10 +89,12 @@ def encode_record(group: JournaledGroup, fingerprint: int, stamp: int) -> bytes:
 
 
 def read_heads(path: Path, start: int) -> tuple[list[tuple[int, RecordHead]], int]:
-    """Return offset and head of every whole record from byte `start` on, and the end of the last of them.
+    """Return the byte offset and head of every complete record from byte `start` on, and the byte at which the last of
+    them ends.
 
     An incomplete record at the end of the file is left out, because its writer was killed in the middle of it or is
-    still writing it. Bodies are not read. Raises DamagedJournal, FileNotFoundError.
+    still writing it. Bodies are not read. Raises DamagedJournal when a head is damaged, and FileNotFoundError when
+    there is no such file.
     """
     found = []
     descriptor = os.open(path, os.O_RDONLY)
@@ -108,9 +112,9 @@ def read_heads(path: Path, start: int) -> tuple[list[tuple[int, RecordHead]], in
 
 
 def read_group(path: Path, offset: int) -> JournaledGroup:
-    """Read the group of the record that begins at byte `offset`, into its own memory.
+    """Read the record that begins at byte `offset` and return its group, which does not share memory with the file.
 
-    Raises DamagedJournal, FileNotFoundError.
+    Raises DamagedJournal when the record is damaged, and FileNotFoundError when there is no such file.
     """
     with open(path, "rb") as file:
         file.seek(offset)
@@ -150,7 +154,7 @@ def _decode_head(data: bytes, path: Path, offset: int) -> RecordHead:
 
 
 def _decode_rows(data: np.ndarray, layout: BlockLayout) -> Batch:
-    """Decode the rows of a whole block whose parts lie one after another in `data` (uint8 1-D)."""
+    """Decode all rows of a block (an encoded batch) whose parts lie one after another in `data`, uint8 1-D."""
     ends = np.cumsum(layout.part_bytes)
     parts = dict(enumerate(np.split(data, ends[:-1])))
     schema, num_rows, lengths = read_header(parts[0])

@@ -13,7 +13,7 @@ from .config import DataConfig
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 HELD_OUT_SPLITS = ("validation", "test")
-"""Splits that validation reads unless `data.validation_split` names one, in order of preference."""
+"""Names of the splits that validation reads when `data.validation_split` is unset, in order of preference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +23,15 @@ class PromptRows:
     name: str
     """Path or id of the source."""
     rows: Any
-    """Sequence of dicts by column: a list, or a `datasets.Dataset`."""
+    """Sequence of rows, each a dict from column name to value: a list, or a `datasets.Dataset`."""
     split: str | None = None
-    """Split of the dataset that was read; None where the source has no splits."""
+    """Name of the split that was read; None when the source has no splits."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def dicts(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """Return the rows from `start` up to `stop`, in one read."""
+        """Return the rows `start` to `stop - 1` as dicts, in one read of the source."""
         part = self.rows[start:stop]
         if isinstance(part, list):
             return part
@@ -40,9 +40,9 @@ class PromptRows:
 
 
 def load_rows(config: DataConfig, *, validation: bool = False) -> PromptRows:
-    """Load all rows of the training source, or with `validation` those of the validation source.
+    """Load all rows of the training source, or of the validation source if `validation` is True.
 
-    Raises ValueError in one sentence.
+    Raises ValueError with a one-sentence message when the source cannot be read or does not fit the configuration.
     """
     source = config.source(validation=validation)
     path = Path(source).expanduser()
@@ -63,14 +63,16 @@ def load_rows(config: DataConfig, *, validation: bool = False) -> PromptRows:
 
 
 def subset_of(config: DataConfig, *, validation: bool) -> str | None:
-    """Return the configuration of the dataset that training, or with `validation` validation, reads."""
+    """Return the name of the dataset configuration that training reads, or that validation reads if `validation` is
+    True; None when none is named."""
     if not validation or (config.validation_subset is None and config.source(validation=True) == config.train):
         return config.subset
     return config.validation_subset
 
 
 def validation_note(config: DataConfig, rows: PromptRows) -> str | None:
-    """Return a sentence about the prompts that validation reads where the configuration does not say it."""
+    """Return a sentence that tells the user which prompts validation reads, when the configuration does not name the
+    split or when they are also trained on; else None."""
     same = config.source(validation=True) == config.train
     if rows.split is not None and config.validation_split is None:
         return f"validation reads the split {rows.split!r} of {rows.name} (data.validation_split is not set)"
@@ -80,7 +82,8 @@ def validation_note(config: DataConfig, rows: PromptRows) -> str | None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Read one JSON object from each line; blank lines are skipped. Raises ValueError naming file and line."""
+    """Read one JSON object from each line; blank lines are skipped. Raises ValueError naming the file, and the line
+    that is not a JSON object."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -118,7 +121,11 @@ def _load_split(config: DataConfig, source: str, path: Path, validation: bool) -
 
 
 def _validation_split(config: DataConfig, source: str, splits: Sequence[str]) -> str:
-    """Return the split that validation reads: the one that is named, else a held-out one, never that of training."""
+    """Return the name of the split that validation reads: the configured one, else `validation` or `test`, else, for a
+    dataset that training does not read, its only split or `data.split`.
+
+    Raises ValueError when training reads the dataset and it has neither a `validation` nor a `test` split left.
+    """
     if config.validation_split is not None:
         return config.validation_split
     trained = source == config.train and subset_of(config, validation=True) == config.subset
@@ -135,7 +142,7 @@ def _validation_split(config: DataConfig, source: str, splits: Sequence[str]) ->
 
 
 def _load_dataset(config: DataConfig, source: str, path: Path, validation: bool) -> tuple[Any, Any]:
-    """Return the dataset, and the package `datasets`."""
+    """Load the dataset `source`, and return it together with the package `datasets`."""
     try:
         import datasets  # takes seconds to import, and most runs do not need it
     except ModuleNotFoundError:

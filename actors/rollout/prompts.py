@@ -1,4 +1,4 @@
-"""Reads prompts from files, datasets and tasks, and orders them as the run's prompt stream by position 0, 1, 2, ..."""
+"""Reads prompts from files, datasets and tasks, and orders them as the run's prompt stream (positions 0, 1, 2, ...)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def open_source(config: DataConfig, tokenizer: Any = None, *, seed: int = 0, validation: bool = False) -> PromptSource:
-    """The source of training or validation prompts, checked: it exists, is not empty, has the columns, and its first
-    row fits the template.
+    """Open the source of the training or validation prompts.
 
-    tokenizer: Hugging Face tokenizer, needed when prompts are chat messages. seed: seed of a generated task's prompts.
-    validation: whether to open the validation prompts, which a generated task has in its held-out part. Raises
-    ValueError in one sentence.
+    Checks that the source exists, is not empty and has the configured columns, and that its first row fits the
+    template. tokenizer: Hugging Face tokenizer, needed when prompts are chat messages. seed: seed of the prompts of a
+    generated task. validation: True opens the validation prompts, which for a generated task are its held-out part.
+    Raises ValueError with a one-sentence message when a check fails.
     """
     source = config.source(validation=validation)
     if source.startswith("task:"):
@@ -39,10 +39,11 @@ def open_source(config: DataConfig, tokenizer: Any = None, *, seed: int = 0, val
 
 
 class TableSource:
-    """PromptSource that makes prompts of the rows of a file or dataset."""
+    """PromptSource that makes prompts from the rows of a file or dataset."""
 
     def __init__(self, config: DataConfig, rows: PromptRows, tokenizer: Any = None) -> None:
-        """Check the first row."""
+        """Check the arguments of the chat template and the first row. Raises ValueError when they do not fit or there
+        are no rows."""
         self.name = rows.name
         self.size: int | None = len(rows)
         self.table = rows
@@ -57,7 +58,7 @@ class TableSource:
         return self._row(self.table.rows[index], index)
 
     def texts(self, start: int, stop: int) -> list[str]:
-        """Return the texts of the prompts from `start` up to `stop`."""
+        """Return the texts of the prompts `start` to `stop - 1`."""
         return [self._row(row, index).text for index, row in enumerate(self.table.dicts(start, stop), start)]
 
     def _row(self, row: Mapping[str, Any], index: int) -> PromptRow:
@@ -77,8 +78,9 @@ class TableSource:
         return row[name]
 
     def _text(self, row: Mapping[str, Any], prompt: Any, index: int) -> str:
-        """Return the model's input: chat messages are rendered and then put into the template, a text is put into the
-        template and then, with data.chat_template=all, becomes the user's message."""
+        """Return the text that the model gets for a prompt. Chat messages are rendered by the chat template and then
+        put into `data.template`. A text prompt is put into `data.template` and then, with `data.chat_template=all`,
+        becomes a user message."""
         if isinstance(prompt, list):
             return self._formatted(row, self._chat(prompt, index), index)
         if not isinstance(prompt, str) or not prompt:
@@ -123,7 +125,8 @@ class TableSource:
             ) from error
 
     def _check_template_arguments(self) -> None:
-        """Raise ValueError for an argument that the chat template does not read, as the template would ignore it."""
+        """Raise ValueError for an argument in `data.chat_template_kwargs` that the chat template does not read, as the
+        template would ignore it."""
         given = self._config.chat_template_kwargs
         template = str(getattr(self._tokenizer, "chat_template", None) or "")
         for name in given:
@@ -143,14 +146,15 @@ class TableSource:
 
 
 class PromptStream:
-    """Makes an endless, seeded sequence of a source, in which every actor finds the same prompt at a position.
+    """Endless sequence of the prompts of a source, in an order made from a seed. Every actor finds the same prompt at a
+    position.
 
     A finite source is read epoch by epoch, each epoch in its own order; an endless one is read in its own order.
     """
 
     def __init__(self, source: PromptSource, *, seed: int = 0, shuffle: bool = True, uid_prefix: str = "") -> None:
-        """shuffle: whether each epoch of a finite source has its own random order. uid_prefix: prefix that keeps the
-        uids of two streams apart."""
+        """shuffle: True gives each epoch of a finite source its own random order. uid_prefix: prefix of the prompts'
+        uids, which keeps the uids of two streams apart."""
         self._source = source
         self._seed = seed
         self._shuffle = shuffle
@@ -158,7 +162,8 @@ class PromptStream:
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     def __getitem__(self, position: int) -> Prompt:
-        """The prompt at `position` (0 or more); its uid is the position in base 36."""
+        """Return the prompt at `position` (0 or more). Its uid is the stream's prefix followed by the position in base
+        36."""
         size = self._source.size
         index = position
         if size is not None:
@@ -174,12 +179,12 @@ class PromptStream:
 
 
 def row_key(prompt_uid: str, sample: int) -> str:
-    """Return the key of one sample's row."""
+    """Return the key that the row of one sample has in the data plane."""
     return f"{prompt_uid}.{sample}"
 
 
 def base36(number: int) -> str:
-    """Write `number` (0 or more) in digits 0-9a-z."""
+    """Return `number` (0 or more) in base 36, with the digits 0-9a-z."""
     digits = ""
     while True:
         number, digit = divmod(number, 36)
@@ -189,10 +194,10 @@ def base36(number: int) -> str:
 
 
 class KeptSource:
-    """PromptSource of some rows of another one."""
+    """PromptSource with some of the rows of another source."""
 
     def __init__(self, source: PromptSource, kept: np.ndarray) -> None:
-        """kept: indices of the rows that stay, ascending, int64 `[N]`."""
+        """kept: indices, in `source`, of the rows that stay, ascending, int64 `[N]`."""
         self.name = source.name
         self.size: int | None = len(kept)
         self._source = source
@@ -218,7 +223,8 @@ def prompt_lengths(source: PromptSource, tokenizer: Any) -> np.ndarray:
 def check_prompt_lengths(source: PromptSource, tokenizer: Any, max_tokens: int) -> int:
     """Tokenise the source's prompts (the first 1000 of an endless one), and return the length of the longest in tokens.
 
-    Raises ValueError naming the first prompts above `max_tokens` with their lengths, and how many there are.
+    Raises ValueError when prompts have more than `max_tokens` tokens. The message names the first of them with their
+    lengths, and says how many there are.
     """
     lengths = prompt_lengths(source, tokenizer)
     too_long = np.flatnonzero(lengths > max_tokens)
@@ -233,9 +239,9 @@ def check_prompt_lengths(source: PromptSource, tokenizer: Any, max_tokens: int) 
 
 
 def without_overlong(source: PromptSource, tokenizer: Any, max_tokens: int) -> tuple[PromptSource, int]:
-    """Return the source without its prompts above `max_tokens`, and how many these were.
+    """Return the source without its prompts of more than `max_tokens` tokens, and the number of prompts left out.
 
-    Raises ValueError when no prompt would be left.
+    Raises ValueError when no prompt is left.
     """
     lengths = prompt_lengths(source, tokenizer)
     kept = np.flatnonzero(lengths <= max_tokens)
@@ -249,22 +255,23 @@ def without_overlong(source: PromptSource, tokenizer: Any, max_tokens: int) -> t
 
 @dataclass(frozen=True, slots=True)
 class OpenedPrompts:
-    """The prompts of a run."""
+    """Opened sources of a run's training and validation prompts."""
 
     train: PromptSource
     validation: PromptSource | None
-    """Held-out prompts; None in a run that does not validate."""
+    """Source of the validation prompts; None in a run that does not validate."""
     notes: tuple[str, ...]
-    """Sentences for the user about what was chosen or left out."""
+    """Sentences for the user about what was chosen or left out, such as the split that validation reads."""
 
 
 def open_prompts(
     config: DataConfig, tokenizer: Any, *, seed: int, validates: bool, check_lengths: bool
 ) -> OpenedPrompts:
-    """Open the sources of a run's prompts. With `data.overlong_prompts=drop` they are without those that are too long.
+    """Open the sources of a run's prompts. With `data.overlong_prompts=drop`, prompts of finite sources that are too
+    long are left out.
 
-    check_lengths: whether prompts that are too long are an error with `data.overlong_prompts=error`. Raises ValueError
-    in one sentence.
+    validates: True opens the validation prompts too. check_lengths: True makes any other prompt that is too long an
+    error. Raises ValueError with a one-sentence message when a source cannot be opened or its prompts do not fit.
     """
     sources, notes = list[PromptSource](), list[str]()
     for validation in (False, True) if validates else (False,):

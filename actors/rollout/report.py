@@ -14,18 +14,20 @@ from ..protocols import Sample, Score, Span, SpanTable
 
 @dataclass(frozen=True, slots=True)
 class RolloutReport:
-    """Results of one `rollout` call, or of several merged. They are sums, so that reports merge exactly."""
+    """Results of one `rollout` call, or of several merged. They are totals instead of means, so that reports merge
+    exactly."""
 
     rows: int
-    """Number of rows put."""
+    """Number of rows put into the data plane."""
     failed: int
-    """Number of rows whose reward raised or whose generation was aborted; they are masked and in no reward figure."""
+    """Number of rows whose reward or episode failed or whose generation was aborted. They are masked, and no reward
+    figure includes them."""
     first_error: str
     """Error of the first failed row; "" when none failed."""
     truncated: int
-    """Number of rows cut by max_new_tokens."""
+    """Number of rows whose response was cut off at max_new_tokens."""
     prompt_tokens: int
-    """Number of prompt tokens of all rows; a group's prompt counts once per row."""
+    """Number of prompt tokens of all rows; the prompt of a group counts once for each row."""
     response_tokens: int
     """Number of response tokens of all rows."""
     response_length_max: int
@@ -33,17 +35,17 @@ class RolloutReport:
     reward_sum: float
     """Sum of the total rewards of the rows that did not fail."""
     component_sums: Mapping[str, float]
-    """Sum of each reward's own value, unweighted, over the rows that did not fail, by name."""
+    """Sum of the unweighted values of each reward function over the rows that did not fail, by name."""
     generate_s: float
-    """Wall seconds from the call's start to its last finished episode."""
+    """Wall-clock seconds from the start of the call to the end of its last episode."""
     traffic: bytes
-    """This actor's data-plane calls since its last report, encoded by `Traffic.to_bytes`."""
+    """Statistics of this actor's data-plane calls since its last report, encoded by `Traffic.to_bytes`."""
     spans: SpanTable
-    """Timed pieces of work for the trace."""
+    """Timed pieces of work, for the run's trace."""
     left_out: tuple[LeftOut, ...] = ()
-    """Engines that were left out since the last report; their requests went to others."""
+    """Engines that were removed from routing since the last report; their requests went to other engines."""
     restored: int = 0
-    """Number of rows taken from the journal instead of generated; the other figures count them like the others."""
+    """Number of rows taken from the journal instead of generated. The other counts and sums include these rows."""
     restored_tokens: int = 0
     """Number of response tokens of the rows taken from the journal."""
 
@@ -53,12 +55,13 @@ class RolloutReport:
         return self.rows - self.failed
 
     def component_means(self) -> dict[str, float]:
-        """Return the mean of each reward's own value over the rows that did not fail, by name."""
+        """Return the mean of the unweighted values of each reward function over the rows that did not fail, by name."""
         return {name: total / self.valid for name, total in self.component_sums.items()} if self.valid else {}
 
 
 def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
-    """Merge the reports of actors that worked at the same time: counts and traffic add up, seconds are the longest."""
+    """Merge the reports of actors that worked at the same time. Counts, sums and traffic add up; of seconds and lengths
+    the largest is taken."""
     names = dict.fromkeys(name for report in reports for name in report.component_sums)
     return RolloutReport(
         rows=sum(r.rows for r in reports),
@@ -84,20 +87,21 @@ class ValidationReport:
     """Results of one `validate` call."""
 
     rows: int
-    """Number of answered samples."""
+    """Number of samples that were generated."""
     failed: int
-    """Number of rows whose reward raised or whose generation was aborted."""
+    """Number of samples whose reward or episode failed or whose generation was aborted."""
     first_error: str
-    """Error of the first failed row; "" when none failed."""
+    """Error of the first failed sample; "" when none failed."""
     sums: Mapping[str, float]
-    """Sum of each figure, by its key in the metrics; see `FigureSums`."""
+    """Sum of each validation figure, by its key in the metrics; see `FigureSums`."""
     counts: Mapping[str, int]
-    """Number of samples or prompts in each sum, by key."""
+    """Number of samples or prompts that each sum was taken over, by key."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFigures:
-    """Counts and sums that some rows, usually those of a group, add to a report; fields are named as there."""
+    """Counts and sums that some rows, usually those of a group, add to a RolloutReport. The fields have the same names
+    and meaning as there."""
 
     rows: int
     failed: int
@@ -111,7 +115,7 @@ class GroupFigures:
 
 
 def group_figures(samples: Sequence[Sample], scores: Sequence[Score]) -> GroupFigures:
-    """Count and sum up scored samples."""
+    """Return the counts and sums of scored samples."""
     lengths = [int(np.count_nonzero(sample.response_mask)) for sample in samples]
     failed = [score for score in scores if not score.valid]
     component_sums: dict[str, float] = {}
@@ -133,7 +137,7 @@ def group_figures(samples: Sequence[Sample], scores: Sequence[Score]) -> GroupFi
 
 @dataclass(slots=True)
 class RolloutTally:
-    """Collects the values of a RolloutReport while a call runs."""
+    """Collects the values of a RolloutReport while a `rollout` call runs."""
 
     rows: int = 0
     failed: int = 0
@@ -150,7 +154,7 @@ class RolloutTally:
     restored_tokens: int = 0
 
     def add(self, group: GroupFigures, *, restored: bool = False) -> None:
-        """Add a group. restored: whether it comes from the journal."""
+        """Add the figures of a group. restored: True if the group comes from the journal."""
         self.rows += group.rows
         self.failed += group.failed
         self.first_error = self.first_error or group.first_error
@@ -166,7 +170,7 @@ class RolloutTally:
             self.restored_tokens += group.response_tokens
 
     def report(self, traffic: Traffic, left_out: Sequence[LeftOut] = ()) -> RolloutReport:
-        """Make the report."""
+        """Return the values collected so far as a RolloutReport."""
         return RolloutReport(
             rows=self.rows,
             failed=self.failed,

@@ -16,19 +16,21 @@ from ..rewards.rubric import reward_tag
 
 @dataclass(frozen=True, slots=True)
 class RolloutRows:
-    """N rows with all that a put needs."""
+    """N rows with everything that is needed to put them into the data plane."""
 
     keys: list[str]
-    """`{prompt_uid}.{sample}`."""
+    """Keys of the rows, each `{prompt_uid}.{sample}`."""
     versions: np.ndarray
     """Policy version of each row's oldest token, int64 `[N]`."""
     tags: Mapping[str, np.ndarray]
-    """Tags by name, `[N]` each: POSITION is int64, all others are float32."""
+    """Tags of the rows (metadata beside the fields): tag name -> array `[N]`. POSITION, the prompt's position in the
+    prompt stream, is int64; all others are float32."""
     batch: Batch
-    """Columns of ROLLOUT_FIELDS."""
+    """Columns of the rows, one for each field in ROLLOUT_FIELDS."""
 
     def split(self, counts: Sequence[int]) -> list[RolloutRows]:
-        """Split the rows in order into parts of the given numbers of rows, as views. `counts` adds up to N."""
+        """Split the rows, in order, into consecutive parts, as views. counts: number of rows of each part; they must
+        add up to N."""
         ends = np.cumsum(counts).tolist()
         assert ends[-1:] == [len(self.keys)], (counts, len(self.keys))
         return [self._part(end - count, end) for count, end in zip(counts, ends, strict=True)]
@@ -39,7 +41,8 @@ class RolloutRows:
 
 
 def join(parts: Sequence[RolloutRows]) -> RolloutRows:
-    """Concatenate the rows of `parts` (one or more, with the same tags) as copies."""
+    """Concatenate the rows of `parts` by copying them. There must be at least one part, and all must have the same
+    tags."""
     return RolloutRows(
         [key for part in parts for key in part.keys],
         np.concatenate([part.versions for part in parts]),
@@ -51,9 +54,11 @@ def join(parts: Sequence[RolloutRows]) -> RolloutRows:
 def rollout_rows(
     samples: Sequence[Sample], scores: Sequence[Score], tagged: Sequence[str] = ()
 ) -> tuple[Batch, dict[str, np.ndarray]]:
-    """Make rows of ROLLOUT_FIELDS of the samples, and their tags (float32 `[N]` each). Failed rows are masked.
+    """Convert N samples and their scores to rows with the fields ROLLOUT_FIELDS, and to tags (tag name -> float32
+    `[N]`). Failed rows are masked.
 
-    tagged: names of rewards whose own values become tags, too (`reward_tag`), with 0 for failed rows.
+    tagged: names of the rewards whose unweighted values also become tags, named by `reward_tag`, with 0 for failed
+    rows.
     """
     valid = np.array([score.valid for score in scores], dtype=bool)
     lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
@@ -83,9 +88,10 @@ def rollout_rows(
 
 
 def version_spans(versions: np.ndarray, lengths: np.ndarray) -> Ragged:
-    """Compress one version per token to spans of equal version, int32 `[S, 2]` per row: first token and version.
+    """Compress one policy version per token to spans of tokens with equal version. A row of S spans gets int32 `[S,
+    2]`: index of each span's first token in the row, and version.
 
-    versions: versions of all rows' tokens in order, int32 `[sum(lengths)]`. Rows without tokens have no spans.
+    versions: versions of the tokens of all rows in order, int32 `[sum(lengths)]`. Rows without tokens have no spans.
     """
     row = np.repeat(np.arange(len(lengths)), lengths)
     starts = np.cumsum(lengths) - lengths

@@ -1,7 +1,7 @@
 """Built-in tasks generate prompts and answers from a seed, so that nothing needs to be downloaded.
 
-A task's training and held-out prompts are disjoint, because a prompt is held out when its text hashes into one bucket
-of ten. Both parts are endless, and prompt i is a function of (seed, split, i).
+A task has a training part and a held-out part, which never share a prompt: a prompt is held out when the hash of its
+text falls into the first of ten buckets. Both parts are endless, and prompt i is a function of (seed, part, i).
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ _TRIES = 10_000
 
 
 def reverse(rng: random.Random, *, min_digits: int = 3, max_digits: int = 8) -> PromptRow:
-    """Make a prompt like `r48213=` with answer `31284`; lengths from min_digits to max_digits are equally likely."""
+    """Make a prompt like `r48213=` with answer `31284`. Lengths from min_digits to max_digits are equally likely."""
     digits = "".join(rng.choices("0123456789", k=rng.randint(min_digits, max_digits)))
     return PromptRow(f"r{digits}=", digits[::-1], {"num_digits": len(digits)})
 
 
 def arithmetic(rng: random.Random, *, min_digits: int = 1, max_digits: int = 2) -> PromptRow:
-    """Make a prompt like `12+30=` with answer `42`: two numbers without leading zeros, all lengths equally likely."""
+    """Make a prompt like `12+30=` with answer `42`. The two numbers have no leading zeros, and their lengths from
+    min_digits to max_digits are equally likely."""
     left, right = (_number(rng, rng.randint(min_digits, max_digits)) for _ in range(2))
     return PromptRow(f"{left}+{right}=", str(left + right), {"left": left, "right": right})
 
@@ -38,18 +39,18 @@ TASKS: dict[str, Callable[..., PromptRow]] = {"reverse": reverse, "arithmetic": 
 
 
 def is_held_out(text: str) -> bool:
-    """Tell whether a prompt belongs to the held-out part, which does not depend on the seed."""
+    """Return whether a prompt belongs to the held-out part of its task. The answer does not depend on the seed."""
     return zlib.crc32(text.encode()) % _HELD_OUT_BUCKETS == 0
 
 
 class TaskSource:
-    """PromptSource that generates a task's prompts without end."""
+    """PromptSource that generates the prompts of a built-in task, without end."""
 
     size = None
 
     def __init__(self, task: str, *, held_out: bool, seed: int = 0, options: Mapping[str, Any] | None = None) -> None:
-        """options: the task's options, `min_digits` and `max_digits`. Raises ValueError in one sentence for an unknown
-        task or option."""
+        """options: the task's options, `min_digits` and `max_digits`. Raises ValueError with a one-sentence message for
+        an unknown task, or for an option that is unknown or does not fit."""
         if task not in TASKS:
             near = difflib.get_close_matches(task, TASKS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -62,7 +63,7 @@ class TaskSource:
         self.row(0)  # fails now if the options leave this part without prompts
 
     def row(self, index: int) -> PromptRow:
-        """Return prompt `index` of this part of the task."""
+        """Return the prompt at `index` of the training or held-out part, whichever this source reads."""
         part = "held_out" if self._held_out else "train"
         rng = random.Random(f"{self._seed}/{part}/{index}")
         for _ in range(_TRIES):
@@ -72,7 +73,7 @@ class TaskSource:
         raise ValueError(f"data.options: {self._options} leave {self.name} no {part} prompts, expected a wider range")
 
     def texts(self, start: int, stop: int) -> list[str]:
-        """Return the texts of the prompts from `start` up to `stop`."""
+        """Return the texts of the prompts `start` to `stop - 1`."""
         return [self.row(index).text for index in range(start, stop)]
 
 

@@ -1,4 +1,4 @@
-"""Computes a validation's figures: means over all samples, and what the best of several samples of a prompt reaches."""
+"""Computes the metrics of a validation: means over all samples, and best-of-K values over the samples of a prompt."""
 
 from __future__ import annotations
 
@@ -12,64 +12,70 @@ if TYPE_CHECKING:  # the configuration imports this module, and a mistake in it 
     from ..protocols import Sample, Score
 
 REWARD = "val/reward"
-"""Key of the mean total reward, and with `/NAME` of the mean of one reward function's own value."""
+"""Key of the mean total reward. With `/NAME` appended it is the key of the mean unweighted value of one reward
+function."""
 EXACT_MATCH = "val/exact_match"
-"""Key of the share of samples that equal the expected answer, surrounding white space aside."""
+"""Key of the share of samples whose response equals the expected answer, apart from surrounding white space."""
 RESPONSE_LENGTH = "val/response_length_mean"
 """Key of the mean number of response tokens."""
 
 
 def figure_names(rewards: Sequence[str], n: int) -> list[str]:
-    """Return the keys of all figures that can tell how good a policy is. rewards: names of the reward functions.
+    """Return the keys of all figures that tell how good a policy is: means and best-of-K values of rewards and exact
+    match.
 
-    n: number of samples of each prompt.
+    rewards: names of the reward functions. n: number of samples of each prompt.
     """
     means = [REWARD, EXACT_MATCH, *(f"{REWARD}/{name}" for name in rewards)]
     return means + [best_of(key, count) for key in means for count in best_counts(n)]
 
 
 def find_figure(name: str, known: Collection[str]) -> str | None:
-    """Return the key among `known` that a user means by `name`: the key itself, without `val/`, or a reward's name."""
+    """Return the key in `known` that a user means by `name`; None when there is none. `name` may be the key itself, the
+    key without `val/`, or the name of a reward function."""
     return next((key for key in (name, f"val/{name}", f"{REWARD}/{name}") if key in known), None)
 
 
 def best_counts(n: int) -> list[int]:
-    """Return the numbers K of samples whose best one has a figure: the powers of two from 2 on, and `n`."""
+    """Return the numbers K for which best-of-K figures are computed when a prompt has `n` samples: the powers of two
+    from 2 to `n`, and `n` itself. There are none when `n` is 1."""
     return sorted({2**power for power in range(1, n.bit_length()) if 2**power <= n} | ({n} if n > 1 else set()))
 
 
 def best_of(key: str, count: int) -> str:
-    """Return the key of what the best of `count` samples of a prompt reaches in the figure `key`."""
+    """Return the key of the best-of-K figure that belongs to the figure `key`, with K = `count`, such as `val/pass@4`
+    for exact match."""
     return {REWARD: f"val/best@{count}", EXACT_MATCH: f"val/pass@{count}"}.get(key, f"{key}/best@{count}")
 
 
 def needs_answers(key: str) -> bool:
-    """Tell whether a figure is about exact matches: it is a share, and exists only where prompts have answers."""
+    """Return whether a figure is about exact matches. Such a figure is a share, and it exists only where prompts have
+    answers."""
     return key == EXACT_MATCH or key.startswith("val/pass@")
 
 
 def expected_best(values: Sequence[float], count: int) -> float:
-    """Return the expected largest of `count` values that are drawn from `values` without replacement.
+    """Return the expected maximum of `count` values that are drawn from `values` without replacement.
 
-    With values of 0 and 1 this is the unbiased pass@k (Chen et al. 2021, arXiv:2107.03374).
+    When all values are 0 or 1, this is the unbiased pass@k (Chen et al. 2021, arXiv:2107.03374).
     """
     ascending, draws = sorted(values), math.comb(len(values), count)
     return sum(math.comb(index, count - 1) / draws * value for index, value in enumerate(ascending))
 
 
 class FigureSums:
-    """Sums up figures over prompts, so that those of several actors add up exactly."""
+    """Sums of validation figures over prompts. The sums of several actors add up to exact totals."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
-        """Sum of each figure over samples, or over prompts where it is about the best of several samples, by key."""
+        """Sum of each figure, by key: over samples, or over prompts if it is a best-of-K figure."""
         self.counts: dict[str, int] = {}
-        """Number of samples or prompts in each sum, by key; a figure that nothing was added to is absent."""
+        """Number of samples or prompts in each sum, by key. A figure to which nothing was added has no entry."""
 
     def add_group(self, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
-        """Add the scored samples of one prompt. Failed rows are in no reward's figure.
+        """Add the scored samples of one prompt. Failed rows do not count in the figures of rewards.
 
-        A sample counts for exact match when its prompt has an answer, whatever its rewards do.
+        A sample counts for exact match whenever its prompt has an answer, even if its rewards failed.
         """
         for sample in samples:
             self.add(RESPONSE_LENGTH, float(np.count_nonzero(sample.response_mask)), 1)
@@ -95,5 +101,5 @@ class FigureSums:
         self.counts[key] = self.counts.get(key, 0) + count
 
     def means(self) -> dict[str, float]:
-        """Return each figure's mean, by key."""
+        """Return the mean of each figure, by key."""
         return {key: total / self.counts[key] for key, total in self.sums.items()}

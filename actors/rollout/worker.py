@@ -4,7 +4,7 @@
         |                                                                                ^
         +-- groups that the journal has from before a kill ------------------------------+
 
-Groups that finish while an earlier one is being put share the next put.
+A group is all rows of one prompt. Groups that finish while an earlier one is being put share the next put.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from .rows import RolloutRows, join, rollout_rows
 from .validation_figures import FigureSums
 
 _RESTORED_TOGETHER = 16
-"""Number of groups from the journal that share a put."""
+"""Largest number of groups from the journal that are put together in one call."""
 
 
 class RolloutWorker:
-    """Rolls out prompts with an engine, an environment and rewards. Calls may run concurrently."""
+    """Generates and scores samples of prompts, with an engine, an environment and reward functions. Calls may run
+    concurrently."""
 
     def __init__(
         self,
@@ -53,8 +54,8 @@ class RolloutWorker:
         journal: GroupJournal | None = None,
         reward_timeout_s: float = 60.0,
     ) -> None:
-        """held_out: prompts of `validate`; None when the run has none. journal: keeps finished groups; None to keep
-        none. reward_timeout_s: seconds that the rewards of a row may take."""
+        """held_out: prompts that `validate` reads; None when the run has none. journal: keeps finished groups on disk;
+        None to keep none. reward_timeout_s: seconds after which the reward functions of a row are given up."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -66,13 +67,14 @@ class RolloutWorker:
         self._left_out: list[LeftOut] = []
         self._open: set[_OpenCall] = set()
         self.progress = 0
-        """Number of episodes ended, samples scored, groups kept and puts made: it grows while calls get on."""
+        """Number that grows while calls make progress: whenever the episodes of a prompt end, a sample is scored, or
+        finished groups are kept or put."""
         # Users' reward functions may be slow or hang, so they run in a thread while generation and other calls go on.
         self._scoring = UserThreads("rewards", 1)
         self._reward_timeout_s = reward_timeout_s
 
     def note_left_out(self, engine: LeftOut) -> None:
-        """Mention in the next report that `engine` gets no more requests."""
+        """Record that the router removed `engine` from routing, so that the next report mentions it."""
         self._left_out.append(engine)
 
     async def rollout(
@@ -83,16 +85,17 @@ class RolloutWorker:
         fresh: bool = False,
         traced: bool = False,
     ) -> RolloutReport:
-        """Roll out the prompts at `positions` of the stream, `params.n` rows each, into `partition`.
+        """Generate and score `params.n` samples for each prompt at `positions` of the prompt stream, and put them as
+        rows into the data plane's partition `partition`.
 
-        Rows have the keys `{prompt_uid}.{sample}`; each finished group is put as a whole. A failed row is also put, but
-        masked: its response_mask, its log-probs and its tags `valid` and `reward` are 0. That is a row whose rewards
-        failed or took too long, or whose episode failed with one of EPISODE_ERRORS. When an episode fails otherwise, or
-        a put, or the call is cancelled, the other episodes are ended before the error is raised; groups already put
-        stay.
+        Each finished group (the rows of one prompt) is put as a whole, and its rows have the keys
+        `{prompt_uid}.{sample}`. Groups that are in the journal are put as they are, unless `fresh` is True: then all
+        groups are generated, and replace those in the journal. traced: True if the report is to have spans.
 
-        Groups that the journal has are put as they are, unless `fresh`: then all are generated and replace those in the
-        journal. traced: whether the report has spans.
+        A row fails when its rewards fail or take too long, when its generation is aborted, or when its episode fails
+        with one of EPISODE_ERRORS. A failed row is also put, but masked: its response_mask, its log-probs and its tags
+        `valid` and `reward` are 0. When an episode fails with another error, a put fails, or the call is cancelled, the
+        remaining episodes are ended before the error is raised; groups already put stay.
         """
         tally, call = RolloutTally(), _OpenCall()
         self._open.add(call)
@@ -107,7 +110,7 @@ class RolloutWorker:
         return tally.report(self._client.stats.take(), left_out)
 
     def end_rollouts(self) -> None:
-        """Make the running calls of `rollout` return with the groups that are finished by now."""
+        """Make the running calls of `rollout` return early, with only the groups that are finished by now."""
         for call in self._open:
             call.end()
 
@@ -153,9 +156,10 @@ class RolloutWorker:
                 await self._score_and_put(by_position, partition, tally)
 
     async def validate(self, start: int, count: int, params: SamplingParams) -> ValidationReport:
-        """Answer `count` held-out prompts from position `start` on, `params.n` samples each, without putting any row.
+        """Generate and score `params.n` samples for each of `count` validation prompts from position `start` on. No
+        rows are put.
 
-        Raises ValueError when the run has no held-out prompts.
+        Raises ValueError when the run has no validation prompts.
         """
         if self._held_out is None:
             raise ValueError("validation: the run has no held-out prompts, expected data.validation to be set")
@@ -184,12 +188,13 @@ class RolloutWorker:
         )
 
     async def trim_journal(self, first: int, outstanding: Sequence[int]) -> None:
-        """Trim the journal, since a checkpoint covers all prompts below position `first` except `outstanding`."""
+        """Remove from the journal the groups that a checkpoint covers: those of all positions below `first`, except
+        `outstanding` (see `GroupJournal.trim`). Does nothing without a journal."""
         if self._journal is not None:
             await asyncio.to_thread(self._journal.trim, first, outstanding)
 
     async def close(self) -> None:
-        """Close journal and client; the engine belongs to whoever made it. Idempotent."""
+        """Close the journal and the data-plane client; the engine is closed by whoever created it. Idempotent."""
         if self._journal is not None:
             self._journal.close()
         await self._client.close()
@@ -204,12 +209,13 @@ class RolloutWorker:
             return _failed_samples(prompt, self._tokenizer, params.n, f"{type(error).__name__}: {error}")
 
     async def _journaled(self, positions: Sequence[int]) -> list[JournaledGroup]:
-        """Return the groups that the journal has of the prompts at `positions`."""
+        """Return those groups of the prompts at `positions` that are in the journal."""
         journal = self._journal
         return [] if journal is None else await asyncio.to_thread(journal.find_all, positions)
 
     async def _score_and_put(self, groups: Mapping[int, list[Sample]], partition: str, tally: RolloutTally) -> None:
-        """Score finished groups (samples by position), write them to the journal, and put them."""
+        """Score finished groups (position of the prompt -> samples), write them to the journal, and put them into the
+        data plane."""
         samples = [sample for group in groups.values() for sample in group]
         with _span(tally, "reward"):
             scores = await self._score(samples)
@@ -223,9 +229,10 @@ class RolloutWorker:
     async def _keep(
         self, rows: RolloutRows, scores: Sequence[Score], groups: Mapping[int, list[Sample]], tally: RolloutTally
     ) -> None:
-        """Count finished groups and write them to the journal. rows, scores: those of all groups, in order.
+        """Add finished groups to the tally and write them to the journal. rows, scores: those of all groups, in order.
 
-        Groups with failed rows are only kept to be replayed, so that after a resume a fixed reward can score them.
+        Groups with failed rows are written only if the journal is meant for a replay (purpose `record`). After a resume
+        they are generated again, so that a reward function that was fixed meanwhile can score them.
         """
         kept, left = [], list(scores)
         parts = rows.split([len(samples) for samples in groups.values()])
@@ -246,13 +253,14 @@ class RolloutWorker:
         self._step()
 
     def _versions(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Return the version of each row's oldest token, or the engine's for a row without tokens, int64 `[N]`."""
+        """Return the policy version of each row's oldest token, int64 `[N]`. A row without tokens from the policy gets
+        the version that the engine serves."""
         versions = np.array([sample.version for sample in samples], dtype=np.int64)
         return np.where(versions < 0, self._engine.version, versions)
 
     async def _score(self, samples: list[Sample]) -> list[Score]:
-        """Score samples one after another. The rewards of one that take too long are given up: its row has failed, and
-        another thread goes on with the next."""
+        """Score samples one after another. When the rewards of a sample take too long, they are given up: its row
+        fails, and another thread goes on with the next sample."""
         scores: list[Score] = []
         while len(scores) < len(samples):
             work = _Scoring(self._rubric, samples[len(scores) :], self._step)
@@ -265,15 +273,16 @@ class RolloutWorker:
         return scores
 
     def _step(self, _: object = None) -> None:
-        """Note that a call has got on."""
+        """Add one to `progress`. The argument is ignored; it lets the method be a callback of tasks."""
         self.progress += 1
 
 
 def generation_spans(wall: float, ends: Sequence[float], positions: Sequence[int]) -> list[Span]:
-    """Make the spans of one call's generation: the whole, the time to its first group, and its tail.
+    """Return the trace spans of one call's generation: the whole, the time to its first finished group, and its tail.
 
-    The tail is the time in which the last quarter of the groups was generated. wall: Unix time of the call's start.
-    ends: seconds from there until each group was finished, ascending.
+    The tail is the time in which the last quarter of the groups was generated. wall: Unix time at which the call
+    started. ends: seconds from then until each group was finished, ascending. positions: positions of the prompts, for
+    the name.
     """
     first, last = min(positions), max(positions)
     prompts = f"{first}" if first == last else f"{first}-{last}"
@@ -285,21 +294,21 @@ def generation_spans(wall: float, ends: Sequence[float], positions: Sequence[int
 
 
 class _Scoring:
-    """Scores samples one after another in a thread; the event loop sees how far it is."""
+    """Scores samples one after another in a thread. The event loop can read how far the thread has come."""
 
     def __init__(self, rubric: Rubric, samples: Sequence[Sample], scored: Callable[[], None]) -> None:
-        """scored: called after each sample, in the thread."""
+        """scored: callback that the thread calls after each sample."""
         self._rubric = rubric
         self._samples = samples
         self._scored = scored
         self._reward = ""
         self.scores: list[Score] = []
         self.since = time.monotonic()
-        """Time by `time.monotonic` at which the scoring of the present sample began."""
+        """Value of `time.monotonic()` when the scoring of the current sample began."""
 
     @property
     def name(self) -> str:
-        """The samples, for errors."""
+        """Name of this piece of work in error messages: the rewards of the first sample's prompt."""
         return f"the rewards of prompt {self._samples[0].prompt.uid!r}"
 
     def run(self) -> None:
@@ -312,7 +321,8 @@ class _Scoring:
         self._reward = reward
 
     def given_up(self, bound: str) -> list[Score]:
-        """The scores so far, and a failed one for the sample whose reward has not returned."""
+        """Return the scores so far, and a failed score for the sample whose reward has not returned. bound: the time
+        limit, as text for the error."""
         scores = list(self.scores)
         if len(scores) == len(self._samples):
             return scores
@@ -322,7 +332,7 @@ class _Scoring:
 
 
 def _failed_samples(prompt: Prompt, tokenizer: Any, count: int, error: str) -> list[Sample]:
-    """Make the failed rows of a group whose episodes failed: the prompt alone."""
+    """Return `count` failed samples for a prompt whose episodes failed. Each holds the tokens of the prompt alone."""
     (ids,) = encode_prompts(tokenizer, [prompt.text])
     ids = ids.astype(np.int32)
     return [
@@ -353,11 +363,11 @@ def _score_one(rubric: Rubric, sample: Sample, begin: Callable[[str], None]) -> 
 
 
 class _OpenCall:
-    """A call of `rollout` in progress."""
+    """State of a call of `rollout` in progress."""
 
     def __init__(self) -> None:
         self.episodes: dict[asyncio.Task[list[Sample]], int] = {}
-        """Position of the prompt that each task rolls out."""
+        """Tasks that generate the samples: task -> position of its prompt in the prompt stream."""
         self._ended = False
 
     def begin(self, episodes: dict[asyncio.Task[list[Sample]], int]) -> dict[asyncio.Task[list[Sample]], int]:
@@ -373,7 +383,7 @@ class _OpenCall:
 
 
 async def _drain(finished: asyncio.Queue[asyncio.Task[list[Sample]]]) -> list[asyncio.Task[list[Sample]]]:
-    """Wait for a finished task, and return it with all others that are finished by now."""
+    """Wait until a task has finished, and return it with all others that have finished by now."""
     done = [await finished.get()]
     while not finished.empty():
         done.append(finished.get_nowait())

@@ -1,8 +1,9 @@
 """The decoding loop of the `hf` engine turns a batch of prompts into sampled tokens, their log-probs and versions.
 
-`model.generate` would prefill a prompt once per sample and carry finished rows to the end. Here a prompt is prefilled
-once for all its samples and finished rows leave the batch. Log-probs are gathered step by step, so that no
-[steps, B, V] tensor is held, and the loop can stop between two steps, let the weights change, and go on.
+`model.generate` would prefill a prompt once for each of its samples and would keep computing finished rows until the
+whole batch ends. Here a prompt is prefilled once for all its samples, and finished rows leave the batch. Log-probs are
+gathered step by step, so that no [steps, B, V] tensor is held. The loop can also stop between two steps, let the
+weights change, and go on.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ from ..sampling import draw, log_distribution, uniforms
 from ..stop_texts import StopTexts
 
 COMPACT_BELOW = 0.75
-"""Share of running rows below which finished rows are dropped from the cache; dropping them copies the cache."""
+"""Share of running rows in the key-value cache below which the finished rows are removed. They are not removed earlier,
+because that copies the cache."""
 
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
-    """One prompt of a batch."""
+    """One prompt of a decoding batch, with the random-number keys of its samples."""
 
     prompt_ids: np.ndarray
     """Token ids of the prompt, int64 `[L]`, L >= 1."""
     keys: np.ndarray
-    """Key of each sample's random numbers (`sampling.row_keys`), uint64 `[n]`; n samples are drawn."""
+    """Random-number key of each of the n samples to draw (from `sampling.row_keys`), uint64 `[n]`."""
 
 
 class Decoding:
-    """Decodes one batch. One thread uses it at a time; its device memory is freed with it."""
+    """Decodes one batch. Only one thread may use it at a time. Its device memory is freed with the object."""
 
     def __init__(
         self,
@@ -45,9 +47,11 @@ class Decoding:
         stop_ids: np.ndarray,
         stop_texts: StopTexts | None = None,
     ) -> None:
-        """Compute nothing yet. All requests share `params`, of which `n`, `seed` and `stop` are not read.
+        """Set the batch up without computing anything.
 
-        model: a Hugging Face causal LM in eval mode. stop_ids: ids of tokens that end a row and are kept in it, int64.
+        params: sampling parameters of all requests; its `n`, `seed` and `stop` are not read. model: a Hugging Face
+        causal LM in eval mode. stop_ids: ids of tokens that end a row and are kept in it, int64. stop_texts: finds
+        texts that end a row; None when there are none.
         """
         self._model = model
         self._requests = requests
@@ -55,20 +59,23 @@ class Decoding:
         self._rows = _Rows(requests, params.max_new_tokens, stop_ids, stop_texts)
         self._window: _Window | None = None
         self._tokens: torch.Tensor | None = None
-        """Last token of each row of the window, which no forward pass has seen yet, int64 `[B]`; None at first."""
+        """Last sampled token of each row in the cache, int64 `[B]`, which is the input of the next forward pass; None
+        before the first step."""
         self._step = 0
 
     @property
     def num_steps(self) -> int:
-        """Number of decoding steps so far, which may be read while another thread decodes."""
+        """Number of decoding steps so far. It may be read while another thread decodes."""
         return self._step
 
     @torch.inference_mode()
     def run(self, version: int, interrupt: threading.Event) -> bool:
-        """Decode until all rows have ended, or up to the next step once `interrupt` is set. Returns whether all ended.
+        """Decode until all rows have ended, or until the next step once `interrupt` is set. Returns whether all rows
+        have ended.
 
-        version: version of the model's present weights, which may change between two runs. Each token's forward pass
-        and draw belong to one run, so its version is exact; keys and values of earlier tokens stay as they were made.
+        version: policy version of the model's current weights, which may change only between two calls. The forward
+        pass and the draw of a token happen within one call, so that its version is exact. Keys and values of earlier
+        tokens stay as they were computed.
         """
         rows = self._rows
         while self._step < self._params.max_new_tokens and rows.running.any():
@@ -82,7 +89,7 @@ class Decoding:
         return True
 
     def _advance(self) -> _Window:
-        """Run the forward pass that gives the next tokens' logits."""
+        """Run the forward pass that computes the logits of the next tokens. The first call prefills the prompts."""
         if self._window is None or self._tokens is None:
             self._window = _Window(self._model, self._requests)
             return self._window
@@ -95,11 +102,11 @@ class Decoding:
         return self._window
 
     def end(self, request: int) -> None:
-        """Abort the running rows of the `request`-th request. Only called between two runs."""
+        """Abort the running rows of the request with index `request`. Must not be called during `run`."""
         self._rows.end(request)
 
     def completions(self, request: int) -> list[Completion]:
-        """Return the completions of the `request`-th request, in order. Only called between two runs.
+        """Return the completions of the request with index `request`, in order. Must not be called during `run`.
 
         Raises FloatingPointError when the model's logits were not finite.
         """
@@ -109,7 +116,8 @@ class Decoding:
 def _sample(
     logits: torch.Tensor, params: SamplingParams, keys: np.ndarray, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample one step from logits `[B, V]`; returns tokens, int64 `[B]`, and their log-probs, float32 `[B]`."""
+    """Sample one token for each row of `logits` `[B, V]`. Returns the tokens, int64 `[B]`, and their log-probs, float32
+    `[B]`."""
     log_probs = log_distribution(logits, params.temperature, params.top_p, params.top_k)
     if params.temperature == 0.0:
         tokens = log_probs.argmax(dim=-1)
@@ -119,7 +127,7 @@ def _sample(
 
 
 class _Rows:
-    """Tokens, log-probs and versions of every row of the batch; the rows are the requests' samples in order."""
+    """Tokens, log-probs and versions of every row of the batch. The rows are the samples of all requests in order."""
 
     def __init__(
         self,
@@ -136,15 +144,17 @@ class _Rows:
         self.tokens = np.zeros(shape, dtype=np.int32)
         self.logprobs = np.zeros(shape, dtype=np.float32)
         self.versions = np.zeros(max_new_tokens, dtype=np.int32)
-        """Version of each decoding step. Rows start together, so their tokens of one step have the same version."""
+        """Policy version of each decoding step. All rows start together, so that their tokens of one step have the same
+        version."""
         self.lengths = np.zeros(len(self.keys), dtype=np.int64)
         self.reasons = np.full(len(self.keys), "length", dtype="U6")
         self.running = np.ones(len(self.keys), dtype=bool)
         self.lost_at: dict[int, int] = {}
-        """Version of each row's first token whose log-prob is not finite, by row."""
+        """Rows that got a log-prob that is not finite: row -> policy version of the first such token."""
 
     def record(self, rows: np.ndarray, step: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Record one step's tokens of `rows`."""
+        """Store the tokens and log-probs that one step gave to `rows`, and mark the rows that a stop token or stop text
+        ended."""
         active = self.running[rows]
         written = rows[active]
         self.tokens[written, step] = tokens[active]
@@ -205,7 +215,8 @@ class _Window:
         self.rows = np.arange(len(self.rows))
 
     def keep(self, indices: np.ndarray) -> None:
-        """Keep the rows at `indices`, in that order; an index may repeat."""
+        """Reduce the cache to the rows at `indices`, in that order. An index may occur several times, which copies its
+        row."""
         self.rows = self.rows[indices]
         at = torch.from_numpy(indices).to(self.model.device)
         self.cache.batch_select_indices(at)
@@ -215,7 +226,7 @@ class _Window:
             self.mask = self.mask[at]
 
     def advance(self, tokens: torch.Tensor) -> None:
-        """Run a forward pass over one more token per row, int64 `[B]`."""
+        """Run a forward pass over one more token for each row. tokens: int64 `[B]`."""
         if self.mask is not None:
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
         self.logits = self._forward(tokens[:, None], self.next_position)

@@ -39,15 +39,16 @@ _CLOSED = "closed"
 
 
 class HfEngine:
-    """Decodes one batch at a time in one thread. A batch takes the waiting requests that share sampling parameters.
+    """Generation engine for a Hugging Face causal LM. It decodes one batch at a time in one thread; a batch consists of
+    waiting requests with the same sampling parameters.
 
     A sample is a function of weights, prompt, `params.seed`, `request_id` and its index; without `params.seed` the
     engine's own `seed` is used. It does not depend on what else is in the batch (beyond the last bits of floating
     point), and global random generators are left alone.
 
     Stop tokens are the model's own end tokens (from its generation config) and `params.stop_token_ids`. Weights can
-    change between two decoding steps. A request that a commit keeps retains the keys and values of its earlier tokens
-    as the older weights made them.
+    change between two decoding steps. A request that goes on after such a change keeps the keys and values of its
+    earlier tokens, as the older weights made them.
     """
 
     died = ""
@@ -63,11 +64,12 @@ class HfEngine:
         receiver: ReceiverConfig | None = None,
         version: int = 0,
     ) -> None:
-        """Load `path`, a local folder or a hub id.
+        """Load the model from `path`, a local folder or a hub id.
 
-        max_batch: most rows decoded together; a request is never split, so one with a larger `n` runs alone. receiver:
-        None when weights never change. version: policy version of the loaded weights. Raises ValueError when there is
-        no such model, or it is not a decoder-only causal LM.
+        max_batch: largest number of rows decoded together. A request is never split, so that one with a larger `n` runs
+        alone. receiver: settings of the receiver of new weights; None when weights never change. version: policy
+        version of the loaded weights. Raises ValueError when there is no such model, or it is not a decoder-only causal
+        LM.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch: got {max_batch}, expected at least 1")
@@ -111,7 +113,8 @@ class HfEngine:
 
     @property
     def progress(self) -> int:
-        """Number of tokens returned, of decoding steps of the present batch, and of buckets received."""
+        """Sum of three counts: tokens returned, decoding steps of the current batch, and buckets of weights
+        received."""
         decoding = None if self._batch is None else self._batch.decoding
         return self.stats.tokens + (0 if decoding is None else decoding.num_steps) + self._incoming.num_received
 
@@ -120,9 +123,9 @@ class HfEngine:
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return `params.n` completions, in order. Cancelling the call ends the request at the next decoding step.
 
-        Raises ValueError for a prompt that does not fit (empty, too long, unknown ids) or an id that is in flight,
-        FloatingPointError when the weights give non-finite logits, EngineBroken when they were dropped, RuntimeError
-        when asleep or closed.
+        Raises ValueError for a prompt that does not fit (empty, too long, unknown ids) or an id that is already in
+        flight, FloatingPointError when the weights give logits that are not finite, EngineBroken after `sleep` dropped
+        the weights, and RuntimeError when the engine is asleep or closed.
         """
         if self._unusable:
             raise RuntimeError(f"request {request_id!r}: the engine is {self._unusable}")
@@ -149,7 +152,8 @@ class HfEngine:
             self._end(pending)
 
     def _end(self, pending: Pending) -> None:
-        """Answer a request with the tokens made so far, at once when it is not decoding, else after this step."""
+        """Abort a request and answer it with the tokens made so far: at once when it is not being decoded, otherwise
+        after the current decoding step."""
         for queue in (self._held, self._queue):
             if pending in queue:
                 queue.remove(pending)
@@ -185,17 +189,18 @@ class HfEngine:
         self._serve_on()
 
     async def reset_prefix_cache(self) -> None:
-        """Do nothing, as keys and values are dropped with their batch."""
+        """No-op: keys and values are kept only for the batch that is being decoded, and freed with it."""
 
     # ---------------------------------------------------------------- weights
 
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
-        """Receive and verify `update`. A tied parameter may come under any of its names, or several times if equal.
-        Other float dtypes are converted."""
+        """Receive and verify the new version `update`. A tied parameter may be sent under any of its names, or under
+        several if the values are equal. Tensors of other float dtypes than the model's are converted."""
         return await self._incoming.prepare(update, lambda: -1 if self._broken else self._version)
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """Serve the prepared `version`. A paused engine stays paused; its frozen requests are kept or ended."""
+        """Put the prepared `version` into service. An engine that was paused stays paused; its frozen requests stay
+        frozen, or are ended when `in_flight` is `abort`."""
         if self._serves(version):
             return CommitReport(version, 0.0, 0.0, 0, 0)
         self._incoming.expect(version)
@@ -231,10 +236,10 @@ class HfEngine:
         self._incoming.drop(version)
 
     async def sleep(self, level: int = 1) -> None:
-        """Wait for the running batch, unless it is frozen, then free the weights' memory.
+        """Wait for the running batch, unless it is frozen, then free the memory of the weights.
 
-        Level 1 moves the weights to host memory (without effect on the CPU), level 2 drops them. Keys and values of a
-        frozen batch stay where they are.
+        Level 1 moves the weights to host memory, which has no effect on the CPU. Level 2 drops them. Keys and values of
+        a frozen batch stay where they are.
         """
         if level not in (1, 2):
             raise ValueError(f"sleep level: got {level}, expected 1 or 2")
@@ -280,18 +285,19 @@ class HfEngine:
 
     @property
     def _num_running(self) -> int:
-        """Number of unanswered requests that no pause has held back."""
+        """Number of unanswered requests, without those that a pause holds back."""
         return len(self._queue) + (0 if self._batch is None else self._batch.num_open)
 
     def _serve_on(self) -> None:
-        """Start decoding the waiting requests, unless the engine is frozen, asleep, broken or closed."""
+        """Start a task that decodes the waiting requests, unless one is running already or the engine is frozen,
+        asleep, broken or closed."""
         if (self._batch is None and not self._queue) or self._frozen or not self._usable:
             return
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
 
     async def _serve(self) -> None:
-        """Decode until no request waits, or the engine may not decode."""
+        """Decode batch after batch until no request is left, or the engine is frozen, asleep, broken or closed."""
         await asyncio.sleep(0)  # calls made in the same loop turn join the first batch
         while (self._batch is not None or self._queue) and not self._frozen and self._usable:
             async with self._exclusive:
@@ -299,7 +305,8 @@ class HfEngine:
                     await self._decode_on()
 
     async def _decode_on(self) -> None:
-        """Decode the present batch, or a new one, up to its end or an interruption, and answer its ended requests."""
+        """Decode the current batch, or else a new one, until it ends or is interrupted, and answer the requests that
+        have ended."""
         if self._batch is None:
             if not self._queue:
                 return
@@ -336,7 +343,8 @@ class HfEngine:
         return StopTexts(self._tokenizer, texts)
 
     def _take(self) -> list[Pending]:
-        """Take the oldest request and those that share its sampling parameters, in order, up to max_batch rows."""
+        """Remove the oldest request from the queue, with all others that have the same sampling parameters, up to
+        max_batch rows. Returns them in order."""
         first = self._queue[0].batch_key
         taken: list[Pending] = []
         left: deque[Pending] = deque()

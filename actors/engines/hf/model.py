@@ -23,7 +23,8 @@ def model_stop_ids(model: Any) -> np.ndarray:
 def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
     """Load a decoder-only causal LM on the CPU, in eval mode, from a local folder or a hub id.
 
-    Raises ValueError in one sentence when there is none, or its `forward` lacks an argument that cached decoding needs.
+    Raises ValueError with a one-sentence message when there is no such model, or when its `forward` lacks an argument
+    that decoding with a cache needs.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):

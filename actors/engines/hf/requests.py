@@ -21,7 +21,7 @@ class Pending:
 
     @property
     def batch_key(self) -> tuple:
-        """Key that requests must share to decode together."""
+        """Sampling parameters that requests must have in common to be decoded in one batch."""
         p = self.params
         return (p.temperature, p.top_p, p.top_k, p.max_new_tokens, p.stop_token_ids, p.stop)
 
@@ -30,7 +30,7 @@ class Pending:
             self.future.set_result(completions)
 
     def settle_empty(self) -> None:
-        """Answer with empty completions, since the request was aborted before its first token."""
+        """Answer the request with empty completions, because it was aborted before its first token."""
         self.settle([Completion.empty() for _ in range(self.params.n)])
 
     def fail(self, error: Exception) -> None:
@@ -39,21 +39,22 @@ class Pending:
 
 
 class Batch:
-    """Requests that decode together. Methods run in the event loop, and never while the thread is `stepping`."""
+    """Requests that are decoded together. Methods run in the event loop, and never while the decoding thread works on
+    the batch (`stepping`)."""
 
     def __init__(self, pendings: list[Pending]) -> None:
         self.pendings = pendings
         self.params = pendings[0].params
-        """Sampling parameters that the requests share; `n` and `seed` are those of the first one."""
+        """Sampling parameters that the requests have in common. Its `n` and `seed` are those of the first request."""
         self.decoding: Decoding | None = None
         self.stepping = False
-        """Whether the decoding thread is using `decoding` now."""
+        """True while the decoding thread uses `decoding`."""
         self._open = dict(enumerate(pendings))
         self._counted = False
 
     @property
     def num_open(self) -> int:
-        """Number of requests that are not answered."""
+        """Number of requests that are not answered yet."""
         return len(self._open)
 
     @property
@@ -61,7 +62,7 @@ class Batch:
         return not self._open
 
     def settle_aborted(self, stats: EngineStats) -> None:
-        """Answer aborted requests with the tokens made so far."""
+        """Answer the aborted requests with the tokens made so far."""
         assert not self.stepping
         for index in [index for index, pending in self._open.items() if pending.aborted]:
             if self.decoding is None:
@@ -71,7 +72,7 @@ class Batch:
             self._settle(index, stats)
 
     def settle(self, stats: EngineStats) -> None:
-        """Answer all requests, once all their rows have ended."""
+        """Answer all requests. Called once all their rows have ended."""
         for index in list(self._open):
             self._settle(index, stats)
 
@@ -90,7 +91,7 @@ class Batch:
         pending.settle(completions)
 
     def fail(self, error: Exception) -> None:
-        """Raise `error` to every caller that has no answer yet."""
+        """Answer every open request with `error`, which its caller then raises."""
         for pending in self._open.values():
             pending.fail(error)
         self._open.clear()
