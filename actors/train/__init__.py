@@ -1,1 +1,1 @@
-"""Training: the actor that hosts a train backend, and how its rank comes by its rows."""
+"""Training: the actor that hosts a train backend, and how each train rank gets its rows."""

@@ -16,62 +16,66 @@ from ..remote_methods import decode_arguments, in_thread_of
 from .worker import TrainWorker, WorkerSetup
 
 CONCURRENCY_GROUPS = {"weights": 1, "abort": 1, "progress": 1}
-"""Threads of the actor beside its main one: `ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainActor)`.
-All other methods run in one thread, always the same: a backend may be bound to the thread that built it."""
+"""Ray concurrency groups: name -> number of threads that the actor has for it beside its main thread. Used as
+`ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainActor)`. All methods outside these groups run in one thread,
+always the same, because a backend may be bound to the thread that built it."""
 
 
 class TrainActor:
-    """Hosts one rank's TrainWorker, which `build` makes."""
+    """Hosts the TrainWorker of one rank, which `build` creates."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         torch.set_num_threads(setup.threads)
         self._setup = setup
         self._clock: int | None = None
-        """CPU clock of the thread that runs the calls; None before the first `info`."""
+        """Id of the CPU clock of the thread that runs the driver's calls; None before the first `info`."""
         self._store: TCPStore | None = None
-        """Store through which the ranks meet; None until this rank opens or joins it."""
+        """TCP store through which the ranks find each other; None until this rank opens or joins it."""
         self._worker: TrainWorker | None = None
 
     @property
     def worker(self) -> TrainWorker:
-        """The worker. Raises RuntimeError before `build`."""
+        """The rank's TrainWorker. Raises RuntimeError before `build`."""
         if self._worker is None:
             raise RuntimeError(f"{self._setup.name}: not built yet (build comes first)")
         return self._worker
 
     def call(self, method: str, message: bytes) -> bytes:
-        """Run a method of the actor, or else of its worker, with the arguments in `message`; returns its result.
+        """Run a method of the actor, or else of its worker, with the encoded arguments in `message`, and return the
+        encoded result.
 
-        The one method that the driver calls through Ray, see `actors/remote_methods.py`.
+        It is the only method that the driver calls through Ray, see `actors/remote_methods.py`.
         """
         target = self if hasattr(self, method) else self.worker
         function = getattr(type(target), method)
         return messages.encode(function(target, *decode_arguments(function, message)))
 
     def info(self) -> ActorInfo:
-        """Name, process id and host of this process."""
+        """Return name, process id and host of this process. Also records the calling thread, whose CPU time `progress`
+        reports."""
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         return ActorInfo.here(self._setup.name)
 
     @in_thread_of("progress")
     def progress(self) -> int:
-        """CPU nanoseconds of the thread that runs all calls: it computes, reads or writes while they grow, and waits
-        while they do not. An answer also shows that the process is alive."""
+        """Return the CPU time, in nanoseconds, of the thread that runs all other calls; 0 before `info`. While it
+        grows, that thread computes, reads or writes; while it does not, the thread waits. An answer also shows that the
+        process is alive."""
         return 0 if self._clock is None else time.clock_gettime_ns(self._clock)
 
     def open_rendezvous(self, host: str) -> int:
-        """Serve the store through which the ranks meet, on `host` and an ephemeral port; returns the port.
+        """Open the TCP store through which the ranks find each other, on `host` and a free port, and return the port.
 
-        Rank 0 only.
+        Only rank 0 calls this.
         """
         timeout = timedelta(seconds=self._setup.collective_timeout_s)
         self._store = TCPStore(host, 0, self._setup.world, True, timeout, wait_for_workers=False)
         return self._store.port
 
     def build(self, host: str, port: int) -> None:
-        """Join the ranks' process group, if there are several, and build the worker. Collective.
+        """Join the ranks' process group, if there are several ranks, and build the worker. The call is collective.
 
-        host, port: of the store that rank 0 opened; not looked at by a single rank.
+        host, port: address of the store that rank 0 opened; ignored when there is only one rank.
         """
         setup = self._setup
         if setup.world > 1:

@@ -3,6 +3,8 @@
 The replica reader has process groups of its own, because its prefetch thread must never share a group with the thread
 that computes. gloo accepts no timeout for a single operation, so `ReplicaLinks` waits for each operation in short
 slices until a deadline. The timeout of the groups themselves is longer than any deadline.
+
+A replica's leader is the rank that reads for the replica; its siblings are the other ranks.
 """
 
 from __future__ import annotations
@@ -22,26 +24,29 @@ from .stage_fields import EMBEDDED, stage_fields
 from .wire import ReplicaLost
 
 GRACE_S = 5.0
-"""Seconds that siblings wait beyond the leader's deadline, so that the leader's own error reaches them first."""
+"""Seconds that the other ranks of a replica wait beyond the deadline of their leader, so that the leader's own error
+reaches them first."""
 SLICE_S = 0.1
-"""Seconds between two checks of the deadline and of whether the pass was given up, while an operation is awaited."""
+"""Seconds between two checks of the deadline, and of whether the pass was given up, while an operation is awaited."""
 _NAME_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The ranks of a replica that need identical data, and the group in which the leader broadcasts to them."""
+    """Ranks of a replica that need identical data, and the group in which the leader broadcasts to them."""
 
     place: Place
-    """Place of the first member in the mesh; every member needs the same data as that place."""
+    """Mesh coordinates of the first member; every member needs the same data as that one."""
     members: tuple[int, ...]
-    """Ranks of the members, ascending."""
+    """Ranks that need identical data, ascending."""
     ranks: tuple[int, ...]
-    """Ranks of the broadcast group, ascending: the members and the leader. A leader on its own needs no group."""
+    """Ranks of the broadcast group, ascending: the members and the leader. A leader that is the only rank needs no
+    group."""
 
 
 def parts_of(topology: Topology, dp: int) -> tuple[Part, ...]:
-    """Return the parts of replica `dp`, starting with the part that the leader belongs to."""
+    """Split replica `dp` into parts, each with the ranks that need identical data, and return them. The leader's own
+    part is first."""
     members: dict[tuple[tuple[str, ...], int], list[int]] = {}
     for rank in topology.replica(dp):
         place = topology.place(rank)
@@ -56,16 +61,18 @@ def parts_of(topology: Topology, dp: int) -> tuple[Part, ...]:
 class ReplicaLinks:
     """One rank's process groups within its replica, and the broadcasts over them.
 
-    All ranks of the mesh must construct it at the same time. The ranks of a part must make its collective calls in the
-    same order.
+    All ranks of the mesh must construct it at the same time. The ranks of a part (those that need identical data) must
+    make its collective calls in the same order.
     """
 
     def __init__(self, topology: Topology, rank: int, *, name: str, timeout_s: float, device: torch.device) -> None:
-        """Create the groups. The call is collective over all ranks of the mesh and needs their default process group.
+        """Create the process groups. The call is collective over all ranks of the mesh and needs their default process
+        group.
 
-        name: what other ranks call this process in their errors. timeout_s: seconds that each operation may take;
-        siblings wait GRACE_S longer. device: where rows are needed; buffers for a GPU are broadcast by NCCL unless the
-        mesh has pipeline stages (see `on_device`).
+        name: name of this process in other ranks' errors. timeout_s: seconds that each operation may take; siblings
+        wait GRACE_S longer. device: device on which rows are needed; buffers for a GPU are broadcast by NCCL unless the
+        mesh has pipeline stages (see `on_device`). Raises RuntimeError when there is no default process group of the
+        mesh's size.
         """
         if not dist.is_initialized() or dist.get_world_size() != topology.world:
             raise RuntimeError(f"replica links: expected a default process group of {topology.world} ranks")
@@ -75,10 +82,9 @@ class ReplicaLinks:
         self.parts = parts_of(topology, dp)
         self.own = next(part for part in self.parts if rank in part.members)
         self.on_device = device.type == "cuda" and topology.pp == 1
-        """Whether buffers are broadcast on the GPU by the thread that computes. NCCL requires that every rank issues
+        """True if buffers are broadcast on the GPU, by the thread that computes. NCCL requires that every rank issues
         its work in the same order, which that thread guarantees. Pipeline stages work on different microbatches at one
-        time, so their buffers are broadcast by gloo instead.
-        """
+        time, so their buffers are broadcast by gloo instead."""
         self._timeout_s = timeout_s
         self._groups: dict[Part, dist.ProcessGroup] = {}
         self._device_groups: dict[Part, dist.ProcessGroup] = {}
@@ -90,7 +96,8 @@ class ReplicaLinks:
                     self._join(part, bound)
 
     def _join(self, part: Part, bound: timedelta) -> None:
-        """Create a part's groups. Every rank of the mesh takes part in the call, also those outside the part."""
+        """Create the process groups of a part. The call is collective over all ranks of the mesh, including those
+        outside the part."""
         group = dist.new_group(list(part.ranks), timeout=bound, backend="gloo")
         device_group = dist.new_group(list(part.ranks), timeout=bound, backend="nccl") if self.on_device else None
         if self.rank not in part.ranks:
@@ -109,15 +116,17 @@ class ReplicaLinks:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the leader of its replica."""
+        """True if this rank is the leader of its replica."""
         return self.rank == self.leader
 
     def name(self, rank: int) -> str:
-        """Return `rank {n}: {name} (pid, host)` for a rank that this rank shares a group with."""
+        """Return the name of a rank for error messages, `rank {n}: {name}`, where `name` is what that rank passed to
+        its own ReplicaLinks. It must be this rank or one that shares a group with it."""
         return f"rank {rank}: {self._names[rank]}"
 
     def remote(self) -> list[Part]:
-        """Return the parts that have ranks besides the leader. Only the leader calls this."""
+        """Return the parts that have other ranks than the leader. A part is the ranks that need identical data. Only
+        the leader calls this."""
         return [part for part in self.parts if len(part.ranks) > 1]
 
     # ------------------------------------------------------------ collectives on the host
@@ -131,8 +140,9 @@ class ReplicaLinks:
     ) -> None:
         """Broadcast each part's tensors (uint8, on the CPU) in order, and return once all of them are sent.
 
-        Only the leader calls this. bound_s: seconds until ReplicaLost is raised; None uses the timeout of the links.
-        Raises ReplicaLost when a rank died or did not receive a tensor in time, and PrefetchStopped once `stop` is set.
+        Only the leader calls this. what: the operation, for errors. bound_s: seconds until ReplicaLost is raised; None
+        uses the timeout of the links. Raises ReplicaLost when a rank died or did not receive a tensor in time, and
+        PrefetchStopped once `stop` is set.
         """
         bound_s = self._timeout_s if bound_s is None else bound_s
         started = time.monotonic()
@@ -145,9 +155,10 @@ class ReplicaLinks:
             self._wait(work, missed, started, bound_s, stop)
 
     def receive(self, nbytes: int, what: str, stop: threading.Event, *, pinned: bool = False) -> torch.Tensor:
-        """Receive the leader's next broadcast, uint8 `[nbytes]` on the CPU. Only siblings call this.
+        """Receive the leader's next broadcast and return it, uint8 `[nbytes]` on the CPU. Only siblings call this.
 
-        Raises ReplicaLost when the leader died or was late, and PrefetchStopped once `stop` is set.
+        what: the operation, for errors. pinned: whether to receive into pinned memory. Raises ReplicaLost when the
+        leader died or was late, and PrefetchStopped once `stop` is set.
         """
         tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         started = time.monotonic()
@@ -188,7 +199,8 @@ class ReplicaLinks:
     # ------------------------------------------------------------ collectives on the device
 
     def share(self, part: Part, buffer: torch.Tensor) -> None:
-        """Broadcast `buffer` on the GPU, in the order of the current stream. Errors surface as NCCL reports them."""
+        """Broadcast `buffer`, on the GPU, from the leader to the ranks of `part`, in the order of the current CUDA
+        stream. Errors surface as NCCL reports them."""
         dist.broadcast(buffer, self.leader, group=self._device_groups[part])
 
     def close(self) -> None:

@@ -14,11 +14,11 @@ CHECK_S = 1.0
 
 
 class PrefetchStopped(Exception):
-    """`make` raises this when the pass was given up, which ends the thread."""
+    """Raised in the background thread, also by `make`, when the pass was given up; it ends the thread."""
 
 
 class Prefetch(Generic[T]):
-    """Calls `make` for items 0 to count - 1 in one background thread.
+    """Calls `make` for items 0 to count - 1, in order, in one background thread.
 
     `make` is called with an item's number and an event that is set when the pass is given up. Everything in it that
     blocks must be bounded, and must end soon after the event is set. The thread starts an item only while fewer than
@@ -40,11 +40,11 @@ class Prefetch(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether all items have been taken."""
+        """True if all items have been taken."""
         return self._taken == self._count
 
     def take(self) -> T:
-        """Return the next item, blocking until it is ready. Raises what `make` raised for it."""
+        """Return the next item, blocking until it is ready. Raises what `make` raised for the item."""
         with self._changed:
             while not self._ready:
                 if self._failure is not None:
@@ -56,7 +56,7 @@ class Prefetch(Generic[T]):
             return self._ready.popleft()
 
     def close(self, timeout_s: float) -> bool:
-        """Give up the remaining items, and return whether the thread ended within `timeout_s`. Idempotent."""
+        """Give up the remaining items, and return whether the thread ended within `timeout_s` seconds. Idempotent."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()

@@ -3,9 +3,10 @@
     store --read once--> leader --prologue, header, buffer--> siblings      policy `leader`
     store --read by each rank-------------------------------> all ranks     policy `independent`
 
-When the leader's read fails, it sends the error in place of a header, so that every rank of the replica raises the same
-error at once. A rank that died or is late is named before the deadline. After such a failure the ranks' broadcasts no
-longer match, so the reader is broken for good, and every further call says so.
+The leader is the first rank of a replica, its siblings are the others. When the leader's read fails, it sends the error
+in place of a header, so that every rank of the replica raises the same error at once. When a rank died or is late, the
+others raise an error that names it, at the latest at the deadline. After such a failure the ranks' broadcasts no longer
+match, so the reader is broken for good, and every further call raises ReplicaError.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from .wire import ReplicaError
 FetchPolicy = Literal["auto", "leader", "independent"]
 
 THREAD_END_S = 2 * GRACE_S
-"""Seconds that the prefetch thread has to end after a pass is given up. A read of the store that is in flight ends by
-its own timeout."""
+"""Seconds that the prefetch thread gets to end after a pass over the step's rows is given up. A read of the store that
+is in progress ends by its own timeout."""
 
 
 def shares_reads(topology: Topology, policy: FetchPolicy) -> bool:
-    """Return whether leaders read for their replicas."""
+    """Return whether one rank of each replica, its leader, reads for the whole replica. Raises ValueError for an
+    unknown policy."""
     if policy not in ("auto", "leader", "independent"):
         raise ValueError(f"trainer.fetch: got {policy!r}, expected 'auto', 'leader' or 'independent'")
     return policy != "independent" and topology.replica_size > 1
@@ -52,7 +54,7 @@ def holds_receipt(topology: Topology, policy: FetchPolicy, rank: int) -> bool:
 def build_links(
     topology: Topology, rank: int, policy: FetchPolicy, *, name: str, timeout_s: float, device: torch.device
 ) -> ReplicaLinks | None:
-    """Create the groups that the policy needs, or return None when every rank reads for itself.
+    """Create the process groups that the fetch policy needs, or return None when every rank reads for itself.
 
     The call is collective over the mesh, see `ReplicaLinks`.
     """
@@ -63,18 +65,21 @@ def build_links(
 
 @dataclass(frozen=True, slots=True)
 class ReaderMetrics:
-    """Measurements of a reader since the previous report."""
+    """Measurements of a reader since its previous report."""
 
     wait_s: float
     """Seconds that the computing thread waited for rows."""
     broadcast_bytes: int
-    """Number of bytes sent to siblings: prologues, headers and buffers, counted once for each part of the replica."""
+    """Number of bytes broadcast to other ranks of the replica (prologues, headers and buffers), counted once for each
+    group of ranks that need identical data."""
     spans: tuple[Span, ...]
-    """Spans `read`, `broadcast` and `receive` of the prefetch thread, and `wait` of the computing thread."""
+    """Timed pieces of work: `read`, `broadcast` and `receive` of the prefetch thread, and `wait` of the computing
+    thread."""
 
 
 class ReplicaReader:
-    """Reads one rank's rows of a step: first `begin`, then any number of passes, one at a time, from one thread."""
+    """Reads one rank's rows, step by step: `begin`, then one `stream` per pass over the step's rows, one at a time, all
+    from one thread."""
 
     def __init__(
         self,
@@ -86,10 +91,10 @@ class ReplicaReader:
         *,
         device: torch.device,
     ) -> None:
-        """Create a reader that no step has begun on.
+        """Create a reader, which is used after `begin`.
 
-        schema: has at least the fields that will be read. links: result of `build_links`. device: where columns are
-        delivered.
+        schema: has at least the fields that will be read. links: result of `build_links`. device: device to which
+        columns are delivered.
         """
         self._client = client
         self._topology = topology
@@ -104,8 +109,8 @@ class ReplicaReader:
     def begin(self, shard: TrainShard) -> KVBatchMeta | None:
         """Begin the step of `shard`, drop the previous step's columns, and return the shard's receipt if it has one.
 
-        Raises ValueError for a shard that contradicts its own receipt, or that lacks the receipt that this rank needs
-        for reading.
+        Raises ValueError for a shard that contradicts its own receipt, or that lacks the receipt although this rank
+        reads. Raises ReplicaError once the reader is broken.
         """
         self._require_whole("begin")
         meta = None if shard.meta is None else KVBatchMeta.from_bytes(shard.meta)
@@ -128,11 +133,12 @@ class ReplicaReader:
         return Sibling(self._view, self._links, shard)
 
     def stream(self, fields: Sequence[str]) -> Generator[MicroBatch, None, None]:
-        """Yield the step's microbatches, each with those of the named columns that this rank needs.
+        """Yield the step's microbatches, each with those of the columns `fields` that this rank needs.
 
-        The pass is collective over the replica: all its ranks ask for the same fields in the same order of passes. A
-        caller that leaves before the last microbatch must close the generator, which breaks a shared reader.
-        Raises what the store raised, on every rank; ReplicaLost and PlanMismatch; and ReplicaError once it is broken.
+        A pass is collective over the replica: all its ranks must ask for the same fields, in the same order of passes.
+        A caller that leaves before the last microbatch must close the generator, which breaks a reader that shares its
+        reads. Raises what the store raised, on every rank; ReplicaLost when a rank died or is late; PlanMismatch when
+        ranks have different plans or positions; ReplicaError once the reader is broken; RuntimeError before `begin`.
         """
         self._require_whole("stream")
         role, shard = self._role, self._shard
@@ -172,7 +178,8 @@ class ReplicaReader:
                 self._fail(role, f"rank {view.rank} gave a pass up after {taken} of {count} microbatches", ended)
 
     def _fail(self, role: Role, reason: str, ended: bool) -> None:
-        """Handle a pass that ended early: tell the ranks that wait, unless the prefetch thread still runs."""
+        """Handle a pass that ended early: mark a reader that shares its reads as broken, and tell the ranks that wait,
+        unless the prefetch thread still runs."""
         if ended and not self._broken:
             role.give_up(reason)
         self._broken = self._broken or reason
@@ -180,12 +187,13 @@ class ReplicaReader:
             self._broken = ""  # nobody is out of step with a rank that reads for itself
 
     def keep(self, index: int, field: str, column: Jagged) -> None:
-        """Keep a column of microbatch `index` that this rank has written, so that a reading rank need not read it."""
+        """Cache a column of microbatch `index` that this rank has written, so that it is not read back. Does nothing on
+        a rank that reads no rows."""
         if self._rows is not None:
             self._rows.keep(index, field, column)
 
     def end(self) -> None:
-        """Drop the step's columns."""
+        """Drop the step's shard and its cached columns."""
         self._shard = self._rows = self._role = None
 
     def take_metrics(self) -> ReaderMetrics:
@@ -197,7 +205,8 @@ class ReplicaReader:
         return metrics
 
     def close(self) -> None:
-        """Drop columns and destroy groups. Idempotent. The call is collective unless the reader is broken."""
+        """Drop cached columns and destroy the process groups. Idempotent. The call is collective unless the reader is
+        broken."""
         self.end()
         if self._links is not None:
             self._links.close()

@@ -1,8 +1,8 @@
 """Implements the three roles by which a rank gets its microbatches: independent reader, replica leader, and sibling.
 
-An independent rank reads for itself, a leader reads for its whole replica, and a sibling receives from its leader.
-`prepare` runs in the prefetch thread and does everything that may block. The function that it returns is called by the
-thread that computes, and returns the microbatch.
+An independent rank reads for itself, a leader reads for its whole replica, and a sibling receives from its leader. A
+role's `prepare` runs in the prefetch thread and does everything that may block. It returns a function that the
+computing thread calls to get the microbatch.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from .wire import (
 _logger = logging.getLogger(__name__)
 
 FAREWELL_S = 2.0
-"""Seconds that a leader spends at most on telling its siblings that it has given up a pass."""
+"""Longest time in seconds that a leader spends on telling its replica's other ranks that it has given up a pass."""
 
 SHOWN_S = 1e-4
-"""Seconds below which a span is left out of reports. Columns that are cached take microseconds, and every report goes
-through the driver."""
+"""Seconds below which a span (a timed piece of work) is left out of reports. Columns that are cached take microseconds,
+and every report goes through the driver."""
 
 Deliver = Callable[[], MicroBatch]
 
@@ -64,12 +64,13 @@ class Role(Protocol):
     def prepare(self, index: int, fields: Sequence[str], stop: threading.Event) -> Deliver:
         """Do everything that may block for microbatch `index`, and return the function that delivers it.
 
-        The microbatch holds those of `fields` that this rank's pipeline stage uses.
+        The microbatch holds those of `fields` that this rank's pipeline stage uses. stop: event that is set when the
+        pass is given up.
         """
         ...
 
     def give_up(self, reason: str) -> None:
-        """Tell the other ranks that the pass ended early on this one.
+        """Tell the other ranks of the replica that this rank has ended the pass early.
 
         The caller makes sure that no `prepare` is running. The call takes a bounded time and raises no network error.
         """
@@ -77,7 +78,8 @@ class Role(Protocol):
 
 
 class RankView:
-    """Cuts whole rows to what one rank needs, moves them to its device, and times the work of its role."""
+    """Cuts whole rows to the slice that one rank needs, moves them to the rank's device, and times the work of its
+    role."""
 
     def __init__(self, topology: Topology, rank: int, schema: Schema, device: torch.device) -> None:
         self.topology = topology
@@ -86,13 +88,15 @@ class RankView:
         self.schema = schema
         self.device = device
         self.spans: list[Span] = []
-        """Spans since the last report. Two threads append to it; it is read only while neither of them works."""
+        """Timed pieces of work since the last report. Two threads append to it; it is read only while neither of them
+        works."""
         self.broadcast_bytes = 0
-        """Number of bytes sent as leader: prologues, headers and buffers, counted once for each part."""
+        """Number of bytes sent as leader: prologues, headers and buffers, counted once for each part of the replica."""
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Record a piece of work named `{what} {microbatch}` for the trace, unless it was shorter than SHOWN_S."""
+        """Context manager that times a piece of work, named `{what} {microbatch}`, for the trace. Times below SHOWN_S
+        are left out."""
         start, clock = time.time(), time.perf_counter()
         try:
             yield
@@ -102,12 +106,14 @@ class RankView:
                 self.spans.append(Span(name, start, taken_s))
 
     def slice(self, batch: Batch, lengths: np.ndarray, place: Place) -> Batch:
-        """Return the slice of whole rows that the context-parallel rank at `place` computes."""
+        """Return the slice of whole rows that the context-parallel rank at mesh coordinates `place` computes. lengths:
+        tokens of each whole row, int64 `[N]`."""
         topology = self.topology
         return batch if topology.cp == 1 else slice_batch(batch, lengths, topology.pad_multiple, topology.cp, place.cp)
 
     def sent_lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the number of tokens of each row that this rank receives, int64 `[N]`."""
+        """Return how many tokens of each row this rank receives, int64 `[N]`. lengths: tokens of each whole row, int64
+        `[N]`."""
         topology = self.topology
         return (
             lengths if topology.cp == 1 else piece_lengths(lengths, topology.pad_multiple, topology.cp, self.place.cp)
@@ -118,11 +124,13 @@ class RankView:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
     def landed(self, header: Header, lengths: np.ndarray, buffer: torch.Tensor) -> Batch:
-        """Return this rank's columns from a received buffer, on the device. lengths: int64 `[N]`, of the whole rows."""
+        """Return this rank's columns in a received buffer, as views on the rank's device. lengths: tokens of each whole
+        row, int64 `[N]`."""
         return read_buffer(header, self.schema, self.sent_lengths(lengths), buffer.to(self.device, non_blocking=True))
 
     def place_on_device(self, batch: Batch, lengths: np.ndarray) -> Batch:
-        """Return `batch`, which this rank read itself, on the device: one copy to a GPU, no copy on the CPU."""
+        """Move `batch`, which this rank read itself, to the rank's device: with one copy to a GPU, without a copy on
+        the CPU. lengths: tokens of each whole row, int64 `[N]`."""
         if self.device.type == "cpu":
             return batch
         header = describe(batch, None)
@@ -136,7 +144,7 @@ def _micro(batch: Batch, facts: RowFacts) -> MicroBatch:
 
 
 class Independent:
-    """The role of a rank that reads its own fields from the store and slices them."""
+    """The role of a rank that reads its own columns from the store and cuts its slice out of them."""
 
     def __init__(self, view: RankView, rows: StepRows) -> None:
         self._view = view
@@ -154,25 +162,28 @@ class Independent:
         return lambda: _micro(self._own.batch(index, wanted, len(facts.lengths)), facts)
 
     def give_up(self, reason: str) -> None:
-        """Do nothing, because no other rank waits for this one."""
+        """No-op: no other rank waits for a rank that reads for itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A load of microbatches that is encoded and ready to be sent to one part."""
+    """A load (a group of microbatches sent together) that is encoded and ready to be broadcast to one part of the
+    replica."""
 
     part: Part
-    """The part that receives it."""
+    """The ranks that receive it."""
     header: Header
-    """Description of the buffer."""
+    """Header of the load, which describes the buffer."""
     on_host: list[torch.Tensor]
-    """uint8 tensors that gloo sends: the prologue, then the header, followed by the buffer unless NCCL sends that."""
+    """uint8 tensors that gloo broadcasts in order: the prologue, then the header. The buffer follows the header in the
+    same tensor, unless NCCL broadcasts it."""
     on_device: torch.Tensor | None
-    """The buffer, uint8 in pinned memory, where NCCL sends it; None where gloo does."""
+    """The buffer, uint8 in pinned memory, when NCCL broadcasts it; None when gloo does."""
 
 
 class Leader:
-    """The role of a replica's leader: it reads each column once and sends every part the columns that it lacks."""
+    """The role of a replica's leader: it reads each column once, and sends each part of the replica the columns that it
+    lacks."""
 
     def __init__(self, view: RankView, rows: StepRows, links: ReplicaLinks, shard: TrainShard) -> None:
         self._view = view
@@ -183,7 +194,8 @@ class Leader:
         self._own = ColumnCache()
         self._sent: dict[tuple[Part, int], set[str]] = {}
         self._next: int | None = None
-        """Index of the first microbatch of the load that the siblings wait for; None while a load is being sent."""
+        """Index of the first microbatch of the load (group of microbatches) that the other ranks wait for; None at the
+        start and while a load is being sent."""
 
     def prepare(self, index: int, fields: Sequence[str], stop: threading.Event) -> Deliver:
         load = load_of(index, len(self._sizes))
@@ -192,7 +204,8 @@ class Leader:
         return lambda: self._deliver(index, load, fields, whole, parcels)
 
     def _send(self, load: range, fields: Sequence[str], stop: threading.Event) -> list[Parcel]:
-        """Read a load and broadcast the parts of it that travel over gloo."""
+        """Read a load, a group of microbatches, and broadcast everything that travels over gloo. Returns the encoded
+        load for each part of the replica."""
         view, links = self._view, self._links
         self._next = load.start
         try:
@@ -211,7 +224,8 @@ class Leader:
         return parcels
 
     def _parcel(self, part: Part, load: range, batch: Batch, facts: RowFacts) -> Parcel:
-        """Encode the columns of `batch` that `part` needs and did not receive in an earlier pass."""
+        """Encode the columns of `batch` that the ranks of `part` need and did not receive in an earlier pass over the
+        step's rows."""
         view, sent = self._view, self._sent.get((part, load.start))
         names = [name for name in stage_fields(view.topology, part.place, batch) if not sent or name not in sent]
         self._sent[part, load.start] = {*(sent or ()), *names}
@@ -252,7 +266,7 @@ class Leader:
         return _micro(self._own.batch(index, wanted, len(facts.lengths)), facts)
 
     def _send_failure(self, index: int, error: BaseException) -> None:
-        """Send `error` to the siblings, which raise it. A rank that cannot be reached finds out by its own timeout."""
+        """Send `error` to the siblings, which raise it. A sibling that cannot be reached fails by its own timeout."""
         body = encode_error(error)
         prologue = Prologue(self._digest, True, index, len(body), 0).to_bytes()
         frames = [(part, [_as_tensor(prologue), _as_tensor(body)]) for part in self._links.remote()]
@@ -268,7 +282,7 @@ class Leader:
 
 
 class Sibling:
-    """The role of a rank that receives everything from its replica's leader."""
+    """The role of a rank that receives all its rows from its replica's leader."""
 
     def __init__(self, view: RankView, links: ReplicaLinks, shard: TrainShard) -> None:
         self._view = view
@@ -291,7 +305,8 @@ class Sibling:
         return deliver
 
     def _receive(self, load: range, wanted: Sequence[str], stop: threading.Event) -> Callable[[], None]:
-        """Receive a load from the leader, and return the function that moves it to the device and caches it."""
+        """Receive a load (group of microbatches) from the leader, and return the function that moves it to the device
+        and caches its columns."""
         view, links = self._view, self._links
         what, started = f"broadcast of microbatch {_text(load)}", time.monotonic()
         with view.span(f"receive {_text(load)}"):
@@ -319,7 +334,8 @@ class Sibling:
         return lambda: self._land(load, header, prologue.buffer_bytes, buffer)
 
     def _check(self, prologue: Prologue, index: int) -> None:
-        """Raise PlanMismatch for a load of another plan or position, before anything else is received."""
+        """Raise PlanMismatch when a load belongs to another plan, or starts at another microbatch, than this rank
+        expects."""
         me, leader = self._links.name(self._links.rank), self._links.name(self._links.leader)
         if prologue.digest != self._digest:
             raise PlanMismatch(f"{me}: holds plan {self._digest}, but plan {prologue.digest} is sent by {leader}")
@@ -339,11 +355,11 @@ class Sibling:
                 self._own.add(number, part)
 
     def give_up(self, reason: str) -> None:
-        """Do nothing: the leader finds out when its next broadcast is not received."""
+        """No-op: the leader finds out when its next broadcast is not received."""
 
 
 def _nothing() -> None:
-    """Do nothing, because the load has already been received."""
+    """No-op: the load of this microbatch has already been received."""
 
 
 def _text(load: range) -> str:

@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from ...dataplane.topology import Place, Topology
 
 EMBEDDED = "input_ids"
-"""The one column that the first stage uses. The last stage uses every column, with the token ids as targets."""
+"""The one column that the first pipeline stage uses. The last stage uses every column, with the token ids as
+targets."""
 
 
 def stage_fields(topology: Topology, place: Place, fields: Iterable[str]) -> tuple[str, ...]:
-    """Return those of `fields` that the rank at `place` receives, in order; a stage in the middle receives none."""
+    """Return those of `fields` that the rank at mesh coordinates `place` receives, in order. A pipeline stage in the
+    middle receives none."""
     if place.pp == topology.pp - 1:
         return tuple(fields)
     if place.pp == 0:

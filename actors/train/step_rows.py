@@ -15,17 +15,19 @@ from ...dataplane.meta import KVBatchMeta
 from .wire import RowFacts
 
 GROWTH = 4
-"""Factor by which each load is larger than the one before it."""
+"""Factor by which each load is larger than the one before it. A load is a group of microbatches that are read
+together."""
 MOST_AT_ONCE = 64
-"""Largest number of microbatches in one load."""
+"""Largest number of microbatches in one load, that is, read together."""
 
 
 def load_of(index: int, count: int) -> range:
-    """Return the microbatches that are read and sent together with microbatch `index`; loads grow 1, 4, 16, 64, 64, ...
+    """Return the load of microbatch `index`: the range of microbatches that are read and sent together with it.
 
-    count: number of microbatches of the step. The first load is small so that computing starts early; the others are
-    read while it computes. Larger loads are cheaper: a plan spreads the rows of a block over many microbatches, so
-    reading them together asks the store for each block once, and a broadcast costs the same whatever its size.
+    count: number of microbatches of the step. Loads grow 1, 4, 16, 64, 64, ... The first load is small so that
+    computing starts early; the others are read while it computes. Larger loads are cheaper: a plan spreads the rows of
+    a block over many microbatches, so reading them together asks the store for each block once, and a broadcast costs
+    the same whatever its size.
     """
     assert 0 <= index < count, (index, count)
     start, size = 0, 1
@@ -35,7 +37,7 @@ def load_of(index: int, count: int) -> range:
 
 
 def cut(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
-    """Yield consecutive pieces of `sizes` rows of `batch`, as views."""
+    """Split `batch` into consecutive pieces of `sizes` rows, and yield the pieces as views."""
     begin = 0
     for size in sizes:
         yield slice_rows(batch, begin, begin + size)
@@ -44,12 +46,12 @@ def cut(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
 
 @dataclass(frozen=True, slots=True)
 class TrainShard:
-    """One rank's share of a step's plan. The driver sends it once, and every pass of the step uses it."""
+    """One rank's share of the plan for a step. The driver sends it once, and every pass of the step uses it."""
 
     step: int
     """Number of the step."""
     meta: bytes | None
-    """Receipt (`KVBatchMeta.to_bytes()`) of the replica's rows in the order of its microbatches. It has the tags
+    """Receipt of the replica's rows (`KVBatchMeta.to_bytes()`), in the order of its microbatches. Its per-row tags are
     `advantage` (float32) and, with `loss.aggregation=prompt`, `group_tokens` (float32). None for a rank that neither
     reads nor writes rows."""
     sizes: np.ndarray
@@ -57,7 +59,7 @@ class TrainShard:
     digest: str
     """Hash of the whole plan, the same on every rank."""
     traced: bool
-    """Whether reports of the step carry spans."""
+    """True if reports of the step carry spans, the timed pieces of work in the trace."""
 
     def ranges(self) -> list[np.ndarray]:
         """Return, for each microbatch, the indices of its rows in the receipt."""
@@ -66,7 +68,7 @@ class TrainShard:
 
 
 class ColumnCache:
-    """Holds the columns of a step's microbatches that have arrived so far."""
+    """Holds the columns that have arrived so far for each microbatch of a step."""
 
     def __init__(self) -> None:
         self._columns: dict[int, Batch] = {}
@@ -77,18 +79,19 @@ class ColumnCache:
         return [name for name in fields if have is None or name not in have]
 
     def add(self, index: int, new: Batch) -> None:
-        """Add columns of microbatch `index`. A column may be added only once."""
+        """Add columns of microbatch `index`. A column may be added only once to a microbatch."""
         have = self._columns.get(index)
         self._columns[index] = new if have is None else have.merge(new)
 
     def batch(self, index: int, fields: Sequence[str], num_rows: int) -> Batch:
-        """Return `fields` of microbatch `index`, all of which must have arrived, without copying."""
+        """Return the columns `fields` of microbatch `index`, all of which must have arrived, without copying."""
         have = self._columns.get(index)
         return Batch(Schema(()), num_rows, {}) if have is None else have.subset(fields)
 
 
 class StepRows:
-    """Reads whole rows and caches what it has read. Only one thread may use it at a time."""
+    """Reads whole rows of a step from the store, and caches the columns that it has read. Only one thread may use it at
+    a time."""
 
     def __init__(self, client: DataPlaneClient, shard: TrainShard, meta: KVBatchMeta) -> None:
         self._client = client
@@ -97,18 +100,20 @@ class StepRows:
         self._cache = ColumnCache()
 
     def facts(self, numbers: range) -> RowFacts:
-        """Return the row values of the given microbatches."""
+        """Return the per-row values of the given microbatches, concatenated."""
         rows, tags = np.concatenate([self._ranges[number] for number in numbers]), self._meta.tags
         tokens = tags["group_tokens"][rows].astype(np.int64) if "group_tokens" in tags else None
         advantages = tags["advantage"][rows].astype(np.float32)
         return RowFacts(self._meta.lengths[rows], advantages, self._meta.groups[rows], tokens)
 
     def missing(self, index: int, fields: Sequence[str]) -> list[str]:
-        """Return those of `fields` that this process has neither read nor written in this step."""
+        """Return those of `fields` that this process has neither read nor written in this step for microbatch
+        `index`."""
         return self._cache.missing(index, fields)
 
     def columns(self, index: int, fields: Sequence[str]) -> Batch:
-        """Return columns of one microbatch, reading its whole load if needed. Raises what `get` and `lookup` raise."""
+        """Return the columns `fields` of one microbatch. Columns not cached yet are read together for all microbatches
+        of its load (see `load_of`). Raises what the client's `get` and `lookup` raise."""
         missing = self.missing(index, fields)
         if missing:
             self._look_up([name for name in missing if name not in self._meta.fields])

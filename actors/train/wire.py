@@ -1,8 +1,9 @@
 """Encodes what a replica leader sends its siblings: a prologue of fixed size, a header, and one flat buffer.
 
-On the CPU, header and buffer are one message; for GPUs the buffer is a message of its own. The buffer holds the valid
-bytes of the columns one after the other, each starting at a multiple of ALIGN; rows are not padded. Small values that
-are needed on the host are in the header. When a read failed, the error is sent in place of the header.
+The leader is the rank that reads for its replica, the siblings are the replica's other ranks. Header and buffer are one
+message, except where NCCL broadcasts the buffer as a message of its own. The buffer holds the valid bytes of the
+columns one after the other, each starting at a multiple of ALIGN; rows are not padded. Small values that are needed on
+the host are in the header. When a read failed, the error is sent in place of the header.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ...dataplane.directory import requests
 from ...dataplane.errors import DataPlaneError
 
 ALIGN = 16
-"""Number of bytes to a multiple of which each column's start is aligned, so that it can be viewed as any dtype."""
+"""Each column starts at a multiple of this number of bytes in the buffer, so that it can be viewed as any dtype."""
 _PROLOGUE = struct.Struct("<4s16sB3xIIQ")
 PROLOGUE_BYTES = _PROLOGUE.size
 _MAGIC = b"hrrp"
@@ -33,33 +34,33 @@ _OK, _ERROR = 0, 1
 
 
 class ReplicaError(RuntimeError):
-    """The ranks of a replica could not share their rows. The text names rank, operation and microbatch."""
+    """The ranks of a replica could not share their rows. The message names rank, operation and microbatch."""
 
 
 class ReplicaLost(ReplicaError):
     """A rank of the replica died or was late.
 
-    The text names the rank (pid, host), the operation, the microbatch and the elapsed time.
+    The message names the rank (pid, host), the operation, the microbatch and the elapsed time.
     """
 
 
 class PlanMismatch(ReplicaError):
-    """A rank has another plan than its leader, or is at another microbatch. The text names both."""
+    """A rank has a different plan than its leader, or is at a different microbatch. The message names both."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prologue:
-    """The first message of a load, of fixed size.
+    """First message of a load (a group of microbatches sent together). It has a fixed size.
 
-    A rank that has another plan refuses here, before it takes part in a broadcast whose size it cannot know.
+    A rank with a different plan raises an error here, before it takes part in a broadcast whose size it cannot know.
     """
 
     digest: str
-    """Hash of the plan; at most 16 ASCII characters."""
+    """Hash of the step's plan; at most 16 ASCII characters."""
     failed: bool
-    """Whether an error (`encode_error`) is sent in place of the header."""
+    """True if an error (`encode_error`) is sent in place of the header."""
     index: int
-    """Index of the load's first microbatch."""
+    """Index of the first microbatch of the load."""
     header_bytes: int
     """Size of the header in bytes."""
     buffer_bytes: int
@@ -82,19 +83,19 @@ class Prologue:
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """The values of a microbatch that belong to whole rows and are needed on the host."""
+    """Values per row, of one or more microbatches, that are needed on the host."""
 
     lengths: np.ndarray
-    """Number of tokens of each whole row, int64 `[N]`."""
+    """Number of tokens of each row before it is sliced for context parallelism, int64 `[N]`."""
     advantages: np.ndarray
     """Advantage of each row, float32 `[N]`."""
     group_ids: np.ndarray
-    """Group of each row, int64 `[N]`."""
+    """Id of each row's group (the samples of one prompt), int64 `[N]`."""
     group_tokens: np.ndarray | None
     """Number of tokens in each row's group, int64 `[N]`; None when the loss does not use it."""
 
     def cut(self, sizes: Sequence[int]) -> list[RowFacts]:
-        """Split into consecutive pieces of `sizes` rows."""
+        """Split into consecutive RowFacts that have the numbers of rows in `sizes`."""
         ends = np.cumsum(sizes)
         parts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
         tokens = self.group_tokens
@@ -111,16 +112,17 @@ class RowFacts:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Describes the columns in the buffer and the rows that they belong to."""
+    """Describes the columns in a buffer, and the rows that they belong to."""
 
     facts: RowFacts | None
-    """Row values; None in every pass after a step's first, because the receiver already has them."""
+    """Values per row; None in every pass after the first of a step, because the receiver already has them."""
     fields: tuple[str, ...]
-    """Names of the columns in the order of the buffer, without those that the receiver has from an earlier pass."""
+    """Names of the columns in the order of the buffer. Columns that the receiver has from an earlier pass are left
+    out."""
     part_bytes: tuple[int, ...]
     """Size of each column in bytes."""
     shapes: dict[str, np.ndarray]
-    """Shape of each row of each RAGGED column, int64 `[N, ndim]` by column name."""
+    """Row shapes of the RAGGED columns: column name -> int64 `[N, ndim]`."""
 
 
 _Facts = tuple[bytes, np.ndarray, bytes, bytes | None]
@@ -137,7 +139,7 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(data: bytes) -> Header:
-    """Decode a message of `encode_header`. Raises ValueError when the bytes are not such a message."""
+    """Decode a header that `encode_header` encoded. Raises ValueError when the bytes are not such a message."""
     packed, fields, part_bytes, shapes = messages.decode(data, _HeaderMessage)
     if packed is None:
         return Header(None, fields, part_bytes, shapes)
@@ -148,7 +150,7 @@ def decode_header(data: bytes) -> Header:
 
 
 def describe(batch: Batch, facts: RowFacts | None) -> Header:
-    """Return the header of a buffer that holds `batch`. facts: as in `Header`.
+    """Return the header of a buffer that holds `batch`. facts: per-row values, as in `Header`.
 
     Raises ValueError for an OBJECT column, because only tensors are broadcast.
     """
@@ -187,7 +189,8 @@ def fill_buffer(batch: Batch, header: Header, buffer: torch.Tensor) -> None:
 def read_buffer(header: Header, schema: Schema, lengths: np.ndarray, buffer: torch.Tensor) -> Batch:
     """Return the columns in `buffer` (uint8, on any device) as views of it.
 
-    lengths: number of tokens sent of each row, int64 `[N]`. Raises ReplicaError when buffer and header do not agree.
+    lengths: number of tokens of each row in the buffer, int64 `[N]`. Raises ReplicaError when buffer and header do not
+    agree.
     """
     columns: dict[str, Column] = {}
     begin = 0
@@ -227,14 +230,16 @@ def _items(kind: Kind, lengths: np.ndarray, num_rows: int, shapes: np.ndarray | 
 
 
 def encode_error(error: BaseException) -> bytes:
-    """Encode a leader's failure. Data-plane errors and ValueErrors keep their class; others are sent as text."""
+    """Encode the error that a leader failed with. Data-plane errors and ValueErrors keep their class; others are sent
+    as text."""
     if isinstance(error, DataPlaneError | ValueError):
         return b"d" + requests.reply_error(error)
     return b"r" + f"{type(error).__name__}: {error}".encode()
 
 
 def raise_error(data: bytes, leader: str, op: str, elapsed_s: float) -> NoReturn:
-    """Raise the error that `encode_error` encoded: same class, same text, and a note that names the leader."""
+    """Raise the error that `encode_error` encoded, with the same class and message (ReplicaError for errors sent as
+    text) and a note that names the leader."""
     try:
         if data[:1] == b"d":
             requests.body_of(data[1:], op, elapsed_s)

@@ -30,45 +30,47 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """Reports one pass over a shard to the driver: metrics and measurements, no rows."""
+    """Report of one pass over a shard to the driver: metrics and measurements, no rows."""
 
     metrics: dict[str, float]
-    """Global metrics of the pass on rank 0; empty on the other ranks, which have the same."""
+    """Metrics of the pass over all ranks. They are on rank 0 only; empty on the other ranks."""
     data_wait_s: float
     """Seconds that this rank waited for rows."""
     traffic: bytes
-    """Data-plane calls of this rank since its last report, as `Traffic.to_bytes`; a leader's siblings make none."""
+    """Data-plane calls of this rank since its last report, encoded by `Traffic.to_bytes`. A rank that gets its rows
+    from a leader makes no reads."""
     bytes_broadcast: int
-    """Number of bytes that this rank sent to its siblings as their leader, once for each part of the replica."""
+    """Number of bytes that this rank broadcast to its replica as its leader, counted once for each part of the replica
+    (the ranks that need identical data)."""
     spans: SpanTable
     """Timed pieces of work for the trace; empty unless the shard is traced."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """The data that a rank is built from. `trainers/` passes in the factories `backend` and `sender`."""
+    """Settings from which a rank's TrainWorker is built. `trainers/` passes in the factories `backend` and `sender`."""
 
     rank: int
     topology: Topology
     fetch: FetchPolicy
     """Policy that says which ranks of a replica read its rows from the store."""
     threads: int
-    """Number of compute threads of the process."""
+    """Number of threads that the process computes with."""
     temperature: float
-    """Sampling temperature of the rollouts, applied to log-probs."""
+    """Sampling temperature of the rollouts, which log-probs are computed with."""
     timeout_s: float
-    """Seconds after which a wait for a sibling of the replica fails."""
+    """Seconds after which a wait for another rank of the replica fails."""
     collective_timeout_s: float
-    """Seconds after which a collective of the process group, or meeting in it, fails."""
+    """Seconds after which a collective operation of the process group fails, and also the forming of the group."""
     data_plane: DataPlaneHandle
     backend: Callable[[int, int], TrainBackend]
-    """Builds the backend of (rank, number of ranks)."""
+    """Builds the train backend; called with the rank and the number of ranks."""
     sender: Callable[[], WeightSender]
-    """Builds the sending end of weight updates; called on rank 0 only."""
+    """Builds the sender of weight updates; called on rank 0 only."""
     sync: SyncConfig
-    """Section `sync`, the settings of weight updates."""
+    """Config section `sync`: the settings of weight updates."""
     bucket_bytes: int
-    """Size of the largest bucket of weights, a multiple of 64."""
+    """Size of the largest bucket of weights in bytes, a multiple of 64."""
 
     @property
     def world(self) -> int:
@@ -77,32 +79,36 @@ class WorkerSetup:
 
     @property
     def name(self) -> str:
-        """The rank's name in errors, traces and the data plane's status."""
+        """Name of the rank in errors, in traces and in the data plane's status."""
         return f"train worker {self.rank}"
 
 
 @dataclass(slots=True)
 class _Work:
-    """The shard that a rank works on."""
+    """The shard that a rank is working on."""
 
     shard: TrainShard
     meta: KVBatchMeta | None
-    """Receipt of the shard's rows, on ranks that read or write them until the shard is accumulated; else None."""
+    """Receipt of the shard's rows, on ranks that read or write them, until the shard has been accumulated; otherwise
+    None."""
     written: list[str] = field(default_factory=list)
-    """Columns that the replicas' writers have added to the rows."""
+    """Columns that the writer rank of each replica has added to the rows."""
 
 
 class TrainWorker:
-    """One rank of the train mesh. Calls run one at a time, in the order they were sent; all ranks get collective ones.
+    """Does the work of one rank of the train mesh. Calls run one at a time, in the order they were sent; a collective
+    call must be sent to all ranks.
 
-    Methods marked `in_thread_of` run beside the others, in threads of their own; only rank 0 has them.
+    Methods marked `in_thread_of` run beside the others, in threads of their own. Except for `sent`, only rank 0 has
+    them.
     """
 
     def __init__(self, setup: WorkerSetup, *, device: torch.device = CPU) -> None:
-        """Build the reader, the backend and, on rank 0, the publisher. The call is collective, once the ranks' process
-        group is joined.
+        """Build the reader, the backend and, on rank 0, the publisher of weights. The call is collective, and the
+        ranks' process group must have been joined before.
 
-        device: where the reader delivers rows; the backends lay them out on the CPU.
+        device: device to which the reader delivers rows. It is the CPU in training, because the backends lay rows out
+        there.
         """
         self._setup = setup
         self._name = setup.name
@@ -123,28 +129,29 @@ class TrainWorker:
         self._parts.callback(self._backend.close)
         self._specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._publisher: WeightPublisher | None = None
-        """Publisher of weight updates; None on all ranks but 0."""
+        """Publisher of weight updates; None on all ranks except 0."""
         if setup.rank == 0:
             self._specs = self._backend.weight_specs()
             self._publisher = WeightPublisher(setup.sender(), setup.sync, setup.bucket_bytes)
             self._parts.callback(self._publisher.close)
             self._publisher.reserve(self._specs)
         self._work: _Work | None = None
-        """The last shard that was begun; None before the first."""
+        """The shard that was begun last; None before the first."""
         self._spans: list[Span] = []
         self._open = False
-        """Whether a train step has begun and is not finished."""
+        """True while a train step has begun and is not finished."""
 
     # ------------------------------------------------------------ one step
 
     def begin(self, shard: TrainShard) -> None:
-        """Take this rank's shard of a step; drops whatever an earlier step left."""
+        """Take on `shard`, this rank's share of a step, and drop whatever an earlier step left."""
         self._work = _Work(shard, self._reader.begin(shard))
 
     def write_logprobs(self, field: str) -> WorkerReport:
-        """Compute `prev_logprobs` or `ref_logprobs` of the shard's rows; each replica's writer puts them as a column.
+        """Compute `prev_logprobs` or `ref_logprobs` of the shard's rows. In each replica, the writer rank puts them
+        into the store as a column.
 
-        Collective.
+        The call is collective.
         """
         work = self._begun()
         with self._span(f"logprobs {field}"), closing(self._reader.stream(("input_ids", "response_mask"))) as micros:
@@ -157,10 +164,11 @@ class TrainWorker:
         return self._report({})
 
     def accumulate(self) -> WorkerReport:
-        """Add the gradients of the shard's rows, microbatch by microbatch, to the open step; opens one if none is.
+        """Add the gradients of the shard's rows, microbatch by microbatch, to the open train step, or to a new one if
+        none is open.
 
-        Collective. A step may have any number of shards, begun and accumulated in turn; the gradient is the same
-        however its rows are dealt to them. On an error the step is aborted.
+        The call is collective. A step may have any number of shards, each begun and then accumulated; the gradient does
+        not depend on how rows are divided among them. On an error the step is aborted.
         """
         work = self._begun()
         try:
@@ -179,7 +187,7 @@ class TrainWorker:
         return self._report({})
 
     def finish(self) -> WorkerReport:
-        """Take the optimizer step over all that was accumulated. Collective. The report has the step's metrics.
+        """Take the optimizer step over all that was accumulated, and report the step's metrics. The call is collective.
 
         Raises RuntimeError when no step is open.
         """
@@ -196,7 +204,7 @@ class TrainWorker:
         return self._report(metrics)
 
     def abort(self) -> None:
-        """Drop the gradients of an open step. Idempotent; not collective."""
+        """Drop the gradients of an open step. Idempotent; the call is not collective."""
         self._open = False
         self._backend.abort_step()
 
@@ -204,7 +212,7 @@ class TrainWorker:
 
     @in_thread_of("weights")
     def open_update(self, version: int, receivers: Sequence[ReceiverGroup], base: int | None) -> WeightUpdate:
-        """Announce `version` to the engines that receive it. Rank 0 only; nothing is sent yet.
+        """Announce `version` to the engines that are to receive it. Only rank 0 is called; nothing is sent yet.
 
         base: the version that all receivers serve; None when they differ. Raises what `WeightPublisher.open` raises.
         """
@@ -212,11 +220,11 @@ class TrainWorker:
 
     @in_thread_of("weights")
     def open_cached(self, version: int, receivers: Sequence[ReceiverGroup]) -> WeightUpdate:
-        """Announce a version that was sent before and that `send_cached` sends again. Rank 0 only."""
+        """Announce a version that was sent before and that `send_cached` sends again. Only rank 0 is called."""
         return self._publishes().open(version, self._specs, receivers, cached=True)
 
     def send_weights(self, update: WeightUpdate | None) -> SendReport | None:
-        """Gather the weights and publish them as the open `update`. Collective.
+        """Gather the weights and publish them as the open `update`. The call is collective.
 
         Rank 0 is given the update and returns a report. The other ranks are given None and return None: they only take
         part in the gathering, and only that can fail on them.
@@ -232,44 +240,48 @@ class TrainWorker:
 
     @in_thread_of("weights")
     def send_cached(self, update: WeightUpdate) -> SendReport:
-        """Publish the open `update` of `open_cached` from rank 0's host memory, beside whatever the ranks do."""
+        """Send the open `update` of `open_cached` from rank 0's host memory, in a thread of its own, while the ranks do
+        other work."""
         return self._publishes().publish_cached(update)
 
     @in_thread_of("abort")
     def sent(self) -> int:
-        """Number of weights gathered and buckets sent since the start; 0 on ranks that publish nothing.
+        """Return the number of weights gathered and of cached buckets sent since the start; 0 on ranks that publish
+        nothing.
 
-        `TrainActor.progress` cannot stand in for it: weights from host memory are sent by another thread than the one
-        whose CPU time that is.
+        `TrainActor.progress` is no substitute: it is the CPU time of the main thread, and cached weights are sent by
+        another.
         """
         return 0 if self._publisher is None else self._publisher.sent
 
     @in_thread_of("abort")
     def abort_update(self, reason: str) -> None:
-        """End the open update, whichever thread sends it. Rank 0 only; idempotent."""
+        """End the open update, whichever thread is sending it. Only rank 0 is called. Idempotent."""
         self._publishes().abort(reason)
 
     def save(self, path: str) -> None:
-        """Start a sharded checkpoint; it is written behind the training and published whole, see `wait_saved`.
+        """Start a sharded checkpoint at `path`. It is written in the background while training goes on, and appears at
+        `path` once it is complete; see `wait_saved`.
 
-        Collective.
+        The call is collective.
         """
         self._backend.save(path, wait=False)
 
     def wait_saved(self) -> None:
-        """Wait until the last checkpoint is written. Raises what writing it failed with."""
+        """Wait until the last checkpoint is written. Raises the error that writing it failed with."""
         self._backend.wait_saved()
 
     def load(self, path: str) -> None:
-        """Load a checkpoint. Collective."""
+        """Load the checkpoint at `path`. The call is collective."""
         self._backend.load(path)
 
     def export_model(self, path: str) -> None:
-        """Write the model as a Hugging Face folder. Collective; rank 0 writes."""
+        """Write the model as a Hugging Face folder, from rank 0. The call is collective."""
         self._backend.export_model(path)
 
     def close(self) -> None:
-        """Close publisher, backend, reader and client. Idempotent; raises a part's error once all parts are closed."""
+        """Close publisher, backend, reader and data-plane client. Idempotent. If closing one of them fails, its error
+        is raised once all have been closed."""
         self._parts.close()
 
     # ------------------------------------------------------------ inside
@@ -290,7 +302,7 @@ class TrainWorker:
         return rank == topology.writer(topology.place(rank).dp)
 
     def _put(self, work: _Work, field: str, columns: Sequence[torch.Tensor]) -> None:
-        """Write a column back, one block for each microbatch."""
+        """Put a column of the shard's rows into the store, one block for each microbatch."""
         meta = work.meta
         if meta is None:
             raise RuntimeError(f"{self._name}: writes {field} back, but was not sent the rows' receipt")
@@ -311,7 +323,7 @@ class TrainWorker:
             self._spans.append(Span(name, start, time.perf_counter() - clock))
 
     def _report(self, metrics: dict[str, float]) -> WorkerReport:
-        """Report what was measured since the last report."""
+        """Return a report of what was measured since the last report."""
         measured = self._reader.take_metrics()
         traced = (*self._spans, *measured.spans) if self._work is not None and self._work.shard.traced else ()
         spans = SpanTable.of(traced)

@@ -1,7 +1,8 @@
 """Keeps the last two weight versions in the trainer's host memory, to serve late-joining engines and to compute deltas.
 
-Two slots of memory are used in turn for the whole run. A version is written into the slot that does not hold the
-newest, and becomes readable when it is whole. Until then, and when writing fails, the version before it is the newest.
+Two slots of memory are used in turn for the whole run. A version is written into the slot that does not hold the newest
+version, and becomes readable once it is complete. Until then, or if writing it fails, the previous version stays the
+newest.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from ...codecs.weights.buckets import BucketPlan
 
 NUM_VERSIONS = 2
 MEMORY_SHARE = 0.8
-"""Share of the memory available at the time of reservation that the slots may take."""
+"""Share of the host memory available at reservation that the two slots together may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedVersion:
-    """Buckets of a version in one slot."""
+    """The buckets of one weight version, in one memory slot of the cache."""
 
     version: int
     plan: BucketPlan
     starts: tuple[int, ...]
-    """First byte of each bucket in the memory."""
+    """Offset of each bucket in `memory`, in bytes."""
     memory: torch.Tensor
-    """Bytes of the slot, uint8 1-D."""
+    """Bytes of the slot, a 1-D uint8 tensor."""
 
     def bucket(self, bucket: int) -> torch.Tensor:
         """Return a view of one bucket, uint8 `[plan.sizes[bucket]]`."""
@@ -44,33 +45,38 @@ class CachedVersion:
 
 
 class BucketCache:
-    """Holds two versions of buckets. One thread at a time writes or reads, as long as its `with` lasts; others wait."""
+    """Holds the buckets of two versions. Only one thread at a time may be inside a `writing` or `reading` block; other
+    threads wait for it."""
 
     def __init__(self, timeout_s: float) -> None:
-        """timeout_s: seconds after which waiting for another thread's `with` ends in an error."""
+        """Create an empty cache. timeout_s: seconds that a call waits for another thread's block before it raises
+        TimeoutError."""
         self._timeout_s = timeout_s
         self._lock = threading.RLock()  # a delta reads the base while the same thread writes the next version
         self._task = ""
-        """Work that the lock is held for, named in errors."""
+        """What the lock is held for at the moment, for error messages."""
         self._memories: list[torch.Tensor] = []
         self._whole: list[CachedVersion] = []
-        """Readable versions, the newest last."""
+        """Versions that can be read, the newest last."""
 
     @property
     def newest(self) -> CachedVersion | None:
-        """Last version that was written whole; None before the first. Its bytes may only be read within `reading`."""
+        """Last version that was written completely; None before the first. Its bytes may only be read inside a
+        `reading` block."""
         whole = self._whole
         return whole[-1] if whole else None
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Versions that can be read, the newest last."""
+        """Numbers of the versions that can be read, the newest last."""
         return tuple(cached.version for cached in self._whole)
 
     def reserve(self, plan: BucketPlan) -> None:
-        """Make room for two versions of `plan`, unless there is enough. Versions in smaller slots are forgotten.
+        """Allocate memory for two versions of `plan`, unless the slots are large enough already. Versions in smaller
+        slots are discarded.
 
-        Raises ValueError naming the bytes wanted and available when they would take more than 80 % of the latter.
+        Raises ValueError, naming the bytes wanted and available, when two versions would take more than 80 % of the
+        available memory.
         """
         nbytes = sum(map(_aligned, plan.sizes))
         with self._held("reserve memory"):
@@ -87,10 +93,11 @@ class BucketCache:
 
     @contextmanager
     def writing(self, version: int, plan: BucketPlan) -> Iterator[CachedVersion]:
-        """Give a slot to a block that fills its buckets; it is reserved first, and raises what `reserve` raises.
+        """Context manager that yields an empty slot for `version`, whose buckets the block fills. Memory is reserved
+        first; raises what `reserve` raises.
 
-        When the block ends, `version` is the newest, and the oldest version is gone. When it ends with an exception,
-        what was written is gone instead.
+        When the block ends, `version` is the newest version, and the older of the two before it is gone. If the block
+        raises an exception, what it wrote is discarded instead.
         """
         with self._held(f"write version {version}"):
             self.reserve(plan)
@@ -104,7 +111,8 @@ class BucketCache:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[CachedVersion]:
-        """Give a version to a block, within which its buckets do not change. Raises ValueError when it is not there."""
+        """Context manager that yields a cached version, whose buckets do not change inside the block. Raises ValueError
+        when the version is not in the cache."""
         with self._held(f"read version {version}"):
             for cached in reversed(self._whole):
                 if cached.version == version:

@@ -1,8 +1,8 @@
 """`WeightInbox` receives a version of the weights in an engine's process and keeps it until it is served.
 
-prepare(update) -> staged -> committed(version)     with room for a second version beside the one that is served
+prepare(update) -> staged -> committed(version)     with memory for a second version beside the one that is served
                      |-----> drop(version)
-prepare(update) -> arriving(update) -> committed    without such room, so that it is received during the commit
+prepare(update) -> arriving(update) -> committed    without such memory: the version is received during the commit
 """
 
 from __future__ import annotations
@@ -30,44 +30,45 @@ _MARGIN = 1.1
 
 @dataclass(slots=True)
 class StagedWeights:
-    """A whole, verified version that is not served yet.
+    """A whole, verified version of the weights that is not served yet.
 
-    Its tensors must not be written to. They are valid until the version is dropped, or the next one is committed
-    (without `sync.delta`, until it is committed itself).
+    Its tensors must not be written to. They are valid until the version is dropped or the next one is committed;
+    without `sync.delta`, only until the version itself is committed.
     """
 
     version: int
     named: dict[str, torch.Tensor]
-    """Whole tensors by HF name, on the CPU unless the transport brings payloads to the GPU."""
+    """Whole tensors by Hugging Face name, on the CPU unless the transport delivers payloads on the GPU."""
     plan: BucketPlan
     memory: torch.Tensor
-    """Bytes of all buckets, uint8, bucket b at `bucket_offsets(plan)[b]`."""
+    """Bytes of all buckets, uint8; bucket b starts at `bucket_offsets(plan)[b]`."""
     stream: Stream | None
-    """Stream that owns the memory; None when the inbox owns it."""
+    """Stream that owns `memory`; None when the inbox owns it."""
 
 
 class WeightInbox:
-    """Receives versions for one process of an engine.
+    """Receives weight versions in one process of an engine.
 
-    One thread at a time calls it; any thread may call `drop` and `close`.
+    One thread at a time may call it, except that any thread may call `drop` and `close`.
     """
 
     def __init__(
         self, config: ReceiverConfig, worker: int, *, on_received: Callable[[int], None] = lambda num_received: None
     ) -> None:
-        """worker: number of this process in its engine, from 0. on_received: is called with `num_received` after each
-        bucket, by the thread that receives."""
+        """Create an inbox without any version. worker: number of this process in its engine, from 0. on_received:
+        function that the receiving thread calls after each bucket, with the number of buckets received so far."""
         self._config = config
         self._worker = worker
         self._lock = threading.Lock()
-        """Lock of the fields below, which `drop` may use at the same time."""
+        """Lock for the fields below, which another thread may change in `drop`."""
         self._receivers: dict[str, Receiver] = {}
         self._arriving: tuple[int, Receiver | None, Stream | None] | None = None
-        """Version that is being received or was only joined, with its receiver and stream; None when there is none."""
+        """Version that is being received, with its receiver and stream, or one whose transfer was only joined and that
+        is received during the commit; None when there is none."""
         self._staged: StagedWeights | None = None
         self._base: StagedWeights | None = None
         self._spare: torch.Tensor | None = None
-        """Memory of a version that is no longer needed, for the next one; None when there is none."""
+        """Memory of a version that is no longer needed, reused for the next one; None when there is none."""
         self._views = BucketViews()
         self._landings = BucketLandings()
         self._chosen: Staging | None = None
@@ -79,27 +80,29 @@ class WeightInbox:
 
     @property
     def staging(self) -> Staging:
-        """Staging in use, `full` or `none`; `auto` until the first update has come."""
+        """Staging in use, `full` or `none`. A configured `auto` stays `auto` until the first update has come."""
         return self._chosen or self._config.sync.staging
 
     @property
     def staged(self) -> StagedWeights | None:
-        """Prepared version; None when there is none, or it is only joined."""
+        """Version that `prepare` has received and verified; None when there is none, or when it is only received during
+        the commit."""
         return self._staged
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the weights of the version that is staged or joined; () when there is none."""
+        """Names of the weights of the version that is prepared, or whose transfer was joined; () when there is none."""
         staged, arriving = self._staged, self._arriving
         if staged is not None:
             return staged.plan.names
         return () if arriving is None or arriving[2] is None else arriving[2].plan.names
 
     def prepare(self, update: WeightUpdate) -> None:
-        """Receive and verify `update` in the calling thread; without staging only join it.
+        """Receive and verify `update` in the calling thread. Without staging, only join its transfer: `arriving` then
+        receives it.
 
-        A version that was prepared before is dropped. Raises WeightTransferError; nothing is staged then, and the
-        served version is still usable as base.
+        A version that was prepared before is dropped. Raises WeightTransferError when the transfer fails; then nothing
+        is staged, and the served version can still be the base of a delta.
         """
         self._forget_prepared()
         receiver = self._receiver(update.kind)
@@ -140,9 +143,10 @@ class WeightInbox:
                     self._arriving = None
 
     def read_ahead(self) -> None:
-        """Start receiving a version that was only joined, as far as there is room, before `arriving` is called.
+        """Start receiving a version whose transfer was only joined, as far as there is buffer room, before `arriving`
+        is called.
 
-        The thread that called `prepare` calls it. Errors are raised by `arriving`.
+        Call it in the thread that called `prepare`. Errors are raised later, by `arriving`.
         """
         arriving = self._arriving
         if arriving is not None and arriving[2] is not None:
@@ -151,13 +155,16 @@ class WeightInbox:
     def arriving(
         self, update: WeightUpdate, places: Mapping[str, torch.Tensor] = MappingProxyType({})
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yield lists of whole tensors of an `update` that was only joined, as soon as all their pieces have come.
+        """Receive an `update` whose transfer was only joined by `prepare`, and yield lists of (name, whole tensor) as
+        soon as all pieces of a tensor have come.
 
-        Tensors are valid until the next list. They are verified, and the update is whole, only when the iterator ends.
+        Tensors are valid until the next list. Only when the iterator ends have the checksums been verified and is the
+        update known to be whole.
 
-        places: memory by name to which weights may be written directly, on a GPU, contiguous and in the dtype and shape
-        of the weight as sent. Such a tensor is yielded as its place. The mapping must not change, and giving the same
-        one again saves work. Raises WeightTransferError, ValueError when `update` was not joined.
+        places: destination memory by weight name. On a GPU, weights may be written to it directly if it is contiguous
+        and has the dtype and shape of the weight as sent; such a weight is yielded as its destination tensor. The
+        mapping must not change, and passing the same one again saves work. Raises WeightTransferError when the transfer
+        fails, and ValueError when `update` was not joined.
         """
         arriving = self._arriving
         if arriving is None or arriving[0] != update.version or arriving[2] is None:
@@ -179,9 +186,10 @@ class WeightInbox:
                 self._arriving = None
 
     def committed(self, version: int) -> None:
-        """Note that the staged `version` is served; without staging nothing happens.
+        """Record that the engine now serves the staged `version`. Does nothing when that version is not staged here.
 
-        With `sync.delta` it becomes the base of the next delta, and the base before it is released.
+        With `sync.delta` the version becomes the base of the next delta, and the previous base is released; otherwise
+        the version itself is released.
         """
         with self._lock:
             staged = self._staged
@@ -194,7 +202,7 @@ class WeightInbox:
             self._release(version_let_go)
 
     def drop(self, version: int) -> None:
-        """Forget the prepared `version`, or end its reception. Idempotent; legal from any thread."""
+        """Forget the prepared `version`, or stop receiving it. Idempotent; any thread may call it."""
         with self._lock:
             arriving, staged = self._arriving, self._staged
             if arriving is not None and arriving[0] == version:
@@ -209,7 +217,7 @@ class WeightInbox:
         self._release(staged)
 
     def close(self) -> None:
-        """Release everything and end a reception. Idempotent; legal from any thread."""
+        """Stop receiving and release everything. Idempotent; any thread may call it."""
         with self._lock:
             self._closed = True
             arriving = self._arriving
@@ -232,7 +240,7 @@ class WeightInbox:
         return self._receivers[kind]
 
     def _choose(self, update: WeightUpdate, stream: Stream) -> Staging:
-        """Decide at the first update what `auto` means, and return the staging to use."""
+        """Return the staging to use, `full` or `none`. The first update decides what `auto` means."""
         if self._chosen is None:
             self._chosen = self._config.sync.staging
             if self._chosen == "auto":
@@ -278,7 +286,8 @@ class WeightInbox:
         pieces: dict[str, torch.Tensor],
         places: Mapping[str, torch.Tensor],
     ) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors that this bucket completes: views of it, or tensors assembled in `pieces` over several."""
+        """Return (name, tensor) of the weights that this bucket completes. The tensors are views of the bucket,
+        destinations in `places`, or assembled in `pieces` from several buckets."""
         bucket = frame.bucket
         inside = self._views.inside(plan, bucket, payload)
         parts = self._views.parts(plan, bucket)
@@ -345,10 +354,11 @@ class WeightInbox:
 
 
 def _apply(stream: Stream, frame: BucketFrame, payload: torch.Tensor, base: torch.Tensor, target: torch.Tensor) -> None:
-    """Write into `target` what the delta makes of the bucket `base`.
+    """Apply a delta to the bucket `base` and write the resulting bucket into `target`.
 
-    Raises WeightTransferError when the two do not fit, and when the result is not what the trainer has: the base has
-    changed since it was received. The bucket is looked at in host memory, to which a GPU's is copied.
+    Raises WeightTransferError when the delta does not fit the base, or when the checksum of the result is not the
+    trainer's, which means that the base has changed since it was received. The delta is applied in host memory, to
+    which a bucket on a GPU is copied.
     """
     name = f"bucket {frame.bucket} of {len(stream.plan.sizes)}"
     result = target.copy_(base) if target.device.type == "cpu" else base.cpu()
@@ -377,7 +387,8 @@ def _expect_whole(stream: Stream, read: set[int]) -> None:
 
 
 def _has_room(device: torch.device, nbytes: int) -> bool:
-    """Tell whether two versions, one staged and one kept as base, fit into the free memory of the payloads' device."""
+    """Return whether two versions, one staged and one kept as base, fit into the device's free memory. Always True on a
+    CPU."""
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)

@@ -1,7 +1,7 @@
 """`WeightPublisher` on train rank 0 announces versions of the weights, sends them, and keeps copies to send again.
 
-main thread     open -> publish(weights())             gathers, fills and sends; also fills the cache, if there is one
-any thread      open(cached=True) -> publish_cached    sends from the cache without a gather, while training goes on
+main thread     open -> publish(weights())             gathers and sends weights; fills the cache, if there is one
+any thread      open(cached=True) -> publish_cached    sends from the cache without gathering, while training goes on
 any thread      abort                                  ends the open update
 """
 
@@ -27,13 +27,14 @@ WeightSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class WeightPublisher:
-    """Publishes versions through one sender. Threads take turns, waiting `sync.timeout_s` at most; `abort` never waits.
+    """Publishes weight versions through one sender. Calls from several threads take turns, each waiting at most
+    `sync.timeout_s`; `abort` never waits.
 
-    Opening an update ends the one before.
+    Opening an update ends the previous one.
     """
 
     def __init__(self, sender: WeightSender, config: SyncConfig, bucket_bytes: int) -> None:
-        """Take over `sender`, which `close` closes.
+        """Take ownership of `sender`, which `close` closes.
 
         bucket_bytes: size of a bucket in bytes, a multiple of 64. Two buckets are in flight at a time.
         """
@@ -45,18 +46,21 @@ class WeightPublisher:
             self._cache = BucketCache(config.timeout_s)
         self._lock = threading.Lock()
         self._task = ""
-        """Work that the lock is held for, named in errors."""
+        """What the lock is held for at the moment, for error messages."""
         self._opened: Publication | None = None
         self._planned: tuple[list[tuple[str, tuple[torch.dtype, tuple[int, ...]]]], BucketPlan] | None = None
-        """Specs and plan of the last update, which most updates use again."""
+        """Weight specs and bucket plan of the last update; None before the first. Most updates have the same specs and
+        reuse the plan."""
         self._views = BucketViews()
         self.sent = 0
-        """Number of weights gathered and buckets handed to the sender since the start. Any thread may read it."""
+        """Progress counter since the start: number of weights gathered, plus number of buckets sent from the cache. Any
+        thread may read it."""
         self._finished: WeightUpdate | None = None
         """Newest update that the sender has finished; None before the first."""
 
     def reserve(self, specs: WeightSpecs) -> None:
-        """Take all the host memory that this model needs. Raises ValueError when that is too much."""
+        """Allocate all the host memory that the cache needs for this model, if there is a cache. Raises ValueError when
+        it is too much."""
         if self._cache is not None:
             self._cache.reserve(self._plan(specs))
 
@@ -69,11 +73,13 @@ class WeightPublisher:
         base: int | None = None,
         cached: bool = False,
     ) -> WeightUpdate:
-        """Announce `version`. Returns at once, unless another thread is publishing.
+        """Open an update that will send `version`, and return its announcement. Returns at once, unless another thread
+        is publishing.
 
-        base: version that all `receivers` serve. With `delta`, and when it is the newest version in the cache, only the
-        difference from it is sent. cached: whether `version`, published before, is to be sent again whole. A lasting
-        sender that still has it whole sends nothing; the version is only announced to other receivers.
+        base: version that all `receivers` serve. With `sync.delta`, and when it is the newest version in the cache,
+        only the difference from it is sent. cached: True if `version` was published before and is to be sent again
+        whole, from the cache. If receivers can still read the whole version from the sender, nothing is sent, and the
+        version is only announced to `receivers`.
 
         Raises what `WeightSender.begin` raises, and ValueError for a cached version that the cache does not hold.
         """
@@ -94,14 +100,15 @@ class WeightPublisher:
             return opened.update
 
     def publish(self, update: WeightUpdate, weights: Iterator[tuple[str, torch.Tensor]]) -> SendReport:
-        """Send `weights` (whole tensors in the order, dtypes and shapes of the specs) as the open `update`.
+        """Send `weights` as the open `update`. They are whole tensors in the order, dtypes and shapes of the specs
+        given to `open`.
 
-        Whatever happens, `weights` is exhausted, because the other ranks take part in gathering them. When the sender
-        fails, the version still becomes whole in the cache, if there is one, before the error is raised, so that it can
-        be sent to the remaining receivers without another gather.
+        Whatever happens, `weights` is read to its end, because the other ranks take part in gathering it. If the sender
+        fails and there is a cache, the whole version is still written to the cache before the error is raised, so that
+        it can be sent to the remaining receivers without gathering again.
 
-        Raises WeightTransferError or OSError from the sender, ValueError for weights that are not as planned and for an
-        update that is not open. Receivers learn of the failure.
+        Raises WeightTransferError or OSError when the sender fails, and ValueError when the weights are not as planned
+        or the update is not open. The receivers learn of the failure.
         """
         gather = _Timed(weights)
         try:
@@ -118,9 +125,11 @@ class WeightPublisher:
                 self.sent += 1
 
     def publish_cached(self, update: WeightUpdate) -> SendReport:
-        """Send the open `update` from the cache, or nothing when a lasting sender still has the version whole.
+        """Send the open `update` from the cache, or nothing when receivers can still read the whole version from the
+        sender.
 
-        Raises WeightTransferError or OSError from the sender, ValueError for an update that is not open with `cached`.
+        Raises WeightTransferError or OSError when the sender fails, and ValueError when the update was not opened with
+        `cached`.
         """
         with self._publishing(update, cached=True) as opened:
             stream = BucketStream(self._sender, opened)
@@ -136,8 +145,8 @@ class WeightPublisher:
     def abort(self, reason: str) -> None:
         """End the open update, if there is one.
 
-        Its publisher and its receivers raise WeightTransferError with `reason`. Idempotent; legal from any thread, at
-        any time.
+        The publishing thread and the receivers then raise WeightTransferError with `reason`. Idempotent; any thread may
+        call it at any time.
         """
         opened = self._opened
         if opened is not None and not opened.there:
@@ -145,7 +154,7 @@ class WeightPublisher:
             self._sender.abort(reason)
 
     def close(self) -> None:
-        """Free memory and remove all that was published. Idempotent."""
+        """Abort the open update, remove everything that was published and free the memory. Idempotent."""
         self.abort("the trainer closes")
         try:
             with self._turn("close"):
@@ -164,7 +173,8 @@ class WeightPublisher:
         return self._planned[1]
 
     def _has_whole(self, version: int) -> bool:
-        """Tell whether a receiver that has no earlier version can read `version` from the sender now."""
+        """Return whether the sender holds `version` in a form that a receiver without any earlier version can read
+        now."""
         finished = self._finished
         return self._sender.lasting and finished is not None and finished.version == version and finished.base is None
 
@@ -186,7 +196,8 @@ class WeightPublisher:
 
     @contextmanager
     def _publishing(self, update: WeightUpdate, *, cached: bool) -> Iterator[Publication]:
-        """Take the turn for the open update; an exception aborts it, otherwise it becomes the newest finished one."""
+        """Hold the lock while the open update is sent. An exception aborts the update; otherwise it becomes the newest
+        finished one. Raises ValueError when `update` is not the open one."""
         with self._turn(f"publish version {update.version}"):
             opened = self._opened
             if opened is None or opened.update != update or opened.cached != cached:
@@ -218,7 +229,7 @@ class WeightPublisher:
 
 
 class _Timed:
-    """Passes weights on, and measures how long it waits for them."""
+    """Iterator that passes weights on, and measures how long it waits for them."""
 
     def __init__(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._weights = weights

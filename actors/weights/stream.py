@@ -1,9 +1,10 @@
 """`BucketStream` fills the sender's buffers, and the host's cache, bucket by bucket with the tensors of one version.
 
-    no base    tensor -> sender.buffer(b), hashed on the way -> cache -> send(b)
-    a base     tensor -> cache -> whole, sparse or nothing, as it differs from the base -> sender.buffer(b) -> send(b)
+    without a base   tensor -> sender.buffer(b), hashed while it is copied -> cache, if there is one -> send(b)
+    with a base      tensor -> cache -> compared with the base version -> changes -> sender.buffer(b) -> send(b)
 
-Besides the current tensor it holds one bucket: the sender's buffer, or with a base the payload made for it.
+A base is the version that the receivers already have, so that a delta suffices. Apart from the current tensor, the
+stream holds one bucket in memory: the sender's buffer, or, with a base, the payload computed for it.
 """
 
 from __future__ import annotations
@@ -31,42 +32,43 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """Cost of publishing a version."""
+    """Bytes sent and seconds spent in publishing one version of the weights."""
 
     num_bytes: int
     """Number of bytes of all weights."""
     bytes_sent: int
     """Number of payload bytes sent; 0 when the sender had the version already."""
     gather_s: float
-    """Seconds spent waiting for the next tensor."""
+    """Seconds spent waiting for the next tensor to be gathered."""
     fill_s: float
-    """Seconds spent copying, hashing and comparing."""
+    """Seconds spent copying, hashing and comparing tensors."""
     send_s: float
-    """Seconds spent waiting for the sender's buffers, and at the end for the receivers."""
+    """Seconds spent waiting for a free buffer of the sender and, at the end, for the receivers."""
     num_whole: int
     """Number of buckets that were sent whole."""
     num_same: int
-    """Number of buckets that were not sent, because they equal the base version's."""
+    """Number of buckets that were not sent because they equal those of the base version."""
     num_sparse: int
     """Number of buckets of which only the changed elements were sent."""
 
 
 @dataclass(slots=True)
 class Publication:
-    """An update that the publisher has announced and that has not ended."""
+    """A weight update that the publisher has announced and that has not ended yet."""
 
     update: WeightUpdate
     plan: BucketPlan
     cached: bool
-    """Whether the version is sent from the cache."""
+    """True if the version is sent from the cache in host memory."""
     there: bool = False
-    """Whether the sender still has the version whole, so that nothing needs to be sent."""
+    """True if the sender still holds the whole version, so that nothing needs to be sent."""
     aborted: str | None = None
-    """Reason of the abort, set by any thread; None when the update was not aborted."""
+    """Why the update was aborted; None while it is not aborted. Any thread may set it."""
 
 
 class BucketStream:
-    """Sends one open update: call `feed` for each tensor, or `copy` for each bucket, then `finish` and `report`."""
+    """Sends the weights of one open update: call `feed` for each tensor or `copy` for each bucket, then `finish` and
+    `report`."""
 
     def __init__(
         self,
@@ -76,11 +78,14 @@ class BucketStream:
         base: CachedVersion | None = None,
         views: BucketViews | None = None,
     ) -> None:
-        """draft: the version's own slot in the cache; None without a cache. base: the receivers' version, which needs a
-        draft; None to send all buckets whole. views: views of the sender's buffers, kept from update to update.
+        """Prepare to send the update `opened` through `sender`.
+
+        draft: slot of the host cache that this version is written to; None without a cache. base: cached version that
+        the receivers already have and from which deltas are computed; it needs a draft; None sends all buckets whole.
+        views: views of the sender's buffers, reused from one update to the next.
 
         With a draft, a failure of the sender does not end the stream: the draft is still filled, and `report` raises
-        the error.
+        the sender's error.
         """
         assert base is None or draft is not None
         self._sender = sender
@@ -94,9 +99,9 @@ class BucketStream:
         self._pieces_left = dict(plan.pieces)
         self._views = views or BucketViews()
         self._places: Views = {}
-        """Views of the weights within `_out`, by name; empty on a CPU."""
+        """Views of the weights inside `_out`, by weight name; empty on a CPU."""
         self._out: torch.Tensor | None = None
-        """Bucket that is being filled, the sender's buffer or a view of the draft; None between two buckets."""
+        """Bucket that is being filled, either the sender's buffer or a view of the draft; None between two buckets."""
         self._digest: xxhash.xxh3_64 | None = None
         self._started = time.perf_counter()
         self._send_s = 0.0
@@ -104,10 +109,11 @@ class BucketStream:
         self._num_sent: Counter[Encoding] = Counter()
 
     def feed(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy the next tensor, which may change once this returns (on a GPU, once its stream has done this work).
+        """Copy the next tensor into its buckets, and send each bucket that becomes full. The caller may change the
+        tensor once this returns (on a GPU, once the current CUDA stream has done the work queued here).
 
-        Raises ValueError when it is not the tensor that is planned next, and what the sender raises, unless there is a
-        draft.
+        Raises ValueError when the tensor is not the one planned next. Also raises what the sender raises, unless there
+        is a draft (a cache slot that is filled in any case).
         """
         upto = self._num_fed
         if upto == len(self._planned) or name != self._planned[upto][0]:
@@ -129,12 +135,13 @@ class BucketStream:
         self._num_fed += 1
 
     def copy(self, bucket: int, source: torch.Tensor) -> None:
-        """Send a bucket as it is. Raises what the sender raises, unless there is a draft."""
+        """Send `source` as the whole content of a bucket. Raises what the sender raises, unless there is a draft (a
+        cache slot that is filled in any case)."""
         self._send(bucket, "whole", source)
 
     def finish(self) -> None:
-        """Wait until the sender has done its part. Raises ValueError when tensors are missing, and what the sender
-        raises, unless there is a draft."""
+        """Wait until the sender has finished the update. Raises ValueError when tensors are missing. Also raises what
+        the sender raises, unless there is a draft (a cache slot that is filled in any case)."""
         if self._num_fed < len(self._planned) and not self._opened.cached:
             raise ValueError(
                 f"{self._label}: {self._num_fed} of {len(self._planned)} weights came; "
@@ -143,7 +150,8 @@ class BucketStream:
         self._attempt("at the end", self._sender.finish)
 
     def report(self, gather_s: float) -> SendReport:
-        """Make the report. gather_s: seconds spent waiting for tensors. Raises the sender's error, if it failed."""
+        """Return the costs of the update. gather_s: seconds spent waiting for tensors. Raises the sender's error, if it
+        failed."""
         if self._failure is not None:
             raise self._failure
         return SendReport(
@@ -164,14 +172,15 @@ class BucketStream:
         return f"weights: version {self._opened.update.version}"
 
     def _count(self, entry: BucketEntry, out: torch.Tensor) -> None:
-        """Note that the entry is in its bucket `out`, and end the bucket when it is full."""
+        """Record that the piece `entry` has been written into its bucket `out`, and send the bucket once it is full."""
         self._pieces_left[entry.bucket] -= 1
         if not self._pieces_left[entry.bucket]:
             self._end(entry.bucket, out)
             self._out = None
 
     def _begin(self, bucket: int) -> torch.Tensor:
-        """Return the memory in which the bucket is to be filled."""
+        """Return the memory to fill for a bucket: the sender's buffer, or, in a delta update or after the sender has
+        failed, the bucket's place in the cache (`_draft`)."""
         out = self._buffer(bucket, self._opened.plan.sizes[bucket]) if self._base is None else None
         if out is None:
             assert self._draft is not None
@@ -181,7 +190,8 @@ class BucketStream:
         return out
 
     def _end(self, bucket: int, out: torch.Tensor) -> None:
-        """Send a bucket that is full."""
+        """Send a full bucket: with a base as a delta against it, otherwise whole, after copying it to the cache if
+        there is one. Does nothing once the sender has failed."""
         if self._base is None:
             if self._failure is None:
                 if self._draft is not None:
@@ -193,7 +203,8 @@ class BucketStream:
             self._send(bucket, encoding, payload, 0 if encoding == "whole" else self._digest.intdigest())
 
     def _send(self, bucket: int, encoding: Encoding, payload: torch.Tensor, result: int = 0) -> None:
-        """Send a payload from host memory. result: as in `BucketFrame`."""
+        """Copy a payload from host memory into the sender's buffer, and send it. result: hash of the bucket that the
+        payload leads to, as in `BucketFrame.result`."""
         out = self._buffer(bucket, len(payload))
         if out is None:
             return
@@ -202,7 +213,7 @@ class BucketStream:
         self._hand_over(bucket, encoding, out, digest, result)
 
     def _buffer(self, bucket: int, nbytes: int) -> torch.Tensor | None:
-        """Return the sender's buffer; None once the sender has failed."""
+        """Return the sender's buffer for a payload of `nbytes` bytes; None once the sender has failed."""
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)  # only the frame is sent
         return self._attempt(f"bucket {bucket}", lambda: self._sender.buffer(bucket, nbytes))
@@ -210,7 +221,8 @@ class BucketStream:
     def _hand_over(
         self, bucket: int, encoding: Encoding, out: torch.Tensor, digest: xxhash.xxh3_64 | None, result: int = 0
     ) -> None:
-        """Give a filled buffer to the sender. digest: hash of a payload on the CPU; a GPU computes its own digest."""
+        """Give a filled buffer to the sender. digest: hash of a payload on the CPU; the digest of one on a GPU is
+        computed there."""
         if out.is_cuda:
             frame = BucketFrame(bucket, encoding, len(out), 0, result)
             self._attempt(f"bucket {bucket}", lambda: self._sender.send(frame, partial(device_digest, out)))
@@ -222,7 +234,8 @@ class BucketStream:
         self._num_sent[frame.encoding] += 1
 
     def _attempt(self, what: str, call: Callable[[], T]) -> T | None:
-        """Return the result of the sender's `call`; None once the sender has failed."""
+        """Return the result of `call`, a call of the sender; None once the sender has failed. With a cache slot to fill
+        (`_draft`), the sender's error is kept for `report`; without one, it is raised."""
         if self._failure is not None:
             return None
         start = time.perf_counter()
@@ -241,7 +254,8 @@ class BucketStream:
 
 
 def _shortest(entries: Sequence[BucketEntry], new: torch.Tensor, base: torch.Tensor) -> tuple[Encoding, torch.Tensor]:
-    """Return the shortest encoding and payload of bucket `new` for a receiver that has `base`."""
+    """Return the shortest encoding of bucket `new` for a receiver that has the bucket `base`, and the payload in that
+    encoding."""
     if torch.equal(new, base):
         return "same", new[:0]
     element_bytes = min((DTYPES[entry.dtype].itemsize for entry in entries if entry.nbytes), default=1)

@@ -1,6 +1,6 @@
-"""Keeps views of weights within their buckets' buffers from update to update.
+"""Keeps tensor views into bucket buffers from one weight update to the next, because making them takes time.
 
-Making 300 views anew costs milliseconds, and a whole update between GPUs takes only ten.
+Making 300 views takes milliseconds, and a whole update between GPUs takes only ten.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from ...codecs.weights.gpu_scatter import Scatter, scatter_kernel
 from .transports.receiver import bucket_offsets
 
 Views = dict[str, torch.Tensor]
-"""Weights in their dtype and shape, by HF name."""
+"""Views of weights, each in its own dtype and shape, by Hugging Face name."""
 
 
 class BucketViews:
-    """Makes and keeps views of the weights of one plan at a time, in a few buffers."""
+    """Makes views of weights inside bucket buffers and caches them, for one bucket plan at a time."""
 
     def __init__(self) -> None:
         self._plan: BucketPlan | None = None
         self._last: dict[str, int] = {}
-        """Bucket that each weight ends in, by name."""
+        """Last bucket that holds bytes of each weight, by weight name."""
         self._parts: dict[int, tuple[BucketEntry, ...]] = {}
         self._made: dict[tuple[int, int, int], Views] = {}
 
     def inside(self, plan: BucketPlan, bucket: int, buffer: torch.Tensor) -> Views:
-        """Return views of the weights that lie wholly in this bucket. buffer: payload of the bucket, uint8."""
+        """Return views of the weights that lie wholly in this bucket, by name. buffer: payload of the bucket, uint8."""
         self._turn_to(plan)
         made = self._kept(bucket, buffer)
         if not made:
@@ -42,14 +42,15 @@ class BucketViews:
         return made
 
     def parts(self, plan: BucketPlan, bucket: int) -> tuple[BucketEntry, ...]:
-        """Return the bucket's entries of weights that are spread over several buckets."""
+        """Return the bucket's entries that are pieces of weights spread over several buckets."""
         self._turn_to(plan)
         if bucket not in self._parts:
             self._parts[bucket] = tuple(filter(self._is_part, plan.in_bucket(bucket)))
         return self._parts[bucket]
 
     def all(self, plan: BucketPlan, memory: torch.Tensor) -> Views:
-        """Return views of all weights in `memory`, uint8, in which bucket b lies at `bucket_offsets(plan)[b]`."""
+        """Return views of all weights in `memory`, a uint8 tensor in which bucket b starts at
+        `bucket_offsets(plan)[b]`."""
         self._turn_to(plan)
         made = self._kept(-1, memory)
         if not made:
@@ -63,12 +64,12 @@ class BucketViews:
         return made
 
     def last_bucket(self, plan: BucketPlan, name: str) -> int:
-        """Return the bucket that the weight ends in."""
+        """Return the number of the last bucket that holds bytes of the weight."""
         self._turn_to(plan)
         return self._last[name]
 
     def clear(self) -> None:
-        """Drop all views, which releases the buffers."""
+        """Drop all cached views, so that the buffers can be freed."""
         self._made = {}
 
     def _is_part(self, entry: BucketEntry) -> bool:
@@ -83,7 +84,8 @@ class BucketViews:
             self._plan = plan
 
     def _kept(self, bucket: int, buffer: torch.Tensor) -> Views:
-        """Return the views made before of this bucket in this buffer, or an empty mapping to fill."""
+        """Return the views that are cached for this bucket in this buffer, or an empty dict to fill. Views of buffers
+        on a CPU are not cached."""
         if not buffer.is_cuda:  # they are cheap to make, and must not keep a mapping of host memory alive
             return {}
         key = (bucket, buffer.data_ptr(), len(buffer))
@@ -94,15 +96,16 @@ class BucketViews:
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Copies the weights of one bucket on a GPU to where they belong."""
+    """Copies the weights in one bucket on a GPU to their destinations, such as the engine's live parameters."""
 
     scatter: Scatter
     placed: frozenset[str]
-    """Names of the weights of which it copies all or a piece."""
+    """Names of the weights that this bucket writes, as a whole or in part, to their destinations."""
 
 
 class BucketLandings:
-    """Makes and keeps the landings of one plan and one model's places at a time."""
+    """Makes the `Landing` of each bucket and caches it, for one bucket plan and one mapping of destinations at a
+    time."""
 
     def __init__(self) -> None:
         self._plan: BucketPlan | None = None
@@ -110,10 +113,11 @@ class BucketLandings:
         self._made: dict[int, Landing] = {}
 
     def of(self, plan: BucketPlan, bucket: int, places: Mapping[str, torch.Tensor], device: torch.device) -> Landing:
-        """Return the landing of a bucket.
+        """Return the bucket's `Landing`, which copies its weights to their destinations.
 
-        places: memory of the weights by HF name. Landings are kept for the mapping that was given last, which must not
-        change. A place is left out unless it is contiguous, on `device`, and in the weight's dtype and shape.
+        places: destination memory of the weights, by Hugging Face name. Landings are cached for the mapping that was
+        given last, which must not change. A destination is ignored unless it is contiguous, on `device`, and in the
+        weight's dtype and shape.
         """
         if self._plan is not plan or self._places is not places:
             self._plan, self._places, self._made = plan, places, {}
@@ -131,7 +135,7 @@ class BucketLandings:
         return self._made[bucket]
 
     def clear(self) -> None:
-        """Drop all landings, which releases the places."""
+        """Drop all cached landings, so that the destination memory can be freed."""
         self._plan, self._places, self._made = None, {}, {}
 
 

@@ -29,10 +29,10 @@ _FILLS = (_ATEN.fill_.Scalar, _ATEN.zero_.default)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A strided part of a sent weight."""
+    """A strided part of a weight, as it was sent."""
 
     offset: int
-    """First element of the part."""
+    """Position of the part's first element in the weight, in elements."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     """Strides in elements."""
@@ -43,31 +43,31 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """One copy that the loaders make."""
+    """One copy that the loaders make, from a sent weight into a parameter."""
 
     target: torch.Tensor
-    """View of a live parameter that is written."""
+    """View of the live parameter that the copy writes to."""
     part: _Part | None
-    """Part of the weight that is copied; None for all of it in its own shape."""
+    """Part of the weight that is copied; None when all of it is copied in its own shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Copies that fill one model's parameters from weights of given names, dtypes and shapes."""
+    """Copies that fill a model's parameters from weights of known names, dtypes and shapes."""
 
     copies: Mapping[str, tuple[_Copy, ...]]
-    """Copies by the weight's name; a weight that this worker has no part of has none."""
+    """Copies of each weight: weight name -> copies. A weight of which this worker needs no part is not listed."""
     specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     """Dtype and shape of each weight, by name."""
     places: ParameterPlaces
-    """Modules, parameters and their memory at the time of the recording."""
+    """The model's modules, its parameters and their memory at the time of the recording."""
 
     @property
     def num_copies(self) -> int:
         return sum(map(len, self.copies.values()))
 
     def loads(self, names: Collection[str]) -> bool:
-        """Tell whether the plan can load an update of these weights: they are those that were recorded, and every
+        """Return whether the plan can load an update of these weights: they are the ones that were recorded, and every
         parameter is still where it was."""
         return len(names) == len(self.specs) and all(map(self.specs.__contains__, names)) and self.places.stand()
 
@@ -91,13 +91,15 @@ class CopyPlan:
         return True
 
     def targets(self) -> Mapping[str, torch.Tensor]:
-        """Return the parameters' memory for the weights that lie there in one piece; writing there loads a weight."""
+        """Return the memory of each weight that fills one contiguous piece of a parameter, by weight name. Writing a
+        weight there loads it."""
         whole = {name: copies[0] for name, copies in self.copies.items() if len(copies) == 1}
         return {name: copy.target for name, copy in whole.items() if copy.part is None and copy.target.is_contiguous()}
 
 
 class PlanRecorder:
-    """Watches loads and makes a plan of them: put `watching` around each load, then call `plan`."""
+    """Watches a model's loaders and makes a copy plan of what they do: put `watching` around each load, then call
+    `plan`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._places = ParameterPlaces(model)
@@ -105,12 +107,12 @@ class PlanRecorder:
         self._copies: defaultdict[str, list[_Copy]] = defaultdict(list)
         self._specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._written: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-        """First element and end of every write, by parameter."""
+        """Start and end of every write, in elements: parameter name -> list of (start, end)."""
         self._hindrance = ""
 
     @contextmanager
     def watching(self, weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
-        """Record what the model's loaders do within the block, in which they load `weights`."""
+        """Context manager that records what the model's loaders do inside the block, in which they load `weights`."""
         for name, tensor in weights:
             if name in self._specs:
                 self._hinder(f"{name} was loaded twice")
@@ -121,7 +123,7 @@ class PlanRecorder:
             yield
 
     def plan(self) -> CopyPlan | str:
-        """Return the plan, or the reason why the recorded copies must not be repeated."""
+        """Return the plan, or, as a text, the reason why the recorded copies must not be repeated."""
         if not self._places.stand():
             self._hinder("the loaders replaced parameters")
         for name, parameter in self._parameters:
@@ -155,7 +157,7 @@ class PlanRecorder:
             self._copies[origin[0]].append(_Copy(target.detach(), part))
 
     def _note_fill(self, target: torch.Tensor) -> None:
-        """Note a write of a constant, which the plan need not repeat."""
+        """Record that a parameter was filled with a constant, which the plan need not repeat."""
         if target.numel() and (place := self._parameters.find(target)) is not None:
             self._note_write(*place, target)
 
@@ -170,7 +172,7 @@ class PlanRecorder:
 
 
 class _Watch(TorchDispatchMode):
-    """Intercepts every torch operation of a load."""
+    """Intercepts every torch operation of a load, and reports the writes to the recorder."""
 
     def __init__(self, recorder: PlanRecorder, weights: _Areas) -> None:
         super().__init__()
@@ -197,8 +199,8 @@ class _Watch(TorchDispatchMode):
 class ParameterPlaces:
     """Remembers a model's modules, its parameters and their memory, and tells whether they are still the same.
 
-    Every update asks while the engine stands still, so the modules' own tables are compared without a Python loop,
-    which takes 0.1 ms for 30 layers.
+    The check runs in every update, while the engine stands still. It therefore compares the modules' own tables without
+    a Python loop, which takes 0.1 ms for 30 layers.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -209,7 +211,7 @@ class ParameterPlaces:
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
 
     def stand(self) -> bool:
-        """Tell whether all modules and parameters are still the same, in the same memory."""
+        """Return whether all modules and parameters are still the same objects, in the same memory."""
         present = self._present()
         return (
             len(present) == len(self._members)
@@ -219,12 +221,12 @@ class ParameterPlaces:
         )
 
     def _present(self) -> list[Any]:
-        """List modules and parameters, table by table."""
+        """List the modules and parameters that the model has now, table by table."""
         return [*itertools.chain.from_iterable(map(dict.values, self._tables))]
 
 
 class _Areas:
-    """Finds named tensors by the memory that they occupy."""
+    """Finds the named tensor that a view belongs to, by its memory address."""
 
     def __init__(self, named: Iterator[tuple[str, torch.Tensor]] | Sequence[tuple[str, torch.Tensor]]) -> None:
         self._tensors = dict(named)
@@ -238,8 +240,9 @@ class _Areas:
         return self._tensors[name]
 
     def find(self, view: torch.Tensor) -> tuple[str, int] | None:
-        """Return name and first element of the tensor that contains all of `view`; None when there is none, or the view
-        is not aligned with its elements."""
+        """Return the name of the tensor that contains all of `view`, and the position of the view's first element in
+        it. None when there is no such tensor, or when the view has another dtype or device or is not aligned with its
+        elements."""
         at = bisect.bisect_right(self._starts, view.data_ptr()) - 1
         if at < 0 or not view.numel():
             return None
@@ -253,7 +256,7 @@ class _Areas:
 
 
 def _gap(name: str, written: Sequence[tuple[int, int]], numel: int) -> str:
-    """Return what is wrong with a parameter's writes; "" when they cover all of it exactly once."""
+    """Describe what is wrong with the writes to a parameter; "" when they cover all of it exactly once."""
     end = 0
     for begin, upto in sorted(written):
         if begin < end:

@@ -1,7 +1,7 @@
 """`VllmEngine` runs vLLM with continuous batching and tensor parallelism, and changes weights under running requests.
 
 generate   submits one vLLM request per sample, and counts tokens by version as they come in (`versions`)
-prepare    has the workers receive and verify in threads of their own
+prepare    has the workers receive and verify new weights, each in a thread of its own
 commit     freezes, ends or awaits requests -> loads -> drops keys and values -> marks the version -> resumes
 """
 
@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 
 class VllmEngine:
-    """One vLLM engine with `tp` workers.
+    """A vLLM engine with `tp` workers.
 
-    As far as vLLM allows, a sample is a function of weights, prompt, `params.seed`, `request_id` and its index, and not
-    of what else runs; without `params.seed` the engine's own `seed` is used.
+    As far as vLLM allows, a sample depends only on the weights, the prompt, `params.seed`, `request_id` and its own
+    index, and not on what else runs. Without `params.seed`, the engine's own `seed` is used.
 
     Stop tokens are the model's own end tokens (from its generation config) and `params.stop_token_ids`. `stop` texts
     need the model's tokenizer. All calls must come from one event loop, that of the first call.
@@ -61,9 +61,10 @@ class VllmEngine:
     ) -> None:
         """Start vLLM on `model`, a local folder or a hub id, which takes 5 to 20 s.
 
-        kv_cache_bytes: memory for keys and values of each worker; None takes 256 MiB on a CPU, else what vLLM finds
-        free. receiver: settings by which new weights come in; None when they never change. version: policy version of
-        the loaded weights. Raises ValueError when there is no such model or vLLM does not run it.
+        kv_cache_bytes: memory for keys and values in each worker; None takes 256 MiB on a CPU, else what vLLM finds
+        free. receiver: settings with which new weights are received; None when the weights never change. version:
+        policy version of the weights that are loaded at the start. Raises ValueError when there is no such model or
+        vLLM does not run it.
         """
         if tp < 1 or max_num_seqs < 1:
             raise ValueError(f"rollout: got tp {tp} and max_num_seqs {max_num_seqs}, expected at least 1")
@@ -113,45 +114,49 @@ class VllmEngine:
 
     @property
     def progress(self) -> int:
-        """Number of tokens made, those of running requests too, and of buckets received. Raises EngineDied."""
+        """Number that grows with each token made, also for requests that are still running, and with each bucket of
+        weights received. Raises EngineDied when a process of vLLM has died."""
         self._expect_alive("progress")
         return self._process.versions.num_tokens + self._updates.num_received
 
     @property
     def died(self) -> str:
-        """The engine process or worker that is gone, in words; "" while all live."""
+        """Description of the engine process or worker that has died; "" while all are alive."""
         return "" if self._closed else self._process.died or self._updates.lost
 
     @property
     def load_way(self) -> str:
-        """Way in which the last commit loaded the weights: `in place`, or `layerwise: ` and the reason."""
+        """How the last commit loaded the weights: `in place`, or another way and its reason, as in `LoadReport.way`."""
         return self._updates.way
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of vLLM's processes."""
+        """Process ids of vLLM's engine process and its workers."""
         return self._process.pids
 
     def tokens_of_newest(self) -> list[tuple[int, int]]:
-        """List version and number of the newest tokens of each running sample, for tests and benchmarks; (-1, 0) for a
-        sample without tokens."""
+        """For each running sample, return the version that made its last token, and the number of tokens made by that
+        version in a row up to there; (-1, 0) for a sample without tokens. For tests and benchmarks."""
         return self._process.versions.newest()
 
     async def call_workers(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """Call `function(worker, *args)` in all workers, for tests and benchmarks that look into them.
+        """Call `function(worker, *args)` in all workers and return the results. For tests and benchmarks that inspect
+        workers.
 
-        The function must be importable there, and the engine started with VLLM_ALLOW_INSECURE_SERIALIZATION=1.
+        The workers must be able to import the function, and the engine must have been started with
+        VLLM_ALLOW_INSECURE_SERIALIZATION=1.
         """
         return await self._process.call_function(function, *args)
 
     # ---------------------------------------------------------------- generation
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
-        """Return `params.n` completions, in order. Cancelling the call ends the request.
+        """Return `params.n` completions of a prompt, in order. Cancelling the call ends the request.
 
-        Raises ValueError for a prompt that does not fit (empty, too long, unknown ids) or an id in flight,
-        EngineBroken after `sleep(2)`, EngineDied, FloatingPointError when the weights give non-finite log-probs,
-        RuntimeError when asleep or closed. While a load that broke off has left no whole version, the call waits.
+        Raises ValueError when the prompt does not fit (empty, too long, unknown ids) or the id is already in flight,
+        EngineBroken after `sleep(2)`, EngineDied when a process of vLLM has died, FloatingPointError when the weights
+        give non-finite log-probs, and RuntimeError when the engine is asleep or closed. If a load failed half way and
+        left no whole version, the call waits for the next one.
         """
         self._expect_usable(f"request {request_id!r}")
         self._watch_process()
@@ -215,7 +220,7 @@ class VllmEngine:
             await self._end([request])
 
     async def _end(self, requests: Sequence[RunningRequest]) -> None:
-        """Abort requests and wait until their calls have returned."""
+        """Abort requests and wait until their `generate` calls have returned."""
         for request in requests:
             request.aborted.set()
         while running := [request for request in requests if not request.done.is_set()]:
@@ -231,7 +236,8 @@ class VllmEngine:
     # ---------------------------------------------------------------- pausing
 
     async def pause(self, mode: PauseMode = "wait") -> None:
-        """Make no token between return and `resume`; requests that come meanwhile wait. See PauseMode."""
+        """Make no token between this call's return and `resume`; requests that arrive meanwhile wait. mode: what
+        happens to running requests, see PauseMode."""
         expect_pause_mode(mode)
 
         async def pause() -> None:
@@ -250,7 +256,7 @@ class VllmEngine:
     async def _alone(self, change: Coroutine[Any, Any, T]) -> T:
         """Make one change of the engine's state at a time, and finish it even when the caller is cancelled.
 
-        Otherwise the engine could serve new weights as the old version.
+        A change that was cancelled half way could leave the engine serving new weights as the old version.
         """
         self._watch_process()
 
@@ -261,10 +267,10 @@ class VllmEngine:
         return await asyncio.shield(asyncio.ensure_future(locked()))
 
     async def _freeze(self, mode: PauseMode) -> tuple[int, int]:
-        """Stop generating; returns how many requests were kept and how many were ended.
+        """Stop generating. Returns the number of requests that were kept and the number that were ended.
 
-        On a frozen engine `wait` acts like `keep`, because no request would end there. vLLM itself is paused only when
-        it has requests; new ones wait here.
+        On a frozen engine `wait` acts like `keep`, because no request would end while it waits. vLLM itself is paused
+        only when it has requests; new requests wait in this process.
         """
         self._expect_alive("pause")
         self._flowing.clear()
@@ -284,7 +290,8 @@ class VllmEngine:
         return len(running), 0
 
     async def _thaw(self) -> None:
-        """Go on generating, unless the engine is also held by a caller, asleep or without a whole version."""
+        """Continue generating, unless a caller has paused the engine, it is asleep or it has no whole version of the
+        weights."""
         if self._flowing.is_set() or self._held or self._asleep or self._partial or self._dropped:
             return
         if self._frozen:
@@ -306,20 +313,21 @@ class VllmEngine:
     # ---------------------------------------------------------------- weights
 
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
-        """Receive and verify `update` in the workers, while the engine goes on serving the old version.
+        """Have the workers receive and verify `update`, while the engine goes on serving the old version.
 
-        Cancelling the call ends the reception.
+        Cancelling the call stops the transfer.
         """
         self._expect_alive(f"weights of version {update.version}")
         return await self._updates.prepare(update, lambda: -1 if self._partial or self._dropped else self._version)
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """Serve the prepared `version`. Kept requests compute their keys and values anew, so that every later log-prob
-        is that of the new model.
+        """Serve the prepared `version` from now on. Requests that are kept compute their keys and values anew, so that
+        every later log-prob is that of the new model.
 
-        A paused engine keeps or ends its requests in flight and stays paused. A sleeping engine wakes its weights only;
-        `wake` does the rest. When a load breaks off (WeightTransferError without staging, else EngineBroken), requests
-        in flight and new ones wait for the next whole version: no token is made with a mix.
+        in_flight: what happens to running requests, see PauseMode. A paused engine keeps its requests in flight, or
+        ends them for `abort`, and stays paused. A sleeping engine wakes its weights only; `wake` does the rest. If the
+        load fails (WeightTransferError without staging, else EngineBroken), requests in flight and new ones wait for
+        the next whole version, so that no token is made with a mix of two versions.
         """
         self._expect_alive(f"weights of version {version}")
         expect_pause_mode(in_flight)
@@ -353,9 +361,9 @@ class VllmEngine:
             return CommitReport(version, stopped - started, loaded - stopped, kept, aborted)
 
     async def _break(self, version: int, error: Exception) -> Exception:
-        """Stand still after a failed load, which leaves a mix of two versions. Returns the error to raise.
+        """Keep the engine stopped after a failed load, which leaves a mix of two versions. Returns the error to raise.
 
-        vLLM stays frozen with the requests in flight: once a whole version is loaded, they go on with it.
+        vLLM stays frozen with the requests in flight, which continue once a whole version has been loaded.
         """
         self._partial = f"version {version} was not loaded whole: {error}"
         if died := self.died:
@@ -369,16 +377,17 @@ class VllmEngine:
         return version == self._version and not self._partial and not self._dropped
 
     async def drop_weights(self, version: int) -> None:
-        """Forget a prepared version, or end its reception. Idempotent; the current one stays in service."""
+        """Forget a prepared version, or stop receiving it. Idempotent; the current version stays in service."""
         self._expect_alive(f"weights of version {version}")
         await self._updates.drop(version)
 
     # ---------------------------------------------------------------- memory and the end
 
     async def sleep(self, level: int = 1) -> None:
-        """Let requests in flight end, or end them on a paused engine, then give device memory back.
+        """Wait until requests in flight have ended (on a paused engine, end them), then give device memory back.
 
-        On a CPU no memory is given back.
+        level: 1 keeps a copy of the weights in host memory, 2 drops them. On a CPU no memory is given back. Idempotent.
+        Raises ValueError for another level.
         """
         if level not in (1, 2):
             raise ValueError(f"sleep level: got {level}, expected 1 or 2")
@@ -396,7 +405,7 @@ class VllmEngine:
         await self._alone(sleep())
 
     async def wake(self) -> None:
-        """Take the memory again and go on generating. Idempotent."""
+        """Take the memory that `sleep` gave back, and go on generating. Idempotent."""
 
         async def wake() -> None:
             if not self._asleep:
@@ -410,7 +419,7 @@ class VllmEngine:
         await self._alone(wake())
 
     async def close(self) -> None:
-        """End vLLM's processes. Requests in flight return the tokens made so far. Idempotent."""
+        """Shut down vLLM's processes. Requests in flight return the tokens made so far. Idempotent."""
         if self._closed:
             return
         died, self._closed = self.died, True
@@ -428,7 +437,7 @@ class VllmEngine:
     # ---------------------------------------------------------------- life and death
 
     def _watch_process(self) -> None:
-        """Look after the engine process from now on, so that requests that wait for the engine learn of its death."""
+        """Start watching vLLM's processes, so that requests which wait for the engine learn of its death."""
         if self._death is None:
             self._death = asyncio.create_task(self._tell_death())
 

@@ -28,7 +28,8 @@ _ON_CPU = {
 
 @contextmanager
 def log_level() -> Iterator[None]:
-    """Lower vLLM's log level to errors while it is imported, unless the user has set one: it reads the level then."""
+    """Set vLLM's log level to errors inside the block, unless the user has set a level. Import vLLM there, because it
+    reads the level when it is imported."""
     chosen = "VLLM_LOGGING_LEVEL" in os.environ
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
@@ -40,10 +41,10 @@ def log_level() -> Iterator[None]:
 
 @contextmanager
 def engine_environment(*, cpu: bool, tp: int) -> Iterator[None]:
-    """Set the environment that vLLM's processes inherit, and restore this process's own afterwards.
+    """Set the environment variables that vLLM's processes inherit, and restore this process's own when the block ends.
 
-    vLLM writes LD_PRELOAD and more into the environment, which every later child would get. The state of the random
-    generators is restored, too.
+    vLLM itself writes LD_PRELOAD and more into the environment, which every later child process would inherit. The
+    states of the random generators of Python, NumPy and torch are restored, too.
     """
     before = dict(os.environ)
     generators = random.getstate(), np.random.get_state(), torch.random.get_rng_state()

@@ -1,4 +1,4 @@
-"""The only module of the engine that imports vLLM, so that differences between vLLM's versions show here alone.
+"""The only module of the engine that imports vLLM, so that differences between vLLM's versions are handled here alone.
 
 It works with vLLM 0.30 (torch 2.13; CPU and CUDA) and 0.26 (torch 2.11). `get_weight_version`, which 0.26 lacks, is not
 used.
@@ -61,21 +61,22 @@ __all__ = [
 ]
 
 MIN_TEMPERATURE = 0.01
-"""Temperature that vLLM silently uses when asked for a lower one that is not 0."""
+"""Lowest temperature above 0 that vLLM uses. It silently raises a lower one to this value; 0 stays 0."""
 
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _PLAIN_EXPERT_KERNELS = ("TRITON", "BATCHED_TRITON")
-"""Names of the expert kernels that read experts as checkpoints have them. FlashInfer's kernels swap halves, which no
-shape shows, and those for CPUs repack the experts."""
+"""Names of the expert kernels that read experts in the layout of checkpoints. FlashInfer's kernels swap two halves of
+the weights, which their shapes do not show, and CPU kernels repack the experts."""
 
 
 def on_cpu() -> bool:
-    """Tell whether this vLLM was built for CPUs."""
+    """Return whether this vLLM was built for CPUs."""
     return current_platform.is_cpu()
 
 
 def check_attention(config: Any) -> None:
-    """Raise ValueError when vLLM has no CPU attention for the model, as it would die at the first request."""
+    """Raise ValueError when vLLM runs on a CPU and has no attention kernel for the model there, because vLLM would die
+    at the first request."""
     head_size, sizes = config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
     if on_cpu() and not config.model_config.use_mla and head_size not in sizes:
         raise ValueError(
@@ -84,10 +85,12 @@ def check_attention(config: Any) -> None:
 
 
 def keep_prefills_whole(config: Any) -> None:
-    """Configure vLLM so that no prompt, nor a kept request that is computed anew, is split over several steps.
+    """Configure vLLM on a CPU so that each prompt, and each kept request that is computed anew, is processed in one
+    step.
 
     In vLLM 0.26 to 0.32 on CPUs, a step that ends within a prompt rewinds the generator of a seeded request by an
-    offset, which CPU generators do not support, and the engine process dies. Delete this when vLLM no longer does so.
+    offset, which CPU generators do not support, and the engine process dies. Delete this function when vLLM no longer
+    does so.
     """
     if on_cpu():
         scheduler = config.scheduler_config
@@ -99,7 +102,8 @@ def forget_moe_kernels(model: torch.nn.Module) -> None:
     """Make the next load set up the experts' kernels as the first one did.
 
     In vLLM 0.28 to 0.32 on CPUs, UnquantizedFusedMoEMethod prepacks experts at the first load only. Updated experts are
-    then read in the wrong layout, which gives wrong log-probs and no error. Delete this when an update prepacks again.
+    then read in the wrong layout, which gives wrong log-probs and no error. Delete this function when an update
+    prepacks again.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -108,9 +112,9 @@ def forget_moe_kernels(model: torch.nn.Module) -> None:
 
 
 def in_place_hindrance(model: torch.nn.Module) -> str:
-    """Return why weights must not be written straight into the live parameters; "" when they may.
+    """Return why weights must not be written straight into the live parameters; "" when they may be.
 
-    They may if every parameter is still as the loader made it: its kernels read the checkpoint's own layout, and
+    They may be if every parameter is still as the loader made it: its kernels read the checkpoint's own layout, and
     nothing is quantised, repacked or derived.
     """
     for name, module in model.named_modules():
@@ -127,14 +131,15 @@ def in_place_hindrance(model: torch.nn.Module) -> str:
 
 
 def _is_plain(method: Any) -> bool:
-    """Tell whether the method's kernels read exactly what the loaders write."""
+    """Return whether the kernels of this quantisation method read exactly what the loaders write."""
     if type(method).__name__ == "UnquantizedFusedMoEMethod":
         return getattr(method.unquantized_backend, "name", "") in _PLAIN_EXPERT_KERNELS
     return type(method).__name__ in _PLAIN_METHODS
 
 
 def _changed_layout(module: torch.nn.Module) -> str:
-    """Name a parameter of the module itself that is not as the loader made it, and the change; "" when all are."""
+    """Describe a parameter of the module itself, not of its children, that is no longer as the loader made it; "" when
+    all are."""
     made: dict[str, Any] = get_layerwise_info(module).restore_metadata[0]
     live = dict(module.named_parameters(recurse=False))
     for name in live.keys() | made.keys():

@@ -1,8 +1,8 @@
 """Sends orders from the engine to each vLLM worker, and reports back, over sockets that bypass vLLM's engine process.
 
-vLLM's engine process answers calls between two steps of the model and makes no step meanwhile. A weight update would
-need dozens of such calls, each of which would come late. Here a thread of each worker listens instead, which delays
-nothing.
+vLLM's engine process answers calls only between two steps of the model, and makes no step meanwhile. A weight update
+would need dozens of such calls, each of which would have to wait for a step. Here a thread in each worker listens
+instead, which delays nothing.
 """
 
 from __future__ import annotations
@@ -29,38 +29,39 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order of the engine; exactly one of `prepare` and `load` is set."""
+    """An order from the engine to its workers; exactly one of `prepare` and `load` is set."""
 
     number: int
-    """Number of the order, rising."""
+    """Number of the order, rising from order to order."""
     prepare: WeightUpdate | None = None
-    """Update to receive and verify."""
+    """Update to receive and verify; None in an order to load."""
     load: int | None = None
-    """Prepared version to load."""
+    """Number of the prepared version to load; None in an order to prepare."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A message of a worker: a greeting with its number, then a `state` or `report` for each order.
+    """A message from a worker to the engine: at first a greeting, then a `state` or a `report` for each order.
 
-    A message with an order's number and neither of them says that the load has begun. One with `received` says only how
-    far the worker is.
+    A message with an order's number but without `state` and `report` says that the load has begun. A message with
+    `received` only reports progress.
     """
 
     worker: int
-    """Number of the worker."""
+    """Number of the worker in its engine, from 0."""
     number: int = 0
-    """Number of the order that is answered; 0 in the greeting."""
+    """Number of the order that is answered; 0 in the greeting and in progress messages."""
     state: PrepareState | None = None
-    """Outcome of preparing."""
+    """Outcome of an order to prepare."""
     report: LoadReport | None = None
-    """Outcome of loading."""
+    """Outcome of an order to load."""
     received: int = 0
     """Number of buckets that the worker has received since its start; 0 in all other messages."""
 
 
 class WorkerLinks:
-    """The engine's end of the sockets. It belongs to one event loop, which gives and awaits one order at a time."""
+    """The engine's end of the sockets to its workers. It belongs to one event loop, which sends one order at a time and
+    waits for its answers."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
@@ -76,16 +77,16 @@ class WorkerLinks:
 
     @property
     def num_received(self) -> int:
-        """Number of buckets that the workers have received, as far as they have told."""
+        """Number of buckets that the workers have received, according to their last messages."""
         return sum(self._received.values())
 
     @property
     def lost(self) -> str:
-        """The first worker whose connection broke while it was needed, in words; "" without one."""
+        """Description of a worker whose connection broke while it was needed; "" when there is none."""
         return f"vLLM's worker {min(self._lost)} has ended its connection; its process died" if self._lost else ""
 
     async def listen(self) -> str:
-        """Listen on a socket and return its path, to which workers connect."""
+        """Open a Unix socket that workers can connect to, and return its path."""
         self._folder = tempfile.mkdtemp(prefix="headrace-vllm-")
         path = str(Path(self._folder) / "workers")
         self._server = await asyncio.start_unix_server(self._serve, path)
@@ -94,17 +95,19 @@ class WorkerLinks:
     async def prepare(self, update: WeightUpdate) -> list[PrepareState]:
         """Have all workers receive `update`, and return their states.
 
-        When one has failed, only the states of the workers that have answered by then are returned. Raises EngineDied.
+        When a worker has failed, only the states of the workers that have answered by then are returned. Raises
+        EngineDied when a worker's connection breaks.
         """
         await self._order(prepare=update)
         await self._until(lambda: any(one.state and one.state.phase == "failed" for one in self._answers.values()))
         return [one.state for _, one in sorted(self._answers.items()) if one.state is not None]
 
     async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]]) -> list[LoadReport]:
-        """Have all workers load the prepared version, and wait for all of them. No step may run meanwhile.
+        """Have all workers load the prepared version, and return their reports when all have finished. No step may run
+        meanwhile.
 
-        meanwhile: other work, started once all workers have begun to load, and awaited too. Raises EngineDied, and what
-        `meanwhile` raises.
+        meanwhile: other work, started once all workers have begun to load, and awaited too. Raises EngineDied when a
+        worker's connection breaks, and what `meanwhile` raises.
         """
         await self._order(load=version)
         await self._until(lambda: len(self._begun | self._answers.keys()) == self._num_workers)
@@ -112,7 +115,7 @@ class WorkerLinks:
         return [one.report for _, one in sorted(self._answers.items()) if one.report is not None]
 
     async def close(self) -> None:
-        """Close all connections. Idempotent."""
+        """Close all connections and delete the socket. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             for writer in self._writers.values():
@@ -132,7 +135,8 @@ class WorkerLinks:
             writer.write(_LENGTH.pack(len(data)) + data)
 
     async def _until(self, over: Callable[[], bool]) -> None:
-        """Wait until `over`, or all workers have answered."""
+        """Wait until `over()` is true or all workers have answered. Raises EngineDied when a worker's connection
+        breaks."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._lost or len(self._answers) == self._num_workers or over())
         self._expect_all()
@@ -168,10 +172,10 @@ class WorkerLinks:
 
 
 class WorkerLink:
-    """A worker's end of its socket to the engine."""
+    """A worker's end of the socket to its engine."""
 
     def __init__(self, path: str, worker: int, follow: Callable[[Order], None]) -> None:
-        """Connect to the engine. follow: is called in a thread with each order, one after another."""
+        """Connect to the engine. follow: function that a background thread calls with each order, one after another."""
         self._worker = worker
         self._follow = follow
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -180,15 +184,16 @@ class WorkerLink:
         threading.Thread(target=self._listen, name="weights-link", daemon=True).start()
 
     def answer(self, order: Order, *, state: PrepareState | None = None, report: LoadReport | None = None) -> None:
-        """Report the outcome of an order, or that its load has begun. An engine that is gone is ignored."""
+        """Send the outcome of an order, or, without one, the message that its load has begun. Does nothing when the
+        engine is gone."""
         self._send(Answer(self._worker, order.number, state, report))
 
     def tell_received(self, num_received: int) -> None:
-        """Tell how many buckets have come since the worker's start."""
+        """Report to the engine how many buckets this worker has received since its start."""
         self._send(Answer(self._worker, received=num_received))
 
     def close(self) -> None:
-        """Close the socket, which ends the thread. Idempotent."""
+        """Close the socket, which ends the background thread. Idempotent."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:

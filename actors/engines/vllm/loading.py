@@ -1,4 +1,4 @@
-"""`ModelLoader` loads named weights into a vLLM worker's model: in place where that is legal, else layer by layer."""
+"""`ModelLoader` loads named weights into a vLLM worker's model: in place where that is safe, else layer by layer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NOWHERE: Mapping[str, torch.Tensor] = {}
 class ModelLoader:
     """Replaces all weights of one model, in sessions of `start -> load* -> finish -> [look]`.
 
-    In place, weights are written into the live parameters, which is legal only while these are still as the model's
-    loaders made them. The first session runs the loaders and records their copies (`copy_plan`); later ones repeat the
-    copies, as long as the parameters stay where they are. Layer by layer, vLLM lays the checkpoint's parameters out
-    anew, loads them, has its kernels repack them, and copies the result to where the kernels read. The model in memory
-    decides which of the two is used.
+    In place means that weights are written into the live parameters, which is safe only while these are still as the
+    model's loaders made them. The first such session runs the loaders and records their copies (`copy_plan`); later
+    ones repeat the copies, as long as the parameters stay where they are. Layer by layer means that vLLM lays the
+    checkpoint's parameters out anew, loads them, has its kernels repack them, and copies the result to where the
+    kernels read. The model in memory decides which of the two is used.
     """
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
@@ -30,24 +30,25 @@ class ModelLoader:
         self._names: WeightNames | None = None
         self._plan: CopyPlan | None = None
         self._targets = _NOWHERE
-        """Memory that the plan lets weights be written to directly, by name."""
+        """Parameter memory to which the copy plan lets weights be written directly, by weight name."""
         self._refused: tuple[ParameterPlaces, str] | None = None
-        """Parameters for which there can be no plan, and the reason; None without such."""
+        """Parameters for which no copy plan can be made, and the reason; None when there are none."""
         self._recorder: PlanRecorder | None = None
         self._sent: Collection[str] = ()
-        """Names of the session's weights."""
+        """Names of the weights that the open session loads."""
         self._looked: Collection[str] | None = None
-        """Names of the weights that the plan was found to fit; None when it does not."""
+        """Names of the weights that `look` found the copy plan to fit; None when it does not fit."""
         self._confirmed = False
-        """Whether the parameters were checked again within the session."""
+        """True once the parameters have been checked again in the open session."""
         self.in_place = False
-        """Whether the open session writes into live parameters."""
+        """True if the open session writes into the live parameters."""
         self.way = ""
-        """Way in which the last session loaded: `in place` by copies, or `in place by the loaders: ` or `layerwise: `
-        and the reason."""
+        """How the last session loaded: `in place` when it repeated recorded copies; or `in place by the loaders: ` or
+        `layerwise: `, followed by the reason."""
 
     def start(self, names: WeightNames | None, sent: Collection[str]) -> None:
-        """Open a session in which the weights `sent` (HF names) will come. names: weight names of the model."""
+        """Open a session that loads the weights `sent` (Hugging Face names). names: the names of the model's
+        weights."""
         self._names, self._recorder, self._sent = names, None, sent
         if self._looked != sent:
             self.look()
@@ -71,10 +72,12 @@ class ModelLoader:
     def load(
         self, weights: Iterable[tuple[str, torch.Tensor]], check: Callable[[str, torch.Tensor], None] | None = None
     ) -> None:
-        """Load some weights under their HF names; they may be split in any way, but each comes once a session.
+        """Load some of the session's weights, under their Hugging Face names. They may be split over calls in any way,
+        but each comes once in a session.
 
-        On a GPU the copies are queued on the current stream. check: raises for a weight that does not fit the model; it
-        is not called for weights that the plan covers. Raises RuntimeError when parameters were replaced since `look`.
+        On a GPU the copies are queued on the current CUDA stream. check: function that raises an error for a weight
+        that does not fit the model; it is not called for weights that the copy plan covers. Raises RuntimeError when
+        parameters were replaced since `look`.
         """
         weights = list(weights)
         with torch.no_grad():
@@ -92,7 +95,8 @@ class ModelLoader:
             self._load(weights)
 
     def finish(self) -> None:
-        """Close the session: repack for the kernels where needed, and wait until the device has finished."""
+        """Close the session: have the kernels repack the weights where needed, keep the recorded copies as a plan, and
+        wait until the device has finished."""
         self._looked = None
         if not self.in_place:
             with library.set_current_vllm_config(self._config):
@@ -108,27 +112,31 @@ class ModelLoader:
             torch.cuda.synchronize()
 
     def look(self) -> None:
-        """Check whether the plan fits the same weights again, which saves the next `start` half a millisecond."""
+        """Check whether the copy plan fits the same weights again. Done after a session, it saves the next `start` half
+        a millisecond."""
         self._looked = self._sent if self._plan is not None and self._plan.loads(self._sent) else None
 
     @property
     def places(self) -> Mapping[str, torch.Tensor]:
-        """Memory within the live parameters, by name, to which the session's weights may be written before `load`.
+        """Memory within the live parameters, by weight name, to which the session's weights may be written before
+        `load`; empty when the recorded copies do not fit the session.
 
         It is the same mapping as long as the parameters stay where they are.
         """
         return _NOWHERE if self._looked is None else self._targets
 
     def abandon(self) -> None:
-        """End a session that broke off. The weights mix two versions, but the next session starts from the beginning;
-        otherwise layerwise reload would go on counting from where this one stopped."""
+        """End a session that failed half way. The model holds a mix of two versions, but the next session starts from
+        the beginning; without this call, vLLM's layerwise reload would go on counting from where this session
+        stopped."""
         self._recorder, self._looked = None, None
         if not self.in_place:
             with library.set_current_vllm_config(self._config):
                 library.finalize_layerwise_reload(self._model, self._config.model_config)
 
     def _confirm(self) -> None:
-        """Check once a session that the parameters being written are those that the model computes with."""
+        """Check, once a session, that the model still computes with the parameters being written. Raises RuntimeError
+        when it does not."""
         if self._looked is None or self._confirmed:
             return
         assert self._plan is not None

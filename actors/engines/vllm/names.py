@@ -1,8 +1,9 @@
 """Maps a model's weights from Hugging Face names to the checkpoint names that vLLM's loader expects, and checks them.
 
-Transformers 5 stacks experts (`mlp.experts.gate_up_proj [E, 2I, H]`), while checkpoints, and with them vLLM, name each
-expert's projections. Transformers itself says on the meta device which names a checkpoint has, and the mapping is
-compared with that, so that a model that is not mapped rightly is refused before it serves anything.
+Transformers 5 stacks experts (`mlp.experts.gate_up_proj [E, 2I, H]`), while checkpoints, and therefore vLLM, have
+separate names for each expert's projections. At the start, Transformers itself says for a model on the meta device
+which names a checkpoint has, and the mapping must give the same names. A model that would be mapped wrongly is
+therefore refused before it serves anything.
 """
 
 from __future__ import annotations
@@ -26,20 +27,21 @@ _EXPERT_STYLES = {
 
 
 class WeightNames:
-    """Knows names and shapes of one model's weights, and checks updates against them."""
+    """Names and shapes of one model's weights. Checks updates against them, and converts names."""
 
     def __init__(self, model: str) -> None:
         """Read the model's configuration; no weights are loaded.
 
-        model: a folder or hub id. Raises ValueError when the layout of the model's experts is not known here.
+        model: a folder or hub id. Raises ValueError when the checkpoint names of the model's experts are not known
+        here.
         """
         config = AutoConfig.from_pretrained(model)
         with torch.device("meta"):
             meta: Any = AutoModelForCausalLM.from_config(config)
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Shape of each weight, by each of its names."""
+        """Shape of each weight; a tied weight is listed under each of its names."""
         self._group: dict[str, tuple[str, ...]] = {}
-        """All names of each weight, by each of its names; tied weights have several."""
+        """All names of each weight (a tied weight has several): any of its names -> tuple of all of them."""
         by_tensor: dict[int, list[str]] = {}
         parameters = {id(parameter) for parameter in meta.parameters()}
         for name, tensor in meta.state_dict(keep_vars=True).items():
@@ -54,15 +56,16 @@ class WeightNames:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """One name of each weight, in the model's order."""
+        """The first name of each weight, in the model's order."""
         return tuple(dict.fromkeys(names[0] for names in self._group.values()))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the whole weight."""
+        """Return the shape of the whole weight `name`."""
         return self._shapes[name]
 
     def check(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Raise ValueError naming unknown, misshapen and missing weights, and tied ones that differ."""
+        """Raise ValueError, naming the weights, when one is unknown, misshapen or missing, or when two tied weights
+        differ."""
         for name, tensor in named.items():
             self.check_one(name, tensor)
         self.check_complete(named)
@@ -73,7 +76,7 @@ class WeightNames:
                     raise ValueError(f"weights: {sent[0]!r} and {other!r} are tied in the model but differ as sent")
 
     def check_one(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise ValueError when the weight is unknown, misshapen or not of a float dtype."""
+        """Raise ValueError when the weight is unknown, has the wrong shape or is not of a float dtype."""
         shape = self._shapes.get(name)
         if shape is None:
             near = difflib.get_close_matches(name, self._shapes, n=1)
@@ -85,7 +88,7 @@ class WeightNames:
             raise ValueError(f"weights: {name!r} has dtype {tensor.dtype}, expected a float")
 
     def check_complete(self, names: Iterable[str]) -> None:
-        """Raise ValueError naming a weight of which no name is among `names`."""
+        """Raise ValueError unless `names` has at least one name of every weight. The error names a missing weight."""
         got = set(names)
         if self._first_names <= got:
             return
@@ -95,10 +98,10 @@ class WeightNames:
             raise ValueError(f"weights: parameter {missing[0]!r}{more} was not sent")
 
     def checkpoint(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights under the checkpoint's names, as views.
+        """Yield the weights under their names in a checkpoint, as views.
 
-        A tied weight comes under all its names, because a layerwise reload unties them and one that is not sent would
-        keep its old value.
+        A tied weight comes under all its names, because vLLM's layerwise reload unties them, and one that is not sent
+        would keep its old value.
         """
         seen: set[str] = set()
         for name, tensor in named:
@@ -108,7 +111,8 @@ class WeightNames:
                     yield from _checkpoint_views(alias, tensor, self._style)
 
     def _matching_style(self, meta: Any, model_type: str) -> str:
-        """Find the way of naming experts that gives the names of a saved checkpoint of the model."""
+        """Return the style of naming experts that gives the names of a saved checkpoint of the model. Raises ValueError
+        when none does."""
         whole = {name: torch.empty(shape, device="meta") for name, shape in self._shapes.items()}
         saved = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(meta, dict(whole)).items()}
         difference: set[str] = set()

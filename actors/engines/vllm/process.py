@@ -20,9 +20,9 @@ from .wire import BACKEND, WORKER
 T = TypeVar("T")
 
 CALL_PATIENCE_S = 300.0
-"""Longest wait in seconds for the engine process's answer to any call that is not a request."""
+"""Longest time in seconds to wait for the engine process's answer to any call that is not a generation request."""
 LOOK_S = 0.2
-"""Seconds between two looks at whether the engine process lives, while it owes an answer."""
+"""Seconds between two checks that the engine process is alive, while an answer from it is awaited."""
 CLOSE_PATIENCE_S = 10.0
 """Seconds that vLLM's processes get to end by themselves before they are killed."""
 
@@ -36,21 +36,21 @@ class ProcessSettings:
     tp: int
     max_num_seqs: int
     kv_cache_bytes: int | None
-    """Number of bytes for keys and values in each worker; None leaves the choice to vLLM."""
+    """Number of bytes of the key-value cache in each worker; None leaves the choice to vLLM."""
     gpu_memory_utilization: float
     seed: int
     enforce_eager: bool
     max_model_len: int | None
-    """Longest prompt and completion together, in tokens; None takes the model's own limit."""
+    """Largest number of tokens of a prompt and its completion together; None takes the model's own limit."""
 
 
 class VllmProcess:
-    """Wraps vLLM's `AsyncLLM`: requests, calls of its workers, pausing, sleeping, and its end."""
+    """Wraps vLLM's `AsyncLLM`: requests, calls to its workers, pausing, sleeping and shutdown."""
 
     def __init__(self, settings: ProcessSettings, version: int) -> None:
-        """Start the processes, which takes 5 to 20 s.
+        """Start vLLM's processes, which takes 5 to 20 s.
 
-        Raises ValueError in one sentence when vLLM does not take the model or the settings.
+        Raises ValueError with a message of one sentence when vLLM does not accept the model or the settings.
         """
         cpu = library.on_cpu()
         with engine_environment(cpu=cpu, tp=settings.tp):
@@ -65,7 +65,7 @@ class VllmProcess:
         self.versions = TokenVersions(self.llm.engine_core, version)
         self.can_sleep = not cpu
         self._asleep: set[str] = set()
-        """Kinds of memory that were given back: `weights`, `kv_cache`."""
+        """Kinds of memory that vLLM has given back for now: `weights`, `kv_cache`."""
         manager: Any = self.llm.engine_core.resources.engine_manager
         self._engines = [psutil.Process(process.pid) for process in manager.processes]
         children = [child for engine in self._engines for child in engine.children(recursive=True)]
@@ -86,61 +86,65 @@ class VllmProcess:
         return self.llm.vllm_config.model_config.get_vocab_size()
 
     def generate(self, request_id: str, prompt: list[int], params: library.SamplingParams) -> AsyncGenerator[Any, None]:
-        """Submit one request and yield vLLM's outputs. Raises library.EngineDeadError."""
+        """Submit one request and yield vLLM's outputs. Raises library.EngineDeadError when vLLM's engine process has
+        died."""
         tokens: Any = {"type": "token", "prompt_token_ids": prompt}  # as vLLM's renderer would make it
         return self.llm.generate(tokens, params, request_id)
 
     async def call(self, method: str, *args: Any, returns: type[T] | None = None, **kwargs: Any) -> list[T]:
-        """Call a method of all workers; the engine process does nothing else meanwhile.
+        """Call a method of all workers and return their results; the engine process does nothing else meanwhile.
 
-        returns: type of the results, which come as msgpack. Raises EngineDied when the engine process has died,
-        RuntimeError when it does not answer in time or a worker raised an error.
+        returns: type that each result, sent as msgpack, is decoded to; None returns []. Raises EngineDied when the
+        engine process has died, and RuntimeError when it does not answer in time or a worker raised an error.
         """
         results = await self._bounded(method, self.llm.collective_rpc(method, args=args, kwargs=kwargs))
         return [] if returns is None else [messages.decode(result, returns) for result in results]
 
     async def call_function(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """Call `function(worker, *args)` in all workers: `VllmEngine.call_workers`."""
+        """Call `function(worker, *args)` in all workers and return the results: see `VllmEngine.call_workers`."""
         method: Any = function
         return await self._bounded(function.__name__, self.llm.collective_rpc(method, args=args))
 
     async def pause(self) -> None:
-        """Freeze requests where they are. On return no step runs, and all tokens made so far have been processed.
+        """Freeze all requests where they are. On return no step runs, and all tokens made so far have been processed.
 
-        `AsyncLLM.pause_generation` is not used, because it sleeps 20 ms until outputs have surely come through; `drain`
-        knows when they have.
+        `AsyncLLM.pause_generation` is not used, because it sleeps 20 ms to be sure that all outputs have come through;
+        `drain` knows when they have.
         """
         await self._bounded("pause", self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
         self.llm._run_output_handler()  # vLLM starts it with the first request, which may be on its way
         await self._bounded("drain", self.versions.drain())
 
     async def resume(self) -> None:
-        """Go on generating."""
+        """Continue generating after `pause`."""
         await self._bounded("resume", self.llm.resume_generation())
 
     async def mark(self, version: int) -> None:
-        """Count tokens that have not come in yet as `version`. Raises EngineDied."""
+        """Count all tokens that have not arrived yet as made by weight version `version`. Returns when all earlier
+        tokens have been processed. Raises EngineDied when the engine process has died."""
         self.llm._run_output_handler()  # vLLM starts it with the first request, and there may have been none
         await self._bounded("mark", self.versions.mark(version))
 
     async def forget_keys_and_values(self) -> None:
-        """Drop all keys and values computed so far: cached prefixes go, and frozen requests compute theirs anew.
+        """Drop all keys and values computed so far: cached prefixes are forgotten, and frozen requests compute theirs
+        anew.
 
-        Only called while paused, or when no request runs.
+        Call it only while generation is paused, or when no request runs. Raises RuntimeError when vLLM refuses.
         """
         done = await self._bounded("reset_prefix_cache", self.llm.reset_prefix_cache(reset_running_requests=True))
         if not done:
             raise RuntimeError("vLLM did not reset its prefix cache")
 
     async def sleep(self, level: int) -> None:
-        """Give device memory back. No request may be running."""
+        """Put vLLM to sleep at `level`, which gives device memory back. No request may be running."""
         await self._bounded("sleep", self.llm.sleep(level))
         self._asleep = {"weights", "kv_cache"}
 
     async def wake(self, *tags: str) -> None:
-        """Take memory of the kinds `tags` again, or all that was given back.
+        """Take memory of the kinds `tags` again, or all memory that was given back when no kind is named.
 
-        vLLM is only asked for memory that it has not got, because it would map memory that is awake a second time.
+        vLLM is only asked for memory that it has given back, because it would map memory that it still holds a second
+        time.
         """
         if wanted := self._asleep & (set(tags) or self._asleep):
             await self._bounded("wake_up", self.llm.wake_up(sorted(wanted)))
@@ -148,14 +152,15 @@ class VllmProcess:
 
     @property
     def died(self) -> str:
-        """Reason why no call can be answered any more; "" while the engine process lives. It is looked at now."""
+        """Why no call can be answered any more; "" while the engine process lives. The processes are checked at each
+        access."""
         gone = [process.pid for process in self._engines if not _lives(process)]
         if gone:
             return f"vLLM's engine process died (pid {gone[0]})"
         return "vLLM's engine process died" if self.llm.errored else ""
 
     async def end(self) -> None:
-        """End all processes; those that do not end in time are killed."""
+        """Shut down all of vLLM's processes; those that do not end in time are killed."""
         if not self.died:
             try:
                 await asyncio.wait_for(self.llm.collective_rpc("headrace_close"), CLOSE_PATIENCE_S)
@@ -176,7 +181,8 @@ class VllmProcess:
         del self.llm  # its finalizer would fail at the interpreter's end
 
     async def _bounded(self, name: str, awaitable: Any) -> Any:
-        """Return the answer. Raises EngineDied as soon as the engine process is gone: vLLM would let calls wait on."""
+        """Return the engine process's answer. Raises EngineDied as soon as the process is gone, because vLLM would let
+        the call wait on, and RuntimeError when the answer takes longer than CALL_PATIENCE_S or is an error in vLLM."""
         task = asyncio.ensure_future(awaitable)
         deadline = asyncio.get_running_loop().time() + CALL_PATIENCE_S
         try:
@@ -207,14 +213,16 @@ def _lives(process: psutil.Process) -> bool:
 
 
 async def all_of(*calls: Coroutine[Any, Any, None]) -> None:
-    """Start all calls at once, in this order, and wait for all of them. Raises the error of the first that failed."""
+    """Start all calls at once, in this order, and wait for all of them. Of those that failed, the error of the first in
+    this order is raised."""
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome
 
 
 def engine_args(settings: ProcessSettings, cpu: bool) -> library.AsyncEngineArgs:
-    """Translate the settings into vLLM's own. Log-probs are those of the distribution that is sampled from."""
+    """Translate the settings into vLLM's own. vLLM is told to report log-probs of the distribution that it samples
+    from."""
     options: dict[str, Any] = {"dtype": str(settings.dtype).removeprefix("torch.")}
     if settings.max_model_len is not None:
         options["max_model_len"] = settings.max_model_len

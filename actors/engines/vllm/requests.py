@@ -1,4 +1,4 @@
-"""Checks requests and converts them for vLLM, follows them while they run, and makes completions of vLLM's outputs."""
+"""Checks requests, converts them for vLLM, follows them while they run, and turns vLLM's outputs into completions."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ _REASONS = ("stop", "length", "abort")
 
 
 class RunningRequest:
-    """A generate call, made of `n` vLLM requests, one per sample, so that each sample has its own random numbers."""
+    """A `generate` call in progress. It consists of `n` vLLM requests, one per sample, so that each sample has its own
+    random numbers."""
 
     def __init__(self, request_id: str, num_samples: int) -> None:
         self.id = request_id
         self.sample_ids = [f"{request_id}#{sample}" for sample in range(num_samples)]
         self.submitted = False
-        """Whether the request was handed to vLLM; until then it waits for the engine to go on."""
+        """True once the request may be handed to vLLM; before, it waits while the engine takes no requests."""
         self.aborted = asyncio.Event()
         self.done = asyncio.Event()
 
     async def admitted(self, flowing: asyncio.Event) -> None:
-        """Wait until the engine takes requests, or this one is aborted and therefore not submitted."""
+        """Wait until the engine takes requests (`flowing` is set), or until this request is aborted and so must not be
+        submitted."""
         while not flowing.is_set() and not self.aborted.is_set():
             waits = [asyncio.ensure_future(event.wait()) for event in (flowing, self.aborted)]
             try:
@@ -51,8 +53,8 @@ class RequestChecks:
         self._stop_ids = _model_stop_ids(model)
 
     def prompt(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
-        """Return the prompt's ids. Raises ValueError when it is empty, too long or has unknown ids, or when vLLM would
-        change the temperature."""
+        """Check a prompt and return its token ids. Raises ValueError when it is empty, too long or has unknown ids, or
+        when vLLM would change the requested temperature."""
         prompt = checked_prompt(request_id, prompt_ids, params, context=self._context, vocab_size=self._vocab_size)
         if 0.0 < params.temperature < library.MIN_TEMPERATURE:
             raise ValueError(
@@ -62,8 +64,8 @@ class RequestChecks:
         return prompt.tolist()
 
     def sampling(self, request_id: str, params: SamplingParams) -> list[library.SamplingParams]:
-        """Make vLLM's parameters of each sample. Seeds come from `row_keys`, as in the hf engine, so that a sample does
-        not depend on what else runs, beyond the last bits of floating point."""
+        """Return vLLM's sampling parameters for each sample. Seeds come from `row_keys`, as in the `hf` engine, so that
+        a sample does not depend on what else runs, except in the last bits of floating point."""
         keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)
         return [
             library.SamplingParams(
@@ -85,9 +87,9 @@ class RequestChecks:
 
 
 def completion(output: Any, versions: np.ndarray, request_id: str) -> Completion:
-    """Make a completion of vLLM's final output of one sample. versions: version of each token, int32 `[T]`.
+    """Convert vLLM's final output of one sample into a Completion. versions: weight version of each token, int32 `[T]`.
 
-    Raises RuntimeError when vLLM ended it with an error, FloatingPointError when the log-probs are not finite.
+    Raises RuntimeError when vLLM ended the sample with an error, and FloatingPointError when log-probs are not finite.
     """
     if output.finish_reason not in _REASONS:
         raise RuntimeError(f"request {request_id!r}: vLLM ended it with {output.finish_reason!r}")
@@ -102,7 +104,7 @@ def completion(output: Any, versions: np.ndarray, request_id: str) -> Completion
 
 
 class BusyClock:
-    """Adds to `stats.busy_s` the time in which at least one request runs and the engine is not paused."""
+    """Adds to `stats.busy_s` the time during which at least one request runs and the engine is not paused."""
 
     def __init__(self, stats: EngineStats) -> None:
         self._stats = stats
@@ -111,7 +113,7 @@ class BusyClock:
         self._since = 0.0
 
     def change(self, running: int = 0, *, paused: bool | None = None) -> None:
-        """Note that `running` more (or fewer) requests run, or that the engine is paused or resumed."""
+        """Record that `running` more requests run (fewer if negative), or that the engine was paused or resumed."""
         now = time.perf_counter()
         if self._running and not self._paused:
             self._stats.busy_s += now - self._since
@@ -121,7 +123,8 @@ class BusyClock:
 
 
 def _model_stop_ids(model: str) -> list[int]:
-    """Read the end tokens as `from_pretrained` does: from the generation config, else from the model's config."""
+    """Return the ids of the model's end tokens, read as `from_pretrained` does: from the generation config if there is
+    one, else from the model's config."""
     try:
         config = GenerationConfig.from_pretrained(model)
     except OSError:

@@ -1,4 +1,4 @@
-"""`WeightUpdates` takes a weight update through vLLM's workers: prepare, then load or drop."""
+"""`WeightUpdates` takes a weight update through vLLM's workers: prepare the new version, then load or drop it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .wire import PrepareState
 T = TypeVar("T")
 
 _PREPARE_TIMEOUTS = 20
-"""Number of the update's timeouts without a bucket after which a worker's thread counts as hung."""
+"""A worker's thread counts as hung when no bucket has come for this many times the update's `timeout_s`."""
 _LOOK_S = 1.0
-"""Seconds between two looks at how many buckets the workers have received."""
+"""Seconds between two checks of how many buckets the workers have received."""
 
 
 class WeightUpdates:
-    """Drives the weight updates of one engine; at most one version is prepared or on its way."""
+    """Drives the weight updates of one engine. At most one version at a time is prepared or being received."""
 
     def __init__(self, process: VllmProcess, model: str, receiver: ReceiverConfig | None, num_workers: int) -> None:
         self._process = process
@@ -31,31 +31,33 @@ class WeightUpdates:
         self._opened = False
         self._links = WorkerLinks(num_workers)
         self.turn = asyncio.Lock()
-        """Lock that is held while a version is prepared, and by the engine while it commits one."""
+        """Lock that is held while a version is prepared, and that the engine holds while it commits one."""
         self._arriving: int | None = None
         self.loading: int | None = None
         """Version that is being loaded; None when there is none."""
         self.prepared: int | None = None
-        """Version that can be loaded; None when there is none."""
+        """Version that is prepared and can be loaded; None when there is none."""
         self.way = ""
-        """Way in which the last version was loaded: `in place`, or `layerwise: ` and the reason."""
+        """How the last version was loaded: `in place`, or another way and its reason, as in `LoadReport.way`; "" before
+        the first."""
 
     @property
     def num_received(self) -> int:
-        """Number of buckets that the workers have received, as far as they have told."""
+        """Number of buckets that the workers have received, according to their last messages."""
         return self._links.num_received
 
     @property
     def lost(self) -> str:
-        """The worker that died, in words, as far as its broken connection shows; "" without one."""
+        """Description of the worker that has died, as its broken connection shows; "" when there is none."""
         return self._links.lost
 
     async def prepare(self, update: WeightUpdate, current: Callable[[], int]) -> Prepared:
-        """Have the workers receive and verify `update`.
+        """Have the workers receive and verify `update`. Returns `staged` when they have done so, or `joined` when the
+        weights will arrive during the load.
 
-        When this fails or is cancelled, what has come is dropped. A version that is still arriving is given up for the
-        new one. current: returns the version that is served; -1 when there is no whole one. Raises WeightTransferError,
-        or ValueError naming what does not fit.
+        If this fails or is cancelled, what has arrived is dropped. A version that is still being received is given up
+        for the new one. current: returns the version that is served, or -1 when the engine has no whole one. Raises
+        WeightTransferError when the transfer fails, and ValueError naming what does not fit.
         """
         if self._arriving is not None:
             await self.drop(self._arriving)
@@ -86,22 +88,24 @@ class WeightUpdates:
             return prepared
 
     def expect(self, version: int) -> None:
-        """Raise ValueError unless `version` is prepared."""
+        """Raise ValueError unless `version` is the one that is prepared."""
         if version != self.prepared:
             raise ValueError(f"weights: version {version} is not the prepared one ({self.prepared})")
 
     async def drop(self, version: int) -> None:
-        """Forget a prepared version, or end its reception. A load that has begun is finished. Idempotent."""
+        """Forget a prepared version, or stop receiving it. A load that has begun is not interrupted. Idempotent."""
         if self.prepared == version:
             self.prepared = None
         if self._opened and version != self.loading:
             await self._process.call("headrace_drop", version)
 
     async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Replace all weights while no step runs. meanwhile: work for the engine process, see `WorkerLinks.load`.
+        """Have the workers replace all weights with those of `version`. No step may run meanwhile. meanwhile: work for
+        the engine process at the same time, see `WorkerLinks.load`.
 
-        Raises what `meanwhile` raises, EngineDied, WeightTransferError when the version did not arrive whole, or
-        RuntimeError. After the last two the model mixes two versions.
+        Raises what `meanwhile` raises, EngineDied when a worker has died, WeightTransferError when the version did not
+        arrive completely, and RuntimeError when loading failed otherwise. After the last two, the model holds a mix of
+        two versions.
         """
         self.prepared, self.loading = None, version
         try:
@@ -126,7 +130,8 @@ class WeightUpdates:
         await self._links.close()
 
     async def _moving(self, work: Coroutine[Any, Any, T], bound_s: float) -> T:
-        """Return what `work` returns. Raises TimeoutError once the workers have received nothing for `bound_s`."""
+        """Return what `work` returns. Raises TimeoutError once the workers have received no bucket for `bound_s`
+        seconds."""
         task, received, since = asyncio.ensure_future(work), self.num_received, time.monotonic()
         try:
             while not task.done():
@@ -140,7 +145,8 @@ class WeightUpdates:
             task.cancel()
 
     async def _receive(self, update: WeightUpdate) -> Prepared:
-        """Wait until all workers have received `update`, or one has failed."""
+        """Have all workers receive `update`. Returns `staged` when they have done so, or `joined` when the weights will
+        arrive during the load. Raises an error as soon as one worker has failed."""
         started, timeout_s = time.perf_counter(), _PREPARE_TIMEOUTS * update.timeout_s
         try:
             states = await self._moving(self._links.prepare(update), timeout_s)
@@ -155,7 +161,8 @@ class WeightUpdates:
 
 
 def _failure(states: list[PrepareState], update: WeightUpdate, waited_s: float) -> Exception:
-    """Make the error for workers that did not get a version: ValueError when the version does not fit the model."""
+    """Return the error for workers that failed to prepare a version: ValueError when the version does not fit the
+    model, else WeightTransferError."""
     failed = [(worker, state) for worker, state in enumerate(states) if state.phase == "failed"]
     for _, state in failed:
         if state.kind == "value":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 BACKEND = "headrace"
-"""Name of our weight-transfer engine in vLLM's registry."""
+"""Name under which our weight-transfer engine is registered in vLLM."""
 
 WORKER = "headrace.actors.engines.vllm.worker.WeightWorker"
 """Import path of the class that vLLM mixes into its workers."""
@@ -14,16 +14,16 @@ WORKER = "headrace.actors.engines.vllm.worker.WeightWorker"
 
 @dataclass(frozen=True, slots=True)
 class PrepareState:
-    """Progress of a worker with the version that was announced to it."""
+    """How far a worker has come in preparing the version that was announced to it."""
 
     version: int
     phase: Literal["none", "receiving", "ready", "failed"]
     staged: bool = False
-    """Whether the whole version is there, verified; False when it was only joined."""
+    """True if the whole version has been received and verified; False if the worker has only joined its transfer."""
     kind: Literal["", "transfer", "value"] = ""
     """Kind of the failure: `transfer` when the version did not arrive whole, `value` when it does not fit the model."""
     error: str = ""
-    """Description of the failure; "" without one."""
+    """Description of the failure; "" when there was none."""
 
     def describe(self) -> str:
         """Describe the state for an error message."""
@@ -37,9 +37,9 @@ class LoadReport:
     seconds: float
     """Seconds that the load took."""
     way: str
-    """Way in which the weights were loaded: `in place`, or `in place by the loaders: ` or `layerwise: ` and the
+    """How the weights were loaded: `in place`; or `in place by the loaders: ` or `layerwise: `, followed by the
     reason."""
     error: str = ""
-    """Error of a load that broke off, after which the model mixes two versions; "" when it ended well."""
+    """Error that broke off the load and left a mix of two versions in the model; "" when the load succeeded."""
     in_transfer: bool = False
-    """Whether the error is that the version did not arrive whole."""
+    """True if the error is that the version did not arrive completely."""

@@ -1,14 +1,15 @@
 """Runs in vLLM's worker processes: receives weights in a thread of its own, and loads them there on command.
 
-    prepare   receives into staging, verifies, compares names and shapes; the worker goes on generating
+    prepare   receives a version into staging, verifies it, compares names and shapes; the worker goes on generating
     load      does the steps of vLLM's weight-update session (start, receive, finish); nothing else runs meanwhile
-    drop      forgets a staged version, or ends its reception
+    drop      forgets a prepared version, or stops receiving it
 
-The engine orders the first two over the worker's link, whose thread does them (`links`). The third is a call of vLLM's:
-`WeightWorker` is mixed into its worker, whose methods are called by name (`collective_rpc`). The rest is a weight
-transfer engine of vLLM's own API, registered as `headrace`. vLLM's own session is not used, because it would receive in
-the worker's only thread, which would generate nothing meanwhile, and because each call of it goes through the engine
-process, which takes a millisecond each way.
+The engine orders `prepare` and `load` over a socket to each worker (`links`), and a thread in the worker carries them
+out. `drop` is called through vLLM: `WeightWorker` is mixed into vLLM's worker class, whose methods can be called by
+name (`collective_rpc`). The rest of this module is a weight-transfer engine of vLLM's own API, registered as
+`headrace`. vLLM's own update session is not used, for two reasons: it would receive in the worker's only thread, which
+could generate nothing meanwhile; and each of its calls goes through the engine process, which takes a millisecond each
+way.
 """
 
 from __future__ import annotations
@@ -31,30 +32,32 @@ from .names import WeightNames
 from .wire import BACKEND, LoadReport, PrepareState
 
 TELL_EVERY_S = 0.25
-"""Seconds between two messages of a worker that say how many buckets it has received."""
+"""Seconds that pass at least between two messages in which a worker reports how many buckets it has received."""
 
 
 @dataclass
 class InboxInfo(library.WeightTransferInitInfo):
-    """Settings by which a worker receives weights."""
+    """Settings with which a worker receives weights."""
 
     receiver: bytes
-    """Pickled ReceiverConfig. Unpickling is safe, as it only ever comes from the process that started this one."""
+    """Pickled ReceiverConfig. Unpickling it is safe, because it only ever comes from the process that started this
+    one."""
     link: str
-    """Path of the socket on which the engine listens for its workers."""
+    """Path of the Unix socket on which the engine listens for its workers."""
     model: str
-    """Model, a folder or hub id, whose names and shapes an update must have."""
+    """Model folder or hub id. An update must have the weight names and shapes of this model."""
 
 
 @dataclass
 class StagedVersion(library.WeightTransferUpdateInfo):
-    """Names the version to load."""
+    """Request to load the prepared version with this number."""
 
     version: int
 
 
 class StagedWeightEngine(library.WeightTransferEngine):
-    """Loads versions that an inbox has staged, or that arrive during the load (`staging: none`)."""
+    """vLLM weight-transfer engine that loads versions which an inbox has staged, or which arrive during the load
+    (`staging: none`)."""
 
     init_info_cls = InboxInfo
     update_info_cls = StagedVersion
@@ -71,14 +74,15 @@ class StagedWeightEngine(library.WeightTransferEngine):
         self._begun: Callable[[], None] = lambda: None
         """Function to call once the load in progress has queued its first work."""
         self._told = 0.0
-        """Time by `time.monotonic` of the last word on buckets received."""
+        """Time by `time.monotonic` of the last message that reported received buckets."""
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        """CUDA stream for receiving, so that it and the model's steps do not wait for each other; None on a CPU."""
+        """CUDA stream on which weights are received, so that receiving and the model's steps do not wait for each
+        other; None on a CPU."""
 
     # ---------------------------------------------------------------- vLLM's weight-transfer API
 
     def init_transfer_engine(self, init_info: InboxInfo) -> None:
-        """Make the inbox and connect to the engine."""
+        """Create the inbox that receives weights, and connect to the engine's socket."""
         config = pickle.loads(init_info.receiver)
         assert isinstance(config, ReceiverConfig)
         self._names = WeightNames(init_info.model)
@@ -87,11 +91,11 @@ class StagedWeightEngine(library.WeightTransferEngine):
         self._link = WorkerLink(init_info.link, rank, self._follow)
 
     def start_weight_update(self) -> None:
-        """Open a load session."""
+        """Open a load session: prepare the model for new weights."""
         self.loader.start(self._names, () if self._inbox is None else self._inbox.names)
 
     def receive_weights(self, update_info: StagedVersion) -> None:
-        """Load the prepared version. Raises ValueError when another one is prepared."""
+        """Load the prepared version into the model. Raises ValueError when that version is not the prepared one."""
         inbox, names = self._opened()
         if self._update is None or self._update.version != update_info.version:
             raise ValueError(f"weights: version {update_info.version} was not prepared; {self._state.describe()}")
@@ -104,16 +108,17 @@ class StagedWeightEngine(library.WeightTransferEngine):
             self._load_arriving(inbox, names, self._update)
 
     def finish_weight_update(self) -> None:
-        """Close the load session."""
+        """Close the load session: the model is ready to generate with the new weights."""
         self.loader.finish()
 
     @staticmethod
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
-        """Refuse, as the trainer publishes by a WeightPublisher. vLLM 0.26 requires the method to exist."""
+        """Raise NotImplementedError, because the trainer publishes through a WeightPublisher. The method exists only
+        because vLLM 0.26 requires it."""
         raise NotImplementedError("weights are published by a WeightPublisher")
 
     def shutdown(self) -> None:
-        """Close receivers and the link. Idempotent."""
+        """Close the inbox and the connection to the engine. Idempotent."""
         if self._inbox is not None:
             self._inbox.close()
             self._inbox = None
@@ -123,14 +128,14 @@ class StagedWeightEngine(library.WeightTransferEngine):
     # ---------------------------------------------------------------- the engine's orders
 
     def drop(self, version: int) -> None:
-        """Forget a prepared version; a reception in progress ends with an error. Idempotent."""
+        """Forget a prepared version, or stop receiving it; its `prepare` then fails with an error. Idempotent."""
         inbox, _ = self._opened()
         inbox.drop(version)
         if self._update is not None and self._update.version == version:
             self._update = None
 
     def _follow(self, order: Order) -> None:
-        """Carry out an order, in the link's thread."""
+        """Carry out an order of the engine. Runs in the link's thread."""
         link = self._link
         assert link is not None
         with torch.cuda.stream(self._stream):  # without effect for None
@@ -145,14 +150,15 @@ class StagedWeightEngine(library.WeightTransferEngine):
                 self.loader.look()
 
     def _tell_received(self, num_received: int) -> None:
-        """Tell the engine how many buckets have come, at most once in TELL_EVERY_S."""
+        """Report to the engine how many buckets have been received, at most once in TELL_EVERY_S seconds."""
         now = time.monotonic()
         if self._link is not None and now >= self._told + TELL_EVERY_S:
             self._told = now
             self._link.tell_received(num_received)
 
     def _prepare(self, update: WeightUpdate) -> PrepareState:
-        """Receive and check `update`, after dropping what was prepared before. Failures are in the state returned."""
+        """Receive and check `update`, after dropping what was prepared before. Failures are not raised but reported in
+        the returned state."""
         staged = False
         self._update, self._state = update, PrepareState(update.version, "receiving")
         try:
@@ -176,7 +182,8 @@ class StagedWeightEngine(library.WeightTransferEngine):
         return state
 
     def _load(self, version: int) -> LoadReport:
-        """Load a prepared version. If that breaks off, the report names the error and the model mixes two versions."""
+        """Load a prepared version and report the outcome. If loading fails half way, the report names the error, and
+        the model holds a mix of two versions."""
         started = time.perf_counter()
         error, in_transfer = "", False
         try:
@@ -196,7 +203,7 @@ class StagedWeightEngine(library.WeightTransferEngine):
         return LoadReport(time.perf_counter() - started, self.loader.way, error, in_transfer)
 
     def _load_arriving(self, inbox: WeightInbox, names: WeightNames, update: WeightUpdate) -> None:
-        """Load bucket by bucket as they arrive. An error leaves a mix of two versions in the model."""
+        """Load weights bucket by bucket as they arrive. An error leaves a mix of two versions in the model."""
         got: set[str] = set()
         for whole in inbox.arriving(update, self.loader.places):
             first = not got
@@ -217,16 +224,17 @@ class StagedWeightEngine(library.WeightTransferEngine):
 
 
 class WeightWorker:
-    """Methods that vLLM mixes into its worker and the engine calls by name. Arguments and results are msgpack."""
+    """Methods that vLLM mixes into its worker class and that the engine calls by name. Arguments and results travel as
+    msgpack."""
 
     weight_transfer_engine: Any
 
     def headrace_drop(self, version: int) -> None:
-        """Forget a prepared version."""
+        """Forget a prepared version in this worker, or stop receiving it."""
         self.weight_transfer_engine.drop(version)
 
     def headrace_close(self) -> None:
-        """Close receivers and the link."""
+        """Close this worker's weight inbox and its connection to the engine."""
         self.weight_transfer_engine.shutdown()
 
 

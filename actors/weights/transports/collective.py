@@ -4,8 +4,9 @@
     receiver  connect, hello ---> |           start, group | frame, broadcast, through ...          end -> done
                                                              (on GPUs the digests are broadcast before the end)
 
-Messages go over one connection per receiver (`control_link`); only payloads are broadcast. A receiver whose bucket is
-damaged reports it and takes the rest, so that the others get theirs. The group is kept while its members stay the same.
+Messages go over one TCP connection per receiver (`control_link`); only payloads are broadcast. A receiver that finds a
+damaged bucket reports it and still takes part in the remaining broadcasts, so that the other receivers get theirs. The
+group is kept for the next update while its members stay the same.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ _RING = 2
 _START_TICK_S = 5e-5
 """Seconds between two checks whether all receivers have joined."""
 _SLICE_S = 0.05
-"""Longest wait in seconds for a broadcast before messages are read again."""
+"""Longest time in seconds that a wait for a broadcast lasts before messages are read again."""
 
 
 class CollectiveSender(Sender):
-    """WeightSender that broadcasts as rank 0 of the group."""
+    """WeightSender that broadcasts weights as rank 0 of a process group."""
 
     kind = KIND
 
     def __init__(self, host: str, timeout_s: float, device: torch.device, port: int = 0) -> None:
-        """Listen on `host`. port: port to try first; 0 takes any. Raises OSError when listening fails."""
+        """Listen on `host` for receivers. port: port to try first; 0 takes any. Raises OSError when listening fails."""
         super().__init__(timeout_s)
         self._host = host
         self._device = device
@@ -143,7 +144,8 @@ class CollectiveSender(Sender):
         return self._tracker
 
     def _start(self, update: SenderUpdate) -> None:
-        """Wait until all receivers have joined, and make a group with them; done once per update."""
+        """Wait until all receivers have joined, and make a process group with them, unless the last one can be kept.
+        Only the first call in an update does anything."""
         if self._started:
             return
         tracker, deadline = self._expect_tracker(), self._deadline(update)
@@ -184,7 +186,8 @@ class CollectiveSender(Sender):
         self._running = [None] * _RING
 
     def _look(self, update: SenderUpdate, what: str | None) -> None:
-        """Read the receivers' messages. Raises when the update was aborted or, unless `what` is None, one is lost."""
+        """Read the receivers' messages. Raises WeightTransferError when the update was aborted or, unless `what` is
+        None, when a receiver is lost."""
         self._check_ended(update)
         tracker = self._expect_tracker()
         tracker.poll()
@@ -192,7 +195,7 @@ class CollectiveSender(Sender):
             raise self._deadline(update).error(*tracker.blame(what))
 
     def _await(self, update: SenderUpdate, number: int, what: str) -> None:
-        """Wait until the broadcast out of that buffer has ended."""
+        """Wait until the broadcast from buffer `number` has ended."""
         running, deadline = self._running[number], self._deadline(update)
         if running is None:
             return
@@ -208,7 +211,8 @@ class CollectiveSender(Sender):
         self._running[number] = None
 
     def _broken(self, update: SenderUpdate, what: str, error: RuntimeError) -> WeightTransferError:
-        """Make the error of a broadcast that failed because a receiver is lost; its connection soon shows which one."""
+        """Return the error for a broadcast that failed because a receiver is lost. Waits up to 1 s for the connections
+        to show which receiver it is."""
         tracker, deadline = self._expect_tracker(), self._deadline(update)
         moment = Deadline("sender", update.version, min(1.0, deadline.left_s))
         with contextlib.suppress(WeightTransferError):

@@ -18,11 +18,11 @@ from .rendezvous import Broadcast, Group, bounded, join_store
 
 _RING = 2
 _SLICE_S = 0.05
-"""Longest wait in seconds for a broadcast before messages are read again."""
+"""Longest time in seconds that a wait for a broadcast lasts before messages are read again."""
 
 
 class CollectiveReceiver(Receiver):
-    """WeightReceiver with a rank from 1 on in the sender's group."""
+    """WeightReceiver that joins the sender's process group, with a rank from 1 on."""
 
     def __init__(self, engine: str, worker: int, device: torch.device) -> None:
         super().__init__(engine, worker)
@@ -31,7 +31,7 @@ class CollectiveReceiver(Receiver):
         self._ring: list[torch.Tensor] = []
 
     def ring(self, nbytes: int, device: torch.device) -> list[torch.Tensor]:
-        """Return two buffers of at least `nbytes`, which are kept from update to update."""
+        """Return two buffers of at least `nbytes` bytes each, which are kept from update to update."""
         if not self._ring or len(self._ring[0]) < nbytes or self._ring[0].device != device:
             self._ring = []
             self._ring = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(_RING)]
@@ -70,7 +70,8 @@ class CollectiveReceiver(Receiver):
         deadline: Deadline,
         notes: deque[Note],
     ) -> None:
-        """Join the sender's group. notes: receives the sender's messages that come before the group is made here."""
+        """Join the sender's process group, unless this process is in it already. notes: collects the sender's messages
+        that arrive before the group is made."""
         name, _, backend = start.text.partition("|")
         if self.group is not None and self.group.name == name:
             return
@@ -94,19 +95,20 @@ class CollectiveReceiver(Receiver):
         self.group = bounded(join, deadline, "making the group", look)
 
     def leave(self) -> None:
-        """Leave the group. Idempotent."""
+        """Leave the process group. Idempotent."""
         if self.group is not None:
             self.group.leave()
         self.group = None
 
     def close(self) -> None:
-        """Leave the group and free the buffers. Idempotent."""
+        """Leave the process group and free the buffers. Idempotent."""
         self.leave()
         self._ring = []
 
 
 class CollectiveStream(Stream):
-    """Stream whose payloads come into two buffers in turn, or into the memory that was offered."""
+    """Stream whose payloads are received into two buffers in turn, or into the memory that was offered to
+    `receive_into`."""
 
     def __init__(
         self,
@@ -117,7 +119,8 @@ class CollectiveStream(Stream):
         notes: deque[Note],
         receiver: CollectiveReceiver,
     ) -> None:
-        """notes: the sender's messages that have come already."""
+        """Prepare to receive the update over the receiver's process group. notes: messages from the sender that have
+        already arrived on `link`."""
         assert receiver.group is not None
         super().__init__(update, plan, deadline)
         self._link = link
@@ -129,13 +132,13 @@ class CollectiveStream(Stream):
         self._ring: list[torch.Tensor] = []
         self._num_in_ring = 0
         self._digests_due = False
-        """Whether the sender still has to broadcast its digests, in which all receivers must take part."""
+        """True while the sender has yet to broadcast its digests, in which all receivers must take part."""
         self._under_way: deque[tuple[BucketFrame, torch.Tensor, Broadcast | None]] = deque()
         self._notes = notes
         self._ended = False
         self._done = False
         self._failure: Exception | None = None
-        """Error of `read_ahead`, raised by the iteration; None without one."""
+        """Error that `read_ahead` ran into and that the iteration raises; None when there was none."""
 
     def receive_into(self, memory: torch.Tensor) -> None:
         if memory.device == self.device:
@@ -178,9 +181,9 @@ class CollectiveStream(Stream):
         self._done = True
 
     def _begin_next(self, num_places: int, *, wait: bool) -> None:
-        """Start receiving announced buckets until `num_places` are under way.
+        """Start receiving announced buckets until `num_places` of them are in progress.
 
-        wait: whether to wait for at least one announcement, or the end.
+        wait: whether to wait until the sender has announced at least one more bucket, or the end.
         """
         while not self._ended and len(self._under_way) < num_places:
             self._hear(self.deadline.left_s if wait and not self._notes else 0.0, "waiting for the next bucket")
@@ -195,7 +198,8 @@ class CollectiveStream(Stream):
             wait = False
 
     def _hear(self, wait_s: float, when: str) -> None:
-        """Read the sender's messages, waiting `wait_s` for the first. Raises when it ended the update or is lost."""
+        """Read the sender's messages, waiting `wait_s` seconds for the first. Raises WeightTransferError when the
+        sender has ended the update or is lost."""
         self.check_open()
         try:
             while (note := next_note(self._link, self.deadline, wait_s, when)) is not None:
@@ -249,7 +253,8 @@ class CollectiveStream(Stream):
             raise self.deadline.error(f"the sender is lost: {error}") from error
 
     def give_up(self, error: WeightTransferError) -> None:
-        """Report the failure, and still receive the rest, as other receivers' copies may come through this process."""
+        """Report the failure, and still receive the remaining buckets, because broadcasts to other receivers may pass
+        through this process."""
         with contextlib.suppress(WeightTransferError):
             self._tell(Note("failed", str(error)))
             while True:
@@ -273,9 +278,9 @@ class CollectiveStream(Stream):
 
 
 def next_note(link: Link, deadline: Deadline, wait_s: float, when: str) -> Note | None:
-    """Return the sender's next message, or None when none comes in `wait_s`.
+    """Return the sender's next message, or None when none comes within `wait_s` seconds.
 
-    Raises WeightTransferError when the sender ends the update or is lost.
+    Raises WeightTransferError when the sender has ended the update or is lost.
     """
     until = time.monotonic() + wait_s
     while True:

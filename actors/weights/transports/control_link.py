@@ -1,7 +1,7 @@
 """Carries small messages between a sender and each of its receivers over TCP: joining, announcements and progress.
 
-A connection lives as long as one update. When it ends early, the lost receiver is known at once, which a broken
-collective operation does not tell.
+A connection lasts for one update. When it breaks before that, the sender knows at once which receiver is lost; a broken
+collective operation would not tell.
 """
 
 from __future__ import annotations
@@ -24,38 +24,41 @@ _BACKLOG = 1024
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a receiver, by which it joins an update."""
+    """First message of a receiver, with which it joins an update."""
 
     update: int
     """Number that the sender gave the update."""
     rank: int
-    """Rank of the receiver, from 1."""
+    """Rank of the receiver in the process group, from 1; the sender is rank 0."""
     group: str
-    """Name of the process group that the receiver is in; "" for none."""
+    """Name of the process group that the receiver still belongs to from an earlier update; "" for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Any later message, of either end."""
+    """Any message after `Hello`, from the sender or from a receiver."""
 
     kind: str
     """Kind of the message. The sender's are `start`, `frame`, `end` and `abort`; a receiver's are `through`, `failed`,
     `gave up` and `done`."""
     text: str = ""
-    """Name and backend of the group in `start`; the reason in `abort` and `failed`."""
+    """In `start`, name and backend of the process group; in `abort` and `failed`, the reason."""
     number: int = 0
-    """Port of the group's store in `start`; the bucket in `through`."""
+    """In `start`, port of the TCP store at which the group meets; in `through`, the bucket that the receiver has
+    finished."""
     data: bytes = b""
-    """Encoded plan in `start`."""
+    """In `start`, the encoded bucket plan."""
     frame: BucketFrame | None = None
-    """Header of the next bucket in `frame`."""
+    """In `frame`, the header of the next bucket."""
 
 
 class Link:
-    """One end of a connection. Any thread may call `send`, a single one the other methods."""
+    """One end of a TCP connection between a sender and a receiver. Any thread may call `send` and `close`, but only a
+    single one the other methods."""
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
-        """timeout_s: seconds after which a send fails because the other end does not read."""
+        """Take ownership of a connected socket. timeout_s: seconds after which a send fails because the other end does
+        not read."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(timeout_s)
         self._socket = connection
@@ -69,7 +72,7 @@ class Link:
 
     @property
     def local_host(self) -> str:
-        """Address of this host on the way to the other end."""
+        """This host's own address on the connection, as the other end sees it."""
         return self._socket.getsockname()[0]
 
     def fileno(self) -> int:
@@ -82,9 +85,9 @@ class Link:
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
 
     def receive(self, kind: type, wait_s: float) -> Hello | Note | None:
-        """Return the next message, of type `kind`, or None when none comes in time.
+        """Return the next message, decoded as type `kind`, or None when none comes within `wait_s` seconds.
 
-        Raises OSError when the connection is broken.
+        Raises OSError when the connection is broken or the bytes are not a message.
         """
         deadline = time.monotonic() + wait_s
         while True:
@@ -113,7 +116,7 @@ class Link:
         return body
 
     def close(self) -> None:
-        """Close the connection, which ends a `receive` of another thread. Idempotent."""
+        """Close the connection, which also ends a `receive` that waits in another thread. Idempotent."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -123,7 +126,7 @@ class Link:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Open a listening socket on `host`, on a free port when `port` is 0 or taken. Raises OSError."""
+    """Open a listening socket on `host`, at `port`, or at any free port when `port` is 0 or taken. Raises OSError."""
     for wanted in (port, 0):
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
@@ -138,7 +141,8 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def readable(thing: socket.socket | Link, wait_s: float) -> bool:
-    """Wait for something to read, or the connection's end; returns whether it came within the time."""
+    """Wait at most `wait_s` seconds until there is something to read or the connection has ended, and return whether
+    that happened. Raises ConnectionError when another thread has closed it."""
     poll = select.poll()
     try:
         poll.register(thing, select.POLLIN)

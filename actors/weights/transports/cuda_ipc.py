@@ -1,7 +1,7 @@
 """The `ipc` transport for GPUs: receivers on any GPU of the host read a ring of two buffers on the sender's GPU.
 
-Bytes go from GPU to GPU (or stay on one); only frames and counts go through the status file. Both ends may be on the
-same GPU, which NCCL refuses.
+Weights are copied from GPU to GPU, or stay on one. Only frames (bucket headers) and progress counts go through the
+status file in host memory. Sender and receiver may use the same GPU, which NCCL refuses.
 
     sender     fill b, digest b (queued) ---- done on the GPU -> frame b in the status file
     receiver   frame b -> copy or read b (queued) ------------ done on the GPU -> count b in the status file
@@ -34,10 +34,11 @@ from .shared_status import Lease, SharedStatus, lease_holders
 
 
 class EventCallbacks:
-    """Makes calls in order from one thread, each when a CUDA stream has done what was queued before it."""
+    """Makes calls in order from one thread, each as soon as a CUDA stream has done the work that was queued before the
+    call."""
 
     def __init__(self, device: torch.device, name: str) -> None:
-        """name: name of the thread, which starts with the first call."""
+        """Set up the calls for a device. name: name of the thread, which starts with the first `put`."""
         self._device = device
         self._name = name
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], torch.cuda.Event] | None] = queue.SimpleQueue()
@@ -45,7 +46,8 @@ class EventCallbacks:
         self._thread: threading.Thread | None = None
 
     def put(self, call: Callable[[], None], stream: torch.cuda.Stream | None = None) -> None:
-        """Make `call`, which must not block, when `stream` (by default the current one) has done its present work."""
+        """Make `call` in the thread once `stream` (by default the current CUDA stream) has done the work queued so far.
+        `call` must not block."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -54,12 +56,12 @@ class EventCallbacks:
         self._calls.put((call, event))
 
     def check(self) -> None:
-        """Raise the error that the GPU failed with, if it did."""
+        """Raise the last error that the GPU or one of the calls has failed with, if there was one."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Wait until all calls were made, and end the thread. Idempotent."""
+        """Wait until all calls have been made, and end the thread. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._calls.put(None)
@@ -79,14 +81,14 @@ RING = 2
 _TICK_S = 2e-5
 """Seconds between two checks of the status file; a bucket takes a few hundred microseconds."""
 _JOINED = 1
-"""Number added to a receiver's count, so that 0 stands for a receiver that has not joined."""
+"""Number added to a receiver's count of finished buckets, so that 0 means that the receiver has not joined."""
 _DIGESTS = 4096
-"""Number of buckets that the first array of digests has room for."""
+"""Least number of buckets that the array of digests has room for."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    """Handle of a GPU buffer: the values that torch needs to open it in another process."""
+    """IPC handle of a GPU buffer: the values that torch needs to open the buffer in another process."""
 
     handle: bytes
     nbytes: int
@@ -98,11 +100,11 @@ class _Handle:
 
 
 class CudaIpcSender(IpcSenderBase):
-    """WeightSender that publishes from a GPU to receivers on this host."""
+    """WeightSender that publishes weights from a GPU to receivers on the same host."""
 
     def __init__(self, run_id: str, timeout_s: float, device: torch.device, root: Path = SHARED_MEMORY) -> None:
-        """Make the sender's folder. Raises ValueError when a living sender of the same run has it, or the host has no
-        shared memory."""
+        """Create the sender's folder. Raises ValueError when a living sender of the same run owns it, or when the host
+        has no shared memory."""
         super().__init__(run_id, timeout_s, root)
         self._device = device
         self._ring: list[torch.Tensor] = []
@@ -111,7 +113,8 @@ class CudaIpcSender(IpcSenderBase):
         self._gpu_uuid = ""
         self._status: SharedStatus | None = None
         self._last: list[int | None] = [None] * RING
-        """Bucket of the open update that each buffer held last; None when it held none."""
+        """Last bucket of the open update that was put into each of the two buffers; None for a buffer that is still
+        unused."""
         self._num_payloads = 0
         self._outbox = EventCallbacks(device, "headrace-ipc-frames")
 
@@ -167,7 +170,7 @@ class CudaIpcSender(IpcSenderBase):
         super()._close()
 
     def _wait(self, update: SenderUpdate, num_buckets: int) -> None:
-        """Wait until every receiver has finished that many buckets."""
+        """Wait until every receiver has finished the first `num_buckets` buckets."""
         assert self._status is not None
         status, deadline = self._status, self._deadline(update)
         names = [worker_name(group.engine, worker) for group in update.receivers for worker in range(group.num_workers)]
@@ -203,9 +206,10 @@ class CudaIpcSender(IpcSenderBase):
 
 
 class CudaIpcStream(IpcStreamBase):
-    """Stream whose payloads are views of the sender's buffers, or copies when they are wanted elsewhere.
+    """Stream whose payloads are views of the sender's GPU buffers, or copies in memory that was offered to
+    `receive_into`.
 
-    Payloads are always copied when the buffers are on another GPU.
+    When the sender's buffers are on another GPU, payloads are always copied to this one.
     """
 
     tick_s = _TICK_S
@@ -230,7 +234,8 @@ class CudaIpcStream(IpcStreamBase):
         self._on_other_gpu = contents.gpu_uuid != cache.gpu_uuid
         self._destination: torch.Tensor | None = None
         self._used: list[torch.cuda.Event | None] = [None] * RING
-        """Event after which each local copy of a payload is no longer used; None before the first use."""
+        """For each buffer of local copies, the CUDA event after which its last payload is no longer used; None before
+        the first use."""
         self._num_payloads = 0
         self._copies = torch.cuda.Stream(self.device)
         self._counting = threading.Lock()
@@ -265,7 +270,8 @@ class CudaIpcStream(IpcStreamBase):
             self._used[number] = _mark(current)
 
     def _target(self, frame: BucketFrame, number: int) -> torch.Tensor | None:
-        """Return the memory that the payload is copied to; None when it is read where it is."""
+        """Return the memory that the payload is to be copied to; None when it is read directly from the sender's
+        buffer."""
         if not frame.nbytes:
             return None
         if self._destination is not None and frame.encoding == "whole":
@@ -276,7 +282,8 @@ class CudaIpcStream(IpcStreamBase):
         return self._cache.local_copy(number)[: frame.nbytes]
 
     def _through(self, bucket: int, stream: torch.cuda.Stream) -> None:
-        """Count the bucket as finished once `stream` has done its present work, which reads the sender's bytes."""
+        """Count the bucket as finished once `stream` has done the work queued so far, which reads the sender's
+        buffer."""
         if bucket < len(self.plan.sizes) - 1:  # `_confirm` counts the last one, when the digests were found right
             self._cache.callbacks.put(partial(self._count, bucket + 1), stream)
 
@@ -303,7 +310,7 @@ class CudaIpcStream(IpcStreamBase):
 
 
 class RingCache:
-    """Keeps the sender's buffers open in this process from update to update."""
+    """Keeps the sender's GPU buffers open in this process from one update to the next."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -313,10 +320,11 @@ class RingCache:
         self.callbacks = EventCallbacks(device, "headrace-ipc-counts")
         """Calls that count buckets as finished once the GPU has read them."""
         self.gpu_uuid = ""
-        """UUID of the GPU that this process uses."""
+        """UUID of the GPU that this process uses; "" before the first `open`."""
 
     def open(self, handles: tuple[bytes, ...], deadline: Deadline) -> list[torch.Tensor]:
-        """Open the sender's buffers, or return those that are open. Raises WeightTransferError when that fails."""
+        """Return the sender's buffers, opening them unless they are open already. Raises WeightTransferError when they
+        cannot be opened here."""
         if self._device.type != "cuda":
             raise deadline.error(
                 f"the sender's weights are on a GPU, this engine's on {self._device}: "
@@ -333,7 +341,7 @@ class RingCache:
         return self._ring
 
     def local_copy(self, number: int) -> torch.Tensor:
-        """Return a buffer on this process's GPU, as long as the sender's buffer of this number."""
+        """Return a buffer on this process's GPU that is as large as the sender's buffer `number`."""
         if not self._local_copies:
             self._local_copies = [torch.empty_like(buffer) for buffer in self._ring[:RING]]
         return self._local_copies[number]
@@ -347,7 +355,7 @@ class RingCache:
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Record an event that is complete when the stream has done its present work."""
+    """Return a CUDA event that completes when the stream has done the work queued so far."""
     event = torch.cuda.Event()
     event.record(stream)
     return event
@@ -363,7 +371,8 @@ def _export(buffer: torch.Tensor) -> bytes:
 
 
 def _import(data: bytes, device: torch.device) -> torch.Tensor:
-    """Open an exported buffer under this process's own device, which reads the other GPU's memory where they differ."""
+    """Open another process's buffer as a tensor on this process's own GPU, which reads the other GPU's memory where
+    they differ."""
     found = messages.decode(data, _Handle)
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):

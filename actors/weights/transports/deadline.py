@@ -1,4 +1,4 @@
-"""`Deadline` limits each wait of one end of an update, and makes the errors of waits that fail."""
+"""`Deadline` limits how long the sender or a receiver of an update waits, and makes the errors of waits that fail."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ TICK_S = 0.0005
 
 
 class Deadline:
-    """Limits the time in which one end of an update may make no progress. However long the update takes as a whole, it
-    goes on as long as buckets come and go."""
+    """Limits how long the sender or a receiver of one update may wait without progress. The update as a whole may take
+    any time, as long as buckets keep coming."""
 
     def __init__(self, end: str, version: int, timeout_s: float) -> None:
-        """Start the clock. end: name of the end that waits, for errors. timeout_s: longest time without progress."""
+        """Start the clock. end: name of the process that waits, for errors. timeout_s: longest time without progress,
+        in seconds."""
         self.end = end
         self.version = version
         self.timeout_s = timeout_s
@@ -24,25 +25,26 @@ class Deadline:
         self._stopped = False
 
     def moved(self) -> None:
-        """Note progress, or the end of work that was no wait: from now on the whole time is left again."""
+        """Restart the timeout. Call it after progress, and after time that was spent on work and not on waiting."""
         self._moved = time.monotonic()
 
     def stop(self) -> None:
-        """End all waits at once with an error. Called by another thread."""
+        """Make all waits fail at once. Meant for another thread than the one that waits."""
         self._stopped = True
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the clock was started."""
+        """Seconds since the deadline was created."""
         return time.monotonic() - self._started
 
     @property
     def left_s(self) -> float:
-        """Seconds left until the deadline, unless there is progress before; 0.0 after it."""
+        """Seconds left before a wait without progress fails; 0.0 when the time is over or `stop` was called."""
         return 0.0 if self._stopped else max(0.0, self.timeout_s - (time.monotonic() - self._moved))
 
     def error(self, what: str, engines: Sequence[str] = ()) -> WeightTransferError:
-        """Make the error that says `what` failed. engines: names of those known to be at fault."""
+        """Return an error that says what failed, in which version, and after how many seconds. engines: names of the
+        engines known to be at fault."""
         what += " (given up here)" if self._stopped else ""
         error = WeightTransferError(f"weights: version {self.version}: {self.end}: {what} after {self.elapsed_s:.1f} s")
         error.engines = tuple(dict.fromkeys(engines))
@@ -54,8 +56,8 @@ class Deadline:
         late: Callable[[], tuple[str, Sequence[str]]],
         tick_s: float = TICK_S,
     ) -> None:
-        """Wait until `ready`. late: returns what is missing and which engines are at fault, for the error at the
-        deadline."""
+        """Wait until `ready()` is true, checking every `tick_s` seconds. At the deadline, raise WeightTransferError.
+        late: returns what is missing and which engines are at fault, for that error."""
         while not ready():
             if not self.left_s:
                 what, engines = late()
@@ -64,5 +66,5 @@ class Deadline:
 
 
 def worker_name(engine: str, worker: int) -> str:
-    """Return the name of one process of an engine, for errors."""
+    """Return the name of one worker process of an engine, for errors."""
     return f"{engine} worker {worker}"

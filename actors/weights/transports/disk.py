@@ -2,11 +2,12 @@
 
 `{folder}/headrace-{run_id}-weights/`
   `owner`                       lock file, locked while the sender lives
-  `v{version}-{n}/plan`         encoded plan, written first
+  `v{version}-{n}/plan`         encoded bucket plan, written first
   `v{version}-{n}/bucket-*.safetensors`   one tensor `payload` each, uint8, with the frame in the file's metadata
   `v{version}-{n}/manifest`     written when all buckets are on the disk
   `v{version}-{n}/ended`        written instead when the update was aborted, with the reason
-Every file gets its name when it is whole. The last two versions stay.
+
+A file is written under a temporary name and renamed once it is complete. The last two versions are kept.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Contents of the file that marks a version as whole."""
+    """Contents of the file `manifest`, which marks a version as complete."""
 
     version: int
     frames: tuple[BucketFrame, ...]
 
 
 class DiskSender(BackgroundSender):
-    """WeightSender that publishes to all processes that can read the folder."""
+    """WeightSender that publishes weights as files, to all processes that can read the folder."""
 
     kind = KIND
 
     def __init__(self, folder: str, run_id: str, timeout_s: float) -> None:
-        """Make the sender's folder. Raises ValueError when a living sender of the same run publishes in `folder`."""
+        """Create the sender's folder. Raises ValueError when a living sender of the same run publishes in `folder`."""
         super().__init__(timeout_s)
         self.folder = Path(folder).absolute() / f"{PREFIX}{run_id}-weights"
         self._owner = create_owned_folder(self.folder, run_id)
@@ -107,7 +108,7 @@ class DiskSender(BackgroundSender):
 
 
 class DiskReceiver(Receiver):
-    """WeightReceiver that maps the files into memory."""
+    """WeightReceiver that maps the sender's files into memory."""
 
     def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> Stream:
         path = Path(update.location)
@@ -121,7 +122,7 @@ class DiskReceiver(Receiver):
 
 
 class DiskStream(Stream):
-    """Stream whose payloads are the mapped files themselves."""
+    """Stream whose payloads are the memory-mapped files themselves, without a copy."""
 
     lasting = True
 
@@ -163,11 +164,11 @@ class DiskStream(Stream):
         self.deadline.wait(has_come, lambda: (f"{what} did not come from the sender: no {path}", ()), _TICK_S)
 
     def _close(self) -> None:
-        """Do nothing: a mapping ends with the last tensor on it."""
+        """No-op: each file's mapping is released together with the last tensor that uses it."""
 
 
 def bucket_path(folder: Path, bucket: int) -> Path:
-    """Return the path of a bucket's file."""
+    """Return the path of the file that holds a bucket."""
     return folder / f"bucket-{bucket:06d}.safetensors"
 
 
@@ -178,7 +179,8 @@ def _gone(path: Path, deadline: Deadline, when: str) -> WeightTransferError:
 
 
 def _header(frame: BucketFrame) -> bytes:
-    """Make the header of a safetensors file with one tensor, `payload`, padded so that its bytes are aligned."""
+    """Return the header of a safetensors file that holds one tensor, `payload`, and the frame as metadata. It is padded
+    so that the tensor's bytes are aligned."""
     told = {name: str(value) for name, value in asdict(frame).items()}
     entry = {"dtype": "U8", "shape": [frame.nbytes], "data_offsets": [0, frame.nbytes]}
     text = json.dumps({"__metadata__": told, "payload": entry}).encode()
@@ -187,7 +189,8 @@ def _header(frame: BucketFrame) -> bytes:
 
 
 def _read_bucket_file(path: Path) -> tuple[BucketFrame, torch.Tensor]:
-    """Map a bucket's file, and return its frame and payload. Raises OSError, and ValueError when it is no such file."""
+    """Map a bucket's file into memory, and return its frame and payload. Raises OSError when it cannot be read, and
+    ValueError when it is not a bucket's file."""
     with open(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     try:
@@ -203,7 +206,7 @@ def _read_bucket_file(path: Path) -> tuple[BucketFrame, torch.Tensor]:
 
 
 def _write_file(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a file to the disk, and then give it its name."""
+    """Write a file under a temporary name, flush it to the disk, and rename it to `path`."""
     draft = path.with_name(f".{path.name}")
     with open(draft, "wb") as file:
         for part in parts:

@@ -16,11 +16,12 @@ from .store import StoreReceiver, StoreSender
 
 TRANSPORT_KINDS = ("collective", "ipc", "store", "disk")
 LASTING_KINDS = ("ipc", "store", "disk")
-"""Transports whose last versions stay readable on CPUs, as `WeightSender.lasting` says."""
+"""Transports whose last two versions stay readable when weights come from a CPU (`WeightSender.lasting`)."""
 
 
 def resolve_kind(kind: str, *, one_host: bool) -> str:
-    """Return the transport for `kind`: `auto` is ipc when trainer and engines share a host, else collective.
+    """Return the transport to use for `kind`: `auto` becomes `ipc` when trainer and engines share a host, else
+    `collective`.
 
     Other kinds are returned as they are. Raises ValueError for an unknown kind.
     """
@@ -32,10 +33,10 @@ def resolve_kind(kind: str, *, one_host: bool) -> str:
 
 
 def build_sender(kind: str, config: SenderConfig) -> Sender:
-    """Build the sender, in train rank 0.
+    """Build the sender of a transport, in train rank 0.
 
-    Raises ValueError for an unknown kind, or one that needs what the configuration or this host does not have; OSError
-    when it cannot listen; DataPlaneError when the data plane cannot be joined.
+    Raises ValueError for an unknown kind, or for one that needs something that the configuration or this host lacks;
+    OSError when the sender cannot listen on its address; DataPlaneError when it cannot connect to the data plane.
     """
     device = torch.device(config.device)
     if kind == "collective":
@@ -56,9 +57,10 @@ def build_sender(kind: str, config: SenderConfig) -> Sender:
 
 
 def build_receiver(kind: str, config: ReceiverConfig, worker: int) -> Receiver:
-    """Build a receiver, in each process of an engine. worker: number of the process in its engine, from 0.
+    """Build the receiver of a transport, in each process of an engine. worker: number of the process in its engine,
+    from 0.
 
-    Raises ValueError for an unknown kind, or `store` without a data plane.
+    Raises ValueError for an unknown kind, or for `store` without a data plane.
     """
     device = torch.device(config.device)
     if kind == "collective":

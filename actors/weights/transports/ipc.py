@@ -1,8 +1,9 @@
 """The `ipc` transport carries weights through the memory of one host, for trainers and engines that share it.
 
-This module is its part for CPUs. The last two versions lie in shared memory, written in turn, each tensor in one piece.
-Receivers verify the bytes and use them where they are. A version that a receiver still holds is never overwritten; the
-sender leaves that memory to the receiver and takes new memory.
+This module handles weights on CPUs; `cuda_ipc` handles those on GPUs. The last two versions lie in two slots of shared
+memory that are written in turn, each tensor in one piece. Receivers verify the bytes and use them where they are. A
+version that a receiver still uses is never overwritten: the sender leaves that memory to the receiver and takes new
+memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .shared_status import WITHDRAWN, Lease, SharedStatus, lease_holders
 
 _SLOTS = 2
 _GRACE_S = 0.2
-"""Seconds that the sender waits for a receiver that still holds an old version, before it leaves the memory to it."""
+"""Seconds that the sender waits for receivers to release an old version, before it leaves the memory to them."""
 _MADV_POPULATE_READ = 22
 
 _log = logging.getLogger(__name__)
@@ -39,28 +40,29 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Slot:
-    """Memory of one version."""
+    """Shared memory for one version."""
 
     path: Path
     memory: torch.Tensor
-    """Writable bytes, uint8; keeps the mapping alive."""
+    """Writable bytes of the slot, uint8; this tensor keeps the mapping alive."""
     status: SharedStatus | None = None
-    """Status of the update that is, or was last, in the slot; None before the first."""
+    """Status file of the update that is in the slot or was the last in it; None before the first."""
 
     @property
     def rank(self) -> int:
-        """Order in which slots are written again: -1 without a readable version, else the version."""
+        """Sort key for reusing slots, the lowest first: -1 when the slot holds no readable version, else the
+        version."""
         return -1 if self.status is None or self.status.state == WITHDRAWN else self.status.version
 
 
 class IpcSender(IpcSenderBase):
-    """WeightSender that publishes CPU tensors to receivers on this host."""
+    """WeightSender that publishes CPU tensors to receivers on the same host."""
 
     lasting = True
 
     def __init__(self, run_id: str, timeout_s: float, root: Path = SHARED_MEMORY) -> None:
-        """Make the sender's folder. Raises ValueError when a living sender of the same run has it, or the host has no
-        shared memory."""
+        """Create the sender's folder. Raises ValueError when a living sender of the same run owns it, or when the host
+        has no shared memory."""
         super().__init__(run_id, timeout_s, root)
         self._slots: list[_Slot] = []
         self._num_slots = 0
@@ -105,7 +107,8 @@ class IpcSender(IpcSenderBase):
     # ------------------------------------------------------------ memory
 
     def _free_slot(self, update: SenderUpdate, nbytes: int) -> _Slot:
-        """Return memory that nobody reads, for a version; it joins the slots when its update is announced."""
+        """Return a slot of at least `nbytes` bytes that no receiver reads. The caller adds it to `_slots` once its
+        update is announced."""
         if len(self._slots) < _SLOTS:
             return self._new_slot(nbytes)
         again = [slot for slot in self._slots if slot.rank == update.version]
@@ -122,7 +125,8 @@ class IpcSender(IpcSenderBase):
         return self._new_slot(nbytes)
 
     def _let_go(self, status: SharedStatus, deadline: Deadline) -> bool:
-        """Wait until no receiver holds the version of `status`; returns False when one still does at the deadline."""
+        """Wait until no receiver holds a lease on the version of `status`. Returns False when one still does at the
+        deadline."""
         try:
             deadline.wait(lambda: not lease_holders(status.path), lambda: ("held", ()), 1e-3)
         except WeightTransferError:
@@ -130,7 +134,8 @@ class IpcSender(IpcSenderBase):
         return True
 
     def _replaced(self, slot: _Slot, status: SharedStatus, nbytes: int, deadline: Deadline) -> _Slot:
-        """Return another slot. The old one's memory is freed when the last receiver releases it or dies."""
+        """Return a new slot in place of `slot`, which receivers still read; its memory is freed when the last of them
+        releases it or dies. Raises WeightTransferError when there is no room for both."""
         holders = ", ".join(lease_holders(status.path))
         try:
             fresh = self._new_slot(nbytes)
@@ -162,7 +167,7 @@ class IpcSender(IpcSenderBase):
 
 
 class IpcReceiver(Receiver):
-    """WeightReceiver of versions that a sender on this host published, from CPU or GPU."""
+    """WeightReceiver of weights that a sender on the same host publishes, from CPU or GPU."""
 
     def __init__(self, engine: str, worker: int, device: torch.device) -> None:
         super().__init__(engine, worker)
@@ -181,12 +186,13 @@ class IpcReceiver(Receiver):
             raise
 
     def close(self) -> None:
-        """Release all mappings. Idempotent."""
+        """Release all mappings of the sender's memory, on host and GPU. Idempotent."""
         self._mappings.clear()
         self._rings.close()
 
     def _map(self, path: Path, nbytes: int, deadline: Deadline) -> torch.Tensor:
-        """Map the slot privately: a write copies the page that it hits, and the sender's bytes stay as they are."""
+        """Map the file of a slot and return its bytes. The mapping is private: writing to it copies the page and leaves
+        the sender's bytes as they are."""
         if path in self._mappings:
             self._mappings.move_to_end(path)
             return self._mappings[path]
@@ -210,7 +216,7 @@ class IpcReceiver(Receiver):
 
 
 class HostStream(IpcStreamBase):
-    """Stream of a version in shared memory, whose payloads are the sender's own bytes, without a copy."""
+    """Stream of a version in shared memory. Its payloads are the sender's own bytes, without a copy."""
 
     lasting = True
 
@@ -224,7 +230,8 @@ class HostStream(IpcStreamBase):
         memory: torch.Tensor,
         forget: Callable[[], None],
     ) -> None:
-        """forget: drops the mapping, in case the damage is there."""
+        """Prepare to read the update from `memory`, the mapped slot. forget: function that drops this process's
+        mapping; called when a bucket is damaged, in case the damage is in the mapping."""
         super().__init__(update, status, lease, contents, deadline)
         self._offsets = bucket_offsets(contents.plan)
         self._forget = forget

@@ -1,4 +1,4 @@
-"""Base classes of the `ipc` transport for CPUs and GPUs, whose ends follow an update by a shared status file.
+"""Base classes of the `ipc` transport, on CPUs and GPUs: sender and receivers share one status file per update.
 
 A sender has one folder, `/dev/shm/headrace-{run_id}-weights/`:
   `owner`           lock file, locked while the sender's process lives; a folder whose lock is free is stale
@@ -31,31 +31,32 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Description of an update in its status file."""
+    """Description of an update, which the sender stores in the update's status file."""
 
     layout: bytes
-    """Encoded plan of the buckets."""
+    """Encoded bucket plan."""
     slot: str = ""
-    """Name of the file with the bytes, bucket b at `bucket_offsets(plan)[b]`; CPU only."""
+    """Name of the file with the weights' bytes, in which bucket b starts at `bucket_offsets(plan)[b]`; CPU only."""
     ring: tuple[bytes, ...] = ()
-    """Handles of the sender's two buffers (payload n is in buffer n modulo 2) and of the buckets' digests; GPU only."""
+    """IPC handles of the sender's two buffers (payload n is in buffer n modulo 2) and of the array with the buckets'
+    digests; GPU only."""
     gpu_uuid: str = ""
-    """UUID of the GPU with the buffers; GPU only."""
+    """UUID of the GPU that holds the buffers; GPU only."""
 
     @property
     def plan(self) -> BucketPlan:
-        """Decoded plan. Raises ValueError when the layout is not a plan."""
+        """Decoded bucket plan. Raises ValueError when `layout` is not a plan."""
         return read_plan(self.layout)
 
 
 class IpcSenderBase(Sender):
-    """Owns the sender's folder and makes the status file of each update in it."""
+    """Base class of `ipc` senders: owns the sender's folder, and creates the status file of each update in it."""
 
     kind = KIND
 
     def __init__(self, run_id: str, timeout_s: float, root: Path = SHARED_MEMORY) -> None:
-        """Make the sender's folder. Raises ValueError when a living sender of the same run has it, or the host has no
-        shared memory."""
+        """Create the sender's folder. Raises ValueError when a living sender of the same run owns it, or when the host
+        has no shared memory."""
         if not root.is_dir():
             raise ValueError(f"sync.transport='ipc' needs {root}, which this host does not have")
         super().__init__(timeout_s)
@@ -79,7 +80,7 @@ class IpcSenderBase(Sender):
 
 
 class IpcStreamBase(Stream):
-    """Receives one update, with a lease on its bytes until it is closed."""
+    """Base class of `ipc` streams: receives one update, and holds a lease on its bytes until it is closed."""
 
     tick_s = TICK_S
 
@@ -116,7 +117,7 @@ class IpcStreamBase(Stream):
         return self._status.state == WHOLE
 
     def _check_status(self, when: str) -> None:
-        """Raise WeightTransferError when the stream was closed, the update withdrawn, or the sender has died."""
+        """Raise WeightTransferError when the stream was closed, the update was withdrawn or the sender has died."""
         self.check_open()
         state = self._status.state
         if state == WITHDRAWN:
@@ -132,7 +133,8 @@ class IpcStreamBase(Stream):
 
 
 def join(update: WeightUpdate, deadline: Deadline) -> tuple[SharedStatus, Lease, Contents]:
-    """Join an update of this host. Raises WeightTransferError when it is not there (any more)."""
+    """Join an update on this host: map its status file and take a lease on its bytes. Raises WeightTransferError when
+    the update is not there (any more) or its description is damaged."""
     path = Path(update.location)
     gone = f"is not at {path} (any more): the sender has ended or has published two versions since"
     lease = None

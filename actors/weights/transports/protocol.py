@@ -4,9 +4,9 @@
     trainer    begin(version, plan) -> buffer, send, buffer, send, ... -> finish
     engine                                         +-> open -> bucket, bucket, ... -> staged, verified
 
-A version is published bucket by bucket (`codecs.weights.buckets`), with at most two buckets in flight between the two
-ends. Every wait on either side ends after the update's `timeout_s` without progress; every error names version, bucket,
-peer and the time since the update began.
+A version is published bucket by bucket (`codecs.weights.buckets`), with at most two buckets in flight. A wait of the
+sender or of a receiver fails after the update's `timeout_s` without progress. Every error names version, bucket, peer
+and the time since the update began.
 """
 
 from __future__ import annotations
@@ -22,42 +22,44 @@ from ....dataplane.handle import DataPlaneHandle
 from ..config import SyncConfig
 
 Encoding = Literal["whole", "same", "sparse"]
-"""Form in which a bucket travels: `whole` is all its bytes, `same` is none because it equals the base version's bucket,
-and `sparse` is the elements that differ from that."""
+"""Form in which a bucket is sent: `whole` is all its bytes, `same` is no bytes, because the bucket equals that of the
+base version, and `sparse` is only the elements that differ from the base version's bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverGroup:
-    """An engine that takes part in an update."""
+    """An engine that takes part in a weight update."""
 
     engine: str
     """Name of the engine, unique in the run."""
     num_workers: int
-    """Number of its processes that receive weights."""
+    """Number of the engine's processes that receive weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """Announcement of a version. It is small and goes through the driver; the weights themselves do not."""
+    """Announcement of a version that is about to be sent. It is small and goes through the driver; the weights
+    themselves do not."""
 
     version: int
     base: int | None
-    """Version that `same` and `sparse` buckets refer to, which receivers must have kept; None when all are whole."""
+    """Version that `same` and `sparse` buckets refer to, and that receivers must still hold; None when all buckets are
+    whole."""
     kind: str
-    """Kind of the transport."""
+    """Kind of the transport, such as `ipc`."""
     location: str
-    """Place where receivers find the version, in the transport's own notation."""
+    """Where receivers find the version, in a format of the transport's own."""
     num_bytes: int
-    """Number of bytes of all weights, if every bucket travelled whole."""
+    """Number of bytes of all weights, as if every bucket were sent whole."""
     receivers: tuple[ReceiverGroup, ...]
-    """Engines that take part, in order of their ranks."""
+    """Engines that take part. Receivers are numbered in this order, worker by worker."""
     timeout_s: float
-    """Seconds without progress after which a wait for a peer ends in an error."""
+    """Seconds without progress after which waiting for a peer fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketFrame:
-    """Header that describes a bucket's payload."""
+    """Header of a bucket, which describes its payload."""
 
     bucket: int
     """Number of the bucket in the plan."""
@@ -65,32 +67,35 @@ class BucketFrame:
     nbytes: int
     """Number of bytes of the payload; 0 for `same`."""
     checksum: int
-    """Checksum of the payload (`codecs.weights.buckets.checksum`); 0 where `send` was given a digest instead."""
+    """Checksum of the payload (`codecs.weights.buckets.checksum`); 0 when `send` was given a digest function
+    instead."""
     result: int = 0
-    """xxh3 of the whole bucket that `same` or `sparse` makes of the base version's, so that a damaged base is found; 0
-    for `whole`."""
+    """xxh3 hash of the whole bucket that results from applying a `same` or `sparse` payload to the base version's
+    bucket, so that a damaged base is detected; 0 for `whole`."""
 
 
 class WeightTransferError(RuntimeError):
-    """A version of the weights did not arrive whole. The message names version, bucket, peer and elapsed time."""
+    """A version of the weights did not arrive completely. The message names version, bucket, peer and elapsed time."""
 
     engines: tuple[str, ...] = ()
-    """Names of the engines known to be at fault, where a sender raises the error; () when unknown."""
+    """Names of the engines known to be at fault, set when a sender raises the error; () when unknown."""
 
 
 class WeightSender(Protocol):
-    """Publishes versions, in train rank 0. One thread uses it at a time.
+    """Publishes weight versions from train rank 0. Only one thread at a time may use it.
 
-    The order of calls is begin -> (buffer -> send)* -> finish, with abort possible at any point.
+    The order of calls is begin -> (buffer -> send)* -> finish; `abort` may come at any point.
     """
 
     def begin(
         self, version: int, plan: BucketPlan, receivers: Sequence[ReceiverGroup], base: int | None = None
     ) -> WeightUpdate:
-        """Announce `version`, and abort an update that is open. Returns at once, before any receiver has joined.
+        """Announce `version`, after aborting an update that is still open. Returns at once, before any receiver has
+        joined.
 
-        Raises ValueError unless versions rise (the newest version may be begun again), OSError naming the bytes wanted
-        when there is no room for it.
+        base: version that the receivers hold and that deltas refer to; None when all buckets will be whole. Raises
+        ValueError when `version` is below the newest version (the newest itself may be begun again), and OSError,
+        naming the bytes wanted, when there is no room for it.
         """
         ...
 
@@ -102,15 +107,17 @@ class WeightSender(Protocol):
         ...
 
     def send(self, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None = None) -> None:
-        """Give receivers the payload written into the buffer of `frame.bucket`. Returns at once.
+        """Send the receivers the payload that was written into the buffer of `frame.bucket`. Returns at once.
 
-        digest: for a payload on a GPU, a function that queues its `device_digest` on the current stream, as the payload
-        was queued. The digest then replaces `frame.checksum`, and is not needed before the update's end.
+        digest: for a payload on a GPU, a function that queues the computation of its `device_digest` on the current
+        CUDA stream, behind the writing of the payload. The digest then replaces `frame.checksum`; it need not be ready
+        before the end of the update.
         """
         ...
 
     def finish(self) -> None:
-        """Wait until the version is whole: readable for every receiver (`lasting`), or received by all of them.
+        """Wait until the version is complete: until every receiver can read it if the sender is `lasting`, otherwise
+        until all receivers have it.
 
         Raises WeightTransferError naming the receivers that did not get it.
         """
@@ -119,56 +126,59 @@ class WeightSender(Protocol):
     def abort(self, reason: str) -> None:
         """End the open update and remove what was published of it.
 
-        Receivers raise WeightTransferError with `reason`, at the latest after the timeout. Idempotent; legal from
-        another thread.
+        Receivers raise WeightTransferError with `reason`, at the latest after the timeout. Idempotent; another thread
+        may call it.
         """
         ...
 
     @property
     def lasting(self) -> bool:
-        """Whether the last two finished versions stay readable, so that receivers may come late, and again."""
+        """True if the last two finished versions stay readable, so that receivers may join late, or read a version
+        again."""
         ...
 
     def close(self) -> None:
-        """Remove all that was published. Idempotent."""
+        """Remove everything that was published. Idempotent."""
         ...
 
 
 class WeightStream(Protocol):
-    """One update on its way to one receiver. It is iterated once and always closed."""
+    """The buckets of one update, as one receiver gets them. Iterate over it once, and always close it."""
 
     @property
     def plan(self) -> BucketPlan:
-        """Layout of the weights in buckets."""
+        """Bucket plan: which bytes of which weight each bucket holds."""
         ...
 
     @property
     def lasting(self) -> bool:
-        """Whether payloads stay valid until `close`; otherwise each is valid until the next one is asked for."""
+        """True if payloads stay valid until `close`; otherwise each is valid only until the next one is requested."""
         ...
 
     def __iter__(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
-        """Yield frame and payload, uint8 `[nbytes]`, of every bucket in order, and verify their checksums.
+        """Yield the frame (header) and the payload, uint8 `[nbytes]`, of every bucket in order, and verify the
+        payloads' checksums.
 
         On the CPU a payload is verified before it is yielded. On a GPU all payloads are verified when the iteration
-        ends, so that nothing waits for the GPU in between; there payloads are ready, and valid, in the order of the
-        current stream. No payload may be relied on before the iteration has ended.
+        ends, so that nothing waits for the GPU in between; use such a payload only in work queued on the current CUDA
+        stream. No payload may be relied on before the iteration has ended.
 
         Raises WeightTransferError naming what is missing, damaged or late. With a lasting sender, the last check is
-        that the version was not withdrawn meanwhile.
+        that the version has not been withdrawn meanwhile.
         """
         ...
 
     def close(self) -> None:
-        """Release buffers and mappings. Idempotent; legal from another thread, and then ends the iteration."""
+        """Release buffers and mappings. Idempotent. Another thread may call it, which ends the iteration."""
         ...
 
 
 class WeightReceiver(Protocol):
-    """Receives versions, in every process that holds an engine's weights."""
+    """Receives weight versions, in every process that holds an engine's weights."""
 
     def open(self, update: WeightUpdate) -> WeightStream:
-        """Join `update`, waiting for the sender until the update's timeout. Raises WeightTransferError."""
+        """Join `update` and return its stream, waiting for the sender until the update's timeout. Raises
+        WeightTransferError when joining fails."""
         ...
 
     def close(self) -> None:
@@ -181,31 +191,31 @@ class WeightReceiver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SenderConfig:
-    """Settings of a sender."""
+    """Settings from which the sender of a weight transport is built."""
 
     run_id: str
-    """Id of the run, part of the names of what is published; letters, digits, `-`, `_`, `.`."""
+    """Id of the run, which is part of the names of everything published; letters, digits, `-`, `_`, `.`."""
     sync: SyncConfig = SyncConfig()
-    """Settings of the section `sync`. Each wait for receivers may take `timeout_s`."""
+    """Settings of the config section `sync`. Its `timeout_s` limits each wait for receivers."""
     host: str = "127.0.0.1"
-    """Address of this host that receivers can reach; used by `collective`."""
+    """Address at which receivers can reach this host; used by `collective`."""
     folder: str = ""
-    """Folder into which versions are written, made when missing; used by `disk`."""
+    """Folder that versions are written to, created when missing; used by `disk`."""
     data_plane: DataPlaneHandle | None = None
     """Data plane that holds the versions; used by `store`."""
     device: str = "cpu"
-    """Device that the weights come from, `cpu` or `cuda:0`; the buffers of `collective` and `ipc` are on it, too."""
+    """Device of the weights, `cpu` or `cuda:0`. `collective` and `ipc` also have their buffers on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverConfig:
-    """Settings of a receiver, the same for all workers of an engine."""
+    """Settings from which an engine's receivers are built, the same for all its worker processes."""
 
     engine: str
     """Name of the engine, as in the announcement."""
     sync: SyncConfig
-    """Settings of the section `sync`. With `delta`, the served version stays staged as the base of deltas; without it,
-    every update must be whole."""
+    """Settings of the config section `sync`. With `delta`, the receiver keeps the served version as the base of deltas;
+    without it, every update must be whole."""
     device: str = "cpu"
     """Device of the engine's weights: `cpu`, or `cuda:0`."""
     data_plane: DataPlaneHandle | None = None

@@ -1,4 +1,4 @@
-"""Base classes of all receivers: they check order, size and checksum of every bucket, and any thread can end them."""
+"""Base classes of all receivers: they check order, size and checksum of every bucket, and any thread can stop them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .protocol import BucketFrame, WeightTransferError, WeightUpdate
 
 
 class Stream(ABC):
-    """Implements WeightStream, except for the way in which bytes travel.
+    """Base class of all streams: implements WeightStream, except for the way in which bytes travel.
 
     Subclasses implement `_arrivals` and `_close`.
     """
@@ -26,12 +26,12 @@ class Stream(ABC):
     device = torch.device("cpu")
     """Device of the payloads."""
     memory: torch.Tensor | None = None
-    """Memory in which payloads of whole buckets lie until `close`, uint8, bucket b at `bucket_offsets(plan)[b]`; None
-    when they are not in one piece."""
+    """Memory in which the payloads of whole buckets lie until `close`, uint8; bucket b starts at
+    `bucket_offsets(plan)[b]`. None when payloads are not in one piece of memory."""
 
     take: Callable[[BucketFrame, torch.Tensor], torch.Tensor] | None = None
-    """Function called with every payload on a GPU instead of `device_digest`. It returns the digest too, which it
-    computes while it copies the bytes to where they belong."""
+    """Function called instead of `device_digest` with every payload on a GPU; None to call `device_digest`. It copies
+    the bytes to their destinations, and computes and returns the digest on the way."""
 
     def __init__(self, update: WeightUpdate, plan: BucketPlan, deadline: Deadline) -> None:
         self.update = update
@@ -40,7 +40,7 @@ class Stream(ABC):
         self.closed = False
 
     def __iter__(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
-        """Yield verified buckets in order: `WeightStream.__iter__`."""
+        """Yield buckets in order and verify them: implements `WeightStream.__iter__`."""
         expected = 0
         found: dict[int, torch.Tensor] = {}
         self.deadline.moved()  # between joining and reading, an engine may have waited for its requests
@@ -67,13 +67,15 @@ class Stream(ABC):
         self._confirm()
 
     def receive_into(self, memory: torch.Tensor) -> None:
-        """Offer memory, laid out as `memory`, for whole buckets. Only called before iterating; it may be ignored."""
+        """Offer memory to receive whole buckets into, laid out like `Stream.memory`. Called only before iterating.
+        Subclasses may ignore the offer, as this base class does."""
 
     def read_ahead(self) -> None:
-        """Start receiving before the iteration starts, as far as there is room. It may be ignored."""
+        """Start receiving before the iteration starts, as far as there is buffer room. Subclasses may ignore the call,
+        as this base class does."""
 
     def close(self) -> None:
-        """Release buffers and mappings. Idempotent; legal from another thread, and then ends the iteration."""
+        """Release buffers and mappings. Idempotent. Another thread may call it, which ends the iteration."""
         if not self.closed:
             self.closed = True
             self.deadline.stop()
@@ -83,18 +85,21 @@ class Stream(ABC):
 
     @abstractmethod
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
-        """Yield frames and payloads as they come, not verified; ends after the last one when the update is whole."""
+        """Yield frames and payloads as they arrive, not verified. Ends after the last one, once the update is
+        complete."""
 
     def _digests(self) -> torch.Tensor:
-        """Return the sender's digests of payloads on a GPU, int64 `[buckets]`, once all buckets have come. Subclasses
-        implement it unless they only yield payloads in host memory."""
+        """Return the sender's digests of payloads on a GPU, int64 `[buckets]`, once all buckets have come. Only
+        subclasses that yield payloads on a GPU implement it."""
         raise AssertionError(f"{type(self).__name__} yields no payloads on a GPU")
 
     def _confirm(self) -> None:
-        """Confirm to the sender that all buckets have come and are right."""
+        """Confirm to the sender that all buckets have arrived and are undamaged. Does nothing unless a subclass
+        implements it."""
 
     def give_up(self, error: WeightTransferError) -> None:
-        """Report to the sender that this receiver cannot use the update. Other receivers must still get it."""
+        """Report to the sender that this receiver cannot use the update; other receivers must still get it. Does
+        nothing unless a subclass implements it."""
 
     @abstractmethod
     def _close(self) -> None: ...
@@ -125,7 +130,8 @@ class Stream(ABC):
                 )
 
     def _damage(self, found: dict[int, torch.Tensor]) -> str:
-        """Compare digests of payloads on a GPU with the sender's; returns what is wrong, "" when nothing is."""
+        """Compare the digests of payloads on a GPU (`found`, by bucket) with the sender's. Returns a description of the
+        damage, or "" when there is none."""
         sent = self._digests()
         # Usually all of them are compared; picking some would cost the GPU another round trip.
         same = torch.stack([*found.values()]) == (sent if len(found) == len(sent) else sent[list(found)])
@@ -137,17 +143,19 @@ class Stream(ABC):
 
 
 def bucket_offsets(plan: BucketPlan) -> list[int]:
-    """Return the first byte of each bucket, and the end of the last, in memory that holds all whole buckets in order.
+    """Return the first byte of each bucket, and the end of the last, in memory that holds all buckets whole and in
+    order.
 
-    A tensor that continues in the next bucket is in one piece there, because its first bucket is full and a multiple of
-    ALIGN long.
+    A tensor that continues in the next bucket is contiguous in such memory, because its first bucket is full and a
+    multiple of ALIGN long.
     """
     aligned = [round_up(size, ALIGN) for size in plan.sizes]
     return np.cumsum([0, *aligned]).tolist()
 
 
 class Receiver(ABC):
-    """Implements WeightReceiver, except for joining: subclasses implement `_open`, and `close` if they need it."""
+    """Base class of all receivers: implements WeightReceiver, except for joining. Subclasses implement `_open`, and
+    `close` if they need it."""
 
     def __init__(self, engine: str, worker: int) -> None:
         self.engine = engine
@@ -155,7 +163,7 @@ class Receiver(ABC):
         self._deadline: Deadline | None = None
 
     def open(self, update: WeightUpdate) -> Stream:
-        """Join `update`: `WeightReceiver.open`."""
+        """Join `update` and return its stream: implements `WeightReceiver.open`."""
         deadline = self._deadline = Deadline(worker_name(self.engine, self.worker), update.version, update.timeout_s)
         before = 0
         for group in update.receivers:
@@ -166,13 +174,14 @@ class Receiver(ABC):
         raise deadline.error(f"takes no part in the update, which is for {named or 'nobody'}")
 
     def interrupt(self) -> None:
-        """End an `open` that waits, from another thread."""
+        """Make an `open` that waits in another thread fail at once."""
         if self._deadline is not None:
             self._deadline.stop()
 
     @abstractmethod
     def _open(self, update: WeightUpdate, rank: int, deadline: Deadline) -> Stream:
-        """Join the update. rank: number of this worker among all receivers of the update, from 0."""
+        """Join the update and return its stream. rank: number of this worker among all receivers of the update, from
+        0."""
 
     def close(self) -> None:
-        """Release what was kept between updates. Idempotent."""
+        """Release memory and connections that were kept between updates. Idempotent."""

@@ -13,14 +13,14 @@ from .protocol import ReceiverGroup
 
 
 class ReceiverTracker:
-    """Keeps the state of every receiver of one update. Receivers have ranks from 1 on.
+    """The sender's view of every receiver of one update. Receivers have ranks from 1 on; the sender is rank 0.
 
-    One thread uses it, except that any may call `end`.
+    Only one thread may use it, but any thread may call `end`.
     """
 
     def __init__(self, number: int, receivers: Sequence[ReceiverGroup], listener: socket.socket, send_s: float) -> None:
-        """number: number of the update; receivers that join another one are turned away. send_s: longest time in
-        seconds that sending a message may take."""
+        """Track the receivers that connect to `listener`. number: number of the update; receivers that try to join
+        another one are turned away. send_s: longest time in seconds that sending a message may take."""
         members = [(group.engine, worker) for group in receivers for worker in range(group.num_workers)]
         self._number = number
         self._listener = listener
@@ -31,35 +31,36 @@ class ReceiverTracker:
         self._strangers: list[Link] = []
         self._lock = threading.RLock()
         self.num_heard = 0
-        """Number of messages of receivers that have joined."""
+        """Number of messages heard from receivers that have joined."""
         self.groups: dict[int, str] = {}
-        """Name of the process group that each receiver is in, by rank, for those that have joined."""
+        """Process group that each receiver still belonged to when it joined: rank -> name, "" for none. Only receivers
+        that have joined are in it."""
         self.through: dict[int, int] = dict.fromkeys(self._names, -1)
-        """Last bucket that each receiver has finished, by rank; -1 for none."""
+        """Last bucket that each receiver has finished: rank -> bucket, or -1 before the first."""
         self.done: set[int] = set()
         """Ranks of the receivers that have the whole version."""
         self.failed: dict[int, str] = {}
-        """Reason, by rank, of each receiver that failed or was lost."""
+        """Receivers that failed or were lost: rank -> reason."""
         self.gave_up: set[int] = set()
-        """Ranks of the receivers that left because something else did not come in time."""
+        """Ranks of the receivers that left before they had the whole version and reported no failure of their own."""
 
     @property
     def world(self) -> int:
-        """Number of processes in the group: the sender and all receivers."""
+        """Number of processes in the process group: the sender and all receivers."""
         return len(self._names) + 1
 
     @property
     def lost(self) -> bool:
-        """Whether a receiver is gone, so that no collective operation can end any more."""
+        """True if a receiver is gone, so that no collective operation can complete any more."""
         return any(rank not in self._links for rank in self.failed) or bool(self.gave_up)
 
     @property
     def over(self) -> bool:
-        """Whether all receivers are done or have failed."""
+        """True once every receiver has the whole version, has failed or has left."""
         return len(self.done | self.gave_up | set(self.failed)) == len(self._names)
 
     def poll(self) -> None:
-        """Read all messages that have come."""
+        """Accept new connections and read all messages that have come, without waiting."""
         with self._lock:
             self._poll()
 
@@ -112,13 +113,14 @@ class ReceiverTracker:
             self.failed.setdefault(rank, f"{reason}, {self._place(rank)}")
 
     def tell(self, note: Note) -> None:
-        """Send a message to all that have joined. A receiver that cannot be reached is lost at the next `poll`."""
+        """Send a message to all receivers that have joined. One that cannot be reached is recorded as lost at the next
+        `poll`."""
         for link in list(self._links.values()):
             with contextlib.suppress(OSError):
                 link.send(note)
 
     def end(self, reason: str) -> None:
-        """Tell all receivers that are connected that the update has ended. Legal from another thread."""
+        """Tell all connected receivers that the update has ended. Another thread may call it."""
         with self._lock:
             with contextlib.suppress(OSError):
                 self._poll()
@@ -137,9 +139,9 @@ class ReceiverTracker:
         return f"after bucket {self.through[rank]}" if self.through[rank] >= 0 else "before its first bucket"
 
     def blame(self, what: str) -> tuple[str, list[str]]:
-        """Describe which receivers are at fault, for an error, and list their engines.
+        """Return an error text that starts with `what` and names the receivers at fault, and a list of their engines.
 
-        These are the receivers that failed or were lost, else those furthest behind.
+        At fault are the receivers that failed or were lost; when there are none, those that are furthest behind.
         """
         at_fault = sorted(self.failed)
         told = [f"{self._names[rank]} {self.failed[rank]}" for rank in at_fault]
@@ -150,7 +152,8 @@ class ReceiverTracker:
         return f"{what}: {'; '.join(told)}", [self._engines[rank] for rank in at_fault]
 
     def _behind(self) -> list[int]:
-        """List the ranks that have not joined, else those furthest behind of the ones that are not done."""
+        """Return the ranks of unfinished receivers that have not joined or, when all have joined, of those that are
+        furthest behind."""
         behind = [rank for rank in self._names if rank not in self.done | self.gave_up]
         if any(rank not in self.groups for rank in behind):
             return [rank for rank in behind if rank not in self.groups]

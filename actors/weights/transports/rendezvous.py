@@ -1,6 +1,6 @@
 """Makes and leaves process groups outside of torch's default group: gloo between CPUs, NCCL between GPUs.
 
-Members meet at a TCP store of the sender, on a port that the system chooses.
+Members find each other through a TCP store that the sender serves, on a port that the system chooses.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ T = TypeVar("T")
 _GPU_TICK_S = 5e-5
 _MOMENT_S = 0.05
 _EXIT_S = 5.0
-"""Longest time in seconds that a process waits at its end for groups that it has left."""
+"""Longest time in seconds that an exiting process waits for its threads to leave their groups."""
 _GRACE_S = 30.0
-"""Seconds by which a group's own timeout is longer than that of its user."""
+"""Seconds by which the timeout of a process group exceeds the timeout of the weight updates that use it."""
 
 
 class RendezvousStore:
-    """A sender's TCP store, through which the members of its groups find each other."""
+    """TCP store that the sender serves, and through which the members of its process groups find each other."""
 
     def __init__(self, listener: socket.socket, timeout_s: float) -> None:
-        """Serve the store on `listener`, which it takes over."""
+        """Serve the store on the listening socket `listener`, and take ownership of the socket."""
         host, self.port = listener.getsockname()[:2]
         self.store = TCPStore(
             host,
@@ -45,17 +45,19 @@ class RendezvousStore:
 
 
 def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """Connect a member to the sender's store. It may block, so call it within `bounded`."""
+    """Connect to the sender's TCP store as a member of the group. It may block, so call it within `bounded`."""
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 class Group:
-    """Membership in a process group in which rank 0 broadcasts. Two broadcasts may run at the same time."""
+    """This process's membership in a process group, in which rank 0 broadcasts. Two broadcasts may run at the same
+    time."""
 
     def __init__(
         self, store: TCPStore, name: str, rank: int, world: int, *, host: str, device: torch.device, timeout_s: float
     ) -> None:
-        """Block until all members have joined; call it within `bounded`. host: this member's own address."""
+        """Join the group. Blocks until all members have joined, so call it within `bounded`. host: this process's own
+        address."""
         self.name = name
         self._store = store  # must outlive the group
         self.device = device
@@ -78,7 +80,8 @@ class Group:
             self._backend = ProcessGroupGloo(prefixed, rank, world, gloo)
 
     def broadcast(self, buffer: torch.Tensor) -> Broadcast:
-        """Start to send, or receive, `buffer` (uint8 `[n]`). On a GPU it runs after the current stream's work."""
+        """Start a broadcast of `buffer` (uint8 `[n]`): rank 0 sends it, the other ranks receive into it. On a GPU it
+        runs after the work that is queued on the current CUDA stream."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.asyncOp = True
@@ -93,7 +96,8 @@ class Group:
         return Broadcast(work, event, buffer)
 
     def leave(self) -> None:
-        """Leave the group in a thread of its own, because an operation that hangs ends only at the group's timeout."""
+        """Leave the group in a separate thread, because an operation that hangs ends only at the group's timeout.
+        Idempotent."""
         backend, self._backend = self._backend, None
         if backend is not None:
             held = [backend, self._store]
@@ -104,7 +108,7 @@ class Group:
 
 
 class Broadcast:
-    """A broadcast in progress."""
+    """A broadcast that has been started and may still be in progress."""
 
     def __init__(self, work: Any, event: torch.cuda.Event | None, buffer: torch.Tensor) -> None:
         self._work = work
@@ -112,7 +116,8 @@ class Broadcast:
         self._buffer = buffer  # must outlive the operation
 
     def ended(self, wait_s: float) -> bool:
-        """Wait at most `wait_s`, and tell whether the broadcast has ended. Raises RuntimeError when it failed."""
+        """Wait at most `wait_s` seconds, and return whether the broadcast has ended. Raises RuntimeError when it
+        failed."""
         if self._event is not None:
             until = time.monotonic() + wait_s
             while not (ended := self._event.query()) and time.monotonic() < until:
@@ -131,7 +136,8 @@ class Broadcast:
 def bounded(call: Callable[[], T], deadline: Deadline, what: str, look: Callable[[], None]) -> T:
     """Run `call()` in a thread and return its result. The thread is abandoned at the deadline, or when `look` raises.
 
-    look: is called again and again while the thread runs. Raises WeightTransferError, also for errors of `call`.
+    look: function that is called again and again while the thread runs, and may raise an error to end the wait. Raises
+    WeightTransferError at the deadline, and when `call` fails.
     """
     found: list[T] = []
     failed: list[Exception] = []
@@ -169,7 +175,8 @@ def _end(held: list[Any], device: torch.device) -> None:
 
 @atexit.register
 def _wait_for_leaving() -> None:
-    """Wait for the threads that leave groups: one in a group's destructor would abort the process at its end."""
+    """Wait at exit for the threads that leave groups, because one that is inside a group's destructor at that time
+    would abort the process."""
     until = time.monotonic() + _EXIT_S
     for leaving in list(_leaving):
         leaving.join(max(0.0, until - time.monotonic()))

@@ -22,24 +22,24 @@ class SenderUpdate:
     """An update that a sender has begun and not finished."""
 
     number: int
-    """Number of the update among this sender's, from 1; a version that is sent again has another number."""
+    """Sequence number of the update in this sender, from 1; a version that is sent again has another number."""
     version: int
     plan: BucketPlan
     receivers: tuple[ReceiverGroup, ...]
     base: int | None
     deadline: Deadline | None = None
-    """Deadline of the waits, the first of which is for the first bucket; None before."""
+    """Deadline for the waits of this update; None until its clock starts with the first bucket."""
     num_sent: int = 0
     """Number of buckets sent."""
     buffered: int | None = None
-    """Bucket whose buffer was handed out and not sent; None when there is none."""
+    """Bucket whose buffer the caller has been given and has not sent yet; None when there is none."""
     ended: str = ""
-    """Reason why the update was aborted; "" when it was not."""
+    """Why the update was aborted; "" when it was not."""
     location: str = field(default="", kw_only=True)
 
 
 class Sender(ABC):
-    """Implements WeightSender, except for the way in which bytes travel.
+    """Base class of all senders: implements WeightSender, except for the way in which bytes travel.
 
     Subclasses implement the methods with a leading underscore. Another thread may call `_abort` while any other of them
     runs.
@@ -58,7 +58,7 @@ class Sender(ABC):
     def begin(
         self, version: int, plan: BucketPlan, receivers: Sequence[ReceiverGroup], base: int | None = None
     ) -> WeightUpdate:
-        """Announce `version`: `WeightSender.begin`."""
+        """Announce `version`: implements `WeightSender.begin`."""
         if self._closed:
             raise RuntimeError("weights: the sender is closed")
         if self._newest is not None and version < self._newest:
@@ -84,7 +84,7 @@ class Sender(ABC):
         )
 
     def buffer(self, bucket: int, nbytes: int) -> torch.Tensor:
-        """Return memory for a payload: `WeightSender.buffer`."""
+        """Return memory for a bucket's payload: implements `WeightSender.buffer`."""
         update = self._expect_open()
         if bucket != update.num_sent or bucket >= len(update.plan.sizes):
             raise self._out_of_order(update, bucket)
@@ -94,7 +94,8 @@ class Sender(ABC):
         return buffer
 
     def send(self, frame: BucketFrame, digest: Callable[[], torch.Tensor] | None = None) -> None:
-        """Send the bucket last written: `WeightSender.send`. Buckets encoded as `same` need no buffer."""
+        """Send the bucket whose buffer was filled last: implements `WeightSender.send`. Buckets encoded as `same` need
+        no buffer."""
         update = self._expect_open()
         if frame.bucket != update.num_sent or (frame.nbytes and frame.bucket != update.buffered):
             raise self._out_of_order(update, frame.bucket)
@@ -102,7 +103,7 @@ class Sender(ABC):
         update.num_sent, update.buffered = frame.bucket + 1, None
 
     def finish(self) -> None:
-        """Wait until the version is whole: `WeightSender.finish`."""
+        """Wait until the version is complete: implements `WeightSender.finish`."""
         update = self._expect_open()
         try:
             expect_all(update.plan, range(update.num_sent))
@@ -118,7 +119,7 @@ class Sender(ABC):
         self._update = None
 
     def abort(self, reason: str) -> None:
-        """End the open update: `WeightSender.abort`."""
+        """End the open update: implements `WeightSender.abort`."""
         update = self._update
         if update is None or update.ended:
             return
@@ -126,7 +127,7 @@ class Sender(ABC):
         self._abort(update, update.ended)
 
     def close(self) -> None:
-        """Abort the open update and remove all that was published. Idempotent."""
+        """Abort the open update and remove everything that was published. Idempotent."""
         if not self._closed:
             self.abort("the sender closes")
             self._closed = True
@@ -137,7 +138,7 @@ class Sender(ABC):
 
     @abstractmethod
     def _begin(self, update: SenderUpdate) -> str:
-        """Announce the update, and return the location."""
+        """Announce the update, and return the location where receivers find it."""
 
     @abstractmethod
     def _buffer(self, update: SenderUpdate, bucket: int, nbytes: int) -> torch.Tensor: ...
@@ -160,7 +161,7 @@ class Sender(ABC):
         return update.deadline
 
     def _check_ended(self, update: SenderUpdate) -> None:
-        """Raise WeightTransferError when the update was aborted meanwhile."""
+        """Raise WeightTransferError if the update has been aborted."""
         if update.ended:
             raise self._deadline(update).error(f"aborted: {update.ended}")
 
@@ -187,9 +188,9 @@ _SLICE_S = 0.05
 
 
 class BackgroundSender(Sender):
-    """Writes buckets in a background thread, from two buffers in host memory.
+    """Base class of senders that write buckets in a background thread, from two buffers in host memory.
 
-    The methods of subclasses run in that thread, one after another.
+    The methods that subclasses implement run in that thread, one after another.
     """
 
     lasting = True
@@ -200,7 +201,7 @@ class BackgroundSender(Sender):
         self._ring: list[torch.Tensor] = []
         self._writes: list[Future[Any] | None] = [None] * _RING
         self._pending: list[Future[Any]] = []
-        """Writes of frames without payload that are in progress."""
+        """Background writes of frames (bucket headers) without payload that may still be in progress."""
         self._num_payloads = 0
 
     def _begin(self, update: SenderUpdate) -> str:
@@ -246,7 +247,8 @@ class BackgroundSender(Sender):
         self._ring = []
 
     def _await(self, update: SenderUpdate, write: Future[Any] | None, what: str) -> None:
-        """Wait until the write has ended; raises what it raised."""
+        """Wait until a write in the background thread has ended, and raise what it raised. Raises WeightTransferError
+        when the update is aborted, or at the deadline."""
         deadline = self._deadline(update)
         while write is not None:
             self._check_ended(update)
@@ -270,14 +272,14 @@ class BackgroundSender(Sender):
 
     @abstractmethod
     def _open(self, update: SenderUpdate) -> str:
-        """Make room and publish the plan. Returns the location."""
+        """Make room for the version and publish its bucket plan. Returns the location where receivers find it."""
 
     @abstractmethod
     def _write(self, update: SenderUpdate, frame: BucketFrame, payload: torch.Tensor) -> None: ...
 
     @abstractmethod
     def _complete(self, update: SenderUpdate) -> None:
-        """Make the version whole, as all buckets are written."""
+        """Mark the version as complete; all its buckets are written."""
 
     @abstractmethod
     def _withdraw(self, update: SenderUpdate, reason: str) -> None: ...

@@ -1,13 +1,15 @@
-"""`SharedStatus` is a file in shared memory that shows a sender and its receivers on one host the state of an update.
+"""`SharedStatus` is a file in shared memory by which a sender and its receivers on one host follow an update.
 
-    words 0-7          state, version, buckets, receivers, bytes of the reason, bytes of the contents; 2 unused
+    words 0-7          state, version, number of buckets, number of receivers, bytes of the reason, bytes of the
+                       contents; 2 unused
     512 bytes          reason why the update was aborted
     5 words a bucket   state, encoding, bytes, checksum, result
-    1 word a receiver  number of buckets that it has finished
+    1 word a receiver  progress of the receiver (`SharedStatus.counts`)
     the rest           the transport's description of the update, an encoded message
 
-Words are written whole, in the order in which readers must see them. On a machine that reorders stores, a reader may
-see a word too early; it then finds a checksum that does not fit, which is an error and never a wrong weight.
+A word is 8 bytes. Words are written whole, in the order in which readers must see them. On a machine that reorders
+stores, a reader may see a word too early; the checksum then does not match, and the reader raises an error instead of
+using wrong weights.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _NUMBER = itertools.count()
 
 
 class SharedStatus:
-    """One process's mapping of the file. The sender writes everything except the receivers' counts."""
+    """One process's mapping of the status file. The sender writes all of it except `counts`, which the receivers
+    write."""
 
     def __init__(self, path: Path, memory: mmap.mmap) -> None:
         self.path = path
@@ -48,12 +51,14 @@ class SharedStatus:
         end = counts + int(self._words[_NUM_RECEIVERS])
         self._buckets = self._words[buckets:counts].reshape(self.num_buckets, _BUCKET_WORDS)
         self.counts = self._words[counts:end]
-        """Number of buckets that each receiver has finished, uint64 `[receivers]`."""
+        """Progress of each receiver, uint64 `[receivers]`. With a sender on a GPU it is the number of buckets that the
+        receiver has finished plus 1, and 0 before it has joined; otherwise it stays 0."""
         self._contents_at = end * _WORD
 
     @staticmethod
     def create(path: Path, version: int, num_buckets: int, num_receivers: int, contents: bytes) -> SharedStatus:
-        """Make the file, which gets its name when it is whole. Raises OSError when there is no room for it."""
+        """Create the file, which appears under its name only once it is complete. Raises OSError when there is no room
+        for it."""
         words = _BUCKETS_AT // _WORD + num_buckets * _BUCKET_WORDS + num_receivers
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -70,7 +75,8 @@ class SharedStatus:
 
     @staticmethod
     def open(path: Path) -> SharedStatus:
-        """Map an existing file. Raises FileNotFoundError, and ValueError when it is no such file."""
+        """Map an existing file. Raises FileNotFoundError when there is none, and ValueError when it is not a status
+        file."""
         descriptor = os.open(path, os.O_RDWR)
         try:
             size = os.fstat(descriptor).st_size
@@ -96,12 +102,12 @@ class SharedStatus:
 
     @property
     def contents(self) -> bytes:
-        """Encoded description of the update by its transport."""
+        """The transport's description of the update, encoded."""
         return self._bytes[self._contents_at :].tobytes()
 
     @property
     def reason(self) -> str:
-        """Reason why the update was withdrawn."""
+        """Reason why the update was withdrawn; "" before that."""
         told = self._bytes[_REASON_AT : _REASON_AT + int(self._words[_REASON_BYTES])].tobytes()
         return told.decode(errors="replace")
 
@@ -110,7 +116,7 @@ class SharedStatus:
             self._words[_STATE] = WHOLE
 
     def withdraw(self, reason: str) -> None:
-        """End the update for all present and later receivers. Idempotent."""
+        """Mark the update as withdrawn, for all receivers that have joined or will join. Idempotent."""
         if self.state != WITHDRAWN:
             told = np.frombuffer(reason.encode()[:_REASON_ROOM], np.uint8)
             self._bytes[_REASON_AT : _REASON_AT + len(told)] = told
@@ -118,27 +124,28 @@ class SharedStatus:
             self._words[_STATE] = WITHDRAWN
 
     def remove(self, reason: str) -> None:
-        """Withdraw the update and remove the file. Idempotent."""
+        """Mark the update as withdrawn and delete the file. Idempotent."""
         self.withdraw(reason)
         self.path.unlink(missing_ok=True)
 
     def publish(self, frame: BucketFrame) -> None:
-        """Show receivers a bucket, whose bytes must be in place."""
+        """Announce a bucket to the receivers. Its bytes must already be in place."""
         row = self._buckets[frame.bucket]
         row[1:] = (_ENCODINGS.index(frame.encoding), frame.nbytes, frame.checksum, frame.result)
         row[0] = 1
 
     def frame(self, bucket: int) -> BucketFrame | None:
-        """Return the bucket's header; None until the bucket is published."""
+        """Return the header of a bucket; None before the bucket is published."""
         sent, encoding, nbytes, checksum, result = (int(word) for word in self._buckets[bucket])
         return BucketFrame(bucket, _ENCODINGS[encoding], nbytes, checksum, result) if sent else None
 
 
 class Lease:
-    """A receiver's claim on an update's bytes: a file beside the status file, locked while the receiver needs them."""
+    """A receiver's claim on an update's bytes: a file beside the status file that is locked while the receiver needs
+    them."""
 
     def __init__(self, status_file: Path, name: str) -> None:
-        """Take the lease. The caller must then check that the update was not withdrawn before.
+        """Take the lease. The caller must check afterwards that the update had not already been withdrawn.
 
         name: name of the receiver, for the sender's errors.
         """
@@ -149,7 +156,7 @@ class Lease:
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Give the lease up. Idempotent."""
+        """Release the lease and delete its file. Idempotent."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             self._path.unlink(missing_ok=True)
@@ -157,7 +164,8 @@ class Lease:
 
 
 def lease_holders(status_file: Path) -> list[str]:
-    """List the receivers with a lease on the update of `status_file`, and remove leases of dead processes."""
+    """Return the receivers that hold a lease on the update of `status_file`, each as `{name} (pid {pid})`, and delete
+    the leases of dead processes."""
     names = []
     for path in sorted(status_file.parent.glob(f"lease-{status_file.name}.*")):
         try:

@@ -1,11 +1,12 @@
 """The `store` transport puts buckets into the data plane, where engines that come late read them without the trainer.
 
 Rows of the partition `weights`, for the update at location L:
-  `L.plan`    the plan, put first
+  `L.plan`    the bucket plan, put first
   `L.{b}`     frame and payload of bucket b
   `L.whole`   put when all buckets are there
   `L.ended`   put instead when the update was aborted, with the reason
-The last two versions stay.
+
+The last two versions are kept.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ SCHEMA = Schema([Field("payload", Kind.RAGGED, torch.uint8, ndim=1), Field("fram
 _KEPT = 2
 _TICK_S = 0.002
 _LONGEST_TICK_S = 0.02
-"""Longest pause in seconds between two questions to the directory; pauses grow up to it, to spare the directory."""
+"""Longest pause in seconds between two queries to the data plane's directory; pauses grow up to it, to spare the
+directory."""
 _LOOK_S = 0.1
-"""Seconds between two checks whether the update was ended, while its next bucket is missing."""
+"""Seconds between two checks whether the update has been ended, while its next bucket is missing."""
 _CLOSE_S = 5.0
 
 
 @dataclass(slots=True)
 class _Rows:
-    """Rows of one update that are in the store."""
+    """Rows that one update has put into the store."""
 
     version: int
     nbytes: int
@@ -56,12 +58,13 @@ class _Rows:
 
 
 class StoreSender(BackgroundSender):
-    """WeightSender that publishes to all processes that can join the data plane."""
+    """WeightSender that publishes weights to all processes that can connect to the data plane."""
 
     kind = KIND
 
     def __init__(self, handle: DataPlaneHandle, timeout_s: float) -> None:
-        """Join the data plane. Raises DirectoryLost or StoreLost when it is not there."""
+        """Connect to the data plane. Raises DirectoryLost or StoreLost when its directory or its store cannot be
+        reached."""
         super().__init__(timeout_s)
         self._client = connect(handle, name="weights sender")
         self._client.register(PARTITION, SCHEMA)
@@ -136,7 +139,7 @@ class StoreSender(BackgroundSender):
 
 
 class StoreReceiver(Receiver):
-    """WeightReceiver that reads from the data plane."""
+    """WeightReceiver that reads weights from the data plane."""
 
     def __init__(self, engine: str, worker: int, handle: DataPlaneHandle) -> None:
         super().__init__(engine, worker)
@@ -153,14 +156,14 @@ class StoreReceiver(Receiver):
         return StoreStream(update, rows.plan(), deadline, rows)
 
     def close(self) -> None:
-        """Leave the data plane. Idempotent."""
+        """Close the connection to the data plane. Idempotent."""
         if self._client is not None:
             self._client.close()
             self._client = None
 
 
 class _Reader:
-    """Reads the rows of one update."""
+    """Reads the rows of one update from the data plane."""
 
     def __init__(self, client: DataPlaneClient, location: str, deadline: Deadline) -> None:
         self._client = client
@@ -168,7 +171,8 @@ class _Reader:
         self._deadline = deadline
 
     def row(self, name: str) -> tuple[dict[str, Any], torch.Tensor] | None:
-        """Return a row's frame and payload; None when there is no such row. Raises WeightTransferError."""
+        """Return the metadata and the payload of the row `name`; None when there is no such row. Raises
+        WeightTransferError when reading fails."""
         try:
             batch = self._client.get_keys(
                 PARTITION, [f"{self._location}.{name}"], tuple(SCHEMA), timeout_s=max(self._deadline.left_s, 1e-3)
@@ -186,7 +190,7 @@ class _Reader:
         return read_plan(bytes(found[0]["plan"]))
 
     def expect_there(self, when: str) -> None:
-        """Raise WeightTransferError when the update was ended or withdrawn."""
+        """Raise WeightTransferError when the sender has aborted or removed the update."""
         if self.row("plan") is None:
             raise self._gone(when)
 
@@ -200,7 +204,7 @@ class _Reader:
 
 
 class StoreStream(Stream):
-    """Stream whose payloads each have memory of their own."""
+    """Stream in which each payload has its own memory, so that payloads stay valid until `close`."""
 
     lasting = True
 
@@ -232,4 +236,4 @@ class StoreStream(Stream):
         return found
 
     def _close(self) -> None:
-        """Do nothing, as the stream holds nothing."""
+        """No-op: the stream holds nothing that has to be released."""
