@@ -255,8 +255,8 @@ class _Encoder:
             self._bounds = np.arange(len(column) + 1, dtype=np.int64) * field.item_bytes
 
     def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-        """Return for rows `start:stop` (values part; index part, None for kinds without one; byte offset in the values
-        part at which each row ends)."""
+        """Return the values part of rows `start:stop`, their index part (None for kinds without one), and the byte
+        offset in the values part at which each row ends."""
         first = int(self._bounds[start])
         values = self._values[first : int(self._bounds[stop])]
         ends = self._bounds[start + 1 : stop + 1] - first
@@ -290,12 +290,13 @@ def _row_blocks(values: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _piece_ends(ends: np.ndarray) -> list[int]:
-    """Return, of the rows' end offsets `ends`, that of every CHECKSUM_ROWS-th row and that of the last row."""
+    """Pick from the rows' end offsets those of every CHECKSUM_ROWS-th row and of the last row."""
     return [*ends[CHECKSUM_ROWS - 1 : -1 : CHECKSUM_ROWS].tolist(), *ends[-1:].tolist()]
 
 
 def _row_ends(field: Field, index: np.ndarray | None, num_rows: int) -> np.ndarray:
-    """Return int64 `[N]`: the byte at which each row of a field that is not PER_TOKEN ends in the values part."""
+    """Return the byte offset in the values part at which each row ends, int64 `[N]`, for a field that is not
+    PER_TOKEN."""
     if field.kind is Kind.PER_SAMPLE:
         return np.arange(1, num_rows + 1, dtype=np.int64) * field.item_bytes
     assert index is not None
@@ -313,7 +314,7 @@ class RowSource:
     block: np.ndarray
     """Position of each row's block in the list of blocks given to `assemble`, int32 `[N]`."""
     row: np.ndarray
-    """Number of each row within its block, int32 `[N]`."""
+    """Position of each row within its block, int32 `[N]`."""
     start: np.ndarray
     """Position within the block of each row's first token, int64 `[N]`; 0 when none of `fields` is PER_TOKEN."""
 

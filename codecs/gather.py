@@ -41,7 +41,7 @@ class Runs:
     """Number N of wanted rows."""
 
     def totals(self, per_row: np.ndarray) -> np.ndarray:
-        """Return int64 `[R]`: the sum of int64 `per_row` `[N]` over each run."""
+        """Return the sum of `per_row` (int64 `[N]`) over each run, int64 `[R]`."""
         if not len(self.first):
             return np.zeros(0, dtype=np.int64)
         return np.add.reduceat(per_row, self.first, dtype=np.int64)
@@ -144,7 +144,7 @@ def gather_jagged(field: Field, lengths: np.ndarray, start: np.ndarray, runs: Ru
 
 
 def gather_dense(field: Field, block: np.ndarray, row: np.ndarray, runs: Runs, values: Parts) -> torch.Tensor:
-    """Gather the wanted rows of a PER_SAMPLE field. Arguments are described at the top of the module."""
+    """Gather the wanted rows of a PER_SAMPLE field from the values parts of their blocks."""
     assert field.dtype is not None
     out = fresh(field.dtype, (len(row), *field.trailing))
     copy_rows(as_bytes(out), values, block, row, field.item_bytes, runs)

@@ -18,7 +18,7 @@ class MissingExtra(ValueError):
 
 
 def import_object(path: str, what: str) -> Any:
-    """Return the object that the import path `path`, of the form `package.module:name`, names.
+    """Import and return the object at `path`, which has the form `package.module:name`.
 
     what: purpose of the object, for error messages (such as `sampler`). Raises ValueError when the path is malformed,
     when the module cannot be imported (the message gives the original error), and when the module has no such name.

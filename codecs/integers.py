@@ -13,7 +13,7 @@ Number = TypeVar("Number", int, np.ndarray)
 
 
 def ceil_div(number: Number, divisor: int) -> Number:
-    """Divide by an integer and round up."""
+    """Return `number / divisor`, rounded up to an integer."""
     return -(-number // divisor)
 
 

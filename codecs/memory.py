@@ -17,7 +17,7 @@ import torch
 from .integers import round_up
 
 POOLED_FROM_BYTES = 64 << 10
-"""Number of bytes from which on allocations are pooled. Smaller ones are not, as the C library recycles those
+"""Smallest number of bytes for which an allocation is pooled. Smaller ones are not, as the C library recycles them
 itself."""
 KEPT_BYTES = 256 << 20
 """Largest number of bytes of idle buffers that the pool keeps; buffers returned beyond that go back to the system."""

@@ -54,8 +54,8 @@ def create_owned_folder(folder: Path, run_id: str, fill: Callable[[Path], None] 
 
 
 def owner_lives(folder: Path) -> bool:
-    """Return whether the process that created `folder` is alive and has not given it up. True as well when that cannot
-    be told, as for another user's folder."""
+    """Return whether the process that created `folder` is alive and has not given it up. Also returns True when this
+    cannot be determined, as for another user's folder."""
     try:
         if not _is_own(folder):  # another user's folder is not ours to judge
             return True

@@ -35,14 +35,14 @@ class StoreSpec:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A block, and the numbers of those of its parts that a reader needs."""
+    """One block, and the numbers of the parts of it that a reader needs."""
 
     block: BlockRef
     parts: tuple[int, ...]
 
 
 class StoreHost(Protocol):
-    """Part of a store that runs beside the directory, and allocates and frees blocks.
+    """Part of a store that runs in the directory's process, once per run, and allocates and frees blocks.
 
     A host that implements `FreesMany` is called from one thread. Any other host must be thread-safe, and its calls must
     not wait for another process.
@@ -53,9 +53,9 @@ class StoreHost(Protocol):
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
         """Allocate `nbytes` bytes and return their location, or None when the store has no room at the moment.
 
-        A store that learns locations only when blocks are written returns b"". It is called once before a put writes,
-        with the id of the first block and the bytes of all blocks, and at the commit once for each block, with the
-        bytes of that block.
+        A store that learns locations only when blocks are written returns b"". For such a store, this is called once
+        before a put writes, with the id of the first block and the bytes of all blocks, and at the commit once for each
+        block, with the bytes of that block.
         """
         ...
 
@@ -164,7 +164,7 @@ class BlockStore(Protocol):
         ...
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
-        """Return the parts that each want asks for: part number -> uint8 view of the whole part.
+        """Return for each `Want` a dict from part number to a uint8 view of the whole part.
 
         The views are read-only, and are valid until `settle`. Raises RowsCleared when a block was freed, and StoreLost
         when the process that holds it does not answer.

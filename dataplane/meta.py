@@ -135,8 +135,8 @@ class KVBatchMeta:
         """Return a receipt for the rows of this receipt followed by those of `others`.
 
         Raises ValueError unless data plane, partition, schema, fields and tags of all receipts are the same. If all
-        receipts have the same lease, the result keeps it. If not, the result has no lease: release the receipts that
-        `claim` returned.
+        receipts have the same lease, the result keeps it. If not, the result has no lease; then the receipts that
+        `claim` returned must be released.
         """
         metas = (self, *others)
         for other in others:

@@ -162,8 +162,8 @@ def _equal_rectangles(tokens_of: list[np.ndarray], budget: int, *, by_length: bo
 
 
 def _fill(tokens: np.ndarray, budget: int) -> list[int]:
-    """Fill microbatches with rows in order, each until rows x longest would exceed `budget`. Returns the first row of
-    each microbatch."""
+    """Fill microbatches with rows in order, each until rows x longest would exceed `budget`. Returns the index of the
+    first row of each microbatch."""
     starts, end = [0], 0
     while True:
         reach = len(tokens) if not len(tokens) or not tokens[end] else end + int(budget // tokens[end])

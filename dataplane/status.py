@@ -44,7 +44,7 @@ class DataPlaneStatus:
     """Number of bytes that the store holds by its own count, without `bytes_credit`."""
     bytes_unfreed: int = 0
     """Number of bytes of cleared blocks that the store still holds, because one of its processes has not answered or a
-    writer is still in them; 0 unless something is stuck or very slow."""
+    writer still uses them; 0 unless something is stuck or very slow."""
 
     def to_bytes(self) -> bytes:
         """Encode the values by position, without the fields' names. The message is kept small, as a driver asks for it

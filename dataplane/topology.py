@@ -44,7 +44,7 @@ class Topology:
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks that hold one data-parallel shard together."""
+        """Number of ranks in one data-parallel replica, which work on one shard of the rows together."""
         return self.tp * self.cp * self.pp
 
     @property

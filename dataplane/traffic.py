@@ -34,8 +34,8 @@ def bucket_of(seconds: float) -> int:
 def percentile(counts: Sequence[int], share: float) -> float:
     """Return the seconds that `share` (over 0, at most 1) of the counted calls took at most; NaN when none is counted.
 
-    counts: number of calls in each bucket (see EDGES). The call of the nearest rank gives the result; calls within a
-    bucket are taken to lie evenly on the log scale. A call over the last edge counts as that edge.
+    counts: number of calls in each bucket (see EDGES). The nearest-rank method is used; calls within a bucket are
+    assumed to lie evenly on the log scale. A call over the last edge counts as that edge.
     """
     assert 0 < share <= 1 and len(counts) == NUM_BUCKETS
     total = sum(counts)
@@ -53,8 +53,8 @@ def percentile(counts: Sequence[int], share: float) -> float:
 
 
 def at_most(counts: Sequence[int]) -> list[int]:
-    """Return for each edge in EDGES the number of calls that took at most so long, `[len(EDGES)]`. counts: number of
-    calls in each bucket; those over the last edge are not in the result."""
+    """Return for each i the number of calls that took at most EDGES[i] seconds, `[len(EDGES)]`. counts: number of calls
+    in each bucket; those over the last edge are not in the result."""
     running, found = 0, []
     for count in counts[: len(EDGES)]:
         running += count
@@ -63,7 +63,7 @@ def at_most(counts: Sequence[int]) -> list[int]:
 
 
 MIN_CALLS = 10
-"""Number of calls below which no cost line is fitted, as a line always fits few points."""
+"""Number of calls below which no cost line is fitted, as a line always fits a few points well."""
 MIN_SPREAD = 1e-3
 """Standard deviation of the calls' bytes, relative to their mean, below which all calls count as equally large and no
 cost line is fitted."""
@@ -77,8 +77,7 @@ class CostLine:
     """Linear model of the seconds that a call takes: `fixed_s + nbytes / bytes_per_s`."""
 
     fixed_s: float
-    """Seconds that a call takes when it moves next to nothing; 0 when they are too few to be measured beside the time
-    of the bytes."""
+    """Seconds that a call takes whatever it moves; 0 when they are too few to be seen beside the time for the bytes."""
     bytes_per_s: float
 
 

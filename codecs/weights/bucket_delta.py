@@ -98,8 +98,8 @@ def _changed(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.ndarra
 
 
 def _write_where(changed: np.ndarray, count: int, num_elements: int) -> tuple[int, np.ndarray]:
-    """Encode the positions of the `count` changed elements in the shortest form. Returns (bytes of a position, or
-    _BITMAP; the encoded positions, uint8 1-D)."""
+    """Encode the positions of the `count` changed elements in the shortest form. Returns the number of bytes of a
+    position (or _BITMAP), and the encoded positions, uint8 1-D."""
     bitmap_bytes = ceil_div(num_elements, 8)
     if count < bitmap_bytes:
         positions = np.flatnonzero(changed) if changed.dtype == bool else changed

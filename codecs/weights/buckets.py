@@ -73,7 +73,7 @@ class BucketPlan:
 
     @functools.cached_property
     def weights(self) -> tuple[tuple[str, tuple[BucketEntry, ...]], ...]:
-        """Name and entries of each tensor, in order."""
+        """Name and entries of each tensor, in the order of the tensors."""
         by_name = itertools.groupby(self.entries, lambda entry: entry.name)
         return tuple((name, tuple(entries)) for name, entries in by_name)
 
@@ -157,10 +157,11 @@ def write_piece(
 
 
 def queue_whole(entry: BucketEntry, tensor: torch.Tensor, out: torch.Tensor, place: torch.Tensor) -> None:
-    """Queue the copy of a tensor that lies whole in one GPU bucket: a fast version of `write_piece`.
+    """Queue the copy of a tensor that lies whole in one GPU bucket, and zero the padding behind it: a fast
+    `write_piece`.
 
-    place: where the tensor goes, a view of the bucket `out` with the tensor's dtype and shape. The copy is one call of
-    torch, because a model of 300 weights has 10 ms for all of them.
+    place: where the tensor goes, a view of the bucket `out` with the tensor's dtype and shape. The copy is a single
+    call of torch, as 10 ms must suffice for all 300 weights of a model.
     """
     end = entry.offset + entry.nbytes
     if end % ALIGN and end < len(out):
@@ -207,7 +208,8 @@ def expect_all(plan: BucketPlan, read: Collection[int]) -> None:
 
 
 def check_planned(entry: BucketEntry, tensor: torch.Tensor) -> None:
-    """Raise ValueError, with both in the message, unless `tensor` has the dtype and shape that `entry` plans."""
+    """Raise ValueError unless `tensor` has the dtype and shape that `entry` plans. The message gives both dtypes and
+    shapes."""
     if tensor.dtype != DTYPES.get(entry.dtype) or tuple(tensor.shape) != entry.shape:
         raise ValueError(
             f"weight {entry.name!r}: got {tensor.dtype} {list(tensor.shape)}, "

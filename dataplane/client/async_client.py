@@ -138,8 +138,8 @@ class AsyncDataPlaneClient:
         whole_groups: bool = False,
         timeout_s: float | None = None,
     ) -> tuple[str, ...]:
-        """Remove the rows that are too old for such a claim and return their keys, as `DataPlaneClient.clear_stale`
-        does."""
+        """Remove the rows that a claim with these arguments passes over as too old, and return their keys, as
+        `DataPlaneClient.clear_stale` does."""
         return await self._run(
             "clear_stale",
             self._operations.clear_stale(partition, task, fields, min_version, whole_groups, timeout_s),

@@ -30,8 +30,7 @@ PROBE_S = 2.0
 
 
 def cut(groups: Sequence[str] | np.ndarray, block_rows: int) -> list[tuple[int, int]]:
-    """Divide rows into blocks of at most `block_rows` rows. A group of rows is split only if it has more rows than
-    that.
+    """Divide rows into blocks of at most `block_rows` rows, splitting only groups that have more rows than that.
 
     groups: name or number of each row's group, `[N]`. Returns (start, stop) of each block.
     """

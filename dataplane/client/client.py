@@ -101,8 +101,7 @@ class DataPlaneClient:
         )
 
     def get(self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float | None = None) -> Batch:
-        """Read fields of a receipt's rows, in the receipt's order, into new memory. fields: None means all that it can
-        read.
+        """Read fields of a receipt's rows, in the receipt's order, into new memory. fields: None reads all that it has.
 
         Asks only the store, never the directory. Idempotent; anyone who holds the receipt may call it. Raises
         RowsCleared naming keys whose block is gone, which happens when the last row of the block is cleared or

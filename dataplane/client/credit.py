@@ -20,23 +20,22 @@ so many bytes."""
 
 
 class Credit:
-    """Spaces in the store that one client was granted for its next puts, and the size that it should request next.
-    Thread-safe.
+    """Spaces granted to one client for its next puts, and the size that it should request next. Thread-safe.
 
     The directory may take a space back at any time. A put that uses such a space is told so when it commits, at the
     latest.
     """
 
     def __init__(self, lifetime_s: float) -> None:
-        """lifetime_s: seconds after which an unused space is no longer used but given back."""
+        """Begin without any space. lifetime_s: seconds for which a space may be used after it was granted."""
         self._lifetime_s = lifetime_s
         self._spaces: list[tuple[Space, float]] = []
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_PUTS)
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, num_blocks: int) -> tuple[Space | None, tuple[int, ...]]:
-        """Take the smallest space that fits a put. Returns (space, no ids), or (None, ids of all spaces) when none
-        fits; the caller must then give these spaces back to the directory."""
+        """Take the smallest space that fits a put. Returns (space, ()), or (None, ids of all spaces) when none fits;
+        the caller must then give these spaces back to the directory."""
         now = time.monotonic()
         with self._lock:
             self._recent.append((nbytes, num_blocks))

@@ -422,8 +422,8 @@ def _versions(versions: int | np.ndarray | None, num_rows: int) -> np.ndarray | 
 
 
 def _min_version(value: int) -> int:
-    """Return `value` as an int. Raises ValueError when it is not an integer, or has more than 63 bits, as no row's
-    version has."""
+    """Return `value` as an int. Raises ValueError when it is not an integer, or is not between -(2^63 - 1) and 2^63 -
+    1."""
     version = _integer("min_version", value)
     if not -_MAX_VERSION <= version <= _MAX_VERSION:
         raise ValueError(f"min_version: got {version}, expected at most {_MAX_VERSION}")

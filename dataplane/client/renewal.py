@@ -22,8 +22,8 @@ RENEWALS = 4
 class LeaseRenewal:
     """Keeps the leases of one client from running out. Thread-safe.
 
-    Only leases whose receipts have reached this client are renewed. Leases run out `lease_s` after their last renewal:
-    when the process has died or is stopped, and when the client is closed or no longer referenced.
+    Only leases whose receipts have reached this client are renewed. When the process has died or is stopped, or when
+    the client is closed or no longer referenced, its leases run out `lease_s` after their last renewal.
     """
 
     def __init__(self, link: Link, lease_s: float) -> None:

@@ -61,8 +61,8 @@ class DirectoryActor:
             self._failed = error
 
     async def start(self, name: str, one_host: bool) -> Started | Exception:
-        """Start to answer requests, and return where. Returns the error, instead of raising it, when the store could
-        not be started. one_host: whether to listen on no network."""
+        """Start to answer requests, and return the directory's address with other facts about it. Returns the error,
+        instead of raising it, when the store could not be started. one_host: whether to listen on no network."""
         if self._host is None:
             assert self._failed is not None
             return self._failed

@@ -215,8 +215,8 @@ class _Call:
         loop.call_soon_threadsafe(self._start)
 
     def abandon(self) -> None:
-        """Start to cancel the call, or to undo it if it has been carried out. Returns at once; `taken_back` is done
-        when that is."""
+        """Start to cancel the call, or to undo it if it has been carried out. Returns at once; `taken_back` becomes
+        done when this is finished."""
         try:
             self._loop.call_soon_threadsafe(self._abandon)
         except RuntimeError:  # the directory was closed, and everything went with it

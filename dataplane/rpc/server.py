@@ -28,11 +28,11 @@ _logger = logging.getLogger(__name__)
 TOKEN_TIMEOUT_S = 10.0
 """Seconds after which a connection is closed if its peer has not shown the run's token."""
 MAX_STRANGERS = 128
-"""Number of connections whose peer has not shown the token above which such connections are closed if they have sent
-nothing, the oldest first."""
+"""Largest number of connections whose peer has not shown the token. Above it, the oldest of them that has sent nothing
+is closed."""
 LOOKED_AT = 8
-"""Number of connections without a token, from the oldest on, of which one that has sent nothing is looked for when a
-new one arrives."""
+"""Number of the oldest connections without a shown token among which a silent one is looked for when a new one
+arrives."""
 END_TIMEOUT_S = 2.0
 BACKLOG = 1024
 
@@ -141,8 +141,8 @@ class _Session(asyncio.Protocol):
         self._transport.close()
 
     def _end_silent_stranger(self) -> None:
-        """Close the oldest connection that has sent nothing, if one of the LOOKED_AT oldest without a token has not.
-        Clients send the token as soon as they have connected, so a silent peer is hardly a client."""
+        """Close the oldest connection that has sent nothing, among the LOOKED_AT oldest without a shown token. Clients
+        send the token as soon as they have connected, so a silent peer is hardly a client."""
         for session in itertools.islice(self._strangers, LOOKED_AT):
             poll = select.poll()
             poll.register(session._transport.get_extra_info("socket").fileno(), select.POLLIN)

@@ -35,8 +35,8 @@ class SocketLink:
     with DirectoryLost."""
 
     def __init__(self, address: DirectoryAddress, peer: str, *, connect: bool = True) -> None:
-        """connect: whether to connect now instead of with the first call. This blocks the thread, and raises
-        DirectoryLost when no directory listens at `address`."""
+        """Create a link to the directory at `address`. connect: whether to connect now instead of with the first call;
+        this blocks the thread, and raises DirectoryLost when no directory listens there."""
         self.peer = peer
         self._address = address
         self._lock = threading.Lock()
