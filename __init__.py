@@ -105,7 +105,8 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public name `name` from its module; every name without a module of its own is an error class."""
+    """Import a public name from its module when it is first used. Names without an entry in `_MODULES` are error
+    classes of `dataplane.errors`. Raises AttributeError for a name that is not public."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f".{_MODULE_OF.get(name, 'dataplane.errors')}", __name__)

@@ -1,1 +1,1 @@
-"""Converts between batches and bytes, by pure functions. The lowest floor of the package."""
+"""Converts batches of rows and model weights to bytes and back by pure functions. The package's lowest layer."""

@@ -14,33 +14,34 @@ from .schema import Schema
 
 @dataclass(frozen=True, slots=True)
 class Jagged:
-    """Holds a PER_TOKEN column."""
+    """Column of a PER_TOKEN field: each row has its own number of tokens."""
 
     values: torch.Tensor
-    """Values of the rows one after another, without padding, `[sum(lengths), *trailing]`: contiguous, CPU, no grad."""
+    """Values of all rows one after another, without padding: a contiguous CPU tensor `[sum(lengths), *trailing]`, no
+    grad."""
     lengths: np.ndarray
     """Number of tokens of each row, int64 `[N]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Holds a RAGGED column."""
+    """Column of a RAGGED field: each row is a tensor of its own shape, such as an image."""
 
     values: torch.Tensor
-    """Elements of the rows one after another, row-major, `[sum(prod(shape))]`: contiguous, CPU, no grad."""
+    """Elements of all rows one after another, row-major: a contiguous CPU tensor `[sum(prod(shape))]`, no grad."""
     shapes: np.ndarray
     """Shape of each row, int64 `[N, ndim]`."""
 
 
 Column = Jagged | Ragged | torch.Tensor | list[Any]
-"""Column of a batch. PER_TOKEN is Jagged, RAGGED is Ragged, PER_SAMPLE is a contiguous Tensor `[N, *trailing]`,
-OBJECT is a list of N."""
+"""Column of a batch: Jagged for a PER_TOKEN field, Ragged for RAGGED, a contiguous Tensor `[N, *trailing]` for
+PER_SAMPLE, and a list of N objects for OBJECT."""
 
 
 class Batch(Mapping[str, Column]):
-    """Holds immutable columns that agree with `schema` and in their number of rows.
+    """Immutable columns by field name, all of which fit `schema` and have the same number of rows.
 
-    Build one with `headrace.codecs.jagged.pack`, which checks and converts what users hold.
+    Build one with `headrace.codecs.jagged.pack`, which checks and converts users' tensors, arrays and lists.
     """
 
     __slots__ = ("schema", "num_rows", "_columns")
@@ -65,19 +66,19 @@ class Batch(Mapping[str, Column]):
         return f"Batch({self.num_rows} rows, fields {list(self._columns)})"
 
     def jagged(self, name: str) -> Jagged:
-        """Return the PER_TOKEN column `name`. Raises TypeError for another kind."""
+        """Return the PER_TOKEN column `name`. Raises TypeError when the field is of another kind."""
         return self._typed(name, Jagged)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the PER_SAMPLE column `name`. Raises TypeError for another kind."""
+        """Return the PER_SAMPLE column `name`. Raises TypeError when the field is of another kind."""
         return self._typed(name, torch.Tensor)
 
     def ragged(self, name: str) -> Ragged:
-        """Return the RAGGED column `name`. Raises TypeError for another kind."""
+        """Return the RAGGED column `name`. Raises TypeError when the field is of another kind."""
         return self._typed(name, Ragged)
 
     def objects(self, name: str) -> list[Any]:
-        """Return the OBJECT column `name`. Raises TypeError for another kind."""
+        """Return the OBJECT column `name`. Raises TypeError when the field is of another kind."""
         return self._typed(name, list)
 
     def _typed(self, name: str, kind: type) -> Any:
@@ -95,12 +96,14 @@ class Batch(Mapping[str, Column]):
         return None
 
     def subset(self, names: Iterable[str]) -> Batch:
-        """Return the named columns, in the order given, without a copy. Raises KeyError naming an unknown field."""
+        """Return a batch of the named columns, in the order given, without copying them. Raises KeyError naming an
+        unknown field."""
         schema = self.schema.subset(names)
         return Batch(schema, self.num_rows, {name: self._columns[name] for name in schema})
 
     def merge(self, other: Batch) -> Batch:
-        """Return these columns and those of `other`, of the same rows, without a copy. No field may be in both."""
+        """Return a batch with these columns and those of `other`, which holds other fields of the same rows. Copies
+        nothing. Raises ValueError when the numbers of rows differ or when a field is in both."""
         if self.num_rows != other.num_rows:
             raise ValueError(f"merge: got batches of {self.num_rows} and {other.num_rows} rows, expected equal numbers")
         schema = Schema([*self.schema.values(), *other.schema.values()])

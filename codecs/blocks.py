@@ -1,11 +1,11 @@
-"""Encodes one put's rows x fields as a block: a few contiguous parts, and a header that describes them.
+"""Encodes rows of a batch as a block, which is a few contiguous byte arrays (parts), and reads rows back from blocks.
 
-A block's parts, in order:
-  part 0                the header (`codecs/blocks.py`): the fields' schema, rows, checksums, int32 lengths `[N]`
+The parts of a block, in order:
+  part 0                the header: schema of the fields, number of rows, checksums, int32 lengths of the rows `[N]`
   then for each field   its values part; RAGGED and OBJECT fields have an index part after it
                         (RAGGED: int64 shapes `[N, ndim]`; OBJECT: int64 end offsets `[N]` into the msgpack bytes)
-Fields with an index part come last, so that a layout alone says which part is which.
-Laid end to end, every part starts at a multiple of ALIGN bytes (`BlockLayout.offsets`).
+Fields with an index part come after all others, so that a block's layout is enough to find the parts of each field.
+When the parts are laid end to end, each starts at a multiple of ALIGN bytes (`BlockLayout.offsets`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .schema import Field, Kind, Schema
 
 MAGIC = b"hrblock1"
 MAX_TOKENS = (1 << 31) - 1
-"""Largest number of tokens of a row; lengths travel as int32."""
+"""Largest number of tokens that a row may have, as a block stores the rows' lengths as int32."""
 _PREFIX = struct.Struct("<8sQQ")
 _HASHED_FROM = 16
 _MANIFEST = msgspec.msgpack.Decoder(tuple[bytes, int, bool, bytes | None])
@@ -44,7 +44,7 @@ _MANIFEST = msgspec.msgpack.Decoder(tuple[bytes, int, bool, bytes | None])
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Holds what part 0 says."""
+    """Contents of a block's header (part 0)."""
 
     schema: Schema
     """Fields of the block in the order of their parts."""
@@ -52,14 +52,18 @@ class Header:
     lengths: np.ndarray | None
     """Number of tokens of each row, int32 `[N]`; None when no field is PER_TOKEN."""
     checksums: np.ndarray | None
-    """Checksums, uint64: for each field one per row block of its values, then one for its index part if it has one.
-    None when the block was written without checksums."""
+    """Checksums (xxh3, uint64), field by field: one for each row block (CHECKSUM_ROWS rows) of the values part, then
+    one for the index part of a field that has one. None when the block was written without checksums."""
 
 
 def encode_header(
     schema: Schema, num_rows: int, lengths: np.ndarray | None, checksums: list[int] | None, seed: int = 0
 ) -> np.ndarray:
-    """Encode part 0 as uint8 1-D. Raises ValueError for a length of `[N]` that is above MAX_TOKENS."""
+    """Encode a block's header (part 0) as uint8 1-D. Raises ValueError when a row has more than MAX_TOKENS tokens.
+
+    lengths: number of tokens of each row, int `[N]`; None when no field is PER_TOKEN. checksums: as in `Header`. seed:
+    seed of the xxh3 that protects the header itself; a reader must give the same one.
+    """
     if lengths is not None and len(lengths) and lengths.max() > MAX_TOKENS:
         longest = int(lengths.argmax())
         raise ValueError(f"block: row {longest} has {lengths[longest]} tokens, expected at most {MAX_TOKENS}")
@@ -72,8 +76,8 @@ def encode_header(
 
 
 def decode_header(part: np.ndarray, seed: int = 0) -> Header:
-    """Decode what `encode_header` encoded with this seed. Raises ValueError when `part` is no header or has changed
-    since."""
+    """Decode a header that `encode_header` wrote with the same seed. Raises ValueError when `part` is not a header, was
+    written with another seed, or has changed since."""
     data = np.ascontiguousarray(part).tobytes()
     if len(data) < _PREFIX.size or data[:8] != MAGIC:
         raise ValueError(f"block header: {len(data)} bytes do not begin with {MAGIC!r}")
@@ -99,15 +103,17 @@ def _schema(data: bytes) -> Schema:
 
 
 CHECKSUM_ROWS = 64
-"""Number of rows under one xxh3 checksum, so that a reader of a few rows verifies only the row blocks it touches."""
+"""Number of rows in a row block, which has one xxh3 checksum per field. A reader of a few rows verifies only the row
+blocks that hold them."""
 
 _INDEXED = (Kind.RAGGED, Kind.OBJECT)
-"""Kinds whose fields have an index part."""
+"""Kinds of field that have an index part beside the values part: the rows' shapes (RAGGED) or end offsets (OBJECT)."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Describes where a block's parts are. It is small, as it travels in receipts."""
+    """Fields of a block and sizes of its parts, by which a reader finds each field. It is small, because receipts carry
+    the layouts of their blocks."""
 
     fields: tuple[str, ...]
     """Names of the fields in the order of their parts."""
@@ -115,28 +121,29 @@ class BlockLayout:
     num_tokens: int
     """Sum of the rows' lengths; 0 when no field is PER_TOKEN."""
     part_bytes: tuple[int, ...]
-    """Number of bytes of each part, header first."""
+    """Number of bytes of each part; the first part is the header."""
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Byte offset of each part when the parts are laid end to end, aligned to ALIGN."""
+        """Byte offset of each part when the parts are laid end to end, each at a multiple of ALIGN bytes."""
         return self._ends()[0]
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of the whole block laid end to end, padding included."""
+        """Number of bytes of the whole block when its parts are laid end to end, padding included."""
         return self._ends()[1]
 
     def parts_of(self, schema: Schema, fields: Sequence[str]) -> tuple[int, ...]:
         """Return the numbers of the parts that hold `fields` (values and index parts), without the header.
 
-        `schema` declares at least `fields`. Raises ValueError for a field that the block does not hold, or holds as
-        another kind than `schema` says.
+        schema: declares at least `fields`. Raises ValueError when the block lacks a field, or when it has an index part
+        for a field of a kind that has none (or the reverse).
         """
         return tuple(number for name in fields for number in self.field_parts(schema[name]))
 
     def field_parts(self, field: Field) -> tuple[int, ...]:
-        """Return (values part,) or (values part, index part) of one field. Raises ValueError as `parts_of`."""
+        """Return the part numbers of one field: (values part,) or (values part, index part). Raises ValueError as
+        `parts_of` does."""
         if field.name not in self.fields:
             raise ValueError(f"field {field.name!r}: not in the block, which holds {', '.join(self.fields)}")
         position = self.fields.index(field.name)
@@ -158,13 +165,14 @@ class BlockLayout:
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:
-    """Holds a block that is ready to be written."""
+    """Block that is ready to be written to a store."""
 
     layout: BlockLayout
     parts: tuple[np.ndarray, ...]
-    """Bytes of each part, uint8 `[part_bytes[i]]`; views of the batch's own memory where it is contiguous."""
+    """Bytes of each part, uint8 `[part_bytes[i]]`: views of the batch's own memory where possible, new memory for the
+    header and for encoded objects."""
     row_starts: np.ndarray | None
-    """First token of each row within the block, int64 `[N]`; None without PER_TOKEN fields."""
+    """Position within the block of each row's first token, int64 `[N]`; None without PER_TOKEN fields."""
 
 
 def encode_block(batch: Batch, start: int, stop: int, *, checksum: bool) -> EncodedBlock:
@@ -175,7 +183,7 @@ def encode_block(batch: Batch, start: int, stop: int, *, checksum: bool) -> Enco
 def encode_blocks(
     batch: Batch, cuts: Sequence[tuple[int, int]], *, checksum: bool, seed: int = 0
 ) -> list[EncodedBlock]:
-    """Encode rows `start:stop` of `batch` as one block for each cut, as `BatchEncoder` does."""
+    """Return one block of rows `start:stop` of `batch` for each (start, stop) in `cuts`; see `BatchEncoder.blocks`."""
     return BatchEncoder(batch).blocks(cuts, checksum=checksum, seed=seed)
 
 
@@ -183,21 +191,22 @@ class BatchEncoder:
     """Encodes a batch as blocks, without copying values other than objects."""
 
     def __init__(self, batch: Batch) -> None:
-        """Raise TypeError or ValueError for objects that cannot be encoded (`objects.encode`)."""
+        """Prepare every column of `batch`. Raises TypeError or ValueError for objects that `objects.encode` refuses."""
         self._batch = batch
         self._schema = batch.schema.subset(sorted(batch, key=lambda name: batch.schema[name].kind in _INDEXED))
         self._columns = [_Encoder(field, batch[field.name]) for field in self._schema.values()]
 
     @property
     def column_bytes(self) -> list[int]:
-        """Number of bytes of each column's values; objects count as they are encoded."""
+        """Number of bytes of each column's values; for objects, of their encoded form."""
         return [column.nbytes for column in self._columns]
 
     def blocks(self, cuts: Sequence[tuple[int, int]], *, checksum: bool, seed: int = 0) -> list[EncodedBlock]:
-        """Return one block of rows `start:stop` for each cut.
+        """Return one block of rows `start:stop` for each (start, stop) in `cuts`.
 
-        seed: number that a reader must give to `verify`, so that blocks written for somebody else do not pass. Raises
-        ValueError for a row of more than MAX_TOKENS tokens.
+        checksum: whether to write checksums, which `verify` can check. seed: number that a reader must give to
+        `verify`, so that a block of another data plane does not pass. Raises ValueError for a row of more than
+        MAX_TOKENS tokens.
         """
         lengths = self._batch.lengths
         tokens = None if lengths is None else exclusive_cumsum(lengths)
@@ -226,7 +235,7 @@ class BatchEncoder:
 
 
 class _Encoder:
-    """Prepares one column of a batch to be cut."""
+    """Encodes one column of a batch once, so that each block can take its range of rows without a copy."""
 
     def __init__(self, field: Field, column: Column) -> None:
         self._shapes: np.ndarray | None = None
@@ -246,8 +255,8 @@ class _Encoder:
             self._bounds = np.arange(len(column) + 1, dtype=np.int64) * field.item_bytes
 
     def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-        """Return values part and index part of rows `start:stop`, and the byte at which each row ends in the values
-        part."""
+        """Return the values part of rows `start:stop`, their index part (None for kinds without one), and the byte
+        offset in the values part at which each row ends."""
         first = int(self._bounds[start])
         values = self._values[first : int(self._bounds[stop])]
         ends = self._bounds[start + 1 : stop + 1] - first
@@ -263,7 +272,8 @@ class _Encoder:
 
 
 def _bounds(items: np.ndarray, item_bytes: int) -> np.ndarray:
-    """Return int64 `[N + 1]`: the first byte of each row and the end of the last, given the rows' numbers of items."""
+    """Return the byte offset at which each row begins, followed by the end of the last row, int64 `[N + 1]`. items:
+    number of items of each row, of `item_bytes` bytes each."""
     bounds = np.zeros(len(items) + 1, dtype=np.int64)
     np.cumsum(items, out=bounds[1:])
     bounds *= item_bytes
@@ -271,7 +281,8 @@ def _bounds(items: np.ndarray, item_bytes: int) -> np.ndarray:
 
 
 def _row_blocks(values: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the pieces of CHECKSUM_ROWS rows each of the values part."""
+    """Yield the values part in pieces of CHECKSUM_ROWS rows; the last piece may have fewer. ends: byte offset at which
+    each row ends."""
     begin = 0
     for end in _piece_ends(ends):
         yield values[begin:end]
@@ -279,12 +290,13 @@ def _row_blocks(values: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _piece_ends(ends: np.ndarray) -> list[int]:
-    """Return the ends of every CHECKSUM_ROWS-th row and of the last row."""
+    """Pick from the rows' end offsets those of every CHECKSUM_ROWS-th row and of the last row."""
     return [*ends[CHECKSUM_ROWS - 1 : -1 : CHECKSUM_ROWS].tolist(), *ends[-1:].tolist()]
 
 
 def _row_ends(field: Field, index: np.ndarray | None, num_rows: int) -> np.ndarray:
-    """Return int64 `[N]`: the byte at which each row of a field that is not PER_TOKEN ends in the values part."""
+    """Return the byte offset in the values part at which each row ends, int64 `[N]`, for a field that is not
+    PER_TOKEN."""
     if field.kind is Kind.PER_SAMPLE:
         return np.arange(1, num_rows + 1, dtype=np.int64) * field.item_bytes
     assert index is not None
@@ -296,19 +308,19 @@ def _row_ends(field: Field, index: np.ndarray | None, num_rows: int) -> np.ndarr
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """Says where each requested row is, for one set of fields that were written together."""
+    """Locations of the requested rows in blocks, for one set of fields that were written together."""
 
     fields: tuple[str, ...]
     block: np.ndarray
     """Position of each row's block in the list of blocks given to `assemble`, int32 `[N]`."""
     row: np.ndarray
-    """Number of each row within its block, int32 `[N]`."""
+    """Position of each row within its block, int32 `[N]`."""
     start: np.ndarray
-    """First token of each row within its block, int64 `[N]`; 0 when none of `fields` is PER_TOKEN."""
+    """Position within the block of each row's first token, int64 `[N]`; 0 when none of `fields` is PER_TOKEN."""
 
 
 BlockViews = Sequence[dict[int, np.ndarray]]
-"""Parts of each block: part number -> uint8 view of the whole part."""
+"""For each block, a dict from part number to a uint8 view of the whole part."""
 
 
 def assemble(
@@ -318,11 +330,12 @@ def assemble(
     layouts: Sequence[BlockLayout],
     views: BlockViews,
 ) -> Batch:
-    """Copy the requested rows out of the blocks into one fresh Batch (owned memory), in request order.
+    """Copy the requested rows out of the blocks into a new Batch with memory of its own, in the order requested.
 
-    `schema` holds just the wanted fields, each in exactly one source. `lengths` is int64 `[N]`.
-    Rows that are neighbours in a block and in the request are copied as one run.
-    Raises ValueError when a block does not hold what the request says, or holds objects that do not decode.
+    schema: just the wanted fields, each of which is in exactly one source. lengths: number of tokens of each row, int64
+    `[N]`. layouts, views: layout and parts of each block. Rows that are neighbours both in a block and in the request
+    are copied in one piece. Raises ValueError when a block does not hold the requested fields or bytes, or when an
+    object cannot be decoded, and IndexError for some row numbers that a block does not have.
     """
     lengths = np.ascontiguousarray(lengths, dtype=np.int64)
     columns: dict[str, Column] = {}
@@ -351,7 +364,8 @@ def assemble(
 
 
 class ChecksumMismatch(ValueError):
-    """Bytes differ from what was written. The message names field, row block, and expected and found xxh3."""
+    """Bytes of a block differ from those that were written. The message names the field, its rows, and the expected and
+    found xxh3."""
 
 
 def verify(
@@ -363,10 +377,11 @@ def verify(
     *,
     seed: int = 0,
 ) -> None:
-    """Check the xxh3 of every row block of `block` that `source` reads; views must include part 0.
+    """Check the xxh3 checksums of all row blocks that `source` reads from block number `block`.
 
-    seed: that of `encode_blocks`. `schema` holds the block's wanted fields. Raises ChecksumMismatch; ValueError when
-    the block was written without checksums.
+    schema: the wanted fields of the block; others are not checked. views: parts of the block, which must include the
+    header (part 0). seed: the number given to `encode_blocks`. Raises ChecksumMismatch when bytes differ, and
+    ValueError when the block was written without checksums.
     """
     try:
         header = decode_header(views[0], seed)
@@ -394,7 +409,8 @@ def _verify_field(
     sums: list[int],
     parts: list[np.ndarray],
 ) -> None:
-    """Verify one field. `sums` begins with the field's own: one per row block of its values, then its index part's."""
+    """Check the checksums of one field; see `verify`. `sums` begins with those of this field: one per row block of its
+    values, then that of its index part."""
     values, index = parts[0], parts[1] if len(parts) > 1 else None
     per_field = ceil_div(header.num_rows, CHECKSUM_ROWS)
     if index is not None:
@@ -428,7 +444,7 @@ def _expect_sum(field: Field, first: int, behind: int, expected: int, data: np.n
 
 
 def read_header(header: np.ndarray) -> tuple[Schema, int, np.ndarray | None]:
-    """Return (fields' schema, number of rows, int32 lengths `[N]` or None) from part 0. Raises ValueError for other
-    bytes."""
+    """Return (schema of the fields, number of rows, int32 lengths `[N]` or None) from a header (part 0) that was
+    written with seed 0. Raises ValueError for other bytes."""
     found = decode_header(header)
     return found.schema, found.num_rows, found.lengths

@@ -23,8 +23,8 @@ from .schema import Field, Kind
 def tensordict_types(*names: str) -> tuple[type, ...]:
     """Return the named classes of the package tensordict, or () when nothing in this process has imported it.
 
-    Importing it takes a second, which every process of a run would pay. Code that holds one of its objects has
-    imported it.
+    The package is not imported here, as that takes a second in every process of a run. Code that holds one of its
+    objects has already imported it.
     """
     module = sys.modules.get("tensordict")
     return tuple(getattr(module, name) for name in names if hasattr(module, name))
@@ -33,12 +33,13 @@ def tensordict_types(*names: str) -> tuple[type, ...]:
 def to_column(field: Field, value: Any) -> Column:
     """Return `value` as a column of `field`: contiguous, on the CPU, without grad, sharing memory where it can.
 
-    Takes per kind, besides a finished column:
+    Accepted values for each kind, besides a finished column:
     PER_TOKEN   N rows `[L, *trailing]` (list of tensors, arrays or lists; nested tensor), dense `[N, L, *trailing]`
     PER_SAMPLE  N rows `[*trailing]`, or dense `[N, *trailing]`
     RAGGED      N rows of `ndim` dimensions, or dense `[N, *shape]`
     OBJECT      a list of N objects (or NonTensorStack, or an array of objects or strings)
-    Python numbers and numpy integers are narrowed where each value fits (python floats are rounded to the dtype).
+    Python numbers and numpy integers are converted to the field's dtype if every value fits; Python floats are rounded.
+    Raises ValueError for any other value.
     """
     if isinstance(value, tensordict_types("NonTensorData", "NonTensorStack")):
         value = value.tolist()
@@ -128,8 +129,8 @@ def _objects(field: Field, value: Any) -> list[Any]:
 
 
 def _jagged_from_nested(field: Field, value: Any) -> Jagged | None:
-    """Return the values of a torch.jagged tensor without a copy; None where its rows do not follow one another in
-    memory."""
+    """Return the column of a nested tensor of layout torch.jagged, without a copy if it is on the CPU. Returns None
+    when the field is not PER_TOKEN, or when the rows do not follow one another in memory."""
     if field.kind is not Kind.PER_TOKEN or not isinstance(value, NestedTensor):
         return None
     # Attributes, as methods of a tensor subclass cost 0.1 ms each. 1: the jagged dimension is the tokens'; lengths:
@@ -150,7 +151,8 @@ def _rows(field: Field, value: Any) -> Sequence[Any]:
 
 
 def _concat(field: Field, rows: Sequence[Any], shape: tuple[int | str, ...]) -> torch.Tensor:
-    """Concatenate rows of `shape` along their first dimension."""
+    """Concatenate rows along their first dimension. shape: expected shape of each row, in which a string stands for any
+    extent. Raises ValueError naming the first row that does not fit."""
     assert field.dtype is not None
     kinds = set(map(type, rows))
     if not rows:
@@ -178,8 +180,8 @@ def _concat(field: Field, rows: Sequence[Any], shape: tuple[int | str, ...]) -> 
 
 
 def _all_fit(field: Field, rows: Sequence[torch.Tensor], shape: tuple[int | str, ...]) -> bool:
-    """Return whether all rows are plain tensors of the right dtype and shape. A tight loop, as there may be
-    thousands."""
+    """Return whether all rows are strided tensors of the right dtype and shape. It is a tight loop, because there may
+    be thousands of rows."""
     plain = {(row.dtype, row.ndim, row.layout) for row in rows} == {(field.dtype, len(shape), torch.strided)}
     return plain and (not field.trailing or all([row.shape[1:] == field.trailing for row in rows]))
 
@@ -202,7 +204,8 @@ def _row(field: Field, row: Any, index: int, shape: tuple[int | str, ...]) -> to
 
 
 def _tensor(field: Field, value: Any, where: str) -> torch.Tensor:
-    """Return `value` contiguous, on the CPU, without grad. Raises ValueError unless it has the field's dtype."""
+    """Return `value` as a contiguous CPU tensor without grad. Raises ValueError when it is not a strided tensor or an
+    array of the field's dtype; numpy integers of another integer dtype are converted if all values fit."""
     if isinstance(value, np.ndarray):
         return _from_numpy(field, value, where)
     if not isinstance(value, torch.Tensor):
@@ -231,7 +234,8 @@ def _from_numpy(field: Field, array: np.ndarray, where: str) -> torch.Tensor:
 
 
 def _from_python(field: Field, value: Any, where: str) -> torch.Tensor:
-    """Convert Python numbers, or lists of them, to the field's dtype."""
+    """Convert a Python number, or nested lists of them, to a tensor of the field's dtype. Raises ValueError for what
+    the dtype cannot hold."""
     assert field.dtype is not None
     first = value
     while isinstance(first, list | tuple) and first:
@@ -281,7 +285,8 @@ def _expect_range(field: Field, array: np.ndarray, where: str) -> None:
 
 
 def _extents(field: Field, value: Any, *, ndim: int) -> np.ndarray:
-    """Return lengths `[N]` or shapes `[N, ndim]` as int64."""
+    """Return row lengths `[N]` (`ndim=1`) or row shapes `[N, dimensions of a row]` (`ndim=2`) as int64. Raises
+    ValueError for another number of dimensions, for non-integers, and for negative values."""
     array = value.cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     if array.ndim != ndim or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(
@@ -294,7 +299,7 @@ def _extents(field: Field, value: Any, *, ndim: int) -> np.ndarray:
 
 
 def _expect_shape(field: Field, where: str, shape: Sequence[int], expected: tuple[int | str, ...]) -> None:
-    """Check a shape; `expected` may hold names for extents that are free."""
+    """Raise ValueError unless `shape` equals `expected`, in which a string stands for any extent."""
     fits = len(shape) == len(expected) and all(
         isinstance(want, str) or got == want for got, want in zip(shape, expected, strict=True)
     )

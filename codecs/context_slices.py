@@ -1,11 +1,10 @@
-"""Computes which tokens of each row a context-parallel rank needs: two zig-zag chunks, with one token of look-ahead
-each.
+"""Computes which tokens of each row a context-parallel rank needs: two zig-zag chunks and one token after each.
 
 A row of L tokens is treated as if padded to P, a multiple of `pad_multiple`, and is cut into 2 * cp chunks of P / (2 *
-cp). Rank r computes chunks r and 2 * cp - 1 - r, so that under causal attention every rank has equally much to do
-(Llama 3, arXiv:2407.21783, section 3.3.2; Megatron-core's layout). The log-prob of token p + 1 comes from the hidden
-state at p, so each chunk [a, b) is sent as tokens [a, b + 1), cut off where the row ends. Nothing is sent of a chunk
-that begins after the row's end.
+cp) tokens. Rank r computes chunks r and 2 * cp - 1 - r, so that under causal attention all ranks have the same amount
+of work (Llama 3, arXiv:2407.21783, section 3.3.2; Megatron-core's layout). The log-prob of token p + 1 comes from the
+hidden state at p, so each chunk [a, b) is sent with one token of look-ahead, as tokens [a, b + 1), cut off at the end
+of the row. Nothing is sent for a chunk that begins at or after the end of the row.
 """
 
 from __future__ import annotations
@@ -19,10 +18,12 @@ from .memory import fresh
 
 
 def chunks(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (starts, stops), int64 `[N, 2]`: the padded rows' positions that `rank` computes, without look-ahead.
+    """Return (starts, stops) of the two chunks of each padded row that `rank` computes, int64 `[N, 2]`, without
+    look-ahead.
 
-    lengths: int `[N]`, tokens of each row. Starts and stops may lie after their row's end. Raises ValueError when the
-    padded rows cannot be cut into 2 * cp equal chunks.
+    lengths: number of tokens of each row, int `[N]`. Starts and stops may lie beyond the end of the unpadded row.
+    Raises ValueError when the padded rows cannot be cut into 2 * cp equal chunks, when cp is less than 2, and when
+    there is no such rank.
     """
     if cp < 2 or not 0 <= rank < cp:
         raise ValueError(f"context slices: got rank {rank} of cp={cp}, expected cp >= 2 and a rank below it")
@@ -35,9 +36,10 @@ def chunks(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> tuple[
 
 
 def pieces(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (starts, stops), int64 `[N, 2]`: the tokens of each row that `rank` is sent, look-ahead included.
+    """Return (starts, stops) of the two pieces of each row that are sent to `rank`, int64 `[N, 2]`, with look-ahead.
 
-    Arguments and errors are those of `chunks`. A piece that begins after its row's end is empty.
+    Arguments and errors are those of `chunks`. The piece of a chunk that begins at or after the end of its row is
+    empty.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     starts, stops = chunks(lengths, pad_multiple, cp, rank)
@@ -46,18 +48,18 @@ def pieces(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> tuple[
 
 
 def piece_lengths(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> np.ndarray:
-    """Return int64 `[N]`: the number of tokens that `rank` is sent of each row. Arguments and errors are those of
+    """Return the number of tokens of each row that are sent to `rank`, int64 `[N]`. Arguments and errors are those of
     `chunks`."""
     starts, stops = pieces(lengths, pad_multiple, cp, rank)
     return (stops - starts).sum(axis=1)
 
 
 def slice_batch(batch: Batch, lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> Batch:
-    """Return `batch` with only the pieces of each PER_TOKEN column that `rank` is sent, one after the other, in new
+    """Return `batch` with each row of its PER_TOKEN columns reduced to the two pieces sent to `rank`, joined, in new
     memory.
 
-    batch: whole rows. lengths: int `[N]`, their tokens. Columns of other kinds are shared, not copied. Raises
-    ValueError as `chunks`, and for columns that do not have those lengths.
+    batch: whole rows. lengths: their numbers of tokens, int `[N]`. Columns of other kinds are shared, not copied.
+    Raises ValueError as `chunks` does, and when the batch's rows do not have these lengths.
     """
     if batch.lengths is None:
         return batch

@@ -1,7 +1,9 @@
-"""Copies one field's wanted rows from the parts of the blocks that hold them into new memory.
+"""Copies the wanted rows of one field out of blocks into new memory.
 
-Common arguments: block and row `[N]` say in which block each wanted row is, and where; `runs` are the runs of the two.
-values, index: block -> that field's uint8 part. All functions raise ValueError when a row reaches beyond its part.
+Common arguments: `block` and `row` `[N]` give the block number of each wanted row and its position in that block;
+`runs` are their runs, from `find_runs`. `values` and `index` map each block number to the field's values part and index
+part, uint8. When a row reaches beyond its part, the functions raise ValueError, or IndexError where rows are picked by
+their number.
 """
 
 from __future__ import annotations
@@ -22,29 +24,32 @@ from .schema import Field
 # are copied in one piece. Reading blocks and selecting rows both rest on these functions.
 
 GATHER_BYTES = 256
-"""Number of bytes up to which scattered rows of one size are moved by an indexed copy instead of one by one."""
+"""Largest size of a row, in bytes, at which scattered rows of one size are moved by an indexed copy instead of one by
+one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Groups N wanted rows into R maximal runs."""
+    """Division of N wanted rows into R maximal runs: rows that are neighbours both in the request and in their
+    source."""
 
     first: np.ndarray
     """Position of each run's first row among the wanted rows, int64 `[R]`."""
     source: np.ndarray
-    """Source from which each run is read, `[R]`."""
+    """Number of the source (such as a block) from which each run is read, `[R]`."""
     num_rows: int
     """Number N of wanted rows."""
 
     def totals(self, per_row: np.ndarray) -> np.ndarray:
-        """Return int64 `[R]`: the sum of int64 `per_row` `[N]` over each run."""
+        """Return the sum of `per_row` (int64 `[N]`) over each run, int64 `[R]`."""
         if not len(self.first):
             return np.zeros(0, dtype=np.int64)
         return np.add.reduceat(per_row, self.first, dtype=np.int64)
 
 
 def find_runs(source: np.ndarray, row: np.ndarray) -> Runs:
-    """Find the runs of rows `row` `[N]` of sources `source` `[N]`, in the order wanted."""
+    """Divide the wanted rows into runs. source, row: number of each row's source and its position there, `[N]`, in the
+    order wanted."""
     num_rows = len(row)
     if not num_rows:
         return Runs(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), 0)
@@ -59,10 +64,10 @@ def find_runs(source: np.ndarray, row: np.ndarray) -> Runs:
 def copy_runs(
     out: np.ndarray, sources: Mapping[int, np.ndarray], source: np.ndarray, start: np.ndarray, nbytes: np.ndarray
 ) -> None:
-    """Fill `out` with R pieces one after another.
+    """Copy R pieces of bytes into `out`, one after another.
 
-    out: uint8 `[sum(nbytes)]`. sources: number -> uint8 1-D. source, start, nbytes: `[R]`, int64 bytes.
-    Raises ValueError when a piece reaches beyond its source.
+    out: uint8 `[sum(nbytes)]`. sources: source number -> its bytes, uint8 1-D. source, start, nbytes: source number,
+    first byte and number of bytes of each piece, int64 `[R]`. Raises ValueError when a piece reaches beyond its source.
     """
     stop = start + nbytes
     memory = {number: array.data for number, array in sources.items()}
@@ -87,7 +92,8 @@ def copy_rows(
     item_bytes: int,
     runs: Runs,
 ) -> None:
-    """Fill `out` with N rows of `item_bytes` each: `row` `[N]` of `source` `[N]`, whose runs are `runs`."""
+    """Copy N rows of `item_bytes` bytes each into `out`. source, row: number of each row's source and its position
+    there, `[N]`. runs: the runs of these rows."""
     if item_bytes == 0 or not len(row):
         return
     if item_bytes > GATHER_BYTES or len(runs.first) * 4 < len(row):
@@ -102,7 +108,7 @@ def copy_rows(
 
 
 def by_source(source: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (source number, positions of its rows among the wanted rows), each source once."""
+    """Yield each source once, as (source number, positions of its rows among the wanted rows)."""
     order = np.argsort(source, kind="stable")
     ordered = source[order]
     cuts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
@@ -119,7 +125,7 @@ def as_bytes(values: torch.Tensor) -> np.ndarray:
 
 
 def exclusive_cumsum(counts: np.ndarray) -> np.ndarray:
-    """Return int64 `[N]`: the sum of all entries before each."""
+    """Return, for each entry of `counts`, the sum of all entries before it, int64 `[N]`."""
     ends = np.cumsum(counts, dtype=np.int64)
     return ends - counts
 
@@ -128,7 +134,8 @@ Parts = Mapping[int, np.ndarray]
 
 
 def gather_jagged(field: Field, lengths: np.ndarray, start: np.ndarray, runs: Runs, values: Parts) -> Jagged:
-    """Gather a PER_TOKEN column. lengths: int64 `[N]`; start: int64 `[N]`, first token of each row within its block."""
+    """Gather the wanted rows of a PER_TOKEN field. lengths: number of tokens of each row, int64 `[N]`. start: position
+    of each row's first token within its block, int64 `[N]`."""
     tokens = runs.totals(lengths)
     assert field.dtype is not None
     out = fresh(field.dtype, (int(tokens.sum()), *field.trailing))
@@ -137,7 +144,7 @@ def gather_jagged(field: Field, lengths: np.ndarray, start: np.ndarray, runs: Ru
 
 
 def gather_dense(field: Field, block: np.ndarray, row: np.ndarray, runs: Runs, values: Parts) -> torch.Tensor:
-    """Gather a PER_SAMPLE column."""
+    """Gather the wanted rows of a PER_SAMPLE field from the values parts of their blocks."""
     assert field.dtype is not None
     out = fresh(field.dtype, (len(row), *field.trailing))
     copy_rows(as_bytes(out), values, block, row, field.item_bytes, runs)
@@ -145,7 +152,8 @@ def gather_dense(field: Field, block: np.ndarray, row: np.ndarray, runs: Runs, v
 
 
 def gather_ragged(field: Field, block: np.ndarray, row: np.ndarray, runs: Runs, values: Parts, index: Parts) -> Ragged:
-    """Gather a RAGGED column. index: int64 shapes `[rows of the block, ndim]`."""
+    """Gather the wanted rows of a RAGGED field. index: block number -> bytes of the shapes of all rows of the block,
+    int64 `[rows of the block, ndim]`. Raises ValueError when the shapes do not fit the values part."""
     shapes = np.empty((len(row), field.ndim), dtype=np.int64)
     start = np.empty(len(row), dtype=np.int64)
     counts = np.empty(len(row), dtype=np.int64)
@@ -166,8 +174,8 @@ def gather_ragged(field: Field, block: np.ndarray, row: np.ndarray, runs: Runs, 
 def _elements(field: Field, shapes: np.ndarray, nbytes: int) -> np.ndarray:
     """Return the number of elements of each row of a block, int64 `[rows of the block]`.
 
-    Raises ValueError unless the shapes describe exactly the `nbytes` of the values part, so that shapes that were
-    overwritten or damaged make nobody allocate what they say.
+    Raises ValueError unless the shapes describe exactly the `nbytes` bytes of the values part, so that overwritten or
+    damaged shapes cannot make a reader allocate wrong amounts of memory.
     """
     whole = nbytes // field.item_bytes
     # As floats the products do not overflow. They are exact up to 2^53, which is more than a part can hold.
@@ -178,7 +186,8 @@ def _elements(field: Field, shapes: np.ndarray, nbytes: int) -> np.ndarray:
 
 
 def gather_objects(block: np.ndarray, row: np.ndarray, values: Parts, index: Parts) -> list[Any]:
-    """Gather an OBJECT column. index: int64 end offsets `[rows of the block]`. A row wanted twice is decoded twice."""
+    """Gather the wanted rows of an OBJECT field. index: block number -> bytes of the rows' end offsets, int64 `[rows of
+    the block]`. A row wanted twice is decoded twice."""
     ends = {number: index[number].view("<i8").tolist() for number in values}
     memory = {number: part.data for number, part in values.items()}
     out = []

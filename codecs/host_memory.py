@@ -1,4 +1,4 @@
-"""Tells how much memory this process may still take, by the machine and by the container's limit (cgroup v2)."""
+"""Tells how much memory this process can still use on its machine and within its container's limit (cgroup v2)."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def memory_limit(root: Path = CGROUP) -> int | None:
-    """Return the number of bytes that the container may use, or None without a limit."""
+    """Return the container's memory limit in bytes, or None when there is none."""
     return _bytes(root / "memory.max")
 
 
 def total_memory() -> int:
-    """Return the number of bytes of memory that this machine has, or that its container may use."""
+    """Return the number of bytes of memory of this machine, or the container's limit if that is lower."""
     total, limit = psutil.virtual_memory().total, memory_limit()
     return total if limit is None else min(total, limit)
 
 
 def available_memory(root: Path = CGROUP) -> int:
-    """Return the number of bytes that can be taken without swapping, and without exceeding the container's limit.
+    """Return the number of bytes that can be allocated without swapping and without exceeding the container's limit.
 
-    Pages of files count as free there, as the kernel gives them up when memory is wanted.
+    File pages in the container's cache that have not been used lately count as free, as the kernel gives them up when
+    memory is needed.
     """
     free = psutil.virtual_memory().available
     limit, used = memory_limit(root), _bytes(root / "memory.current")
@@ -33,7 +34,8 @@ def available_memory(root: Path = CGROUP) -> int:
 
 
 def _file_pages(root: Path) -> int:
-    """Return the number of bytes of the container's pages of files that have not been used lately."""
+    """Return the number of bytes of cached file pages of the container that have not been used lately
+    (`inactive_file`); 0 when that cannot be read."""
     try:
         lines = (root / "memory.stat").read_text().splitlines()
     except OSError:

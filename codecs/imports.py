@@ -1,4 +1,4 @@
-"""Imports users' objects by their `package.module:name` paths, and names the extra of a package that is missing."""
+"""Imports users' objects by `package.module:name` paths, and names the pip extra that installs a missing package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class MissingExtra(ValueError):
-    """An optional package is not installed; the one sentence names the extra of Headrace that installs it."""
+    """An optional package is not installed. The message names the extra of Headrace that installs it."""
 
     def __init__(self, package: str, needed_by: str, extra: str) -> None:
         self.parts = (package, needed_by, extra)
@@ -18,10 +18,10 @@ class MissingExtra(ValueError):
 
 
 def import_object(path: str, what: str) -> Any:
-    """Return the object that `package.module:name` names.
+    """Import and return the object at `path`, which has the form `package.module:name`.
 
-    what: its purpose, for the error (`sampler`). Raises ValueError in one sentence when the path is malformed, or when
-    the module cannot be imported (with its own error) or has no such name.
+    what: purpose of the object, for error messages (such as `sampler`). Raises ValueError when the path is malformed,
+    when the module cannot be imported (the message gives the original error), and when the module has no such name.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):

@@ -1,6 +1,6 @@
-"""Provides integer arithmetic for sizes, and distinct values of columns that mostly ascend already.
+"""Provides integer arithmetic for sizes, and the distinct values of arrays that are mostly sorted already.
 
-Row numbers, group numbers and block ids are such columns.
+Arrays of row numbers, group numbers and block ids are mostly sorted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Number = TypeVar("Number", int, np.ndarray)
 
 
 def ceil_div(number: Number, divisor: int) -> Number:
-    """Divide integers, rounding up."""
+    """Return `number / divisor`, rounded up to an integer."""
     return -(-number // divisor)
 
 
@@ -23,23 +23,23 @@ def round_up(number: Number, multiple: int) -> Number:
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
-    """Return the distinct values of an integer `[N]`, ascending; `values` itself when it is so already.
+    """Return the distinct values of an integer array `[N]` in ascending order; `values` itself if it is that already.
 
-    numpy's own `unique` uses a hash table and takes 350 us for 4096 row numbers, where this takes 10.
+    For 4096 row numbers this takes 10 us; numpy's own `unique` uses a hash table and takes 350 us.
     """
     ordered, heads = _heads(values)
     return ordered if heads.all() else ordered[heads]
 
 
 def distinct_counts(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (distinct values, ascending; int64 number of times that each occurs in `values`)."""
+    """Return (the distinct values in ascending order, how often each of them occurs in `values` as int64)."""
     ordered, heads = _heads(values)
     first = np.flatnonzero(heads)
     return ordered[first], np.diff(first, append=len(values))
 
 
 def _heads(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (values in ascending order, bool `[N]`: whether each is the first of its value)."""
+    """Return (`values` in ascending order, bool `[N]` that is true where a value occurs for the first time)."""
     heads = np.ones(len(values), dtype=bool)
     if len(values) > 1 and (values[1:] < values[:-1]).any():
         values = np.sort(values)

@@ -1,4 +1,4 @@
-"""Converts batches from and to what users hold: pack, unpack, pad, slice, select, concat."""
+"""Converts between batches and what users hold (tensors, lists, TensorDicts), and slices, selects and joins rows."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def pack(schema: Schema, data: Mapping[str, Any] | TensorDictBase, num_rows: int
     """Return the fields of `data` as a Batch: contiguous columns on the CPU without grad, in the schema's order.
 
     data: a mapping (or Batch) from field name to a column in any form that `columns.to_column` takes, or a TensorDict
-        with one batch dimension. Fields of the schema that it does not hold are left out of the result.
-    num_rows: rows that every field must have; None takes the first field's (or the TensorDict's batch size).
+        with one batch dimension. Fields of the schema that `data` lacks are left out of the result.
+    num_rows: number of rows that every field must have; None takes that of a Batch or TensorDict, else of the first
+        field.
 
-    Columns share memory with the input where that is contiguous already: do not write to it while the batch lives.
-    Raises ValueError naming field, row, what was given and what was expected.
+    Columns share memory with inputs that are contiguous already, so do not write to those inputs while the batch is in
+    use. Raises ValueError naming the field, the row, what was given and what was expected.
     """
     values, found_rows = _values(data)
     if num_rows is None:
@@ -56,7 +57,8 @@ def pack(schema: Schema, data: Mapping[str, Any] | TensorDictBase, num_rows: int
 
 
 def _values(data: Mapping[str, Any] | TensorDictBase) -> tuple[Mapping[str, Any], int | None]:
-    """Return (field name -> value, number of rows if known) of what `pack` is given."""
+    """Return (mapping from field name to value, number of rows if known) of the data given to `pack`. Raises ValueError
+    for other types of data."""
     if isinstance(data, Batch):
         return data, data.num_rows
     if isinstance(data, tensordict_types("TensorDictBase")):
@@ -67,7 +69,8 @@ def _values(data: Mapping[str, Any] | TensorDictBase) -> tuple[Mapping[str, Any]
 
 
 def _tensordict_values(data: TensorDictBase) -> tuple[dict[str, Any], int]:
-    """Return (field name -> value, number of rows) of a TensorDict, which is not a Mapping."""
+    """Return (dict from field name to value, number of rows) of a TensorDict, which is not a Mapping. Raises ValueError
+    unless it has exactly one batch dimension."""
     if len(data.batch_size) != 1:
         raise ValueError(f"TensorDict: got batch size {list(data.batch_size)}, expected one dimension, the rows")
     if isinstance(data, tensordict_types("LazyStackedTensorDict")):
@@ -76,8 +79,9 @@ def _tensordict_values(data: TensorDictBase) -> tuple[dict[str, Any], int]:
 
 
 def _lazy_values(data: LazyStackedTensorDict) -> dict[str, list[Any]]:
-    """Read the rows of a lazy stack one by one, because its own `get` fails on ragged rows and its `keys` hides some
-    fields."""
+    """Return a dict from field name to the values of all rows of a lazily stacked TensorDict. Reads the rows one by
+    one, because the stack's own `get` fails on ragged rows and its `keys` hides some fields. Raises ValueError when a
+    row lacks a field."""
     rows = data.tensordicts
     names = list(dict.fromkeys(name for row in rows for name in row.keys()))
     values: dict[str, list[Any]] = {name: [] for name in names}
@@ -96,7 +100,8 @@ def _nearest(name: Any, schema: Schema) -> str:
 
 
 def _same_lengths(name: str, column: Jagged, first_name: str, first: Column | None) -> Jagged:
-    """Return `column`, sharing the lengths of the batch's first PER_TOKEN field."""
+    """Return `column` with the lengths array of the batch's first PER_TOKEN field, so that all such columns share one.
+    Raises ValueError when the lengths differ."""
     if not isinstance(first, Jagged):
         return column
     if not np.array_equal(first.lengths, column.lengths):
@@ -109,9 +114,10 @@ def _same_lengths(name: str, column: Jagged, first_name: str, first: Column | No
 
 
 def unpack(batch: Batch) -> dict[str, list[Any]]:
-    """Return field name -> its N rows: tensors `[L, *trailing]`, `[*trailing]` or of the row's own shape, or objects.
+    """Return a dict from field name to a list of the field's N rows.
 
-    Tensors are views of the batch.
+    A row of a PER_TOKEN field is a tensor `[L, *trailing]`, of a PER_SAMPLE field `[*trailing]`, of a RAGGED field a
+    tensor of the row's own shape, and of an OBJECT field the object. Tensors are views of the batch.
     """
     return {name: _row_views(column) for name, column in batch.items()}
 
@@ -126,7 +132,7 @@ def _row_views(column: Column) -> list[Any]:
 
 
 def to_tensordict(batch: Batch) -> TensorDict:
-    """Return the batch as a TensorDict of batch size [N], which `pack` takes back.
+    """Return the batch as a TensorDict of batch size [N], which `pack` accepts again.
 
     PER_TOKEN becomes a nested tensor of layout torch.jagged, PER_SAMPLE a tensor, RAGGED and OBJECT a NonTensorStack.
     Tensors share the batch's memory.
@@ -147,7 +153,7 @@ def to_tensordict(batch: Batch) -> TensorDict:
 
 
 def slice_rows(batch: Batch, start: int, stop: int) -> Batch:
-    """Return rows `start:stop` as views of `batch`. Raises ValueError unless 0 <= start <= stop <= rows."""
+    """Return rows `start:stop` as views of `batch`. Raises ValueError unless 0 <= start <= stop <= number of rows."""
     if not 0 <= start <= stop <= batch.num_rows:
         raise ValueError(f"rows {start}:{stop}: expected 0 <= start <= stop <= {batch.num_rows}, the batch's rows")
     columns: dict[str, Column] = {}
@@ -167,7 +173,8 @@ def slice_rows(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def select_rows(batch: Batch, indices: Sequence[int] | np.ndarray) -> Batch:
-    """Copy rows `indices` `[M]`, in that order; a row may repeat. Raises ValueError for a row that does not exist."""
+    """Return a new batch with copies of the rows at `indices` `[M]`, in that order; a row may repeat. Raises ValueError
+    when an index is negative or there is no such row."""
     row = np.asarray(indices, dtype=np.int64)
     if len(row) and not 0 <= row.min() <= row.max() < batch.num_rows:
         raise ValueError(f"rows {row.min()} to {row.max()}: expected 0 to {batch.num_rows - 1}, the batch's rows")
@@ -192,7 +199,8 @@ def select_rows(batch: Batch, indices: Sequence[int] | np.ndarray) -> Batch:
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
-    """Copy the rows of all `batches`, one after another. Raises ValueError unless they have one schema."""
+    """Return a new batch with copies of the rows of all `batches`, one after another. Raises ValueError when there are
+    no batches or when their schemas differ."""
     if not batches:
         raise ValueError("concat: got no batches, expected at least one")
     schema = batches[0].schema
@@ -231,11 +239,12 @@ def to_padded(
     pad_to: int | None = None,
     multiple_of: int = 1,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return ({name: `[N, Lmax, *trailing]`}, int64 lengths `[N]`), right-padded with each field's pad value.
+    """Return PER_TOKEN columns as right-padded tensors `[N, Lmax, *trailing]` by name, and their int64 lengths `[N]`.
 
+    The padding is filled with each field's pad value.
     names: PER_TOKEN fields; None takes all.
-    pad_to: Lmax; None takes the longest row's length.
-    multiple_of: Lmax is rounded up to a multiple of this (of TP x CP, say).
+    pad_to: Lmax, before it is rounded up; None takes the longest row's length.
+    multiple_of: number to a multiple of which Lmax is rounded up, such as tensor x context parallel ranks.
     Raises ValueError for a field of another kind and for rows longer than `pad_to`.
     """
     if names is None:
@@ -258,7 +267,8 @@ def to_padded(
 def from_padded(schema: Schema, padded: Mapping[str, torch.Tensor], lengths: torch.Tensor | Sequence[int]) -> Batch:
     """Return the valid tokens of right-padded `[N, Lmax, *trailing]` tensors as a Batch; the inverse of `to_padded`.
 
-    lengths: `[N]`. Raises ValueError for a field that is not PER_TOKEN and for what does not fit the schema.
+    lengths: number of valid tokens of each row, `[N]`. Raises ValueError for a field that is not PER_TOKEN, and for
+    shapes, lengths and dtypes that do not fit the schema.
     """
     rows = torch.as_tensor(lengths, dtype=torch.int64).cpu().numpy()
     columns: dict[str, Column] = {}
@@ -275,7 +285,8 @@ def from_padded(schema: Schema, padded: Mapping[str, torch.Tensor], lengths: tor
 
 
 def _scatter(field: Field, values: torch.Tensor, valid: np.ndarray) -> torch.Tensor:
-    """Place `values` `[T, *trailing]` where `valid` `[N, Lmax]` is true, and the pad value elsewhere."""
+    """Return a tensor `[N, Lmax, *trailing]` that has `values` `[T, *trailing]`, in order, where `valid` `[N, Lmax]` is
+    true, and the field's pad value elsewhere."""
     assert field.dtype is not None
     out = fresh(field.dtype, (*valid.shape, *field.trailing)).fill_(field.pad_value)
     # As unsigned integers of the same size: numpy knows no bf16 and fp8, and its masked copy is the fastest there is.

@@ -1,7 +1,7 @@
-"""Pools host memory for columns that are read; it is used again once the last tensor on it is gone.
+"""Recycles host memory for the columns that readers receive: memory is used again once its last tensor is gone.
 
-New memory from the system costs a page fault for every 4 KiB, several times the time of the copy into it. A reader that
-gets batch after batch of about one size pays for that only once.
+New memory from the system costs a page fault for every 4 KiB, which takes several times as long as the copy into it. A
+reader of many batches of about the same size pays that cost only once.
 """
 
 from __future__ import annotations
@@ -17,29 +17,32 @@ import torch
 from .integers import round_up
 
 POOLED_FROM_BYTES = 64 << 10
-"""Number of bytes below which allocations are not pooled, as the C library recycles those itself."""
+"""Smallest number of bytes for which an allocation is pooled. Smaller ones are not, as the C library recycles them
+itself."""
 KEPT_BYTES = 256 << 20
-"""Number of bytes that are kept for later at most; memory returned beyond it goes to the system."""
+"""Largest number of bytes of idle buffers that the pool keeps; buffers returned beyond that go back to the system."""
 HUGE_PAGE = 2 << 20
 ALIGN = 64
-"""Number of bytes to whose multiples the parts of blocks and buckets are aligned, so that views of any dtype are."""
+"""Alignment in bytes of the parts of blocks and of the tensors in weight buckets, so that they can be viewed as any
+dtype."""
 _STEPS = 4
-"""Number of size classes between two powers of two, so that at most a quarter of a buffer is idle."""
+"""Number of size classes between two powers of two, so that at most a quarter of a buffer is unused."""
 
 
 class Pool:
-    """Keeps buffers by size class. Thread-safe without a lock, as the collector may return one at any point of any
-    thread."""
+    """Pool of idle memory buffers, by size class. Thread-safe; it takes no lock, because the garbage collector may
+    return a buffer at any point in any thread."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._free: dict[int, deque[np.ndarray]] = {}
         self._kept_bytes = kept_bytes
         self.idle_bytes = 0
-        """Number of bytes of idle buffers. A race between threads may miss a buffer, which only shifts the limit."""
+        """Number of bytes of idle buffers. A race between threads can make it slightly wrong, which only shifts the
+        limit."""
 
     def take(self, nbytes: int) -> np.ndarray:
-        """Return uint8 `[nbytes]`, uninitialised, aligned to 64 bytes. The memory is reused when the array and all
-        its views are gone."""
+        """Return an uninitialised uint8 array `[nbytes]`, aligned to 64 bytes. Its memory is used again once the array
+        and all its views are gone."""
         size = _size_class(nbytes)
         try:
             buffer = self._free[size].pop()
@@ -74,7 +77,7 @@ _POOL = Pool()
 
 
 def fresh(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Return an uninitialised contiguous CPU tensor for the caller to fill."""
+    """Return an uninitialised contiguous CPU tensor for the caller to fill. Large ones use pooled memory."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < POOLED_FROM_BYTES:
         return torch.empty(tuple(shape), dtype=dtype)

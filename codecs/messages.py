@@ -1,7 +1,7 @@
 """Encodes metadata messages between processes (dataclasses, enums and numpy arrays) as msgpack.
 
-They are directory calls, receipts and manifests: small, typed, and decoded into the very types that were encoded.
-Tensors are refused; rows' bytes travel as blocks (`codecs/blocks.py`).
+Such messages are directory calls, receipts and manifests: small, typed, and decoded into the same types that were
+encoded. Tensors are refused; the data of rows travels as blocks (`codecs/blocks.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .schema import Schema
 T = TypeVar("T")
 
 _ARRAY = 1
-"""Code of the msgpack extension for a numpy array: 1 byte dtype length, 1 byte ndim, dtype, int64 shape unless 1-D,
-values."""
+"""Code of the msgpack extension for a numpy array. Its data: 1 byte length of the dtype's name, 1 byte number of
+dimensions (255 for 1-D without a shape), the dtype's name, the int64 shape unless 1-D, the values."""
 
 _KINDS = "biufUS"
 """Kinds of numpy dtype that can be encoded: bool, integers, floats, fixed-width strings."""
@@ -35,7 +35,7 @@ def encode(obj: Any) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, type: type[T]) -> T:  # noqa: A002
-    """Decode an object of `type` (any annotation, such as `list[Receipt]`) that `encode` wrote; its arrays own their
+    """Decode an object of `type` (any annotation, such as `list[Receipt]`) that `encode` wrote. Its arrays own their
     memory.
 
     Raises ValueError when `data` is not such a message.

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 MAX_DEPTH = 200
-"""Number of lists and dicts that may be nested, which also stops an object that contains itself."""
+"""Largest depth to which lists and dicts may be nested. The limit also catches an object that contains itself."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder()
@@ -21,7 +21,7 @@ _SCALARS = frozenset((str, bytes, type(None), bool, float))
 
 
 def encode(obj: Any) -> bytes:
-    """Encode `obj`. Takes str, bytes, None, bool, int (64 bit), float, list, and dict with str or int keys.
+    """Encode `obj` as msgpack: str, bytes, None, bool, int (64 bit), float, list, or dict with str or int keys.
 
     Raises TypeError naming any other type and the path to it, and ValueError for an int beyond 64 bit, text that is not
     valid Unicode, and nesting deeper than MAX_DEPTH.
@@ -42,8 +42,8 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 def encode_column(name: str, rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Encode the column's rows one after another: uint8 bytes and int64 `[N]` end offsets. Errors name field and
-    row."""
+    """Encode all rows of an OBJECT column. Returns their bytes one after another, uint8 1-D, and the offset at which
+    each row ends, int64 `[N]`. Raises TypeError or ValueError as `encode` does, naming the field and the row."""
     parts = []
     for index, obj in enumerate(rows):
         try:

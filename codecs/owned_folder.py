@@ -1,7 +1,7 @@
 """Creates folders that belong to one process, and tells whether the owner of a folder or of a lock is still alive.
 
-A folder's owner holds the lock (flock) of a file in it. The operating system drops the lock when the process ends,
-however it ends, so that a folder whose lock is free is stale and may be removed by anybody.
+The owner of a folder holds the lock (flock) of a file in it. The operating system drops the lock when the process ends,
+however it ends. A folder whose lock is free is therefore stale, and any process may remove it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "headrace-"
-"""Every folder that a run makes in shared memory is named `headrace-{run_id}` or `headrace-{run_id}-{what}`."""
+"""Prefix of the name of every folder that a run makes in shared memory: `headrace-{run_id}` or
+`headrace-{run_id}-{what}`."""
 _OWNER = "owner"
 _TRIES = 10
 _PAUSE_S = 0.02
 
 
 def create_owned_folder(folder: Path, run_id: str, fill: Callable[[Path], None] = lambda folder: None) -> int:
-    """Create `folder`, locked and filled by `fill` before it gets its name. A stale folder of that name is replaced.
+    """Create `folder` and lock it for this process. A stale folder of that name is replaced.
 
-    Returns the lock's descriptor; closing it gives the folder up. Raises ValueError when a living process owns the
-    folder, and OSError when nothing can be written there.
+    The folder gets its name only when it is locked and `fill` has written its contents. Returns the file descriptor
+    that holds the lock; closing it gives up the folder. Raises ValueError when a living process owns the folder, and
+    OSError when nothing can be written there.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -52,7 +54,8 @@ def create_owned_folder(folder: Path, run_id: str, fill: Callable[[Path], None] 
 
 
 def owner_lives(folder: Path) -> bool:
-    """Return whether the process that created `folder` is alive and has not given it up."""
+    """Return whether the process that created `folder` is alive and has not given it up. Also returns True when this
+    cannot be determined, as for another user's folder."""
     try:
         if not _is_own(folder):  # another user's folder is not ours to judge
             return True
@@ -73,7 +76,7 @@ def owner_lives(folder: Path) -> bool:
 def remove_stale_folders(root: Path = SHARED_MEMORY) -> list[str]:
     """Remove the folders of dead runs in `root`, and return their names.
 
-    What another user made, and what is no folder with an owner's file, is left alone, whatever it is.
+    Folders of other users, and anything without an owner file, are left alone.
     """
     removed = []
     for folder in root.glob(PREFIX + "*"):
@@ -84,16 +87,18 @@ def remove_stale_folders(root: Path = SHARED_MEMORY) -> list[str]:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether `folder` is a folder of this user with a regular owner's file. Raises FileNotFoundError."""
+    """Return whether `folder` is a directory of this user with a regular owner file. Raises FileNotFoundError or
+    NotADirectoryError when there is no folder or no owner file."""
     at, owner = os.lstat(folder), os.lstat(folder / _OWNER)
     own = at.st_uid == owner.st_uid == os.getuid()
     return own and stat.S_ISDIR(at.st_mode) and stat.S_ISREG(owner.st_mode)
 
 
 def try_lock(path: Path) -> int | None:
-    """Lock an existing file for this process, without waiting.
+    """Lock an existing file for this process (exclusive flock), without waiting.
 
-    Returns the descriptor that holds the lock, or None when another process holds it. Raises FileNotFoundError.
+    Returns the file descriptor that holds the lock, or None when another process holds it. Raises FileNotFoundError
+    when there is no such file.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # NFS locks only files that are open for writing
     try:
@@ -105,9 +110,9 @@ def try_lock(path: Path) -> int | None:
 
 
 def process_start(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot, or None when it has ended (a zombie has).
+    """Return when a process started, in clock ticks since boot, or None when it has ended; a zombie counts as ended.
 
-    The pair of pid and start time names a process for good, while a pid alone is used again.
+    The pair of pid and start time identifies a process for good, while a pid alone is used again.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
@@ -118,7 +123,8 @@ def process_start(pid: int) -> int | None:
 
 
 def _remove_stale(folder: Path) -> bool:
-    """Remove `folder` unless its owner is alive. Returns whether it is gone."""
+    """Remove `folder` unless its owner is alive; a folder without an owner file is removed, too. Returns whether it is
+    gone."""
     try:
         return _remove_unlocked(folder)
     except FileNotFoundError:
@@ -127,7 +133,8 @@ def _remove_stale(folder: Path) -> bool:
 
 
 def _remove_unlocked(folder: Path) -> bool:
-    """Remove `folder` if nobody holds its lock. Raises FileNotFoundError when it has no owner file."""
+    """Remove `folder` if no process holds its lock. Returns whether it was removed. Raises FileNotFoundError when it
+    has no owner file."""
     descriptor = try_lock(folder / _OWNER)
     if descriptor is None:
         return False

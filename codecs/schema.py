@@ -1,4 +1,4 @@
-"""Declares each field of the rows, once: its kind, dtype, trailing shape and pad value."""
+"""Defines the schema of rows: the kind, dtype, trailing shape and pad value of each field."""
 
 from __future__ import annotations
 
@@ -34,30 +34,31 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 class Kind(enum.StrEnum):
-    """Says how a field's rows are shaped."""
+    """Kind of a field: the shape of its value in one row."""
 
     PER_TOKEN = "per_token"
-    """Row of shape `[L, *trailing]`, where L is the row's length, the same for all PER_TOKEN fields of a row."""
+    """One value per token: a tensor `[L, *trailing]`, where L is the row's length, which all PER_TOKEN fields of a row
+    share."""
     PER_SAMPLE = "per_sample"
-    """Row of shape `[*trailing]`."""
+    """One value per row: a tensor `[*trailing]`."""
     RAGGED = "ragged"
-    """Row of any shape with a fixed number of dimensions (`ndim`), such as images."""
+    """A tensor per row, of any shape with a fixed number of dimensions (`ndim`), such as an image."""
     OBJECT = "object"
-    """Row that is a string, bytes, a number, None, or a list or dict of these, encoded as msgpack."""
+    """A string, bytes, a number, None, or a list or dict of these per row, encoded as msgpack."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Declares one named column."""
+    """Declaration of one named field of the rows."""
 
     name: str
     kind: Kind
     dtype: torch.dtype | None = None
     """Type of the elements; None only for OBJECT."""
     trailing: tuple[int, ...] = ()
-    """Shape after the token (PER_TOKEN) or the row (PER_SAMPLE) dimension; () for RAGGED and OBJECT."""
+    """Shape of the value of one token (PER_TOKEN) or of one row (PER_SAMPLE); () for RAGGED and OBJECT."""
     pad_value: int | float | bool = 0
-    """Value with which `to_padded` fills; it is never sent."""
+    """Value that `to_padded` puts behind the last token of a row; padding is never sent."""
     ndim: int = 1
     """Number of dimensions of one row, at least 1, for RAGGED only. Rows that are single numbers are PER_SAMPLE."""
 
@@ -84,7 +85,7 @@ class Field:
 
     @property
     def dtype_name(self) -> str | None:
-        """Name of the dtype on the wire (`"float32"`); None for OBJECT."""
+        """Name of the dtype in messages, such as `"float32"`; None for OBJECT."""
         return None if self.dtype is None else str(self.dtype).removeprefix("torch.")
 
     @property
@@ -121,7 +122,7 @@ class Field:
 
 
 def _holds(dtype: torch.dtype, value: int | float | bool) -> bool:
-    """Return whether `value` as `dtype` is the same number (floats may be rounded, but must not overflow)."""
+    """Return whether `dtype` can represent `value`. Floats may be rounded, but must not overflow."""
     if dtype == torch.bool:
         return value in (0, 1)
     if not dtype.is_floating_point:
@@ -131,7 +132,7 @@ def _holds(dtype: torch.dtype, value: int | float | bool) -> bool:
 
 
 class Schema(Mapping[str, Field]):
-    """Holds the immutable, ordered fields of a partition, by name."""
+    """Immutable, ordered mapping from field name to Field, which describes the rows of a partition."""
 
     __slots__ = ("_fields",)
 
@@ -164,11 +165,11 @@ class Schema(Mapping[str, Field]):
         return f"Schema({list(self._fields.values())!r})"
 
     def subset(self, names: Iterable[str]) -> Schema:
-        """Return the named fields, in the order given. Raises KeyError for a name that is not declared."""
+        """Return a schema of the named fields, in the order given. Raises KeyError for a name that is not declared."""
         return Schema(self[name] for name in names)
 
     def to_list(self) -> list[dict[str, Any]]:
-        """Return plain data for messages and manifests."""
+        """Return the fields as plain dicts, for messages and manifests; `from_list` is the inverse."""
         return [field.to_dict() for field in self._fields.values()]
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Floor 2: where rows live between producer and consumer."""
+"""Keeps rows between the processes that produce them and those that consume them. The package's second layer."""

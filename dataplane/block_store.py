@@ -1,7 +1,8 @@
-"""Defines the protocol that every store implements, in its two halves.
+"""Defines the two protocols that a store of rows' bytes implements: `StoreHost` and `BlockStore`.
 
-`StoreHost` runs beside the directory, once per run: it starts and ends the store's processes, and allocates and frees.
-`BlockStore` runs in every process that reads or writes: it moves bytes, and knows nothing of rows.
+`StoreHost` runs beside the directory, once per run: it starts and ends the store's processes, and allocates and frees
+blocks. `BlockStore` runs in every process that reads or writes: it moves the bytes of blocks, and knows nothing of
+rows.
 """
 
 from __future__ import annotations
@@ -18,46 +19,49 @@ from .meta import BlockRef
 
 @dataclass(frozen=True, slots=True)
 class StoreSpec:
-    """Describes a run's store to a process that wants to attach to it. Plain data."""
+    """Description of a run's store for processes that want to attach to it. Plain data."""
 
     kind: str
     """Kind of the store: `local`, `shm`, `ray`, `simple` or `mooncake`."""
     run_id: str
     address: dict[str, object]
-    """Names, ports or folders that only the store itself reads. Must be encodable as msgpack."""
+    """Names, ports or folders by which a process finds the store. Only the store's own code reads them. Must be
+    encodable as msgpack."""
     plane_id: int = field(default_factory=lambda: 1 + secrets.randbelow((1 << 63) - 1))
     """Random number of this data plane, from 1 to 2^63 - 1, which its receipts carry. Block ids begin at 1 in every
-    data plane, so that only this number tells a receipt of another one, also of an earlier one of the same `run_id`."""
+    data plane, so only this number distinguishes its receipts from those of another data plane, even an earlier one
+    with the same `run_id`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Names the parts of one block that a reader needs whole."""
+    """One block, and the numbers of the parts of it that a reader needs."""
 
     block: BlockRef
     parts: tuple[int, ...]
 
 
 class StoreHost(Protocol):
-    """Allocates and frees the store's blocks, beside the directory.
+    """Part of a store that runs in the directory's process, once per run, and allocates and frees blocks.
 
-    A host that is `FreesMany` is called from one thread. Any other must be thread-safe, and its calls wait for no other
-    process.
+    A host that implements `FreesMany` is called from one thread. Any other host must be thread-safe, and its calls must
+    not wait for another process.
     """
 
     spec: StoreSpec
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
-        """Return a location for `nbytes`, or None when the store has no room at the moment.
+        """Allocate `nbytes` bytes and return their location, or None when the store has no room at the moment.
 
-        A store that learns the location only from the write returns b"". Its `allocate` is called once before a put
-        writes, with the first block's id and the bytes of all blocks, and once for each block afterwards, with its own
-        bytes.
+        A store that learns locations only when blocks are written returns b"". For such a store, this is called once
+        before a put writes, with the id of the first block and the bytes of all blocks, and at the commit once for each
+        block, with the bytes of that block.
         """
         ...
 
     def free(self, block_id: int, location: bytes) -> None:
-        """Delete a block, written or not. Idempotent. Readers that hold its location get RowsCleared from now on."""
+        """Delete a block, whether it was written or not. Idempotent. Readers that hold its location get RowsCleared
+        from now on."""
         ...
 
     def usage_bytes(self) -> int:
@@ -65,104 +69,115 @@ class StoreHost(Protocol):
         ...
 
     def unfreed_bytes(self) -> int:
-        """Return the number of bytes of freed blocks that the store still holds, as a process of it has not answered or
-        a writer is still in them. They become free without another call, so a put that waits looks again."""
+        """Return the number of bytes of freed blocks that the store still holds, because one of its processes has not
+        answered or a writer still uses them. They become free without another call, so a put that waits for room looks
+        again."""
         ...
 
     def shortage(self) -> str:
-        """Say why `allocate` has no room, for the error of a put that waited in vain; "" when it always has."""
+        """Return the reason why `allocate` has no room, for the error of a put that waited in vain; "" for a store that
+        always has room."""
         ...
 
     def processes(self) -> dict[str, int]:
-        """Return name -> pid of the store's own processes on this machine; empty when it has none."""
+        """Return the store's own processes on this machine, as name -> pid; empty when it has none."""
         ...
 
     def close(self) -> None:
-        """End everything that this host started, by pid, and remove its files. Idempotent."""
+        """End all processes that this host started, by their pids, and remove its files. Idempotent."""
         ...
 
 
 @runtime_checkable
 class Cuts(Protocol):
-    """Marks a host that knows locations before the write: a put gets one range, which is cut when its blocks' sizes are
-    known."""
+    """Protocol of a host that knows locations before blocks are written. A put gets one range of bytes, which is cut
+    into blocks once their sizes are known."""
 
     def has_ready(self, nbytes: int) -> bool:
         """Return whether `allocate` of `nbytes` would succeed at once."""
         ...
 
     def make_ready(self, nbytes: int) -> None:
-        """Prepare so that `has_ready` becomes true, if there is room. May take its time."""
+        """Prepare memory so that `has_ready(nbytes)` becomes true, if there is room. This may take a while."""
         ...
 
     def cut(self, block_id: int, sizes: Sequence[int]) -> list[bytes]:
-        """Cut the range of `block_id` into the blocks `block_id`, `block_id` + 1, ... end to end, and free the rest.
+        """Cut the range that was allocated for `block_id` into blocks with ids `block_id`, `block_id` + 1, ..., and
+        free the rest.
 
-        sizes: multiples of `codecs.memory.ALIGN`. Returns the blocks' locations. Raises CapacityExceeded.
+        The blocks lie end to end. sizes: number of bytes of each block, multiples of `codecs.memory.ALIGN`. Returns the
+        blocks' locations. Raises CapacityExceeded when the store cannot hold so many blocks.
         """
         ...
 
 
 @runtime_checkable
 class FreesMany(Protocol):
-    """Marks a host for which freeing is a round trip, so that many blocks are freed in one call."""
+    """Protocol of a host for which freeing takes a round trip to another process, so that many blocks are freed in one
+    call."""
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Free each (block id, location), as `free` does."""
+        """Free the given blocks, each a pair (block id, location), as `free` does."""
         ...
 
 
 @runtime_checkable
 class PutsMany(Protocol):
-    """Marks a store for which writing is a round trip, so that all blocks of one put are written in one call."""
+    """Protocol of a store for which writing takes a round trip to another process, so that all blocks of one put are
+    written in one call."""
 
     def put_many(
         self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
     ) -> tuple[bytes, ...]:
-        """Write blocks with consecutive ids and equal numbers of parts, as `BlockStore.put` does. Returns their
-        locations.
+        """Write several blocks as `BlockStore.put` does, and return their locations.
 
-        When it raises, some of the blocks may have been written.
+        blocks: the parts of each block, equally many for all. The first block has the id `first_block_id`, and the ids
+        of the others follow. When this raises, some of the blocks may have been written.
         """
         ...
 
 
 @runtime_checkable
 class Serving(Protocol):
-    """Marks a host that holds the bytes itself and answers stores in other processes over the directory's link."""
+    """Protocol of a host that holds the bytes itself, and answers requests of stores in other processes, which arrive
+    over their connection to the directory."""
 
     def serve(self, request: bytes) -> bytes:
-        """Answer one request of this kind's BlockStore. Raises the DataPlaneErrors that the store would raise."""
+        """Carry out one request of a BlockStore of this kind and return the reply. Raises the DataPlaneErrors that the
+        BlockStore should raise."""
         ...
 
 
 class BlockStore(Protocol):
-    """Reads and writes blocks, in every process. Thread-safe. Every call returns or raises within `timeout_s`."""
+    """Part of a store that runs in every process, and reads and writes blocks. Thread-safe. Every call returns or
+    raises within `timeout_s`."""
 
     def put(
         self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
-        """Write the block's parts (uint8 1-D each, at `offsets` when laid end to end). Returns the final location.
+        """Write a block and return its final location. The store holds all bytes when this returns.
 
-        The bytes have landed when it returns. Raises StoreLost naming the peer.
+        location: what `StoreHost.allocate` returned. parts: uint8 1-D each. offsets: first byte of each part when they
+        are laid end to end. Raises RowsCleared when the space was freed meanwhile, and StoreLost naming the process
+        that did not answer.
         """
         ...
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
-        """Return, for each want, part number -> uint8 view of the whole part. The views are read-only and valid until
-        `settle`.
+        """Return for each `Want` a dict from part number to a uint8 view of the whole part.
 
-        Raises RowsCleared when a block was freed, StoreLost when its process does not answer.
+        The views are read-only, and are valid until `settle`. Raises RowsCleared when a block was freed, and StoreLost
+        when the process that holds it does not answer.
         """
         ...
 
     def settle(self, wants: Sequence[Want]) -> None:
         """Confirm that the views of a `get` were valid while they were copied. Called before the copies are handed out.
 
-        Raises RowsCleared when a block was freed since, as its memory may have been used again.
+        Raises RowsCleared when a block was freed since the `get`, as its memory may have been used for another block.
         """
         ...
 
     def close(self) -> None:
-        """Detach this process. Idempotent. The run's store goes on."""
+        """Detach this process from the store, which keeps running. Idempotent."""
         ...

@@ -1,4 +1,4 @@
-"""Packs receipts' and requests' columns of integers, keys and places in blocks into few bytes a row."""
+"""Packs the columns of receipts and requests (integers, row keys, locations in blocks) into a few bytes per row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..codecs.blocks import RowSource
 
 _WIDTHS = (np.uint8, np.uint16, np.uint32)
 _RUN_GAIN = 4
-"""Number of values that a run must hold on average for runs to pay."""
+"""Smallest average number of equal values in a run at which integers are encoded as runs."""
 _ZIP_BYTES = 96
 """Number of bytes below which keys are not compressed, as a compressor's set-up costs more than it saves."""
 
@@ -42,7 +42,8 @@ def unpack_ints(data: bytes) -> np.ndarray:
 
 
 def _narrow(values: np.ndarray) -> list:
-    """Return [base, bytes a value, values - base]."""
+    """Encode integers as [minimum, bytes per value, values less the minimum in so many bytes]. Values that need 8 bytes
+    are kept as they are, with 0 as the minimum."""
     if not len(values):
         return [0, 1, b""]
     low, high = int(values.min()), int(values.max())
@@ -59,9 +60,10 @@ def _widen(base: int, width: int, data: bytes) -> np.ndarray:
 
 
 def pack_keys(keys: Sequence[str], *, squeeze: bool = False) -> bytes:
-    """Encode row keys. squeeze: compress many keys (neighbours share their prefix, so about 3 bytes a key).
+    """Encode row keys, which `unpack_keys` decodes. Keys must hold no NUL and must not be empty (`check_keys`).
 
-    `unpack_keys` decodes them. Keys hold no NUL and are not empty (`check_keys`).
+    squeeze: whether to compress the keys if there are many; as neighbours share prefixes, a key then takes about 3
+    bytes.
     """
     if not keys:
         return b""
@@ -77,8 +79,8 @@ def unpack_keys(data: bytes) -> list[str]:
 
 
 def check_keys(keys: Sequence[str], argument: str = "keys") -> list[str]:
-    """Return `keys` as a list. Raises ValueError naming the argument unless each is a non-empty str without NUL that
-    UTF-8 can encode."""
+    """Return `keys` as a list. Raises ValueError naming the argument unless each key is a non-empty str without NUL
+    that UTF-8 can encode."""
     if isinstance(keys, str):
         raise ValueError(f"{argument}: got the string {keys!r}, expected a sequence of strings")
     checked = list(keys)
@@ -99,8 +101,8 @@ def _is_plain(text: str) -> bool:
 
 
 def pack_source(source: RowSource, lengths: np.ndarray) -> list:
-    """Encode the places of rows, as runs of rows that follow one another in a block. lengths: int64 `[N]`, tokens of
-    each row."""
+    """Encode where rows lie in blocks, as runs of rows that follow one another in a block. lengths: number of tokens of
+    each row, int64 `[N]`."""
     block, row, start = source.block, source.row, source.start
     tokens = bool(start.any())
     follows = (block[1:] == block[:-1]) & (row[1:] == row[:-1] + 1)

@@ -1,4 +1,4 @@
-"""The section `dataplane` of the configuration: which store holds the rows, and the bounds of waits and leases."""
+"""Defines the configuration section `dataplane`: the store of the rows, and the time limits of calls and leases."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import pydantic
 from .section import Count, Positive, Section
 
 MAX_BLOCK_ROWS = 1 << 24
-"""Number of rows that a block has at most."""
+"""Largest number of rows that a block may have."""
 
 StoreKind = Literal["auto", "local", "shm", "ray", "simple", "mooncake"]
 
 
 class StoreConfig(Section):
-    """Which store holds the rows' bytes, and how many bytes it may hold."""
+    """Store that holds the rows' bytes, and its capacity."""
 
     kind: StoreKind = "auto"
     """Kind of the store. `local` keeps the bytes in the directory's process. `shm` keeps them in shared memory of one
     host. `ray` keeps them in Ray's object store. `simple` keeps them in TransferQueue's storage units. `mooncake` keeps
     them in a Mooncake store. `auto` is `shm` when the run is on one host, else `simple`."""
     capacity_mib: Count = 1024
-    """Largest number of MiB that rows take in the store at the same time. A put that would exceed it waits."""
+    """Largest number of MiB that rows may take in the store at the same time. A put that would exceed it waits."""
     num_units: Count = 1
-    """Number of TransferQueue's storage units that `simple` starts, each in its own process."""
+    """Number of TransferQueue storage units that the store `simple` starts, each in its own process."""
     protocol: Literal["tcp", "rdma"] = "tcp"
-    """Network protocol of `mooncake`. The store never switches to the other protocol silently."""
+    """Network protocol of the store `mooncake`. The store never switches to the other protocol silently."""
     device: str = ""
-    """Names of the RDMA devices that `mooncake` uses, separated by commas, such as `mlx5_0,mlx5_1`. An empty text means
-    all devices."""
+    """Names of the RDMA devices that the store `mooncake` uses, separated by commas, such as `mlx5_0,mlx5_1`. An empty
+    string means all devices."""
 
 
 class DataPlaneConfig(Section):
@@ -38,17 +38,18 @@ class DataPlaneConfig(Section):
     store: StoreConfig = StoreConfig()
     """The store that holds the rows' bytes."""
     integrity: Literal["off", "verify"] = "off"
-    """Whether rows are checked for damage. `verify` writes an xxh3 checksum with each row block and checks it at every
-    read. `off` does neither."""
+    """Check for damaged rows. `verify` writes xxh3 checksums with the rows, one per field and 64 rows, and checks them
+    at every read. `off` does neither."""
     timeout_s: Positive = 30.0
-    """Seconds after which a call fails when its caller gives no time limit."""
+    """Seconds after which a call to the data plane fails when its caller gives no time limit."""
     lease_s: Positive = 600.0
-    """Seconds for which a lease outlives the consumer that holds it. A consumer that is at work renews its leases,
-    however long it takes. The rows of one that has died or is stopped can be claimed again after these seconds."""
+    """Seconds for which a lease, a consumer's hold on the rows that it has claimed, lasts after its last renewal. A
+    running consumer renews its leases, however long it works. The rows of a consumer that has died or is stopped can be
+    claimed again after this time."""
     reserve_s: Positive = 60.0
     """Seconds after which a writer that has not committed its put is considered dead and its space is freed."""
     block_rows: Annotated[int, pydantic.Field(ge=1, le=MAX_BLOCK_ROWS)] | None = None
-    """Largest number of rows of a block. Groups are split over blocks only when one is larger than this. With the group
-    size as the value each group is a block, so that train ranks fetch only the bytes of their own groups. Unset: 256
-    rows, but more where a block would be smaller than 64 KiB, and fewer where a field of a block would be larger than 4
-    MiB."""
+    """Largest number of rows of a block, which is the unit that the store keeps. A group (the rows of one prompt) is
+    split over several blocks only when it has more rows than this. With the group size as the value, each group is a
+    block, so that train ranks fetch only the bytes of their own groups. Unset: 256 rows, but more where a block would
+    be smaller than 64 KiB, and fewer where a field of a block would be larger than 4 MiB."""

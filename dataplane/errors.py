@@ -27,17 +27,18 @@ SHOWN_KEYS = 5
 
 
 def shown(keys: Sequence[str], num_keys: int | None = None) -> str:
-    """Return the first few of `keys`, and how many more there are of `num_keys` (None: of these)."""
+    """Return a text that lists the first few of `keys` and says how many more there are. num_keys: number of all keys;
+    None means that `keys` holds them all."""
     head = ", ".join(repr(str(key)) for key in keys[:SHOWN_KEYS])
     more = (len(keys) if num_keys is None else num_keys) - SHOWN_KEYS
     return f"[{head}, ... {more} more]" if more > 0 else f"[{head}]"
 
 
 class DataPlaneError(Exception):
-    """Base class of all. It names the operation, partition, keys (the first few), peer and elapsed seconds where they
-    apply.
+    """Base class of the data plane's errors. The message names the operation, partition, first few keys, peer process
+    and elapsed seconds, where they apply.
 
-    It can be pickled across processes: it has only plain attributes and is rebuilt by keyword.
+    Such errors can be pickled: they have only plain attributes and are rebuilt from keyword arguments.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class DataPlaneError(Exception):
         return _rebuild, (type(self), self.message, self.fields())
 
     def fields(self) -> dict:
-        """Return the context as plain data, which messages between processes carry."""
+        """Return the keyword arguments of the error (operation, partition, keys, ...) as plain data, for messages
+        between processes."""
         return {
             "op": self.op,
             "partition": self.partition,
@@ -97,15 +99,15 @@ class SchemaMismatch(DataPlaneError, ValueError):
 
 
 class DuplicateKeys(DataPlaneError, ValueError):
-    """A key stands twice in one put."""
+    """A key occurs twice in one put."""
 
 
 class AlreadyWritten(DataPlaneError, ValueError):
-    """A (key, field) was written before and `replace` is not set."""
+    """A put would write a field that its row already has, and `replace` is not set."""
 
 
 class KeysNotFound(DataPlaneError, KeyError):
-    """The partition holds no such keys."""
+    """Some of the keys do not exist in the partition."""
 
 
 class FieldsNotReady(DataPlaneError):
@@ -125,27 +127,30 @@ class LeaseLost(DataPlaneError):
 
 
 class SamplerError(DataPlaneError):
-    """A task's sampler raised, or chose rows that it was not offered, or one twice. Nothing was leased."""
+    """A task's sampler, which chooses the rows of a claim, raised an error or chose wrong rows: some that it was not
+    offered, or one twice. No row was leased."""
 
 
 class IntegrityError(DataPlaneError):
-    """Bytes read differ from the bytes written (checksum)."""
+    """Bytes read differ from the bytes written, as their checksum or their structure shows."""
 
 
 class DataPlaneTimeout(DataPlaneError, TimeoutError):
-    """A bounded wait ran out."""
+    """A wait exceeded its time limit."""
 
 
 class ClaimTimeout(DataPlaneTimeout):
-    """Not enough rows became ready in time; says which fields of how many rows were waited for."""
+    """Not enough rows became ready in time for a claim. The message says which fields of how many rows were waited
+    for."""
 
 
 class CapacityExceeded(DataPlaneTimeout):
-    """No room became free in time; says bytes wanted, bytes in use and the capacity."""
+    """The store had no room for a put, and none became free in time. The message gives the bytes wanted, the bytes in
+    use and the capacity."""
 
 
 class PeerLost(DataPlaneError):
-    """A process of the data plane died or did not answer within its bound."""
+    """A process of the data plane died or did not answer within its time limit."""
 
 
 class DirectoryLost(PeerLost):
@@ -153,4 +158,4 @@ class DirectoryLost(PeerLost):
 
 
 class StoreLost(PeerLost):
-    """The process that holds the bytes has died or does not answer."""
+    """The process that holds the rows' bytes has died or does not answer."""

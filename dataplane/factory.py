@@ -42,11 +42,12 @@ class DataPlane:
             atexit.register(self._at_exit)
 
     def processes(self) -> dict[str, int]:
-        """Return name -> pid of the directory's process and of the store's processes on the directory's host."""
+        """Return the pids of the directory's process and of the store's processes on the directory's host, by name."""
         return dict(self._processes)
 
     def close(self) -> None:
-        """End the store and the directory within bounded time. Idempotent. Clients then get DirectoryLost."""
+        """End the store and the directory within bounded time. Idempotent. Clients that call later get
+        DirectoryLost."""
         link, self._link = self._link, None
         actor, self._actor = self._actor, None
         if link is not None:
@@ -67,8 +68,8 @@ class DataPlane:
 
 
 def _close_host(host: StoreHost, pid: int) -> None:
-    """Close the store of a program that ends without `close`, so that its rows do not stay in memory. pid: process that
-    opened it, as forked ones inherit the call."""
+    """Close the store when a program ends without having called `close`, so that its rows do not stay in memory. pid:
+    process that opened the store; in processes that were forked from it this is a no-op."""
     if os.getpid() == pid:
         host.close()
 
@@ -83,12 +84,13 @@ def open_data_plane(
 ) -> DataPlane:
     """Start the directory and the store of a run.
 
-    in_process: True runs the directory in a thread of this process, for clients of this process only; False runs it in
-    one named Ray actor that takes no CPU (Ray must be initialised). one_host: True says that all clients are on the
-    directory's host, so that it listens on no network and `store.kind=auto` means shm. run_id: letters, digits, `-`,
-    `_` and `.`; None makes one up. start_timeout_s: seconds that the directory's process may take to start.
-    Raises ValueError when this machine cannot provide what the configuration asks for, DirectoryLost or StoreLost when
-    a process does not start in time.
+    run_id: letters, digits, `-`, `_` and `.`; None makes one up. in_process: True runs the directory in a thread of
+    this process, for clients of this process only; False runs it in one named Ray actor that takes no CPU (Ray must be
+    initialised). one_host: True says that all clients are on the directory's host, so the directory listens on no
+    network and `store.kind=auto` means `shm`. start_timeout_s: seconds that the directory's process may take to start.
+
+    Raises ValueError for a malformed run_id, when Ray is needed but not initialised, and when this machine cannot
+    provide what the configuration asks for. Raises DirectoryLost or StoreLost when a process does not start in time.
     """
     run_id = run_id or f"run-{uuid.uuid4().hex[:10]}"
     if not run_id.replace("-", "").replace("_", "").replace(".", "").isalnum():
@@ -121,8 +123,11 @@ def connect(handle: DataPlaneHandle, *, name: str = "") -> DataPlaneClient:
 
 
 def connect_async(handle: DataPlaneHandle, *, name: str = "") -> AsyncDataPlaneClient:
-    """Connect for asyncio, as `connect` does, but to the directory only with the first call, which raises DirectoryLost
-    when it is not running. Attaching to the store may block for milliseconds."""
+    """Return an asyncio client of a data plane. `name` identifies this client in the directory's log.
+
+    Attaches to the store now, which may block for milliseconds and raises StoreLost when the store is not running. A
+    directory in another process is connected to by the first call, which raises DirectoryLost when it is not running.
+    """
     link = _link(handle, connect_now=False)
     return AsyncDataPlaneClient(handle, link, store_entry(handle.store.kind).attach(handle.store, link), name)
 
@@ -134,21 +139,21 @@ def _link(handle: DataPlaneHandle, *, connect_now: bool) -> Link:
 
 
 def build_store_host(config: DataPlaneConfig, run_id: str, *, one_host: bool = True) -> StoreHost:
-    """Start the configured store's host in the calling process."""
+    """Start the host of the configured store in the calling process. Raises ValueError as `check_store` does."""
     check_store(config, one_host=one_host)
     return store_entry(store_kind(config, one_host=one_host)).open_host(config.store, run_id, one_host)
 
 
 def store_kind(config: DataPlaneConfig, *, one_host: bool) -> str:
-    """Return the kind of store that a data plane with this configuration uses."""
+    """Return the kind of store that a data plane with this configuration uses. `auto` becomes `shm` on one host, else
+    `simple`."""
     if config.store.kind != "auto":
         return config.store.kind
     return "shm" if one_host else "simple"
 
 
 def check_store(config: DataPlaneConfig, *, one_host: bool = True) -> None:
-    """Raise ValueError in one sentence when this host, as it is now, cannot provide the configured store. Starts
-    nothing.
+    """Raise ValueError when this host, in its present state, cannot provide the configured store. Starts nothing.
 
     A dry run calls it on the host where the data plane would be opened.
     """

@@ -11,8 +11,8 @@ from .rpc.frames import DirectoryAddress
 
 @dataclass(frozen=True, slots=True)
 class DataPlaneHandle:
-    """Describes a run's data plane. Plain and picklable; `factory.connect` makes a client of it in any process of
-    the run."""
+    """Description of a run's data plane. Plain and picklable; `factory.connect` makes a client from it in any process
+    of the run."""
 
     run_id: str
     config: DataPlaneConfig
@@ -20,6 +20,6 @@ class DataPlaneHandle:
     actor_name: str
     """Name of the directory's Ray actor; "" when the directory is in the process that opened it."""
     address: DirectoryAddress | None
-    """Address at which that actor listens; None when the directory is in the process that opened it."""
+    """Address at which the directory's Ray actor listens; None when the directory is in the process that opened it."""
     peer: str
     """Name, pid and host of the directory, as errors show them."""

@@ -1,4 +1,4 @@
-"""Defines receipts, which let their holder read rows without asking anybody, and hold nothing of the rows' contents."""
+"""Defines receipts, with which a process reads rows straight from the store; they hold no content of the rows."""
 
 from __future__ import annotations
 
@@ -15,69 +15,72 @@ from ..codecs.schema import Field, Kind, Schema
 from .compact import pack_ints, pack_keys, pack_source, unpack_ints, unpack_keys, unpack_source
 
 POSITION = "position"
-"""Name of the integer tag that gives a row's place in the prompt stream; `in_order` and `windowed` follow it."""
+"""Name of the integer tag that holds a row's position in the prompt stream; the samplers `in_order` and `windowed`
+follow it."""
 _FORMAT = "receipt3"
 _SUM_BYTES = 8
-"""Number of bytes of the xxh3 with which an encoded receipt begins."""
+"""Number of bytes of the xxh3 checksum with which an encoded receipt begins."""
 _FIELD_KEYS = ("name", "kind", "dtype", "trailing", "pad_value", "ndim")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRef:
-    """Refers to one immutable block."""
+    """Reference to one immutable block in the store."""
 
     block_id: int
     """Number given by the directory, unique in the run and never used again."""
     location: bytes
-    """Address of the block, which only the store can read."""
+    """Address of the block, which only the store can interpret."""
     layout: BlockLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVBatchMeta:
-    """Lets its holder read N rows. Frozen; returned by put, claim and lookup.
+    """Receipt for N rows, with which its holder can read them. Frozen; returned by put, claim and lookup.
 
-    `get` with it reads bytes without a call to the directory. Its methods are pure and return new receipts. Receipts
-    are compared by identity, and travel between processes by pickle or by `to_bytes` / `from_bytes` (about 20 bytes a
-    row).
+    A `get` with a receipt reads the rows' bytes without a call to the directory. Its methods do not change it; they
+    return new receipts. Receipts are compared by identity, and travel between processes by pickle or by `to_bytes` /
+    `from_bytes` (about 20 bytes per row).
     """
 
     partition: str
     keys: tuple[str, ...]
-    """N row ids, `{prompt_uid}.{sample}`; a key may repeat."""
+    """Ids of the N rows, `{prompt_uid}.{sample}`; a key may repeat."""
     fields: tuple[str, ...]
     """Names of the fields that this receipt can read."""
     lengths: np.ndarray
     """Number of tokens of each row, int64 `[N]`; 0 for rows without PER_TOKEN fields."""
     versions: np.ndarray
-    """Policy version that produced each row, int64 `[N]`; -1 when the producer named none."""
+    """Policy version (version of the weights) that produced each row, int64 `[N]`; -1 when the producer named none."""
     groups: np.ndarray
-    """Number of each row's group, int64 `[N]`, unique in the directory; rows of one prompt share it."""
+    """Group number of each row, int64 `[N]`: the rows of one prompt form a group, and its number is unique in the
+    directory."""
     tags: Mapping[str, np.ndarray]
-    """Numbers for each row, name -> numpy array `[N]`, to filter and balance on without reading a row. A tag is here
-    when every row of the receipt was given it."""
+    """Tags of the rows: name -> a number for each row, numpy array `[N]`, to filter and balance rows without reading
+    them. A tag is included only when every row of the receipt was given it."""
     blocks: tuple[BlockRef, ...]
-    """The blocks that `sources` point into."""
+    """Blocks that hold the rows; `sources` refer to them by their position here."""
     sources: tuple[RowSource, ...]
-    """Places of the N rows, for each set of fields that were written together. Every field in `fields` is in one
-    source."""
+    """Locations of the N rows in `blocks`, one entry for each set of fields that were written together. Every name in
+    `fields` is in exactly one entry."""
     lease_id: int = 0
-    """Number of the lease under which a claim gave these rows; 0 when they were not claimed."""
+    """Id of the lease under which a claim gave these rows; 0 when they were not claimed."""
     schema: Schema = field(kw_only=True)
     """Schema of the partition, so that readers need no other declaration."""
     plane_id: int = field(kw_only=True)
-    """Random number of the data plane that gave the receipt (`StoreSpec.plane_id`). Clients of another data plane
-    refuse it."""
+    """Random number of the data plane that issued the receipt (`StoreSpec.plane_id`). Clients of another data plane
+    refuse the receipt."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.keys)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> KVBatchMeta:
-        """Return a receipt of the rows at `indices` (int `[M]`, repeats allowed), in that order, with only the blocks
+        """Return a receipt for the rows at `indices` (int `[M]`, repeats allowed), in that order, with only the blocks
         they need.
 
-        Raises IndexError out of range, and ValueError for anything but a list of integers (for masks there is `where`).
+        Raises IndexError when an index is out of range, and ValueError for anything but one dimension of integers (for
+        masks there is `where`).
         """
         index = np.asarray(indices)
         if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
@@ -107,15 +110,16 @@ class KVBatchMeta:
         )
 
     def where(self, mask: np.ndarray) -> KVBatchMeta:
-        """Return the rows where `mask` (bool `[N]`, such as `meta.tags["valid"] > 0`) holds, in order."""
+        """Return a receipt for the rows at which `mask` is true, in order. mask: bool `[N]`, such as
+        `meta.tags["valid"] > 0`. Raises ValueError for any other array."""
         mask = np.asarray(mask)
         if mask.dtype != np.bool_ or mask.shape != (len(self),):
             raise ValueError(f"where: got {mask.dtype} {list(mask.shape)}, expected a bool mask of {len(self)} rows")
         return self.select(np.flatnonzero(mask))
 
     def split(self, parts: int | Sequence[int]) -> list[KVBatchMeta]:
-        """Split consecutive rows into `parts` receipts of sizes that differ by at most one, or of the given sizes
-        (sum N)."""
+        """Split the rows, in order, into several receipts. parts: the number of receipts, whose sizes then differ by at
+        most one, or a list of sizes that sum to N. Raises ValueError for other numbers."""
         if isinstance(parts, int):
             if parts < 1:
                 raise ValueError(f"split: got {parts} parts, expected at least 1")
@@ -128,10 +132,11 @@ class KVBatchMeta:
         return [self.select(np.arange(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
     def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
-        """Join the rows of `self`, then of `others`. Raises ValueError unless data plane, partition, fields and tags
-        are the same.
+        """Return a receipt for the rows of this receipt followed by those of `others`.
 
-        Rows of one lease keep it. Rows of several leases have none: release the receipts that `claim` returned.
+        Raises ValueError unless data plane, partition, schema, fields and tags of all receipts are the same. If all
+        receipts have the same lease, the result keeps it. If not, the result has no lease; then the receipts that
+        `claim` returned must be released.
         """
         metas = (self, *others)
         for other in others:
@@ -157,10 +162,10 @@ class KVBatchMeta:
         )
 
     def merge_fields(self, other: KVBatchMeta) -> KVBatchMeta:
-        """Return this receipt, extended to read the fields of `other`. Raises ValueError unless keys and their order
-        agree.
+        """Return this receipt, extended to read the fields of `other`, which is for the same rows.
 
-        Where both have a field or tag, `other` (the later write) counts.
+        A field or tag that both receipts have is taken from `other`, the later write. Raises ValueError unless both
+        have the same keys in the same order, from one data plane, and agree in the rows' lengths.
         """
         if (self.plane_id, self.partition, self.keys) != (other.plane_id, other.partition, other.keys):
             raise ValueError("merge_fields: the receipts are not of the same keys in the same order of one data plane")
@@ -183,12 +188,12 @@ class KVBatchMeta:
         )
 
     def with_tags(self, **tags: np.ndarray) -> KVBatchMeta:
-        """Return this receipt with tags added or replaced, numeric `[N]` each, else ValueError. The directory is not
-        told."""
+        """Return this receipt with `tags` added or replaced. The directory does not learn of them. Raises ValueError
+        unless each tag is an array `[N]` of numbers or bools."""
         return replace(self, tags={**self.tags, **check_tags(tags, len(self))})
 
     def to_bytes(self) -> bytes:
-        """Encode the receipt in few bytes: an xxh3, then msgpack with packed integer columns, about 20 bytes a row."""
+        """Encode the receipt in about 20 bytes per row: an xxh3 checksum, then msgpack with packed integer columns."""
         layouts = [ref.layout for ref in self.blocks]
         field_sets = list(dict.fromkeys(layout.fields for layout in layouts))
         body = msgspec.msgpack.encode(
@@ -214,7 +219,7 @@ class KVBatchMeta:
 
     @staticmethod
     def from_bytes(data: bytes) -> KVBatchMeta:
-        """Decode what `to_bytes` encoded. Raises ValueError for other bytes, and for damaged ones."""
+        """Decode a receipt that `to_bytes` encoded. Raises ValueError for other bytes and for damaged ones."""
         body = data[_SUM_BYTES:]
         if len(data) < _SUM_BYTES or xxhash.xxh3_64_digest(body) != data[:_SUM_BYTES]:
             raise ValueError(f"not a receipt, or a damaged one: the checksum of its {len(data)} bytes does not fit")
@@ -225,7 +230,7 @@ class KVBatchMeta:
 
 
 def _from_body(body: bytes) -> KVBatchMeta:
-    """Decode a receipt behind its checksum. May raise anything for other bytes."""
+    """Decode the bytes of a receipt after its checksum. Bytes of something else may raise any exception."""
     items = msgspec.msgpack.decode(body)
     mark, plane_id, partition, keys, fields, columns, tags, sets, blocks, sources, lease, schema = items
     if mark != _FORMAT:
@@ -252,7 +257,8 @@ def _from_body(body: bytes) -> KVBatchMeta:
 
 
 def check_tags(tags: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
-    """Return `tags` as numpy arrays. Raises ValueError unless each is bool, integer or float and `[num_rows]`."""
+    """Return `tags` as numpy arrays. Raises ValueError unless each is an array `[num_rows]` of bool, integers or
+    floats."""
     checked = {}
     for name, values in tags.items():
         array = np.asarray(values)
@@ -265,7 +271,7 @@ def check_tags(tags: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.nd
 
 
 def _pack_tag(values: np.ndarray) -> bytes:
-    """Encode a tag: integers take few bytes, as in the other columns."""
+    """Encode a tag's values: integers compactly by `pack_ints`, others as their plain bytes."""
     return pack_ints(values) if values.dtype.kind in "iu" else values.tobytes()
 
 
@@ -275,7 +281,7 @@ def _unpack_tag(data: bytes, dtype: np.dtype) -> np.ndarray:
 
 
 def narrow_sources(sources: Sequence[RowSource], fields: Sequence[str]) -> tuple[RowSource, ...]:
-    """Return the sources with only those of their fields that are wanted, without sources that have none."""
+    """Return the sources reduced to the wanted `fields`; sources that have none of these are left out."""
     wanted = set(fields)
     kept = []
     for source in sources:
@@ -286,7 +292,8 @@ def narrow_sources(sources: Sequence[RowSource], fields: Sequence[str]) -> tuple
 
 
 def _merge_blocks(metas: Sequence[KVBatchMeta]) -> tuple[tuple[BlockRef, ...], list[np.ndarray]]:
-    """Return (each block once; for each receipt int32, its block number -> the merged one)."""
+    """Merge the block lists of several receipts. Returns the blocks without duplicates and, for each receipt, an int32
+    array that maps its block numbers to positions in the merged list."""
     blocks: dict[int, BlockRef] = {}
     number: dict[int, int] = {}
     for meta in metas:
@@ -302,7 +309,8 @@ def _remap(source: RowSource, block_map: np.ndarray) -> RowSource:
 
 
 def _concat_sources(metas: Sequence[KVBatchMeta], maps: Sequence[np.ndarray]) -> tuple[RowSource, ...]:
-    """Concatenate the sources. Fields that every receipt has in one source stay together; others are separated."""
+    """Concatenate the sources of several receipts. maps: for each receipt, its block numbers in the merged list. Fields
+    that share a source in every receipt share one in the result; other fields get sources of their own."""
     source_of = [{name: source for source in meta.sources for name in source.fields} for meta in metas]
     sets: dict[tuple[int, ...], list[str]] = {}
     for name in metas[0].fields:

@@ -1,4 +1,4 @@
-"""Plans which rank reads which rows in which microbatch, from the rows' lengths alone, once, in the driver."""
+"""Plans in the driver, from the rows' lengths alone, which train rank takes which rows in which microbatch."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ Packing = Literal["none", "packed", "dynamic"]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits what one microbatch may hold, and says what a row costs.
+    """Token limit of a microbatch, and the cost of a row by which ranks are balanced.
 
-    A row's tokens are rounded up to the topology's pad multiple before anything else.
+    For the token limit, a row's tokens are first rounded up to the topology's `pad_multiple`.
     """
 
     tokens_per_microbatch: int
-    """Number of tokens that one forward pass computes at most on one replica; `packing` says how they are counted."""
+    """Largest number of tokens that one forward pass computes on one replica; `packing` says how they are counted."""
     linear_cost: float = 1.0
-    """Factor a of the cost a·L + b·L²: the matrix products' share of a token's FLOPs."""
+    """Factor a in the cost a·L + b·L² of a row of L tokens; it stands for the matrix products' share of the FLOPs."""
     quadratic_cost: float = 0.0
-    """Factor b of the cost: attention's share."""
+    """Factor b in the cost a·L + b·L² of a row of L tokens; it stands for attention's share of the FLOPs."""
     group_tolerance: float = 1.05
-    """Ratio max/mean of the ranks' cost above which groups are split over ranks."""
+    """Ratio of the largest to the mean cost of the ranks above which the rows of one group are split over several
+    ranks."""
     packing: Packing = "none"
-    """Layout of a microbatch in the backend, by which its tokens are counted.
+    """Layout of a microbatch in the backend, which decides how its tokens are counted.
 
-    none      rows padded to the longest: rows x longest; rows in the order in which they came
-    dynamic   the same, rows sorted by length, so that neighbours need little padding
-    packed    rows one behind the other: the sum of their tokens; microbatches are balanced by it
+    none      rows are padded to the longest, so tokens = rows x longest; rows stay in the order in which they came
+    dynamic   as `none`, but rows are sorted by length, so that neighbours need little padding
+    packed    rows lie one behind the other, so tokens = the sum of the rows' tokens, by which microbatches are balanced
     """
 
     def __post_init__(self) -> None:
@@ -45,34 +46,37 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """Assigns the rows of a receipt to ranks and microbatches."""
+    """Assignment of the rows of a receipt to ranks and microbatches."""
 
     rows: np.ndarray
-    """Positions in the receipt, int64 `[N]`, by rank, then microbatch. Each of 0..N-1 occurs once."""
+    """Positions of the rows in the receipt, int64 `[N]`, ordered by rank, then by microbatch. Each of 0..N-1 occurs
+    once."""
     sizes: np.ndarray
     """Number of rows of each microbatch, int64 `[dp, M]`. M is the same on every rank (unequal counts deadlock at
     the first collective), so a rank that is short of rows has empty microbatches."""
     digest: str
-    """Hash of the plan; workers that hold another one refuse to start."""
+    """Hash of the plan; a worker that holds a different plan from its leader refuses to start the step."""
 
     @property
     def num_microbatches(self) -> int:
         return self.sizes.shape[1]
 
     def shard(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (positions of the rank's rows int64 `[n]`, rows of each of its microbatches int64 `[M]`)."""
+        """Return (positions in the receipt of the rows of `rank`, int64 `[n]`; number of rows of each of its
+        microbatches, int64 `[M]`)."""
         ends = np.cumsum(self.sizes.sum(axis=1))
         start = 0 if rank == 0 else int(ends[rank - 1])
         return self.rows[start : int(ends[rank])], self.sizes[rank]
 
 
 def plan_shards(lengths: np.ndarray, topology: Topology, budget: Budget, groups: np.ndarray | None = None) -> ShardPlan:
-    """Assign rows to `topology.dp` ranks and to microbatches.
+    """Assign rows to the `topology.dp` data-parallel ranks, and the rows of each rank to microbatches.
 
-    lengths: int `[N]`, tokens of each row. groups: int `[N]`, where rows of one prompt share a number; None makes each
-    row a group. Ranks are balanced by a·L + b·L² (greedily, longest first), with whole groups on one rank unless that
-    leaves max/mean of the cost above `budget.group_tolerance`. Microbatches never exceed the budget; `Budget.packing`
-    says how rows are put into them. Deterministic. Raises ValueError when a row alone exceeds the budget.
+    lengths: number of tokens of each row, int `[N]`. groups: group number of each row, int `[N]`, shared by the rows of
+    one prompt; None makes each row a group. Ranks are balanced by the cost a·L + b·L² of their rows (greedily, longest
+    first). All rows of a group go to one rank, unless max/mean of the ranks' cost would exceed
+    `budget.group_tolerance`. Microbatches never exceed the budget; `Budget.packing` says how rows are put into them.
+    Deterministic. Raises ValueError when a single row exceeds the budget.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     padded = round_up(lengths, topology.pad_multiple)
@@ -100,7 +104,8 @@ def plan_shards(lengths: np.ndarray, topology: Topology, budget: Budget, groups:
 
 
 def _deal_ranks(cost: np.ndarray, dp: int, groups: np.ndarray | None, tolerance: float) -> np.ndarray:
-    """Return int64 `[N]`: the rank of each row."""
+    """Assign each row to one of `dp` ranks so that their costs are balanced, with whole groups on one rank if
+    `tolerance` allows it. Returns the rank of each row, int64 `[N]`."""
     if dp == 1:
         return np.zeros(len(cost), dtype=np.int64)
     if groups is None:
@@ -125,8 +130,9 @@ def _longest_first(cost: np.ndarray, num_bins: int) -> np.ndarray:
 
 
 def _split_groups(cost: np.ndarray, rank_of: np.ndarray, dp: int, tolerance: float) -> np.ndarray:
-    """Assign rows of the heaviest rank and the lightest few anew, one by one, with more ranks until max/mean is in
-    bounds."""
+    """Improve the balance of ranks by assigning single rows anew, without regard to groups. Takes the rows of the
+    heaviest and of the lightest rank, or of more light ranks if that does not help, until max/mean of the cost is
+    within `tolerance` or all ranks have been tried."""
     rank_of, lightest = rank_of.copy(), 1
     while True:
         loads = np.bincount(rank_of, weights=cost, minlength=dp)
@@ -141,7 +147,8 @@ def _split_groups(cost: np.ndarray, rank_of: np.ndarray, dp: int, tolerance: flo
 
 
 def _equal_rectangles(tokens_of: list[np.ndarray], budget: int, *, by_length: bool) -> list[np.ndarray]:
-    """Return the microbatch of each row for each rank, equally many on every rank, none over the budget when padded."""
+    """Assign each rank's rows to microbatches of at most `budget` tokens when padded, equally many on every rank.
+    Returns for each rank the microbatch of each row. by_length: whether to sort the rows by length first."""
     orders = [np.argsort(-tokens, kind="stable") if by_length else np.arange(len(tokens)) for tokens in tokens_of]
     cuts = [_fill(tokens[order], budget) for tokens, order in zip(tokens_of, orders, strict=True)]
     num_bins = max(len(starts) for starts in cuts)
@@ -155,8 +162,8 @@ def _equal_rectangles(tokens_of: list[np.ndarray], budget: int, *, by_length: bo
 
 
 def _fill(tokens: np.ndarray, budget: int) -> list[int]:
-    """Return the first row of each microbatch when rows are taken in order until rows x longest would exceed the
-    budget."""
+    """Fill microbatches with rows in order, each until rows x longest would exceed `budget`. Returns the index of the
+    first row of each microbatch."""
     starts, end = [0], 0
     while True:
         reach = len(tokens) if not len(tokens) or not tokens[end] else end + int(budget // tokens[end])
@@ -169,9 +176,10 @@ def _fill(tokens: np.ndarray, budget: int) -> list[int]:
 
 
 def _split_heaviest(tokens: np.ndarray, starts: list[int], num_bins: int) -> list[int]:
-    """Halve the largest microbatches of `starts` until there are `num_bins`, as far as there are rows.
+    """Halve the largest microbatches until there are `num_bins` of them, or only microbatches of one row are left.
 
-    Parts of a microbatch that fits the budget fit it too.
+    starts: first row of each microbatch; the result is the same for the new ones. Halves of a microbatch that fits the
+    budget fit it, too.
     """
     if len(starts) == num_bins:
         return starts
@@ -192,7 +200,8 @@ def _split_heaviest(tokens: np.ndarray, starts: list[int], num_bins: int) -> lis
 
 
 def _equal_sums(tokens_of: list[np.ndarray], budget: int) -> list[np.ndarray]:
-    """Return the microbatch of each row for each rank, equally many on every rank, no sum of tokens over the budget."""
+    """Assign each rank's rows to microbatches whose tokens sum to at most `budget`, equally many on every rank. Returns
+    for each rank the microbatch of each row."""
     num_bins = max([1, *(ceil_div(int(tokens.sum()), budget) for tokens in tokens_of)])
     while True:
         dealt = [_fit(tokens, num_bins, budget) for tokens in tokens_of]
@@ -202,7 +211,8 @@ def _equal_sums(tokens_of: list[np.ndarray], budget: int) -> list[np.ndarray]:
 
 
 def _fit(tokens: np.ndarray, num_bins: int, budget: int) -> np.ndarray | None:
-    """Return the microbatch of each row, or None when this assignment does not fit the rows into `num_bins`."""
+    """Assign rows to `num_bins` microbatches of at most `budget` tokens each, in snake order by length or else
+    greedily. Returns the microbatch of each row, or None when neither way fits."""
     if num_bins == 1:
         return np.zeros(len(tokens), dtype=np.int64)
     order = np.argsort(-tokens, kind="stable")

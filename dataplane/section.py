@@ -1,4 +1,4 @@
-"""Defines `Section`, the base class of every section of the configuration, and the types of their numbers."""
+"""Defines `Section`, the base class of all sections of the configuration, and the number types of their keys."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def _takes_number(annotation: Any) -> bool:
 
 
 class Section(BaseModel):
-    """A section refuses unknown keys and infinite numbers, and its values never change.
+    """Base class of a section of the configuration, which refuses unknown keys and infinite numbers and is immutable.
 
-    A section is declared beside the code that reads it, and is sent to that code's process as it is. The docstring
-    under each key is its entry in the configuration reference.
+    A section is declared beside the code that reads it, and is sent to the process of that code unchanged. The
+    docstring under each key is its entry in the configuration reference.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
@@ -34,7 +34,8 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse `true` and `false` as numbers, which pydantic would read as 1 and 0."""
+        """Raise ValueError when a key that takes a number is given `true` or `false`, which pydantic would read as 1
+        and 0."""
         if isinstance(value, bool) and _takes_number(cls.model_fields[info.field_name or ""].annotation):
             raise ValueError(f"got {str(value).lower()}, expected a number")
         return value

@@ -1,4 +1,4 @@
-"""Defines what the directory reports about a run's data plane at one moment."""
+"""Defines the status of a run's data plane: the rows, leases and bytes that the directory counts at one moment."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..codecs import messages
 
 @dataclass(frozen=True, slots=True)
 class DataPlaneStatus:
-    """Counts the rows and leases of one partition or of all, and the bytes of the run."""
+    """Numbers of rows and leases of one partition or of all, and of bytes of the whole run, at one moment."""
 
     partitions: dict[str, int]
-    """Number of rows of each partition, of all partitions or of the one asked for."""
+    """Number of rows of each partition, by name. Holds all partitions, or only the one that was asked for."""
     rows: int
     ready: dict[str, int]
-    """Number of rows in which each field is written, summed over `partitions`."""
+    """Number of rows in which a field is written, by field name, summed over `partitions`."""
     leases: int
-    """Number of claims that have not been released in full."""
+    """Number of leases, which are claims whose rows have not all been released."""
     leased_rows: int
     oldest_lease_s: float
     """Age of the oldest lease in seconds; 0.0 without leases."""
@@ -32,22 +32,23 @@ class DataPlaneStatus:
     """Number of bytes reserved by puts in progress."""
     bytes_capacity: int
     bytes_credit: int = 0
-    """Number of bytes granted ahead for writers' next puts; any put that needs the space gets it."""
+    """Number of bytes granted to writers ahead of their next puts; any put that needs this space gets it."""
     waiting_claims: int = 0
     waiting_puts: int = 0
     """Number of puts that wait for space."""
     stale_rows: int = 0
-    """Number of rows that are ready but too old for their task's latest claim (its `min_version`) and wait to be
-    cleared."""
+    """Number of rows that are ready, but whose version is below the `min_version` of their task's latest claim, and
+    that wait to be cleared."""
     store_kind: str = ""
     store_bytes: int = 0
-    """Number of bytes that the store holds by its own count, without credit."""
+    """Number of bytes that the store holds by its own count, without `bytes_credit`."""
     bytes_unfreed: int = 0
     """Number of bytes of cleared blocks that the store still holds, because one of its processes has not answered or a
-    writer is still in them; 0 unless something is stuck or very slow."""
+    writer still uses them; 0 unless something is stuck or very slow."""
 
     def to_bytes(self) -> bytes:
-        """Encode the values by position, without the fields' names, as a driver asks for them every step."""
+        """Encode the values by position, without the fields' names. The message is kept small, as a driver asks for it
+        at every step."""
         return messages.encode([getattr(self, field.name) for field in dataclasses.fields(self)])
 
     @staticmethod

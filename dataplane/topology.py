@@ -1,5 +1,4 @@
-"""Describes where each train rank stands in the mesh (tensor, context, data, pipeline parallel), and who reads for
-whom."""
+"""Describes the mesh of train ranks (tensor, context, data, pipeline parallel) and which rank reads for others."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Holds a rank's coordinates."""
+    """Coordinates of a rank in the mesh of train ranks."""
 
     dp: int
     tp: int = 0
@@ -18,7 +17,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Holds the sizes of the train mesh. Ranks count through tp first, then cp, dp, pp, which is Megatron-core's
+    """Sizes of the mesh of train ranks. Rank numbers run through tp first, then cp, dp and pp, as is Megatron-core's
     default."""
 
     dp: int
@@ -27,7 +26,7 @@ class Topology:
     cp: int = 1
     pp: int = 1
     ep: int = 1
-    """Number of expert-parallel ranks, taken from within tp x cp x dp; they do not count in `world`."""
+    """Number of expert-parallel ranks. They are taken from the tp x cp x dp ranks, so they do not count in `world`."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "cp", "pp", "ep"):
@@ -45,16 +44,17 @@ class Topology:
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks that hold one data-parallel shard together."""
+        """Number of ranks in one data-parallel replica, which work on one shard of the rows together."""
         return self.tp * self.cp * self.pp
 
     @property
     def pad_multiple(self) -> int:
-        """Multiple to which the tokens of a microbatch row are rounded up (2 * cp for zig-zag context parallelism)."""
+        """Multiple to which the tokens of a microbatch row are rounded up: tp, times 2 * cp for zig-zag context
+        parallelism if cp is over 1."""
         return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
     def place(self, rank: int) -> Place:
-        """Return the coordinates of `rank`. Raises ValueError beyond the mesh."""
+        """Return the coordinates of `rank`. Raises ValueError when the mesh has no such rank."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank: got {rank}, expected 0 to {self.world - 1}")
         rest, tp = divmod(rank, self.tp)
@@ -67,13 +67,14 @@ class Topology:
         return place.tp + self.tp * (place.cp + self.cp * (place.dp + self.dp * place.pp))
 
     def replica(self, dp: int) -> tuple[int, ...]:
-        """Return the ranks of replica `dp`, ascending; the first is its leader."""
+        """Return the ranks of data-parallel replica `dp`, ascending; the first is its leader."""
         return tuple(rank for rank in range(self.world) if self.place(rank).dp == dp)
 
     def leader(self, dp: int) -> int:
-        """Return the rank that reads for replica `dp` and is the source of its broadcasts."""
+        """Return the rank that reads rows for data-parallel replica `dp` and broadcasts them to its other ranks."""
         return self.rank(Place(dp))
 
     def writer(self, dp: int) -> int:
-        """Return the rank that writes columns back for replica `dp`, which is where the last stage's log-probs are."""
+        """Return the rank that writes columns back for data-parallel replica `dp`. It is in the last pipeline stage,
+        which computes the log-probs."""
         return self.rank(Place(dp, pp=self.pp - 1))

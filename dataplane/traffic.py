@@ -1,4 +1,4 @@
-"""Counts what clients have done and moved, by operation; counts add up over calls, processes and steps."""
+"""Counts the calls of clients and the bytes they move, by operation. Counts of several processes and steps add up."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ OCTAVES = 30
 EDGES: tuple[float, ...] = tuple(
     1e-6 * 2 ** (step / STEPS_PER_OCTAVE) for step in range(OCTAVES * STEPS_PER_OCTAVE + 1)
 )
-"""Bounds of the buckets in seconds, ascending: bucket i counts calls over EDGES[i - 1] and at most EDGES[i]. They go
-from 1 us to 18 minutes, each 19 % above the one before, which is the most that a percentile can be off by."""
+"""Bounds of the histograms' buckets in seconds, ascending: bucket i counts calls that took over EDGES[i - 1] and at
+most EDGES[i]. They go from 1 us to 18 minutes, each 19 % above the one before, which is also the largest error of a
+percentile."""
 NUM_BUCKETS = len(EDGES) + 1
 """Number of buckets; the last one counts calls over the last edge."""
 
 
 def bucket_of(seconds: float) -> int:
-    """Return the bucket that counts a call of so many seconds."""
+    """Return the number of the histogram bucket that counts a call of `seconds`."""
     return bisect_left(EDGES, seconds)
 
 
 def percentile(counts: Sequence[int], share: float) -> float:
     """Return the seconds that `share` (over 0, at most 1) of the counted calls took at most; NaN when none is counted.
 
-    The nearest rank decides, and within its bucket calls are taken to lie evenly on the log scale. Calls over the last
-    edge count as that edge.
+    counts: number of calls in each bucket (see EDGES). The nearest-rank method is used; calls within a bucket are
+    assumed to lie evenly on the log scale. A call over the last edge counts as that edge.
     """
     assert 0 < share <= 1 and len(counts) == NUM_BUCKETS
     total = sum(counts)
@@ -52,7 +53,8 @@ def percentile(counts: Sequence[int], share: float) -> float:
 
 
 def at_most(counts: Sequence[int]) -> list[int]:
-    """Return `[len(EDGES)]`: the number of calls that took at most each edge. All others took longer than the last."""
+    """Return for each i the number of calls that took at most EDGES[i] seconds, `[len(EDGES)]`. counts: number of calls
+    in each bucket; those over the last edge are not in the result."""
     running, found = 0, []
     for count in counts[: len(EDGES)]:
         running += count
@@ -61,47 +63,49 @@ def at_most(counts: Sequence[int]) -> list[int]:
 
 
 MIN_CALLS = 10
-"""Number of calls below which no cost line is drawn, as a line always fits few points."""
+"""Number of calls below which no cost line is fitted, as a line always fits a few points well."""
 MIN_SPREAD = 1e-3
-"""Standard deviation of the calls' bytes, relative to their mean, below which all calls count as equally large."""
+"""Standard deviation of the calls' bytes, relative to their mean, below which all calls count as equally large and no
+cost line is fitted."""
 MIN_ERRORS = 3.0
-"""Number of standard errors that the seconds per byte must be above 0, and that the fixed cost may be below it."""
+"""Number of standard errors by which the fitted seconds per byte must be above 0, and by which the fitted fixed cost
+may be below 0 at most, for a cost line to be accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostLine:
-    """Models the seconds of a call as `fixed_s + nbytes / bytes_per_s`."""
+    """Linear model of the seconds that a call takes: `fixed_s + nbytes / bytes_per_s`."""
 
     fixed_s: float
-    """Seconds that a call takes which moves next to nothing; 0 when they are too few to be seen beside the bytes'
-    share."""
+    """Seconds that a call takes whatever it moves; 0 when they are too few to be seen beside the time for the bytes."""
     bytes_per_s: float
 
 
 @dataclass(slots=True)
 class OpTraffic:
-    """Counts one operation's calls. The sums `moved_*` are over the calls that moved bytes, and give the cost line."""
+    """Counts and sums over the calls of one operation. The sums `moved_*` cover only the calls that moved bytes; the
+    cost line is fitted from them."""
 
     calls: int = 0
     """Number of calls that have finished or failed."""
     seconds: float = 0.0
-    """Seconds spent in them, waits included."""
+    """Seconds spent in all calls, waits included."""
     nbytes: int = 0
-    """Number of bytes that they moved; 0 for operations on metadata."""
+    """Number of bytes that the calls moved; 0 for operations on metadata."""
     buckets: list[int] = field(default_factory=lambda: [0] * NUM_BUCKETS)
-    """Number of calls by their seconds, in the buckets of EDGES."""
+    """Histogram of the calls' seconds: number of calls in each bucket (see EDGES)."""
     moved: int = 0
     """Number of calls that moved bytes."""
     moved_s: float = 0.0
     moved_xx: float = 0.0
-    """Sum of the calls' bytes squared."""
+    """Sum over the calls of their bytes squared."""
     moved_xy: float = 0.0
-    """Sum of the calls' bytes times seconds."""
+    """Sum over the calls of their bytes times their seconds."""
     moved_yy: float = 0.0
-    """Sum of the calls' seconds squared."""
+    """Sum over the calls of their seconds squared."""
 
     def count(self, seconds: float, nbytes: int) -> None:
-        """Count one more call."""
+        """Count one more call, which took `seconds` and moved `nbytes` bytes."""
         self.calls += 1
         self.seconds += seconds
         self.buckets[bucket_of(seconds)] += 1
@@ -114,7 +118,7 @@ class OpTraffic:
             self.moved_yy += seconds * seconds
 
     def merge(self, other: OpTraffic) -> None:
-        """Add another operation's calls to these."""
+        """Add the calls counted in `other`, such as those of another process."""
         self.calls += other.calls
         self.seconds += other.seconds
         self.nbytes += other.nbytes
@@ -130,10 +134,11 @@ class OpTraffic:
         return percentile(self.buckets, share)
 
     def cost_line(self) -> CostLine | None:
-        """Fit seconds over bytes by least squares, without the calls that moved none or failed.
+        """Fit the calls' seconds as a line over their bytes by least squares. Only calls that moved bytes are used.
 
-        Returns None when the line is undetermined: fewer than MIN_CALLS calls, calls of one size, a slope less than
-        MIN_ERRORS standard errors above 0, or a fixed cost more than as many below it.
+        Returns None when the line is undetermined: when there are fewer than MIN_CALLS calls, when all have about the
+        same size, when the slope is less than MIN_ERRORS standard errors above 0, or when the fixed cost is more than
+        MIN_ERRORS standard errors below 0.
         """
         n, x, y = self.moved, float(self.nbytes), self.moved_s
         if n < MIN_CALLS:
@@ -152,13 +157,13 @@ class OpTraffic:
 
 
 class Traffic:
-    """Holds an OpTraffic for each operation. Not thread-safe."""
+    """Counts of calls and bytes for each operation, by its name. Not thread-safe."""
 
     def __init__(self) -> None:
         self.ops: dict[str, OpTraffic] = {}
 
     def of(self, op: str) -> OpTraffic:
-        """Return the operation's counts, created when there are none."""
+        """Return the counts of operation `op`. They are created when there are none yet."""
         found = self.ops.get(op)
         if found is None:
             found = self.ops[op] = OpTraffic()
@@ -170,7 +175,7 @@ class Traffic:
 
     @staticmethod
     def sum_of(reports: Iterable[bytes]) -> Traffic:
-        """Add up several reports (`to_bytes`). Raises ValueError when one is malformed."""
+        """Return the sum of several encoded reports (from `to_bytes`). Raises ValueError when one is malformed."""
         total = Traffic()
         for report in reports:
             total.merge(Traffic.from_bytes(report))
@@ -190,8 +195,8 @@ class Traffic:
         return sum(each.nbytes for op, each in self.ops.items() if op != "put")
 
     def to_bytes(self) -> bytes:
-        """Encode for a report to the driver: about 15 bytes for a single call, up to 50 for many calls of one
-        operation."""
+        """Encode the counts for a report to the driver. An operation takes about 15 bytes for a single call and up to
+        50 for many."""
         return messages.encode([_packed(op, each) for op, each in self.ops.items()]) if self.ops else b""
 
     @staticmethod
@@ -204,8 +209,9 @@ class Traffic:
 
 
 _Packed = tuple[str, int, bytes, list[int]]
-"""Encoded counts of an operation: its name, bytes, sums as float32, and counts (calls, calls that moved bytes, and
-(bucket, count) of the buckets that are not empty). A single call has no counts, and its seconds are the only sum."""
+"""Encoded counts of one operation: its name, number of bytes, sums as float32, and integer counts. The integers are the
+calls, the calls that moved bytes, and (bucket, count) of each bucket that is not empty. A single call has no such
+integers, and its seconds are its only sum."""
 
 
 def _packed(op: str, of: OpTraffic) -> _Packed:
@@ -244,12 +250,12 @@ def _unpacked(packed: _Packed) -> OpTraffic:
 
 
 class ClientStats:
-    """Counts what one client does. The counters only grow, and may be read at any time. Thread-safe."""
+    """Counters of what one client has done. They only grow, and may be read at any time. Thread-safe."""
 
     def __init__(self) -> None:
         self.directory_calls = 0
         self.directory_bytes = 0
-        """Number of bytes of requests and replies."""
+        """Number of bytes of all requests to the directory and of their replies."""
         self._lock = threading.Lock()
         self._recent = Traffic()
         """Calls since the last `take`."""
@@ -264,21 +270,20 @@ class ClientStats:
             self._recent.of(op).count(seconds, nbytes)
 
     def count_directory(self, nbytes: int) -> None:
-        """Count one request to the directory, with its reply."""
+        """Count one request to the directory. nbytes: number of bytes of the request and its reply."""
         with self._lock:
             self.directory_calls += 1
             self.directory_bytes += nbytes
 
     def take(self) -> Traffic:
-        """Return the calls since the last `take`, which stay in the totals. Called by whoever reports this client's
-        figures."""
+        """Return the counts of the calls since the last `take`, for a periodic report. The totals keep these calls."""
         with self._lock:
             taken, self._recent = self._recent, Traffic()
             self._taken.merge(taken)
         return taken
 
     def total(self) -> Traffic:
-        """Return all calls, as a consistent copy."""
+        """Return the counts of all calls so far, as a consistent copy."""
         total = Traffic()
         with self._lock:
             total.merge(self._taken)
@@ -292,16 +297,17 @@ class ClientStats:
 
     @property
     def bytes_put(self) -> int:
-        """Number of bytes of committed blocks: values, indexes and headers."""
+        """Number of bytes of the blocks that puts committed: values, indexes and headers."""
         return self.total().bytes_put
 
     @property
     def bytes_got(self) -> int:
-        """Number of bytes of the columns that were handed out."""
+        """Number of bytes of the columns that reads returned."""
         return self.total().bytes_got
 
     def snapshot(self) -> dict[str, float]:
-        """Return the counters by name, with `calls` in all, and `calls/<op>` and `seconds/<op>`."""
+        """Return all counters by name: the totals, such as `calls` and `bytes_put`, and `calls/<op>` and `seconds/<op>`
+        for each operation."""
         total = self.total()
         return {
             "calls": total.calls,

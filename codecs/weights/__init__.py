@@ -1,1 +1,1 @@
-"""Packs weight tensors into buckets of bytes and takes them out again, on CPUs and on GPUs, whole or as differences."""
+"""Packs weight tensors into byte buffers (buckets) and unpacks them, on CPUs and GPUs, whole or as differences."""

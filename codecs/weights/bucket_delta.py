@@ -1,9 +1,9 @@
-"""Encodes the elements of a weight bucket that differ from an earlier version's, when they are fewer bytes.
+"""Encodes a weight bucket as its differences from an earlier version, when that takes fewer bytes.
 
-A payload is little-endian: a header, the positions of the elements, padding to 8 bytes, and the elements' new bits in
-order. The positions are a bitmap (one bit per element), or for each element the number of unchanged ones since the
-last, in integers of 1, 2 or 4 bytes, of which the largest, L, means "L unchanged ones and no element". The shortest
-form is chosen.
+A payload is little-endian: a header, the positions of the changed elements, padding to 8 bytes, and the new bits of the
+changed elements in order. The positions take the shortest of several forms. One is a bitmap, with one bit per element.
+The others give for each changed element the number of unchanged elements since the last changed one, as integers of 1,
+2 or 4 bytes; the largest such integer, L, means "L unchanged elements, and no changed one yet".
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from ..integers import ceil_div
 
 _HEADER = struct.Struct("<4sBBxxQQQ")
-"""Header: magic, element bytes, bytes of a position (0 for a bitmap), elements of the bucket, changed ones, bytes of
-the positions."""
+"""Header of a payload: magic, bytes of an element, bytes of a position (0 for a bitmap), number of elements of the
+bucket, number of changed elements, number of bytes of all positions."""
 _MAGIC = b"hrd1"
 _UNSIGNED = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 _WORD = 8
@@ -25,10 +25,11 @@ _POSITION_BYTES = (1, 2, 4)
 
 
 def encode_sparse(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.ndarray | None:
-    """Encode what turns `base` into `new`, as uint8 `[n]`. Returns None unless it is shorter than `new`.
+    """Encode the differences that turn `base` into `new`, as uint8 `[n]`; None unless they are shorter than `new`.
 
     new, base: uint8 1-D of one length, a multiple of `element_bytes` (1, 2, 4 or 8). Elements are compared as bits, so
-    -0.0 differs from 0.0, and NaNs of the same bits are equal. Needs about 5 bytes an element besides the payload.
+    -0.0 differs from 0.0, and NaNs of the same bits are equal. Uses about 5 bytes of memory per element besides the
+    payload. Raises ValueError for other arrays.
     """
     _expect_pair(new, base, element_bytes)
     values = new.view(_UNSIGNED[element_bytes])
@@ -51,10 +52,10 @@ def encode_sparse(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.n
 
 
 def apply_sparse(payload: np.ndarray, target: np.ndarray) -> None:
-    """Turn `target`, the base, into the new version, in place.
+    """Apply a payload to `target`, which holds the bytes of the base and becomes the new version in place.
 
-    payload: what `encode_sparse` returned, may be read-only. target: uint8 1-D, contiguous, the base's bytes.
-    Raises ValueError before anything is written when the two do not fit.
+    payload: what `encode_sparse` returned; may be read-only. target: uint8 1-D, contiguous. Raises ValueError before
+    anything is written when the two do not fit.
     """
     if len(payload) < _HEADER.size:
         raise ValueError(f"bucket delta: got {len(payload)} bytes, expected a header of {_HEADER.size}")
@@ -82,7 +83,7 @@ def apply_sparse(payload: np.ndarray, target: np.ndarray) -> None:
 
 
 def _changed(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.ndarray:
-    """Find the elements that differ: int64 positions where they are few, else bool, one per element."""
+    """Return which elements differ: their int64 positions where they are few, else a bool for each element."""
     dtype = _UNSIGNED[element_bytes]
     whole = len(new) // _WORD * _WORD
     new_words, base_words = new[:whole].view(_UNSIGNED[_WORD]), base[:whole].view(_UNSIGNED[_WORD])
@@ -97,7 +98,8 @@ def _changed(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.ndarra
 
 
 def _write_where(changed: np.ndarray, count: int, num_elements: int) -> tuple[int, np.ndarray]:
-    """Encode the positions in the shortest form. Returns (bytes of a position or _BITMAP, uint8 1-D)."""
+    """Encode the positions of the `count` changed elements in the shortest form. Returns the number of bytes of a
+    position (or _BITMAP), and the encoded positions, uint8 1-D."""
     bitmap_bytes = ceil_div(num_elements, 8)
     if count < bitmap_bytes:
         positions = np.flatnonzero(changed) if changed.dtype == bool else changed
@@ -125,7 +127,8 @@ def _write_gaps(gaps: np.ndarray, width: int) -> np.ndarray:
 
 
 def _read_gaps(where: np.ndarray, width: int) -> np.ndarray:
-    """Decode positions, int64, ascending."""
+    """Decode the positions that `_write_gaps` encoded, as ascending int64. Raises ValueError when `where` is not a
+    multiple of `width` bytes."""
     if len(where) % width:
         raise ValueError(f"bucket delta: {len(where)} bytes are no positions of {width} bytes")
     steps = where.view(_UNSIGNED[width])
@@ -134,7 +137,7 @@ def _read_gaps(where: np.ndarray, width: int) -> np.ndarray:
 
 
 def _read_bitmap(where: np.ndarray, num_elements: int) -> np.ndarray:
-    """Decode a bitmap as bool, one per element."""
+    """Decode a bitmap as one bool per element. Raises ValueError when `where` has the wrong size."""
     if len(where) != ceil_div(num_elements, 8):
         raise ValueError(f"bucket delta: {len(where)} bytes are no bitmap of {num_elements} elements")
     return np.unpackbits(where, count=num_elements, bitorder="little").view(bool)

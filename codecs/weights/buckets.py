@@ -1,8 +1,9 @@
-"""Packs named weight tensors into a few byte buffers of bounded size, with a plan that says where each tensor is.
+"""Packs named weight tensors into byte buffers of bounded size (buckets), with a plan that says where each tensor is.
 
 Tensors follow one another in the order given, each at a multiple of ALIGN bytes. A tensor that does not fit into what
-is left of a bucket continues in the next, so every bucket but the last is full (except for alignment) and none is
-larger than asked for. Buckets end to end, each rounded up to ALIGN, therefore hold every tensor in one piece.
+is left of a bucket continues in the next one. So every bucket but the last is full (except for alignment), and none is
+larger than asked for. Laid end to end, each rounded up to ALIGN bytes, the buckets therefore hold every tensor in one
+piece.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from ..schema import DTYPES
 from .gpu_scatter import device_digest
 
 CHUNK_BYTES = 512 << 10
-"""Number of bytes copied and hashed at a time, so that the hash finds them in the cache."""
+"""Number of bytes copied and hashed at a time, so that the hash finds them in the CPU's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """Places a tensor, or the piece of one that is in one bucket."""
+    """Location of a tensor, or of the piece of one that is in one bucket."""
 
     name: str
     dtype: str
-    """Name of the dtype on the wire (`"bfloat16"`), from `schema.DTYPES`."""
+    """Name of the dtype in messages, such as `"bfloat16"`, from `schema.DTYPES`."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     begin: int
-    """First byte of the piece within the tensor; 0 for a whole one."""
+    """First byte of the piece within the tensor; 0 for a whole tensor."""
     bucket: int
     offset: int
     """First byte of the piece within the bucket."""
@@ -49,20 +50,20 @@ class BucketEntry:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Says which tensor is where; sender and receiver use the same plan.
+    """Location of every tensor in the buckets of a weight update; sender and receiver use the same plan.
 
-    It is plain data for `messages`, and is kept as a message, because most updates have the plan of the one before, and
-    300 entries take a millisecond to write, read and compare.
+    It is plain data for `messages`. Its encoded form is kept as well (`message`), because most updates have the same
+    plan as the one before, and 300 entries take a millisecond to encode, decode or compare.
     """
 
     entries: tuple[BucketEntry, ...]
-    """Entries by bucket, then offset, in the order of the tensors."""
+    """Entries in the order of the tensors, which is also the order by bucket, then by offset."""
     sizes: tuple[int, ...]
     """Number of bytes of each bucket."""
 
     @functools.cached_property
     def message(self) -> bytes:
-        """Plan as a message, for `read_plan`."""
+        """The encoded plan, which `read_plan` decodes."""
         return messages.encode(self)
 
     @functools.cached_property
@@ -72,18 +73,18 @@ class BucketPlan:
 
     @functools.cached_property
     def weights(self) -> tuple[tuple[str, tuple[BucketEntry, ...]], ...]:
-        """Name and entries of each tensor, in order."""
+        """Name and entries of each tensor, in the order of the tensors."""
         by_name = itertools.groupby(self.entries, lambda entry: entry.name)
         return tuple((name, tuple(entries)) for name, entries in by_name)
 
     @functools.cached_property
     def pieces(self) -> Mapping[int, int]:
-        """Return the number of entries in a bucket."""
+        """Number of entries in each bucket: bucket number -> count."""
         return Counter(entry.bucket for entry in self.entries)
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of all buckets."""
+        """Number of bytes of all buckets together."""
         return sum(self.sizes)
 
     def in_bucket(self, bucket: int) -> tuple[BucketEntry, ...]:
@@ -96,15 +97,16 @@ class BucketPlan:
 
 @functools.lru_cache(maxsize=4)
 def read_plan(message: bytes) -> BucketPlan:
-    """Decode a plan. The same bytes give the same object, as long as few other plans are read. Raises ValueError for
-    others."""
+    """Decode a plan from `BucketPlan.message`. The last few plans are cached, so the same bytes then give the same
+    object. Raises ValueError for bytes that are not a plan."""
     return messages.decode(message, BucketPlan)
 
 
 def plan_buckets(named: Mapping[str, tuple[torch.dtype, Sequence[int]]], bucket_bytes: int) -> BucketPlan:
-    """Lay the tensors (name -> dtype, shape) out in buckets of at most `bucket_bytes` (a multiple of ALIGN).
+    """Plan the location of every tensor in buckets of at most `bucket_bytes` bytes.
 
-    The same mapping in the same order gives the same plan. Raises ValueError for a dtype that cannot be sent.
+    named: name -> (dtype, shape). bucket_bytes: a multiple of ALIGN. The same mapping in the same order gives the same
+    plan. Raises ValueError for a dtype that cannot be sent, and for another `bucket_bytes`.
     """
     if bucket_bytes < ALIGN or bucket_bytes % ALIGN:
         raise ValueError(f"bucket_bytes: got {bucket_bytes}, expected a positive multiple of {ALIGN}")
@@ -131,12 +133,12 @@ def plan_buckets(named: Mapping[str, tuple[torch.dtype, Sequence[int]]], bucket_
 def write_piece(
     entry: BucketEntry, tensor: torch.Tensor, out: torch.Tensor, digest: xxhash.xxh3_64 | None = None
 ) -> None:
-    """Copy the entry's bytes of the whole `tensor` into its bucket `out`, and zero what aligns the next entry.
+    """Copy the piece of `tensor` that `entry` describes into its bucket `out`, and zero the padding behind it.
 
-    tensor: on any device, may be strided and require grad. out: uint8 `[plan.sizes[bucket]]`, on any device; on a GPU
-    the copy is only queued. digest (CPU buckets only) is fed what was written: after all entries of the bucket, in
-    order, it is the bucket's `checksum`.
-    Raises ValueError when the tensor or the buffer is not as planned.
+    tensor: the whole tensor, on any device; may be strided and require grad. out: uint8 `[plan.sizes[bucket]]`, on any
+    device; on a GPU the copy is only queued. digest (CPU buckets only): hash that is fed the bytes written; after all
+    entries of the bucket, in order, it is the bucket's `checksum`. Raises ValueError when the tensor or the buffer is
+    not as planned.
     """
     check_planned(entry, tensor)
     end = entry.offset + entry.nbytes
@@ -155,10 +157,11 @@ def write_piece(
 
 
 def queue_whole(entry: BucketEntry, tensor: torch.Tensor, out: torch.Tensor, place: torch.Tensor) -> None:
-    """Queue `write_piece` for a tensor that is whole in one GPU bucket, at `place`, a view of `out` with its dtype and
-    shape.
+    """Queue the copy of a tensor that lies whole in one GPU bucket, and zero the padding behind it: a fast
+    `write_piece`.
 
-    This is one call of torch, as a model of 300 weights has 10 ms for all of them.
+    place: where the tensor goes, a view of the bucket `out` with the tensor's dtype and shape. The copy is a single
+    call of torch, as 10 ms must suffice for all 300 weights of a model.
     """
     end = entry.offset + entry.nbytes
     if end % ALIGN and end < len(out):
@@ -167,11 +170,11 @@ def queue_whole(entry: BucketEntry, tensor: torch.Tensor, out: torch.Tensor, pla
 
 
 def read_bucket(plan: BucketPlan, bucket: int, payload: torch.Tensor, into: dict[str, torch.Tensor]) -> None:
-    """Copy the pieces of a whole, verified bucket into the tensors of `into`; missing tensors are added to it.
+    """Copy all pieces in a bucket into the tensors of `into` (name -> tensor), adding tensors that are missing there.
 
-    payload: uint8 1-D, at least `plan.sizes[bucket]` long, on any device; new tensors are made on that device. Tensors
-    of `into` are contiguous. A tensor is whole once all its buckets were read (`expect_all`). Raises ValueError before
-    anything is copied when payload or tensors are not as planned.
+    payload: the whole bucket, already verified: uint8 1-D, at least `plan.sizes[bucket]` long, on any device; new
+    tensors are made on that device. Tensors of `into` must be contiguous. A tensor is complete once all its buckets
+    were read (`expect_all`). Raises ValueError before anything is copied when payload or tensors are not as planned.
     """
     entries = plan.in_bucket(bucket)
     if payload.dtype != torch.uint8 or payload.ndim != 1 or len(payload) < plan.sizes[bucket]:
@@ -193,7 +196,8 @@ def read_bucket(plan: BucketPlan, bucket: int, payload: torch.Tensor, into: dict
 
 
 def expect_all(plan: BucketPlan, read: Collection[int]) -> None:
-    """Raise ValueError naming the buckets of `plan` that are not among `read`, and a tensor that they hold."""
+    """Raise ValueError unless all buckets of `plan` are among `read`. The message names the missing buckets and a
+    tensor that they hold."""
     missing = set(range(len(plan.sizes))) - set(read)
     if missing:
         names = list(dict.fromkeys(entry.name for entry in plan.entries if entry.bucket in missing))
@@ -204,7 +208,8 @@ def expect_all(plan: BucketPlan, read: Collection[int]) -> None:
 
 
 def check_planned(entry: BucketEntry, tensor: torch.Tensor) -> None:
-    """Raise ValueError naming both when `tensor` does not have the planned dtype and shape."""
+    """Raise ValueError unless `tensor` has the dtype and shape that `entry` plans. The message gives both dtypes and
+    shapes."""
     if tensor.dtype != DTYPES.get(entry.dtype) or tuple(tensor.shape) != entry.shape:
         raise ValueError(
             f"weight {entry.name!r}: got {tensor.dtype} {list(tensor.shape)}, "
@@ -213,10 +218,10 @@ def check_planned(entry: BucketEntry, tensor: torch.Tensor) -> None:
 
 
 def checksum(payload: torch.Tensor) -> int:
-    """Return 64 bits that tell whether `payload` (uint8 `[n]`, contiguous) arrived as it was sent.
+    """Return a 64-bit checksum of `payload` (uint8 `[n]`, contiguous), which tells whether it arrived as it was sent.
 
-    Both ends must hold it on the same kind of device: on the CPU it is xxh3_64 of the bytes, on a GPU
-    `gpu_scatter.device_digest`, for which this waits.
+    Sender and receiver must hold the payload on the same kind of device. On the CPU the checksum is xxh3_64 of the
+    bytes; on a GPU it is `gpu_scatter.device_digest`, and this call waits for it. Raises ValueError for another tensor.
     """
     if payload.dtype != torch.uint8 or payload.ndim != 1 or not payload.is_contiguous():
         raise ValueError(f"checksum: got {payload.dtype} {list(payload.shape)}, expected contiguous uint8 [n]")
@@ -226,7 +231,8 @@ def checksum(payload: torch.Tensor) -> int:
 
 
 def copy_bytes(source: torch.Tensor, out: torch.Tensor, digest: xxhash.xxh3_64 | None = None) -> None:
-    """Copy `source` to `out` (both uint8 `[n]`, on any devices), feeding `digest` (only when `out` is on the CPU)."""
+    """Copy `source` to `out` (both uint8 `[n]`, on any devices). digest: hash that is fed the bytes; only when `out` is
+    on the CPU."""
     if digest is None or source.device.type != "cpu":
         out.copy_(source)
         if digest is not None:

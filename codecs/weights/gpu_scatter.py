@@ -1,4 +1,4 @@
-"""Copies the pieces of a bucket on a GPU to where they belong, and computes its digest on the way."""
+"""Copies the tensors in a weight bucket on a GPU to their destinations, and computes the bucket's digest on the way."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from ..integers import round_up
 
 WORD = 8
 GOLDEN = 0x9E3779B97F4A7C15
-"""Factor of a word's position, and of a payload's length."""
+"""Factor by which the digest multiplies the position of a word, and the length of a payload."""
 MIX = ((32, 0xD6E8FEB86659FD93), (29, 0xBF58476D1CE4E5B9), (32, None))
-"""Steps of mixing: the word is combined with itself shifted right by so many bits, then multiplied."""
+"""Steps (shift, factor) by which the digest mixes a word: XOR with itself shifted right by so many bits, then multiply;
+None skips the multiplication."""
 _MASK = (1 << 64) - 1
 _CHUNK_WORDS = 1 << 22
-"""Number of words that torch mixes at a time, which needs three times their memory."""
+"""Number of 8-byte words that torch mixes at a time; doing so takes three times their memory."""
 
 
 def device_digest(payload: torch.Tensor) -> torch.Tensor:
-    """Return the digest as int64, 0-d, on the payload's device, queued on its current stream.
+    """Compute a 64-bit digest of `payload` on its own device. Returns an int64 tensor without dimensions (0-d).
 
-    payload: uint8 `[n]`, contiguous. The same bytes give the same digest on any device. On a GPU the kernel computes it
-    in one pass; without the kernel, torch needs about ten.
+    payload: uint8 `[n]`, contiguous. The same bytes give the same digest on any device. On a GPU the work is queued on
+    the current stream, and the Triton kernel computes the digest in one pass; without the kernel, torch needs about
+    ten.
     """
     length = len(payload)
     if payload.is_cuda and length and (kernel := scatter_kernel(payload.device)) is not None:
@@ -59,7 +61,8 @@ def _digest_by_torch(payload: torch.Tensor) -> torch.Tensor:
 
 
 def mixed(words: torch.Tensor, first: int) -> torch.Tensor:
-    """Return what each of `words` (int64 `[n]`), the first of which is at position `first`, adds to the digest."""
+    """Return what each word adds to the digest, int64 `[n]`. words: int64 `[n]`. first: position in the payload of the
+    first of them, counted in words."""
     state = torch.arange(first + 1, first + 1 + len(words), dtype=torch.int64, device=words.device)
     state.mul_(as_signed(GOLDEN)).add_(words)
     for shift, factor in MIX:
@@ -70,33 +73,35 @@ def mixed(words: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def length_part(nbytes: int) -> int:
-    """Return what a payload's length adds to the digest."""
+    """Return what a payload's length adds to the digest, as a signed 64-bit integer."""
     return as_signed(nbytes * GOLDEN)
 
 
 def as_signed(digest: int) -> int:
-    """Return a digest of 64 bits as int64 holds it."""
+    """Return the signed 64-bit integer that has the same bits as the unsigned `digest`."""
     digest &= _MASK
     return digest - (1 << 64) if digest >> 63 else digest
 
 
 _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 _START = 64
-"""Number of bytes to whose multiples pieces are aligned in a payload."""
+"""Alignment in bytes of the pieces in a payload."""
 _TARGET = 16
-"""Number of bytes to whose multiples the places are aligned to which pieces are copied."""
+"""Alignment in bytes that the kernel needs for payloads and for the memory that pieces are copied to."""
 
 _log = logging.getLogger(__name__)
 
 
 class Scatter:
-    """Processes the payloads of one bucket, again and again."""
+    """Copies the tensors out of the payloads of one bucket, which arrive again and again, and computes each payload's
+    digest."""
 
     def __init__(
         self, nbytes: int, pieces: Sequence[tuple[int, torch.Tensor]], device: torch.device, kernel: Any
     ) -> None:
-        """nbytes: size of the payload. pieces: (first byte in the payload, the place to copy to, uint8 `[n]`,
-        contiguous, on `device`), in order. kernel: from `scatter_kernel`; None uses torch, in two passes."""
+        """Prepare for payloads of `nbytes` bytes. pieces: (first byte in the payload, destination: uint8 `[n]`,
+        contiguous, on `device`), in the order of the payload. kernel: from `scatter_kernel`; with None torch does the
+        work, in two passes."""
         self._nbytes = nbytes
         self._pieces = [(begin, target) for begin, target in pieces if len(target)]
         fits = 0 < nbytes < WORD << 31 and nbytes % WORD == 0
@@ -112,7 +117,8 @@ class Scatter:
     def __call__(self, payload: torch.Tensor) -> torch.Tensor:
         """Copy the pieces and return the payload's `device_digest`, both queued on the current stream.
 
-        payload: uint8 `[nbytes]`, contiguous. The bytes that align the next piece's start are zero.
+        payload: uint8 `[nbytes]`, contiguous; the padding between a piece and the next must be zero. Raises ValueError
+        for a payload of another size.
         """
         if len(payload) != self._nbytes:
             raise ValueError(f"payload: got {len(payload)} bytes, expected {self._nbytes}")
@@ -124,7 +130,8 @@ class Scatter:
         return _digest_by_torch(payload)
 
     def _zeros_between(self) -> int:
-        """Return what the length adds to the digest, and the zeros that align the next piece's start."""
+        """Return the part of the digest that comes from the payload's length and from the zero padding after each
+        piece."""
         found = length_part(self._nbytes)
         for begin, target in self._pieces:
             end = begin + len(target)
@@ -134,7 +141,9 @@ class Scatter:
         return as_signed(found)
 
     def _rows(self, segment: int) -> torch.Tensor:
-        """Build the kernel's table: the pieces, and the gaps between them, in segments."""
+        """Build the kernel's table, int64 `[rows, 3]`: first word, number of words and destination address. It covers
+        all pieces, and with address 0 the bytes between them other than padding, in segments of at most `segment`
+        words."""
         rows: list[np.ndarray] = []
         end = 0
 
@@ -155,13 +164,14 @@ class Scatter:
 
 @functools.lru_cache(maxsize=64)
 def _digest_only(nbytes: int, device: torch.device, kernel: Any) -> Scatter:
-    """Return a `Scatter` that copies nothing, for payloads of one size."""
+    """Return a `Scatter` for payloads of one size that copies nothing and only computes the digest."""
     return Scatter(nbytes, [], device, kernel)
 
 
 @functools.cache
 def scatter_kernel(device: torch.device) -> Any:
-    """Import the kernel, if it does what torch does; otherwise log a warning and return None."""
+    """Return the module of the Triton kernel, or None. It is returned only for a CUDA device on which it gives the same
+    results as torch; if it does not, or cannot be imported, a warning is logged."""
     if device.type != "cuda":
         return None
     try:
@@ -177,7 +187,8 @@ def scatter_kernel(device: torch.device) -> Any:
 
 
 def check(kernel: Any, device: torch.device) -> bool:
-    """Return whether the kernel does what torch does, on a piece of a few words and one that several programs share."""
+    """Return whether the kernel gives the same results as torch. The test payload has a piece of a few words, and one
+    so long that several programs of the kernel share it."""
     first, second = _START, 2 * kernel.SEGMENT * WORD + 5 * WORD
     nbytes = 3 * _START + second + 10 * WORD
     payload = torch.arange(nbytes, device=device).mul_(41).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Implements `gpu_scatter` as one Triton kernel, which reads a payload once where torch reads it twice.
+"""Implements `gpu_scatter.Scatter` as one Triton kernel, which reads a payload once where torch reads it twice.
 
 Needs Triton, which CUDA builds of torch include, and a C compiler.
 """
@@ -17,12 +17,12 @@ import triton.language as tl
 _BLOCK = 1024
 _STEPS = 8
 SEGMENT = _BLOCK * _STEPS
-"""Number of 8-byte words that one program takes at most."""
+"""Largest number of 8-byte words that one program (block of threads) of the kernel takes."""
 
 
 @triton.jit
 def _mixed(word, position, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """`gpu_scatter.mixed`, with its shifts."""
+    """Return what `word` at `position` adds to the digest, as `gpu_scatter.mixed` does."""
     state = word.to(tl.uint64, bitcast=True) + (position + 1).to(tl.uint64) * GOLDEN
     state = (state ^ (state >> 32)) * FIRST
     state = (state ^ (state >> 29)) * SECOND
@@ -67,11 +67,12 @@ def _scatter(
 def scatter(
     words: torch.Tensor, table: torch.Tensor, golden: int, mix: Sequence[tuple[int, int | None]]
 ) -> torch.Tensor:
-    """Sum `gpu_scatter.mixed` of all words that `table` names, modulo 2**64, and copy them. Returns int64 `[1]`.
+    """Copy the words that `table` names to their destinations, and return their part of the digest as int64 `[1]`.
 
-    It is queued on the current stream. words: int64, contiguous. table: int64 `[rows, 3]`: the first word (a multiple
-    of 8), the number of words (at most SEGMENT), and the address to copy them to (a multiple of 16; 0 copies nothing).
-    All are on one GPU. golden, mix: `gpu_scatter.GOLDEN` and `MIX`.
+    That part is the sum of `gpu_scatter.mixed` over the words, modulo 2**64. The work is queued on the current stream.
+    words: int64, contiguous. table: int64 `[rows, 3]`: the first word (a multiple of 8), the number of words (at most
+    SEGMENT), and the address to copy them to (a multiple of 16; 0 copies nothing). All tensors are on one GPU. golden,
+    mix: `gpu_scatter.GOLDEN` and `MIX`.
     """
     out = torch.zeros(1, dtype=torch.int64, device=words.device)
     (first_shift, first), (second_shift, second), (last_shift, _) = mix

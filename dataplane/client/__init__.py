@@ -1,1 +1,1 @@
-"""Holds the client's side of the data plane: the operations, blocking and as coroutines, and what they share."""
+"""Implements the clients of the data plane: the blocking one, the one for asyncio, and what they share."""

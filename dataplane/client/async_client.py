@@ -30,14 +30,15 @@ T = TypeVar("T")
 
 
 class AsyncDataPlaneClient:
-    """Offers the methods of `DataPlaneClient` as coroutines, with the same arguments, results, errors and time limits.
+    """Client with the methods of `DataPlaneClient` as coroutines, with the same arguments, results, errors and time
+    limits.
 
     Created by `connect_async`. Bytes are packed, moved and unpacked in the client's own threads, so that the event loop
     only waits; the wait for a thread counts in a call's time limit. Tasks of one loop may share a client.
 
-    A cancelled call leaves nothing behind: a put waits until the store no longer touches its bytes; rows that were
-    leased, room that was reserved and rows that were written meanwhile are given back. Only a put with replace=True may
-    have taken effect, as the values of before are gone.
+    A cancelled call leaves nothing behind. A cancelled put first waits until the store no longer touches its bytes.
+    Rows that were leased can be claimed again, space that was reserved is freed, and rows that were written meanwhile
+    are withdrawn. Only a put with replace=True may have taken effect, because the previous values are gone.
     """
 
     def __init__(self, handle: DataPlaneHandle, link: Link, store: BlockStore, name: str = "") -> None:
@@ -49,17 +50,17 @@ class AsyncDataPlaneClient:
 
     @property
     def stats(self) -> ClientStats:
-        """Counts of what this client has done and moved so far."""
+        """Counters of what this client has done and moved so far."""
         return self._operations.stats
 
     async def register(
         self, partition: str, schema: Schema, tasks: Sequence[str | TaskConfig] = (), *, group_size: int = 1
     ) -> None:
-        """See `DataPlaneClient.register`."""
+        """Declare a partition, as `DataPlaneClient.register` does."""
         await self._run("register", self._operations.register(partition, schema, tasks, group_size))
 
     async def unregister(self, partition: str, *, timeout_s: float | None = None) -> int:
-        """See `DataPlaneClient.unregister`."""
+        """Remove a partition and return how many rows it had, as `DataPlaneClient.unregister` does."""
         return await self._run("unregister", self._operations.unregister(partition, timeout_s))
 
     async def put(
@@ -74,7 +75,7 @@ class AsyncDataPlaneClient:
         replace: bool = False,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
-        """See `DataPlaneClient.put`."""
+        """Write some fields of N rows and return a receipt for them, as `DataPlaneClient.put` does."""
         return await self._move(
             "put", self._operations.put(partition, keys, fields, versions, groups, tags, replace, timeout_s)
         )
@@ -82,7 +83,7 @@ class AsyncDataPlaneClient:
     async def get(
         self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
     ) -> Batch:
-        """See `DataPlaneClient.get`."""
+        """Read fields of a receipt's rows, as `DataPlaneClient.get` does."""
         return await self._move("get", self._operations.get(meta, fields, timeout_s))
 
     async def lookup(
@@ -93,13 +94,13 @@ class AsyncDataPlaneClient:
         *,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
-        """See `DataPlaneClient.lookup`."""
+        """Return a receipt for the rows with these keys, as `DataPlaneClient.lookup` does."""
         return await self._run("lookup", self._operations.lookup(partition, keys, fields, timeout_s))
 
     async def get_keys(
         self, partition: str, keys: Sequence[str], fields: Sequence[str], *, timeout_s: float | None = None
     ) -> Batch:
-        """See `DataPlaneClient.get_keys`."""
+        """Read fields of the rows with these keys, as `DataPlaneClient.get_keys` does."""
         return await self._move("get_keys", self._operations.get_keys(partition, keys, fields, timeout_s))
 
     async def claim(
@@ -113,17 +114,18 @@ class AsyncDataPlaneClient:
         min_version: int | None = None,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
-        """See `DataPlaneClient.claim`."""
+        """Wait for n rows that have all of `fields`, lease them to this caller and return a receipt, as
+        `DataPlaneClient.claim` does."""
         return await self._run(
             "claim", self._operations.claim(partition, task, fields, n, whole_groups, min_version, timeout_s)
         )
 
     async def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:
-        """See `DataPlaneClient.release`."""
+        """End the lease on a receipt's rows, as `DataPlaneClient.release` does."""
         await self._run("release", self._operations.release(meta, task, outcome, timeout_s))
 
     async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None) -> int:
-        """See `DataPlaneClient.clear`."""
+        """Remove rows from a partition and return how many, as `DataPlaneClient.clear` does."""
         return await self._run("clear", self._operations.clear(partition, keys, timeout_s))
 
     async def clear_stale(
@@ -136,18 +138,19 @@ class AsyncDataPlaneClient:
         whole_groups: bool = False,
         timeout_s: float | None = None,
     ) -> tuple[str, ...]:
-        """See `DataPlaneClient.clear_stale`."""
+        """Remove the rows that a claim with these arguments passes over as too old, and return their keys, as
+        `DataPlaneClient.clear_stale` does."""
         return await self._run(
             "clear_stale",
             self._operations.clear_stale(partition, task, fields, min_version, whole_groups, timeout_s),
         )
 
     async def status(self, partition: str | None = None, *, timeout_s: float | None = None) -> DataPlaneStatus:
-        """See `DataPlaneClient.status`."""
+        """Return the numbers of rows, leases and bytes at this moment, as `DataPlaneClient.status` does."""
         return await self._run("status", self._operations.status(partition, timeout_s))
 
     async def close(self) -> None:
-        """See `DataPlaneClient.close`."""
+        """Disconnect from the directory and the store, as `DataPlaneClient.close` does."""
         if self._closed:
             return
         await self._carry_out(self._operations.close())
@@ -171,7 +174,7 @@ class AsyncDataPlaneClient:
             self.stats.count_call(op, time.monotonic() - started)
 
     async def _move(self, op: str, steps: Steps[Moved[T]]) -> T:
-        """Run a call that moves bytes, and count them with it."""
+        """Run an operation that moves bytes, and count the call and its bytes in `stats`."""
         started, nbytes = time.monotonic(), 0
         try:
             moved = await self._carry_out(steps)
@@ -181,7 +184,8 @@ class AsyncDataPlaneClient:
             self.stats.count_call(op, time.monotonic() - started, nbytes)
 
     async def _carry_out(self, steps: Steps[T]) -> T:
-        """Carry out the steps one after another, directory calls on the event loop and work in a thread."""
+        """Run the steps of an operation one after another and return its result. Requests to the directory run on the
+        event loop, work that may block runs in a thread."""
         answer: Any = None
         failure: BaseException | None = None
         try:
@@ -202,9 +206,11 @@ class AsyncDataPlaneClient:
         return body_of(reply, step.op, time.monotonic() - started)
 
     async def _in_thread(self, work: Work) -> Any:
-        """Run the work in a thread. Raises DataPlaneTimeout when none is free until the work's deadline.
+        """Run `work` in one of the client's threads and return its result.
 
-        When cancelled, wait for the end of work that has begun, as a block must not be freed under its writer.
+        Raises DataPlaneTimeout when no thread becomes free before the work's deadline, and DirectoryLost when the
+        client is closed. When the caller is cancelled, work that has begun is still waited for, because a block must
+        not be freed while it is being written.
         """
         if self._closed:
             raise DirectoryLost("this client is closed", op=work.op, elapsed_s=0.0)

@@ -17,22 +17,22 @@ from ..errors import DataPlaneError, FieldsNotReady, IntegrityError, RowsCleared
 from ..meta import KVBatchMeta, narrow_sources
 
 BLOCK_ROWS = 256
-"""Number of rows in a block unless configured. Half as many cost the store `simple` a third more time for a put.
-Smaller blocks save a reader bytes only where it wants all rows of some blocks and none of others, as when a block is
-a group."""
+"""Default number of rows in a block. With half as many, a put to the store `simple` takes a third longer. Smaller
+blocks save a reader bytes only when it wants all rows of some blocks and none of others, as when each block is a
+group."""
 LEAST_BYTES = 64 << 10
-"""Number of bytes below which blocks get more rows: smaller blocks cost more in bookkeeping than in bytes."""
+"""Number of bytes below which a block gets more rows, because smaller blocks cost more in bookkeeping than in bytes."""
 MOST_BYTES = 4 << 20
-"""Number of bytes that one field of a block has at most. Larger parts gain nothing, and several stores move them
-whole even to a reader of one row."""
+"""Largest number of bytes of one field in a block. Larger parts gain nothing, and several stores move a part whole even
+to a reader of one row."""
 PROBE_S = 2.0
-"""Seconds that a look for the blocks of a failed read may take."""
+"""Seconds that the store may take to tell whether it still has a block of a read that failed."""
 
 
 def cut(groups: Sequence[str] | np.ndarray, block_rows: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of blocks of at most `block_rows` rows. Only a group of more rows than that is split.
+    """Divide rows into blocks of at most `block_rows` rows, splitting only groups that have more rows than that.
 
-    groups: `[N]`, a name or number for each row.
+    groups: name or number of each row's group, `[N]`. Returns (start, stop) of each block.
     """
     column = np.asarray(groups)
     ends = np.append(np.flatnonzero(column[1:] != column[:-1]) + 1, len(column))
@@ -48,10 +48,10 @@ def cut(groups: Sequence[str] | np.ndarray, block_rows: int) -> list[tuple[int, 
 
 
 def rows_a_block(num_rows: int, column_bytes: Sequence[int], block_rows: int | None) -> int:
-    """Return the number of rows in a block: as configured, or BLOCK_ROWS adapted to LEAST_BYTES and MOST_BYTES when
-    None.
+    """Return the number of rows to put in a block: `block_rows` as configured, or for None a suitable number.
 
-    column_bytes: number of encoded bytes of each column of `num_rows` rows.
+    The suitable number is BLOCK_ROWS, adapted to LEAST_BYTES and MOST_BYTES. column_bytes: number of encoded bytes of
+    each column of `num_rows` rows.
     """
     if block_rows is not None:
         return block_rows
@@ -63,9 +63,11 @@ def rows_a_block(num_rows: int, column_bytes: Sequence[int], block_rows: int | N
 def write_blocks(
     store: BlockStore, blocks: Sequence[EncodedBlock], first_id: int, space: bytes, deadline: float
 ) -> tuple[bytes, ...] | None:
-    """Write every block into reserved space. `deadline` is in terms of time.monotonic().
+    """Write the blocks of a put into the space that was reserved for them.
 
-    Returns the blocks' locations, or None when the space has a location, in which case the blocks lie there end to end.
+    first_id: id of the first block; those of the others follow. space: location of the space, or b"" for a store that
+    learns locations only when blocks are written. deadline: time by time.monotonic(). Returns the blocks' locations, or
+    None when the space has a location, because the blocks then lie in it end to end.
     """
     timeout_s = max(0.0, deadline - time.monotonic())
     if space:
@@ -85,7 +87,7 @@ def write_blocks(
 
 
 def check_readable(meta: KVBatchMeta, fields: Sequence[str]) -> None:
-    """Raise SchemaMismatch for undeclared or repeated fields, FieldsNotReady for fields that the receipt cannot
+    """Raise SchemaMismatch for undeclared or repeated fields, and FieldsNotReady for fields that the receipt cannot
     read."""
     unknown = [name for name in fields if name not in meta.schema]
     if unknown or len(set(fields)) < len(fields):
@@ -98,10 +100,10 @@ def check_readable(meta: KVBatchMeta, fields: Sequence[str]) -> None:
 
 
 def read_rows(store: BlockStore, meta: KVBatchMeta, fields: Sequence[str], *, check: bool, timeout_s: float) -> Batch:
-    """Read `fields` of the receipt's rows, in its order, into memory of their own. check: verify checksums.
+    """Read `fields` of a receipt's rows, in the receipt's order, into new memory. check: whether to verify checksums.
 
-    Raises RowsCleared naming the keys whose rows are gone, StoreLost, and IntegrityError naming the keys whose bytes
-    have changed.
+    Raises RowsCleared naming the keys of the rows that are gone, StoreLost when the store does not answer, and
+    IntegrityError naming the keys whose bytes have changed.
     """
     schema = meta.schema.subset(fields)
     sources = narrow_sources(meta.sources, fields)
@@ -136,7 +138,7 @@ def _read(
     check: bool,
     timeout_s: float,
 ) -> Batch:
-    """Assemble what the store's memory shows now, which is valid only if `settle` succeeds afterwards."""
+    """Read the rows once from the store's memory. The result is valid only if `settle` succeeds afterwards."""
     got = store.get([want for _, want in wants], timeout_s)
     views: list[dict[int, np.ndarray]] = [{} for _ in meta.blocks]
     for (number, _), parts in zip(wants, got, strict=True):
@@ -147,14 +149,15 @@ def _read(
 
 
 def column_bytes(column: Column) -> int:
-    """Return the number of bytes of the values. Objects count as 0, because their memory is Python's own."""
+    """Return the number of bytes of the column's values. Objects count as 0, because their memory is Python's own."""
     if isinstance(column, Jagged | Ragged):
         return column.values.nbytes
     return 0 if isinstance(column, list) else column.nbytes
 
 
 def _wants(meta: KVBatchMeta, sources: Sequence[RowSource], header: bool) -> list[tuple[int, Want]]:
-    """Return (number of the block, the parts to read) for each block that the sources touch."""
+    """Return (position of the block in the receipt, its wanted parts) for each block that the sources refer to. header:
+    whether to read the blocks' headers, too."""
     parts: dict[int, set[int]] = {}
     for source in sources:
         for number in distinct(source.block).tolist():
@@ -176,7 +179,8 @@ def _verify(meta: KVBatchMeta, sources: Sequence[RowSource], views: Sequence[dic
 def _cleared_keys(
     store: BlockStore, meta: KVBatchMeta, sources: Sequence[RowSource], wants: Sequence[tuple[int, Want]]
 ) -> list[str]:
-    """Return the keys of the blocks that the store no longer has, or all keys when it cannot be asked now."""
+    """Return the keys of the rows whose blocks the store no longer has, or all keys when the store cannot be asked
+    now."""
     gone = set()
     for number, want in wants:
         try:
@@ -197,7 +201,7 @@ def _keys_in(meta: KVBatchMeta, sources: Sequence[RowSource], numbers: set[int])
 
 
 def _named(error: DataPlaneError, meta: KVBatchMeta, keys: Sequence[str], started: float) -> DataPlaneError:
-    """Add to the store's error what only the reader knows."""
+    """Return the store's error with what only the reader knows: operation, partition, keys and elapsed seconds."""
     context = error.fields() | {"op": "get", "partition": meta.partition, "keys": keys, "num_keys": len(keys)}
     context["elapsed_s"] = context["elapsed_s"] or time.monotonic() - started
     return type(error)(error.message, **context)

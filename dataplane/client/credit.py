@@ -1,4 +1,4 @@
-"""Keeps the space that a client was granted ahead of time, so that its next put costs the directory only one call."""
+"""Keeps store space that a client was granted ahead of its next put, so that the put takes one directory call."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ from ..directory.requests import Space
 
 RECENT_PUTS = 8
 SLACK_PART = 4
-"""Divisor that gives the slack: a quarter more than the largest recent put, as rows differ in length from put to
-put."""
+"""Divisor for the slack in a request for space: a quarter of the largest recent put is added, because the lengths of
+rows differ from put to put."""
 GRAIN_BYTES = 4096
 MAX_BYTES = 64 << 20
-"""Number of bytes above which nothing is asked for ahead, since a second call costs little beside moving so many
-bytes."""
+"""Largest number of bytes of space that is requested ahead of a put. For more, a second call costs little beside moving
+so many bytes."""
 
 
 class Credit:
-    """Holds the unused spaces of one client, and says what it should ask for next. Thread-safe.
+    """Spaces granted to one client for its next puts, and the size that it should request next. Thread-safe.
 
-    The directory may have taken a space back. A put that uses such a space is told so when it commits, at the latest.
+    The directory may take a space back at any time. A put that uses such a space is told so when it commits, at the
+    latest.
     """
 
     def __init__(self, lifetime_s: float) -> None:
-        """lifetime_s: seconds after which an unused space is given back."""
+        """Begin without any space. lifetime_s: seconds for which a space may be used after it was granted."""
         self._lifetime_s = lifetime_s
         self._spaces: list[tuple[Space, float]] = []
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_PUTS)
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, num_blocks: int) -> tuple[Space | None, tuple[int, ...]]:
-        """Return (the smallest space that fits, the ids of spaces to give back when none fits)."""
+        """Take the smallest space that fits a put. Returns (space, ()), or (None, ids of all spaces) when none fits;
+        the caller must then give these spaces back to the directory."""
         now = time.monotonic()
         with self._lock:
             self._recent.append((nbytes, num_blocks))
@@ -49,13 +51,13 @@ class Credit:
             return best[0], ()
 
     def add(self, space: Space | None) -> None:
-        """Keep the space that the reply to a commit granted."""
+        """Keep a space that the reply to a commit granted. None means that none was granted."""
         if space is not None:
             with self._lock:
                 self._spaces.append((space, time.monotonic() + self._lifetime_s))
 
     def next_request(self) -> tuple[int, int]:
-        """Return (bytes, blocks) to ask for with the next commit; (0, 0) asks for nothing."""
+        """Return the space to request with the next commit as (bytes, blocks); (0, 0) requests nothing."""
         with self._lock:
             nbytes = max((size for size, _ in self._recent), default=0)
             num_blocks = max((count for _, count in self._recent), default=0)
@@ -63,7 +65,7 @@ class Credit:
         return (nbytes, num_blocks + num_blocks // SLACK_PART + 1) if 0 < nbytes <= MAX_BYTES else (0, 0)
 
     def drop_all(self) -> tuple[int, ...]:
-        """Return the ids of all spaces, which the caller must give back."""
+        """Forget all spaces and return their ids. The caller must give the spaces back to the directory."""
         with self._lock:
             return self._drop_all()
 

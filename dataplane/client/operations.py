@@ -1,5 +1,7 @@
-"""Implements the client's operations without I/O, as generators of steps that the sync and the async client carry
-out."""
+"""Implements the clients' operations without I/O, as generators of steps.
+
+The blocking client and the one for asyncio carry out the steps, each in its own way.
+"""
 
 from __future__ import annotations
 
@@ -44,28 +46,30 @@ ABORT_TIMEOUT_S = 2.0
 _MAX_VERSION = (1 << 63) - 1
 
 Fields: TypeAlias = "Batch | Mapping[str, Any] | TensorDictBase"
-"""Rows that put takes, which is anything that `codecs.jagged.pack` takes."""
+"""Type of the rows that `put` takes: anything that `codecs.jagged.pack` takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Tells the client to call the directory, and is answered with the reply."""
+    """Step of an operation: a request to the directory. The client sends it, and passes the reply to the operation."""
 
     op: str
     payload: bytes
     timeout_s: float
     undo: Undo | None = None
-    """Function that makes the request which takes the call back; None when there is nothing to take back."""
+    """Function that makes the request which undoes this one, for a caller that was interrupted; None when there is
+    nothing to undo."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Tells the client to run a function, which may move bytes and block. It must not be abandoned before its end."""
+    """Step of an operation: a function that the client must run, which may move bytes and block. Once begun it must be
+    waited for."""
 
     op: str
     run: Callable[[], Any]
     deadline: float | None = None
-    """`time.monotonic` until which it may wait for a thread; None waits as long as it takes."""
+    """Time by `time.monotonic` until which the function may wait for a free thread; None sets no limit."""
 
 
 T = TypeVar("T")
@@ -73,7 +77,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Moved(Generic[T]):
-    """Carries the result of an operation that moves bytes, and how many."""
+    """Result of an operation that moves bytes, with the number of these bytes."""
 
     result: T
     nbytes: int
@@ -81,12 +85,13 @@ class Moved(Generic[T]):
 
 
 Steps = Generator[Ask | Work, Any, T]
-"""Operation that yields steps, is sent their answers (or thrown their errors), and returns its result."""
+"""Type of an operation: a generator that yields steps, is sent their results (or thrown their errors), and returns the
+operation's result."""
 
 
 class Operations:
-    """Holds one client's operations over its store. Thread-safe: its only state is a cache, counters, credit and the
-    leases that it renews."""
+    """Operations of one client, for the blocking client and the one for asyncio. Thread-safe: the only state is a cache
+    of schemas, counters, space granted ahead (credit) and the leases to renew."""
 
     def __init__(self, handle: DataPlaneHandle, store: BlockStore, leases: LeaseRenewal, name: str) -> None:
         self.handle = handle
@@ -100,7 +105,8 @@ class Operations:
         self._credit = Credit(handle.config.reserve_s / 2)
 
     def timeout(self, timeout_s: float | None) -> float:
-        """Return the call's time limit in seconds. Raises ValueError when it is negative or not finite."""
+        """Return a call's time limit in seconds: `timeout_s`, or the configured one for None. Raises ValueError when it
+        is negative or not finite."""
         if timeout_s is None:
             return self.handle.config.timeout_s
         if not (timeout_s >= 0 and math.isfinite(timeout_s)):
@@ -175,7 +181,8 @@ class Operations:
         return Moved(written.receipt(put, schema, self._plane_id), put.value_bytes)
 
     def _place(self, put: PutRows, blocks: list[EncodedBlock], deadline: float) -> Steps[Committed]:
-        """Write a put's blocks and rows into space that was granted ahead, or else into space that is reserved now."""
+        """Carry out a put: write its blocks into space that was granted ahead, or else into space that is reserved now,
+        and commit its rows."""
         space, given_back = self._credit.take(put.nbytes, len(blocks))
         if space is not None:
             written = yield from self._write(put, blocks, space, deadline, credit=True)
@@ -199,7 +206,8 @@ class Operations:
         *,
         credit: bool,
     ) -> Steps[Committed | None]:
-        """Write the bytes into the space, then the rows into the directory. Returns None when credit was revoked."""
+        """Write the blocks into `space`, then commit the rows in the directory. Returns None when the space was credit,
+        granted ahead of the put, and the directory has taken it back."""
         asked = False
         try:
             try:
@@ -236,7 +244,7 @@ class Operations:
         return written.committed
 
     def close(self) -> Steps[None]:
-        """Give back the space that was granted ahead, then close the store. Leases are not renewed any more."""
+        """Stop renewing leases, give back the space that was granted ahead, and close the store."""
         self._leases.end()
         space_ids = self._credit.drop_all()
         if space_ids:
@@ -326,8 +334,8 @@ class Operations:
         return self._schemas[partition]
 
     def _check_origin(self, meta: KVBatchMeta, op: str) -> None:
-        """Raise ForeignReceipt unless this data plane gave the receipt: block ids and leases of others mean other
-        rows."""
+        """Raise ForeignReceipt unless this data plane issued the receipt. Block ids and lease ids of another data plane
+        would mean other rows here."""
         if meta.plane_id != self._plane_id:
             message = (
                 f"the receipt is of data plane {meta.plane_id:016x}, expected one of run {self.handle.run_id!r} "
@@ -336,9 +344,10 @@ class Operations:
             raise ForeignReceipt(message, op=op, partition=meta.partition, keys=meta.keys)
 
     def _take_back(self, put: PutRows, space: requests.Space) -> Steps[bool]:
-        """Give the space of a put that was cut off back, and withdraw what the directory may have committed.
+        """Undo a put that failed or was interrupted: give back its space, and withdraw rows that the directory may have
+        committed.
 
-        Returns whether that was done. A put with replace=True is not withdrawn, as the values of before are gone.
+        Returns whether that was done. A put with replace=True is not withdrawn, because the previous values are gone.
         """
         if put.replace:
             yield from self._give_back((space.space_id,))
@@ -353,7 +362,7 @@ class Operations:
         return True
 
     def _give_back(self, space_ids: tuple[int, ...]) -> Steps[None]:
-        """Give space back as far as possible. Space that cannot be given back expires by itself after `reserve_s`."""
+        """Give space back to the directory if possible. If not, the space expires by itself after `reserve_s`."""
         try:
             yield Ask("abort", requests.encode(requests.Abort(space_ids)), ABORT_TIMEOUT_S)
         except DataPlaneError as error:
@@ -390,7 +399,7 @@ def _packed(partition: str, schema: Schema, fields: Fields, keys: Sequence[str])
 
 
 def _integer(name: str, value: int) -> int:
-    """Return `value` as an int. Raises ValueError naming the argument for what is not an integer."""
+    """Return `value` as an int. Raises ValueError naming the argument when `value` is not an integer."""
     try:
         return operator.index(value)
     except TypeError:
@@ -398,8 +407,8 @@ def _integer(name: str, value: int) -> int:
 
 
 def _versions(versions: int | np.ndarray | None, num_rows: int) -> np.ndarray | None:
-    """Return int64 `[N]`. Raises ValueError for another shape, and for numbers that are not integers or beyond
-    2^63 - 1."""
+    """Return the policy versions of N rows as int64 `[N]`; None stays None. Raises ValueError for another shape, for
+    non-integers, and for unsigned integers beyond 2^63 - 1."""
     if versions is None:
         return None
     array = np.asarray(versions)
@@ -413,7 +422,8 @@ def _versions(versions: int | np.ndarray | None, num_rows: int) -> np.ndarray | 
 
 
 def _min_version(value: int) -> int:
-    """Return `value` as an int. Raises ValueError for what is not an integer, and for what no row's version can be."""
+    """Return `value` as an int. Raises ValueError when it is not an integer, or is not between -(2^63 - 1) and 2^63 -
+    1."""
     version = _integer("min_version", value)
     if not -_MAX_VERSION <= version <= _MAX_VERSION:
         raise ValueError(f"min_version: got {version}, expected at most {_MAX_VERSION}")

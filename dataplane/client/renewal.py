@@ -16,14 +16,14 @@ from ..rpc.links import Link
 _logger = logging.getLogger(__name__)
 
 RENEWALS = 4
-"""Number of renewals in the time that a lease lasts, so that one of them may be late or lost."""
+"""Number of renewals in the time that a lease lasts (`lease_s`), so that one of them may be late or lost."""
 
 
 class LeaseRenewal:
     """Keeps the leases of one client from running out. Thread-safe.
 
-    Only leases whose receipts have reached this client are renewed. When the process dies or is stopped, when the
-    client is closed, and when nobody refers to it any more, its leases run out `lease_s` after the last renewal.
+    Only leases whose receipts have reached this client are renewed. When the process has died or is stopped, or when
+    the client is closed or no longer referenced, its leases run out `lease_s` after their last renewal.
     """
 
     def __init__(self, link: Link, lease_s: float) -> None:
@@ -31,15 +31,15 @@ class LeaseRenewal:
         self._finalizer = weakref.finalize(self, self._renewer.end)  # for a client that nobody closed
 
     def add(self, lease_id: int, num_rows: int) -> None:
-        """Renew this lease of `num_rows` rows from now on."""
+        """Renew the lease `lease_id`, which covers `num_rows` rows, from now on."""
         self._renewer.add(lease_id, num_rows)
 
     def drop(self, lease_id: int, num_rows: int) -> None:
-        """Note that `num_rows` rows of a lease were released; a lease without rows is not renewed any more."""
+        """Note that `num_rows` rows of a lease were released. A lease without rows is no longer renewed."""
         self._renewer.drop(lease_id, num_rows)
 
     def end(self) -> None:
-        """Renew nothing any more. Idempotent."""
+        """Stop renewing all leases. Idempotent."""
         self._finalizer()
 
 
@@ -52,7 +52,8 @@ class _Renewer:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._held: dict[int, int] = {}
-        """Number of rows of each lease. Rows that others release or clear are not noticed before the next renewal."""
+        """Number of rows that each lease still holds, by lease id. Rows that other clients release or clear are noticed
+        only at the next renewal."""
         self._thread: threading.Thread | None = None
         """Thread that renews; None while there is no lease."""
         self._ended = threading.Event()
@@ -99,7 +100,7 @@ class _Renewer:
                     self._held.pop(lease_id, None)
 
     def _renew(self, lease_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Ask the directory, and return the ids of the leases that have not ended."""
+        """Ask the directory to renew leases, and return the ids of those that have not ended."""
         request, timeout_s = requests.encode(requests.Renew(lease_ids)), self._lease_s / RENEWALS
         reply = requests.body_of(self._link.call("renew", request, timeout_s), "renew", 0.0)
         return messages.decode(reply, tuple[int, ...])

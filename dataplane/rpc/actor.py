@@ -1,5 +1,7 @@
-"""Runs the directory as the one named Ray actor of a run. Ray starts and ends it; requests reach it through its
-sockets."""
+"""Runs the directory as a Ray actor, one for each run.
+
+Ray starts and ends the actor; requests reach it through its sockets.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +26,26 @@ from .frames import DirectoryAddress
 from .server import DirectoryServer
 
 NAMESPACE = "headrace"
-"""Ray namespace of the data plane's actors, as the driver's own may be anonymous."""
+"""Ray namespace of the data plane's actors. It is fixed, as the namespace of the driver itself may be anonymous."""
 END_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A directory that answers requests."""
+    """Description of a directory that has started and answers requests."""
 
     pid: int
     node: str
     """Name of the directory's host."""
     store: StoreSpec
     store_processes: dict[str, int]
-    """Name -> pid of the store's processes on that host."""
+    """Pids of the store's processes on the directory's host, by name."""
     address: DirectoryAddress
 
 
 class DirectoryActor:
-    """Hosts the service and the store. Not restarted, as its state is the run's."""
+    """Ray actor that hosts the directory's service and the store's host. It is not restarted, because the run's state
+    would be lost."""
 
     def __init__(self, config: DataPlaneConfig, build_host: Callable[[], StoreHost]) -> None:
         self._config = config
@@ -58,7 +61,8 @@ class DirectoryActor:
             self._failed = error
 
     async def start(self, name: str, one_host: bool) -> Started | Exception:
-        """Begin to serve. Returns the error when the store could not be started."""
+        """Start to answer requests, and return the directory's address with other facts about it. Returns the error,
+        instead of raising it, when the store could not be started. one_host: whether to listen on no network."""
         if self._host is None:
             assert self._failed is not None
             return self._failed
@@ -72,7 +76,7 @@ class DirectoryActor:
         return Started(os.getpid(), platform.node(), self._host.spec, self._host.processes(), address)
 
     async def close(self) -> None:
-        """End the store and what it started. Idempotent."""
+        """Close the store, end the processes that it started, and stop answering requests. Idempotent."""
         if self._service is not None:
             await self._service.close()
         elif self._host is not None:
@@ -88,10 +92,10 @@ def actor_name(run_id: str) -> str:
 def start_actor(
     run_id: str, config: DataPlaneConfig, build_host: Callable[[], StoreHost], *, one_host: bool, timeout_s: float
 ) -> tuple[Any, Started]:
-    """Start the actor. Returns its handle, and where it serves; it ends with the last handle or with this process.
+    """Start the directory's actor. Returns the actor's handle and a description of the started directory.
 
-    `build_host` runs in the actor, and what it raises is raised here. Raises DirectoryLost when it does not start
-    within `timeout_s`.
+    The actor ends with the last handle or with this process. `build_host` runs in the actor, and errors that it raises
+    are raised here. Raises DirectoryLost when the actor dies or does not start within `timeout_s`.
     """
     name, began_s = actor_name(run_id), time.monotonic()
     options = ray.remote(DirectoryActor).options(name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=0)
@@ -115,8 +119,8 @@ def start_actor(
 
 
 def stop_actor(actor: Any) -> None:
-    """Close the store within bounded time, then end the actor. Does nothing when Ray has ended, and the actor with
-    it."""
+    """Close the store within bounded time, then end the actor. No-op when Ray is no longer initialised, as the actor
+    has then ended, too."""
     if not ray.is_initialized():
         return
     try:

@@ -1,10 +1,12 @@
-"""Frames requests and replies on a stream socket between a client and the directory.
+"""Encodes requests and replies as frames, for a stream socket between a client and the directory.
 
-A frame is a header (bytes of the body, number of the request, bytes of the op's name), then the body: the op's name and
-the payload, or a reply. Replies bear their request's number and come in any order. A request may be followed by a frame
-with the same number and the op CANCEL, which has no answer of its own: the request is then answered soon, either as
-ever or by saying that it was cancelled before it took effect. The first frame of a connection is the run's token; a
-directory that does not know it closes the connection.
+A frame is a header and a body. The header gives the number of bytes of the body, the number of the request, and the
+number of bytes of the op's name. The body is the op's name and the payload of a request, or a reply. A reply has the
+number of its request, and replies come in any order.
+
+A request may be followed by a frame with the same number and the op CANCEL, which has no reply of its own. The request
+is then answered soon: either as usual, or by saying that it was cancelled before it took effect. The first frame of a
+connection is the run's token, a secret; a directory that does not recognise it closes the connection.
 """
 
 from __future__ import annotations
@@ -15,33 +17,34 @@ from dataclasses import dataclass, field
 
 HEADER = struct.Struct("<QIB")
 CANCEL = "cancel"
-"""Op of the frame that cancels the request of its number."""
+"""Op of a frame that cancels the request with the same number."""
 MAX_FRAME_BYTES = 1 << 32
-"""Number of bytes that a frame's body has at most. A frame that says that it has more is refused before it is read."""
+"""Largest number of bytes of a frame's body. A frame whose header announces more is refused before its body is read."""
 MAX_TOKEN_BYTES = 64
-"""Number of bytes that are read at most from a peer that has not shown the token."""
+"""Largest number of bytes that are read from a peer that has not yet shown the token."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryAddress:
-    """Describes where a directory listens. Plain and picklable."""
+    """Address at which a directory listens. Plain and picklable."""
 
     local: str
-    """Name of its Unix socket in the abstract namespace, for clients on its host."""
+    """Name of the directory's Unix socket, which is in the abstract namespace, for clients on the same host."""
     host: str
-    """Address for clients on other hosts; "" when it serves its own host only."""
+    """IP address for clients on other hosts; "" when the directory serves only its own host."""
     port: int
     token: bytes = field(repr=False)
     """Secret that a client must show to use the directory."""
 
 
 def frame(number: int, body: bytes, op: str = "") -> bytes:
-    """Encode one frame. A large body is better sent after its `head`, without a copy."""
+    """Encode one frame. A large body is better sent separately, after the frame's `head`, which saves a copy."""
     return head(number, len(body), op) + body
 
 
 def head(number: int, nbytes: int, op: str = "") -> bytes:
-    """Encode a frame up to its payload of `nbytes` bytes. Raises ValueError when it has more than MAX_FRAME_BYTES."""
+    """Encode the beginning of a frame, up to its payload of `nbytes` bytes. Raises ValueError when the frame's body
+    would have more than MAX_FRAME_BYTES."""
     name = op.encode()
     if len(name) + nbytes > MAX_FRAME_BYTES:
         raise ValueError(f"{op or 'reply'}: got a message of {nbytes} bytes, expected less than {MAX_FRAME_BYTES}")
@@ -49,24 +52,24 @@ def head(number: int, nbytes: int, op: str = "") -> bytes:
 
 
 def is_token(shown: bytes, token: bytes) -> bool:
-    """Compare in constant time."""
+    """Return whether `shown` is the token. The comparison takes constant time, so that its duration tells nothing."""
     return hmac.compare_digest(shown, token)
 
 
 class FrameReader:
-    """Takes bytes as they arrive, and gives frames as they become complete."""
+    """Parser that takes bytes as they arrive, and returns frames as they become complete."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def __len__(self) -> int:
-        """Return the number of bytes of the incomplete frame."""
+        """Return the number of bytes that have arrived of a frame that is not complete."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[tuple[int, str, bytes]]:
         """Return (request number, op, payload) of every frame that `data` completes.
 
-        Raises ValueError when a frame says that it has more than MAX_FRAME_BYTES.
+        Raises ValueError when a frame's header announces more than MAX_FRAME_BYTES.
         """
         if self._buffer:
             self._buffer += data

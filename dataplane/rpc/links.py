@@ -1,4 +1,7 @@
-"""Carries a client's requests to the directory, in its own process or in the directory's actor."""
+"""Defines links, which carry a client's requests to the directory, and the link to a directory in the same process.
+
+The link to a directory in another process is in `socket_link.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,22 @@ from ..errors import DirectoryLost
 _logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""Seconds beyond a call's own time limit after which a directory that has not answered is taken for lost."""
+"""Seconds beyond a call's own time limit after which a directory that has not answered is considered lost."""
 TAKE_BACK_PART = 5
-"""Divisor that gives the part of the grace in which a call that is cut off is taken back."""
+"""Divisor of GRACE_S that gives the seconds in which an interrupted call is undone."""
 
 Undo = Callable[[bytes], "tuple[str, bytes] | None"]
-"""Function that is given the reply's body of a call whose caller has gone. Returns (op, payload) of the request that
-takes back what the directory did, or None when there is nothing to take back."""
+"""Function that tells how to undo a call whose caller has gone. It is given the body of the call's reply, and returns
+(op, payload) of the request that undoes what the directory did, or None when there is nothing to undo."""
 
 
 class Link(Protocol):
     """Carries requests to the directory. Thread-safe.
 
-    Every call returns or raises DirectoryLost within `timeout_s` + GRACE_S. A call that is cut off before its answer
-    (cancelled, interrupted, out of time) is cancelled at the directory; if the directory has acted on it already, the
-    link sends the request that `undo` makes. When neither reached the directory, DirectoryLost says that it is not
-    known whether the call took effect.
+    Every call returns or raises DirectoryLost within `timeout_s` + GRACE_S. A call that is interrupted before its
+    answer (cancelled, interrupted by a signal, out of time) is cancelled at the directory. If the directory has carried
+    it out already, the link sends the request that `undo` makes. When it is not certain that one of these has happened,
+    DirectoryLost says that it is not known whether the call took effect.
     """
 
     peer: str
@@ -46,41 +49,44 @@ class Link(Protocol):
         ...
 
     async def call_async(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
-        """Send a request and return the reply."""
+        """Send a request and return the reply, without blocking the event loop."""
         ...
 
     def detach(self) -> None:
-        """Disconnect. Idempotent. The directory goes on."""
+        """Disconnect from the directory, which keeps running. Idempotent."""
         ...
 
     async def detach_async(self) -> None:
-        """Disconnect, from the event loop that made the calls."""
+        """Disconnect as `detach` does, on the event loop that made the calls."""
         ...
 
 
 def call_s(timeout_s: float) -> float:
-    """Return the seconds for which a call waits for its answer."""
+    """Return the seconds for which a call waits for its answer: its time limit `timeout_s`, and the grace without the
+    part that is kept for undoing it."""
     return timeout_s + GRACE_S - take_back_s()
 
 
 def take_back_s() -> float:
-    """Return the seconds for which a call that is cut off waits until it is taken back."""
+    """Return the seconds for which an interrupted call waits until it is undone. They are part of the grace."""
     return GRACE_S / TAKE_BACK_PART
 
 
 def undoing(undo: Undo | None, reply: bytes) -> tuple[str, bytes] | None:
-    """Return the request that takes back what `reply` says the directory did; None when it did nothing."""
+    """Return (op, payload) of the request that undoes what the directory did according to `reply`; None when there is
+    nothing to undo."""
     return undo(reply[1:]) if undo is not None and is_done(reply) else None
 
 
 def unknown_outcome(op: str) -> str:
-    """Return what an error says of a request whose answer did not come."""
+    """Return the words that an error adds when a request's answer did not come: that its effect is not known, or "" for
+    a request without lasting effect."""
     return "; it is not known whether the call took effect" if op in TAKE_EFFECT else ""
 
 
 async def wait_out(future: asyncio.Future[Any], timeout_s: float) -> None:
-    """Wait for `future` for at most `timeout_s`, also while the caller's task is cancelled again. The caller raises
-    afterwards."""
+    """Wait for `future` for at most `timeout_s`, even if the caller's task is cancelled again meanwhile. The caller
+    then raises its own error."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while not future.done() and (left := deadline - loop.time()) > 0:
@@ -91,14 +97,15 @@ async def wait_out(future: asyncio.Future[Any], timeout_s: float) -> None:
 
 
 _directories: dict[str, InProcessLink] = {}
-"""Directories of this process, by run."""
+"""Links to the directories that run in this process, by run id."""
 
 
 class InProcessLink:
     """Runs a directory on an event loop in a thread of this process, and carries requests to it."""
 
     def __init__(self, run_id: str, config: DataPlaneConfig, build_host: Callable[[], StoreHost]) -> None:
-        """Raise ValueError when this process has a directory of that run already, and what `build_host` raises."""
+        """Start a directory. Raises ValueError when this process has a directory of that run already, and any error
+        that `build_host` raises."""
         if run_id in _directories:
             raise ValueError(f"run_id {run_id!r}: this process has a data plane of that name, expected another name")
         self.peer = f"directory of run {run_id!r} in this process"
@@ -144,13 +151,14 @@ class InProcessLink:
         return self._checked(reply, op, started)
 
     def detach(self) -> None:
-        """Do nothing, as clients of this process share the link."""
+        """No-op: all clients in this process share the link, and `close` ends it for all of them."""
 
     async def detach_async(self) -> None:
-        """Do nothing, as clients of this process share the link."""
+        """No-op: all clients in this process share the link, and `close` ends it for all of them."""
 
     def close(self) -> None:
-        """End the service, the store and the thread. Idempotent. Does nothing in a process that was forked."""
+        """End the directory's service, the store and the thread. Idempotent. No-op in a process that was forked from
+        this one."""
         if _directories.pop(self._run_id, None) is None or self._pid != os.getpid():
             return
         asyncio.run_coroutine_threadsafe(self._service.close(), self._loop).result(GRACE_S * 4)
@@ -160,7 +168,7 @@ class InProcessLink:
         self._loop.close()
 
     def check_process(self, op: str) -> None:
-        """Raise DirectoryLost in a process that was forked from the directory's."""
+        """Raise DirectoryLost when this process was forked from the one that runs the directory."""
         if self._pid != os.getpid():
             what = (
                 f"is in process {self._pid}, from which this one was forked; open the data plane without "
@@ -175,7 +183,8 @@ class InProcessLink:
         return _Call(self._service, self._loop, op, payload, undo)
 
     def _checked(self, reply: bytes, op: str, started: float) -> bytes:
-        """Return a reply. Raises DirectoryLost when the directory ended the call."""
+        """Return `reply`. Raises DirectoryLost instead when the reply says that the directory ended the call because it
+        was closed."""
         if reply == CANCELLED:
             raise self._lost(op, "was closed", started)
         return reply
@@ -185,15 +194,15 @@ class InProcessLink:
 
 
 class _Call:
-    """Represents one request on the directory's event loop that another thread makes."""
+    """One request of another thread, on the event loop of the directory."""
 
     def __init__(
         self, service: DirectoryService, loop: asyncio.AbstractEventLoop, op: str, payload: bytes, undo: Undo | None
     ) -> None:
         self.reply: concurrent.futures.Future[bytes] = concurrent.futures.Future()
-        """Reply, or the error of a bug in the directory."""
+        """Future of the reply. An exception in it shows a bug in the directory."""
         self.taken_back: concurrent.futures.Future[None] = concurrent.futures.Future()
-        """Done when the directory has nothing left of a call that was abandoned."""
+        """Future that is done once a call that was abandoned has been cancelled or undone."""
         for future in (self.reply, self.taken_back):
             future.set_running_or_notify_cancel()  # a waiter that is cancelled must not cancel it
         self._service = service
@@ -206,14 +215,16 @@ class _Call:
         loop.call_soon_threadsafe(self._start)
 
     def abandon(self) -> None:
-        """Cancel the call, or undo what it has done. Returns at once."""
+        """Start to cancel the call, or to undo it if it has been carried out. Returns at once; `taken_back` becomes
+        done when this is finished."""
         try:
             self._loop.call_soon_threadsafe(self._abandon)
         except RuntimeError:  # the directory was closed, and everything went with it
             self.taken_back.set_result(None)
 
     def outcome(self) -> str:
-        """Return what an error says of a call that was abandoned."""
+        """Return the words that an error adds about a call that was abandoned: "" once it has been cancelled or
+        undone."""
         return "" if self.taken_back.done() else unknown_outcome(self._op)
 
     def _start(self) -> None:
@@ -245,7 +256,8 @@ class _Call:
 
 
 async def _end_tasks() -> None:
-    """Let the calls that the close woke come to their end, so that callers get their errors."""
+    """Wait for calls that were woken when the service closed, so that their callers get errors. Calls that are not done
+    within a second are cancelled."""
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     if others:
         _, pending = await asyncio.wait(others, timeout=1.0)

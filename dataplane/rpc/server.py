@@ -1,9 +1,9 @@
-"""Serves the directory on its sockets: reads frames, and sends the service's answers in the order in which they are
-ready.
+"""Serves the directory on its sockets: reads requests, and sends each answer as soon as it is ready.
 
-A request that waits (a claim, a put without space) delays no other. A client's waiting requests are cancelled when it
-says so and when its connection ends, so that no rows are leased to nobody. Requests that are read only after the client
-has gone, as after a stall of this process, are dropped.
+A request that waits (a claim, or a put without space) does not delay others. Waiting requests of a client are cancelled
+when the client asks for it and when its connection ends, so that no rows are leased to a client that has gone. Requests
+that are read only after their client has gone, as after a stall of this process, are dropped, except for those that
+take something back.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from .frames import CANCEL, MAX_TOKEN_BYTES, DirectoryAddress, FrameReader, head
 _logger = logging.getLogger(__name__)
 
 TOKEN_TIMEOUT_S = 10.0
-"""Seconds after which a connection that has not shown the token is closed."""
+"""Seconds after which a connection is closed if its peer has not shown the run's token."""
 MAX_STRANGERS = 128
-"""Number of connections that have not shown the token, above which those that have sent nothing are closed, the oldest
-first."""
+"""Largest number of connections whose peer has not shown the token. Above it, the oldest of them that has sent nothing
+is closed."""
 LOOKED_AT = 8
-"""Number of such connections that are looked at for each new one."""
+"""Number of the oldest connections without a shown token among which a silent one is looked for when a new one
+arrives."""
 END_TIMEOUT_S = 2.0
 BACKLOG = 1024
 
 
 class DirectoryServer:
-    """Listens for one service. All methods belong to its event loop."""
+    """Server of one directory service on sockets. All methods must be called on the service's event loop."""
 
     def __init__(self, service: DirectoryService) -> None:
         self._service = service
         self._token = secrets.token_bytes(32)
         self._sessions: set[_Session] = set()
         self._strangers: dict[_Session, None] = {}
-        """Connections that have not shown the token, the oldest first."""
+        """Connections whose peer has not shown the token, the oldest first."""
         self._servers: list[asyncio.Server] = []
 
     async def start(self, name: str, host: str) -> DirectoryAddress:
-        """Listen on a Unix socket named after `name`, and unless `host` is "" also on a free port of that address.
+        """Listen on a Unix socket named after `name`, and unless `host` is "" also on a free TCP port of that address.
 
         The Unix socket is in the abstract namespace, so it leaves no file, even if this process is killed.
         """
@@ -65,7 +66,8 @@ class DirectoryServer:
         return DirectoryAddress(local, host, port, self._token)
 
     async def close(self) -> None:
-        """Stop listening, send the answers that are ready, end the connections. Idempotent."""
+        """Stop listening, give requests in progress END_TIMEOUT_S seconds to be answered, and close all connections.
+        Idempotent."""
         servers, self._servers = self._servers, []
         for server in servers:
             server.close()
@@ -80,22 +82,22 @@ class DirectoryServer:
 
 
 class _Session(asyncio.Protocol):
-    """Serves one connection."""
+    """Server's end of one connection."""
 
     def __init__(
         self, service: DirectoryService, token: bytes, sessions: set[_Session], strangers: dict[_Session, None]
     ) -> None:
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        """Requests that are not answered yet, by number."""
+        """Tasks of the requests that are not answered yet, by request number."""
         self._service = service
         self._token = token
         self._sessions = sessions
         self._strangers = strangers
         self._reader = FrameReader()
         self._poll = select.poll()
-        """Says whether the peer has ended the connection, before all that it sent is read."""
+        """Poll object that tells whether the peer has closed the connection, even before all that it sent is read."""
         self._known = False
-        """Whether the token was shown."""
+        """Whether the peer has shown the token."""
         self._loop = asyncio.get_running_loop()
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -139,7 +141,8 @@ class _Session(asyncio.Protocol):
         self._transport.close()
 
     def _end_silent_stranger(self) -> None:
-        """End the oldest connection that has sent nothing. Clients show the token as soon as they have connected."""
+        """Close the oldest connection that has sent nothing, among the LOOKED_AT oldest without a shown token. Clients
+        send the token as soon as they have connected, so a silent peer is hardly a client."""
         for session in itertools.islice(self._strangers, LOOKED_AT):
             poll = select.poll()
             poll.register(session._transport.get_extra_info("socket").fileno(), select.POLLIN)
@@ -172,7 +175,7 @@ class _Session(asyncio.Protocol):
                 self._answer(number, op, payload)
 
     def _cancel(self, number: int) -> None:
-        """Cancel a request that waits. One that is being carried out is answered as ever."""
+        """Cancel the request of this number if it is waiting. One that is being carried out is answered as usual."""
         task = self.tasks.get(number)
         if task is not None and task.get_name() in WAITING_OPS:
             task.cancel()
@@ -204,7 +207,7 @@ class _Session(asyncio.Protocol):
 
 
 def _cancelled_at_once(frames: Sequence[tuple[int, str, bytes]]) -> frozenset[int]:
-    """Return the positions of requests whose cancellation has arrived with them."""
+    """Return the positions in `frames` of requests whose cancellation has arrived together with them."""
     found: set[int] = set()
     numbers: set[int] = set()
     for position in range(len(frames) - 1, -1, -1):
@@ -218,6 +221,7 @@ def _cancelled_at_once(frames: Sequence[tuple[int, str, bytes]]) -> frozenset[in
 
 
 def _bug(op: str, error: Exception) -> bytes:
-    """Log a bug, and tell the caller, who must not wait for an answer that never comes."""
+    """Log an unexpected error, and return a reply that reports it, so that the caller does not wait for an answer that
+    never comes."""
     _logger.error("request %r failed", op, exc_info=error)
     return reply_error(DataPlaneError(f"the directory failed: {type(error).__name__}: {error}", op=op))

@@ -1,8 +1,8 @@
-"""Connects to a directory in another process, by its Unix socket on its own host and by TCP from elsewhere.
+"""Connects to a directory in another process, by its Unix socket on the same host and by TCP from other hosts.
 
-Each blocking call takes a connection from a pool. The calling thread itself waits on the socket, so that a claim that
-waits delays nobody. Calls of an event loop share one connection, however many are in flight. A connection that has
-ended is replaced before anything is sent over it, so that a connection's end is not taken for the directory's.
+Each blocking call takes a connection from a pool, and the calling thread itself waits on the socket, so that a claim
+that waits delays no other call. All calls of an event loop share one connection. A connection that has ended is
+replaced before anything is sent over it, so that its end is not mistaken for the end of the directory.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from .links import Undo, call_s, take_back_s, undoing, unknown_outcome, wait_out
 
 CONNECT_TIMEOUT_S = 10.0
 CONNECT_AGAIN_S = 0.02
-"""Seconds between attempts while more clients connect than the directory has accepted."""
+"""Seconds between attempts to connect while the directory's queue of new connections is full."""
 _READ_BYTES = 1 << 16
 _JOIN_BYTES = 1 << 14
-"""Number of bytes up to which a payload is copied behind its head, which is cheaper than a second buffer."""
+"""Largest number of bytes of a payload that is copied behind its head, which is cheaper than sending it separately."""
 
 
 class SocketLink:
-    """Carries requests over sockets. Thread-safe. The end of the directory's process ends every call at once."""
+    """Link that carries requests over sockets. Thread-safe. When the directory's process ends, every call ends at once
+    with DirectoryLost."""
 
     def __init__(self, address: DirectoryAddress, peer: str, *, connect: bool = True) -> None:
-        """connect: whether to connect now, which blocks this thread, and raise DirectoryLost when nobody listens
-        there."""
+        """Create a link to the directory at `address`. connect: whether to connect now instead of with the first call;
+        this blocks the thread, and raises DirectoryLost when no directory listens there."""
         self.peer = peer
         self._address = address
         self._lock = threading.Lock()
@@ -82,7 +83,8 @@ class SocketLink:
         await asyncio.sleep(0.001)  # in which transports close their sockets
 
     def detach(self) -> None:
-        """End calls in flight, and all later ones, with DirectoryLost. Idempotent."""
+        """Disconnect. Calls of event loops that are in flight, and all later calls, raise DirectoryLost; blocking calls
+        in flight still get their answers. Idempotent."""
         with self._lock:
             self._closed = True
             channels, self._channels = self._channels, {}
@@ -96,7 +98,7 @@ class SocketLink:
     def _send(self, op: str, payload: bytes, started: float, deadline: float) -> socket.socket:
         """Send a request over a pooled connection, or over a new one when that has ended. Returns the connection.
 
-        What could not be sent whole has not reached the directory, so it may be sent again.
+        A request that could not be sent whole has not been carried out, so it may be sent again.
         """
         while True:
             connection = self._take()
@@ -114,10 +116,10 @@ class SocketLink:
                 raise
 
     def _take_back(self, connection: socket.socket, undo: Undo | None) -> bool:
-        """Cancel the request that this connection carries, and undo it if it was carried out all the same.
+        """Cancel the request that was sent over this connection, or undo it if it has been carried out.
 
-        Returns whether that is certain. When it is not, the connection is closed: the directory then drops a request
-        that it has not looked at yet, and nobody renews a lease that it has granted.
+        Returns whether one of the two is certain. If not, the connection is closed. The directory then drops a request
+        that it has not looked at yet, and a lease that it has granted runs out, because nobody renews it.
         """
         deadline = time.monotonic() + take_back_s()
         try:
@@ -136,7 +138,7 @@ class SocketLink:
         return True
 
     def _take(self) -> socket.socket | None:
-        """Return a pooled connection that has not ended; None when there is none."""
+        """Return a connection from the pool that has not ended; None when there is none."""
         while True:
             with self._lock:
                 if self._pid != os.getpid():  # forked: the connections are the parent's
@@ -166,7 +168,7 @@ class SocketLink:
         return connection
 
     def _channel(self, op: str) -> _Channel:
-        """Return the running loop's connection, a new one when that has ended."""
+        """Return the connection of the running event loop. A new one is made when there is none or it has ended."""
         self._check_open(op)
         loop = asyncio.get_running_loop()
         with self._lock:
@@ -194,7 +196,8 @@ class SocketLink:
 
 
 def _connected(address: DirectoryAddress) -> socket.socket:
-    """Open a blocking connection and show the token. Raises TimeoutError after CONNECT_TIMEOUT_S."""
+    """Open a blocking connection to the directory and send the token. Raises TimeoutError after CONNECT_TIMEOUT_S, and
+    ConnectionRefusedError when nobody listens."""
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -218,7 +221,7 @@ def _connected(address: DirectoryAddress) -> socket.socket:
 
 
 async def _connected_async(address: DirectoryAddress) -> socket.socket:
-    """Open a non-blocking connection without blocking the event loop."""
+    """Open a non-blocking connection to the directory, without blocking the event loop. The token is not sent yet."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
@@ -243,7 +246,8 @@ async def _connected_async(address: DirectoryAddress) -> socket.socket:
 
 
 def _connects_locally(connection: socket.socket, address: DirectoryAddress) -> bool:
-    """Connect to the Unix socket. Returns False while its backlog is full, which the kernel does not wait for."""
+    """Connect to the directory's Unix socket. Returns False while the socket's queue of new connections is full, as the
+    kernel does not wait for that. Raises ConnectionRefusedError when there is no such socket on this host."""
     try:
         connection.connect("\0" + address.local)
     except BlockingIOError:
@@ -255,14 +259,15 @@ def _connects_locally(connection: socket.socket, address: DirectoryAddress) -> b
 
 
 def _is_readable(connection: socket.socket) -> bool:
-    """Return whether there is something to read, which may be the end."""
+    """Return whether there is something to read on an idle connection, be it data or the end of the connection."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def _send(connection: socket.socket, op: str, payload: bytes, deadline: float) -> None:
-    """Send one request. Raises TimeoutError at `deadline`, ConnectionError when the peer has ended."""
+    """Send one request. Raises TimeoutError at `deadline`, and ConnectionError when the peer has closed the
+    connection."""
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     start = head(1, len(payload), op)
     if len(payload) <= _JOIN_BYTES:
@@ -273,9 +278,9 @@ def _send(connection: socket.socket, op: str, payload: bytes, deadline: float) -
 
 
 def _receive(connection: socket.socket, deadline: float) -> bytes:
-    """Return the reply. Raises TimeoutError at `deadline`, ConnectionError when the peer ends.
+    """Receive one reply. Raises TimeoutError at `deadline`, and ConnectionError when the peer closes the connection.
 
-    A reply that is cut off half-way leaves the connection closed, as nobody could tell where the next one begins.
+    If a reply arrives only in part, the connection is closed, because nobody could tell where the next reply begins.
     """
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     data = connection.recv(_READ_BYTES)
@@ -302,7 +307,8 @@ def _receive(connection: socket.socket, deadline: float) -> bytes:
 
 
 def _more(connection: socket.socket, data: bytes, deadline: float) -> bytes:
-    """Receive bytes that follow `data`, which is empty only if the peer has closed."""
+    """Receive more bytes of a reply that begins with `data`. Raises ConnectionResetError when the peer has closed the
+    connection, as an empty `data` shows."""
     if not data:
         raise ConnectionResetError
     connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -326,7 +332,7 @@ class _Ended(ConnectionError):
 
 @dataclass(slots=True)
 class _Request:
-    """Represents one request of a call, which may be tried on several connections until it is sent."""
+    """One request of an asyncio call, which may be tried on several connections until it is sent."""
 
     op: str
     payload: bytes
@@ -336,7 +342,7 @@ class _Request:
 
 
 class _Channel(asyncio.Protocol):
-    """Represents one event loop's connection. Requests carry numbers, and replies come in any order."""
+    """Connection of one event loop to the directory. Requests carry numbers, and replies come in any order."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, address: DirectoryAddress) -> None:
         self.ended = False
@@ -347,15 +353,16 @@ class _Channel(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._undoing: set[asyncio.Task[None]] = set()
-        """Calls that were cut off and are being taken back. The loop itself keeps no reference."""
+        """Tasks that cancel or undo interrupted requests. They are kept here because the event loop itself keeps no
+        reference."""
         self._reader = FrameReader()
         self._poll = select.poll()
-        """Says whether the directory has ended the connection."""
+        """Poll object that tells whether the directory has closed the connection."""
         self._next = 1
 
     async def ask(self, request: _Request) -> bytes:
-        """Send a request and return the reply. Raises _Ended when it was not sent, ConnectionError when the connection
-        ends before the reply."""
+        """Send a request and return the reply. Raises _Ended when the request was not sent because the connection has
+        ended, and ConnectionError when the connection ends before the reply."""
         if self._ready is None:
             self._ready = self._loop.create_task(self._open())
             self._ready.add_done_callback(_seen)
@@ -382,8 +389,8 @@ class _Channel(asyncio.Protocol):
         return reply
 
     async def _abandon(self, number: int, future: asyncio.Future[bytes], request: _Request) -> None:
-        """Cancel a request, and undo it if it was carried out all the same. Waits for that for a while; when the
-        directory answers later, it is still done."""
+        """Cancel a request, or undo it if it has been carried out. Waits `take_back_s` seconds at most for the
+        directory's answer; one that comes later is still acted on."""
         if future.cancelled() and self._transport is not None:
             future = self._waiting[number] = self._loop.create_future()
             if self.ended:
@@ -420,7 +427,7 @@ class _Channel(asyncio.Protocol):
             raise
 
     def abort(self) -> None:
-        """End the connection. Must run on the channel's loop."""
+        """Close the connection at once. Must run on the channel's event loop."""
         self.ended = True
         if self._transport is not None:
             self._transport.abort()
@@ -448,6 +455,6 @@ class _Channel(asyncio.Protocol):
 
 
 def _seen(task: asyncio.Task[None]) -> None:
-    """Take note of an error that nobody may be waiting for any more."""
+    """Retrieve the error of a finished task, so that asyncio does not log one that nobody waits for any more."""
     if not task.cancelled():
         task.exception()

@@ -9,11 +9,12 @@ KEEP_ALIVE_S = 30
 PROBE_S = 10
 PROBES = 3
 USER_TIMEOUT_MS = 60_000
-"""Milliseconds after which a connection ends whose peer does not acknowledge what was sent."""
+"""Milliseconds after which a connection ends when its peer does not acknowledge what was sent."""
 
 
 def set_up(connection: socket.socket) -> None:
-    """Send small frames at once, and notice within about a minute that the peer's host is gone."""
+    """Set a TCP socket's options, so that small frames are sent at once, and so that a dead host is noticed within
+    about a minute."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_ALIVE_S)
