@@ -412,7 +412,8 @@ class Directory:
 
 
 def _described(tasks: Iterable[TaskConfig]) -> list[str]:
-    """Describe tasks as text in sorted order, for comparing two registrations and for showing their difference."""
+    """Describe tasks as text in sorted order, for comparing two registrations and for showing their difference. The
+    `settled` positions are left out."""
     return sorted(
         f"{task.name} ({task.sampler}, {dict(sorted(task.options.items()))}, from prompt {task.first_prompt})"
         for task in tasks
