@@ -1,8 +1,8 @@
-"""Defines the interfaces of contenders, which are ways to bring rows from one process to others.
+"""Defines the interfaces of contenders: the stores and baselines, each a way to bring rows from one process to others.
 
-A `Contender` is in the driver and starts and ends what the contender needs. An `Endpoint` is in every worker process,
-where only its `put`, `get`, `write`, `claim` and `clear` are timed. A put returns a token that a reader needs: a
-receipt, keys, an object reference or a number of bytes.
+A `Contender` is in the driver; it starts and ends what it needs. An `Endpoint` is in every worker process, where only
+its `put`, `get`, `write`, `claim` and `clear` are timed. A put returns a token that a reader needs: a receipt, keys, an
+object reference or a number of bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Share:
     """Rows that the reader reads (int64). Contenders that know only bytes read part `index` of `count` instead."""
 
     def byte_range(self, nbytes: int) -> tuple[int, int]:
-        """Return (start, stop) of the reader's part of `nbytes` bytes."""
+        """Return the range (start, stop) that this reader reads of `nbytes` bytes."""
         return nbytes * self.index // self.count, nbytes * (self.index + 1) // self.count
 
 
@@ -55,11 +55,12 @@ class Endpoint(Protocol):
     """The part of a contender that runs in one worker process, for one workload."""
 
     def put(self, load: Load, values: TensorDict, keys: Sequence[str]) -> Any:
-        """Write the first put's fields as new rows; returns the token for all of them."""
+        """Write the fields of the workload's first put as new rows. Returns the token for all of them."""
         ...
 
     def get(self, token: Any, share: Share, fields: Sequence[str] | None) -> Any:
-        """Read the given fields of the share that a token refers to; `fields` None reads all."""
+        """Read the given fields of one reader's share of the rows, with the share's token; `fields` None reads all
+        fields."""
         ...
 
     def fingerprint(self, got: Any) -> Digests:
@@ -85,7 +86,7 @@ class RowEndpoint(Endpoint, Protocol):
     """An endpoint that knows rows and fields."""
 
     def write(self, keys: Sequence[str], values: TensorDict, rewards: np.ndarray | None) -> Any:
-        """Write fields of rows, new or known, with `rewards` `[N]` as a tag; returns the token of what was written."""
+        """Write fields of new or existing rows, and `rewards` `[N]` as a tag. Returns the token of what was written."""
         ...
 
     def clear(self, token: Any) -> None:
@@ -93,7 +94,8 @@ class RowEndpoint(Endpoint, Protocol):
         ...
 
     def counters(self) -> dict[str, int]:
-        """Return the totals so far of `directory_calls`, `bytes_got` and `wire_bytes_put`."""
+        """Return the totals so far of `directory_calls`, `bytes_got` and `wire_bytes_put`, as far as the endpoint
+        counts them."""
         ...
 
 
@@ -102,7 +104,7 @@ class ClaimEndpoint(RowEndpoint, Protocol):
     """An endpoint that leases rows to tasks."""
 
     def claim(self, num_rows: int, timeout_s: float) -> None:
-        """Wait for rows with all fields of the first put and lease them; clearing the rows ends the lease."""
+        """Wait for rows that have all fields of the first put, and lease them. Clearing the rows ends the lease."""
         ...
 
 
@@ -120,7 +122,7 @@ class Contender(Protocol):
         ...
 
     def part(self, token: Any, share: Share) -> Any:
-        """Return the token of one share."""
+        """Return the token with which a reader can read its share of what `token` stands for."""
         ...
 
     def close(self) -> None:
@@ -130,7 +132,7 @@ class Contender(Protocol):
 
 @runtime_checkable
 class RowContender(Contender, Protocol):
-    """A contender whose tokens follow rows through a step."""
+    """A contender whose tokens stand for rows, which the stages of a step read and write in turn."""
 
     def keys(self, token: Any) -> Sequence[str]:
         """Return the keys of the token's rows."""

@@ -38,7 +38,7 @@ class ProcessPool(Protocol):
 
     names: tuple[str, ...]
     lead_s: float
-    """Seconds between the request to start together and the common start, longer than sending the requests takes."""
+    """Seconds from the first request to several processes until their common start. Sending the requests takes less."""
 
     def start(self, process: str, method: str, *args: Any) -> Any:
         """Start `method` of a process; returns a call to pass to `gather`."""
@@ -49,7 +49,7 @@ class ProcessPool(Protocol):
         ...
 
     def restart(self) -> None:
-        """End all processes, whatever they do, and start new ones."""
+        """End all processes, whatever they are doing, and start new ones."""
         ...
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class ThreadPool:
 
 
 class PoolHost:
-    """Starts and stops servers in the pool's serving process."""
+    """Starts and stops servers of baselines in the pool's serving process."""
 
     def __init__(self, pool: ProcessPool) -> None:
         self._pool = pool

@@ -1,4 +1,4 @@
-"""Runs in each of the benchmark's processes, where it has one endpoint per contender and times each call."""
+"""Runs in each process of the benchmark, where it has one endpoint per contender and workload and times each call."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class OpenEndpoint:
 
 
 class BenchProcess:
-    """One process of the benchmark, whose calls come one at a time and name an endpoint by a label of the caller."""
+    """Serves the calls in one process of the benchmark, one at a time. A call names an endpoint by a label that the
+    caller chose."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)  # the processes share few cores, and Ray gives an actor one thread too
@@ -91,10 +92,10 @@ class BenchProcess:
         self._loads, self._digests, self._values = {}, {}, {}
 
     def idle(self) -> None:
-        """Do nothing; this call returns once all earlier calls have ended."""
+        """No-op: calls run one at a time, so this one returns once all earlier calls have ended."""
 
     def serve(self, name: str, start: Callable[[], Server]) -> tuple[str, int]:
-        """Start a server in this process; returns its address."""
+        """Start a server in this process, and return its address."""
         self._servers[name] = start()
         return self._servers[name].address
 
@@ -107,7 +108,8 @@ class BenchProcess:
     # -------------------------------------------------------------- timed
 
     def put(self, label: str, run: str) -> tuple[Any, Span]:
-        """Put the first put's fields under keys of `run`; returns (token, span)."""
+        """Write the fields of the workload's first put, under keys of `run`. Returns the token, and the span of the
+        call."""
         opened = self._open[label]
         load, endpoint = self._load(opened.spec), opened.endpoint
         values, keys = self._tensordict(opened.spec, load.first, None), load.keys(run)
@@ -124,7 +126,8 @@ class BenchProcess:
         start_at: float = 0.0,
         expected: Digests | None = None,
     ) -> Span:
-        """Read a share, not before `start_at`; returns the span. Raises Mismatch when the result is not `expected`."""
+        """Read a share, not before `start_at`, and return the span of the call. Raises Mismatch when the result is not
+        `expected`."""
         endpoint = self._open[label].endpoint
         time.sleep(max(0.0, start_at - time.monotonic()))
         start = max(start_at, time.monotonic())
@@ -137,7 +140,7 @@ class BenchProcess:
     def write(
         self, label: str, keys: Sequence[str], fields: tuple[str, ...], rows: np.ndarray | None, reward: bool = False
     ) -> tuple[Any, Span]:
-        """Write fields of rows, with `reward` also a tag; returns (token, span)."""
+        """Write fields of rows, and with `reward` a tag, too. Returns the token, and the span of the call."""
         endpoint = self._open[label].endpoint
         assert isinstance(endpoint, RowEndpoint)
         values = self._tensordict(self._open[label].spec, fields, rows)
@@ -169,7 +172,8 @@ class BenchProcess:
         write: tuple[tuple[str, ...], Sequence[str]] | None,
         expected: Digests | None = None,
     ) -> tuple[Any, Span]:
-        """Run one stage of a step: read the columns that are not kept since `forget`, and write (fields, keys) back.
+        """Run one stage of a step: read those of the columns `read` that were not read since `forget`, and write
+        `write`, which is (fields, keys).
 
         Returns the token of what was written, None without `write`, and the span of the whole stage.
         """
@@ -206,7 +210,7 @@ class BenchProcess:
         return {field: self._digests[opened.spec][field][share.rows] for field in names}
 
     def counters(self, label: str) -> dict[str, int]:
-        """Return the totals so far of this process's endpoint."""
+        """Return the totals so far of this process's endpoint for `label`; {} when it counts nothing."""
         endpoint = self._open[label].endpoint
         return endpoint.counters() if isinstance(endpoint, RowEndpoint) else {}
 

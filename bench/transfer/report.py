@@ -47,7 +47,7 @@ def failures(report: TransferReport) -> list[str]:
 
 
 def write_report(report: TransferReport, options: TransferOptions, command: str) -> Path:
-    """Write report.md and its plots into `options.out`; returns the page's path."""
+    """Write report.md and its plots into `options.out`; returns the path of report.md."""
     plots = draw(report.results, options.stores, one_line(report.conditions), options.out)
     lines = ["# headrace bench transfer", "", f"`{command}`", "", *_conditions(report), ""]
     lines += [f"![{plot.stem}]({plot.name})" for plot in plots]
@@ -78,7 +78,7 @@ def _conditions(report: TransferReport) -> list[str]:
 
 
 def _grid(results: Sequence[Result]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the header and a row per contender of one workload's table."""
+    """Return the header of one workload's table, and one row for each contender."""
     cell = {(result.contender, result.op): result for result in results}
     ops = [op for op in MAIN_OPS if any(name == op for _, name in cell)]
     rows = []

@@ -14,7 +14,7 @@ import numpy as np
 from .contenders import CHECKSUMMED
 
 PAIRED = "+paired"
-"""Suffix of a store's name in rounds with a single baseline that cannot run beside the others."""
+"""Suffix of a store's name in rounds with only one baseline, which cannot run beside the others."""
 
 SUMMARY_OPS = ("put", "get", "get8", "clear")
 
@@ -31,7 +31,8 @@ class Result:
     seconds: tuple[float, ...]
     """Seconds of every run after the warm-up; () when the case failed."""
     failure: str = ""
-    """Reason of a failure. When it is "", every kind of read was verified once against the written bytes."""
+    """Reason of a failure, or "". In the latter case, every kind of read was verified once against the written
+    bytes."""
 
     @property
     def median_s(self) -> float:
@@ -75,9 +76,10 @@ class StepResult:
     called_seconds: tuple[float, ...] = ()
     """Seconds of every run including the benchmark's own calls between processes, which all contenders share."""
     bytes_put_per_token: float = math.nan
-    """Number of bytes per token of the values of all columns written."""
+    """Number of bytes of the values of all columns written, per token."""
     wire_bytes_put_per_token: float = math.nan
-    """Number of bytes per token written, with block headers and lengths; nan when the contender does not count them."""
+    """Number of bytes written, with block headers and lengths, per token; nan when the contender does not count
+    them."""
     bytes_got_per_token: float = math.nan
     directory_calls: float = math.nan
     """Number of directory calls of all processes in one step; nan for contenders without a directory."""

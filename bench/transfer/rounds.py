@@ -20,8 +20,8 @@ _logger = logging.getLogger(__name__)
 
 ROUND_BUDGET_S = 0.4
 MAX_ITERATIONS = 12
-"""Largest number of iterations of a contender's turn in a round, which has at least one and as many as fit the
-budget."""
+"""Maximum number of iterations in a contender's turn of a round. A turn has at least one, and as many as fit into
+ROUND_BUDGET_S."""
 CLAIM_TIMEOUT_S = 20.0
 SETTLE_TIMEOUT_S = 60.0
 """Seconds within which the calls of a failed case must end."""
@@ -82,7 +82,8 @@ class Pattern:
 def measure(
     seats: Sequence[Seat], specs: Sequence[LoadSpec], pattern: Pattern, tell: Callable[[str], None]
 ) -> list[Result]:
-    """Measure every contender on every workload, after a warm-up with verification, in rounds of one turn each."""
+    """Measure every contender on every workload: first a warm-up with every read verified, then rounds in which each
+    contender has one turn."""
     cases = open_cases(seats, specs)
     for case in cases:
         tell(f"{case.label}: warm-up and verification")
@@ -98,7 +99,7 @@ def measure(
 
 
 def open_cases(seats: Sequence[Seat], specs: Sequence[LoadSpec]) -> list[Case]:
-    """Make a case of every contender on every workload, with an open endpoint in every process of its pool."""
+    """Make one case for every contender on every workload, and open its endpoints in the processes of its pool."""
     cases = []
     for spec in specs:
         size = call(seats[0][0], PRODUCER, "size", spec)
@@ -115,7 +116,7 @@ def close_cases(cases: Sequence[Case]) -> None:
 
 
 def attempt(case: Case, cases: Iterable[Case], run: Callable[[], None]) -> None:
-    """Call `run`, unless the case has failed before; an error becomes the case's failure and does not stop the
+    """Call `run`, unless the case has failed before. An error becomes the failure of this case and does not stop the
     others."""
     if case.failure:
         return
@@ -149,7 +150,8 @@ def _join(case: Case) -> None:
 
 
 def _warm_up(case: Case, pattern: Pattern) -> None:
-    """Run once with every read verified and once to time it, which sets the number of iterations of a turn."""
+    """Run once with every read verified, then once more to set the number of iterations of a turn from the time it
+    takes."""
     _iterate(case, pattern.ops, pattern.readers, True)
     case.seconds = {}
     started = time.monotonic()
@@ -192,9 +194,9 @@ def _iterate(case: Case, ops: frozenset[Op], readers: tuple[int, ...], verify: b
 
 
 def _read(case: Case, token: object, dealt: Sequence[Share], fields: tuple[str, ...] | None, verify: bool) -> float:
-    """Read with all readers at once; returns the seconds from the first start to the last end.
+    """Read with all readers at once. Returns the seconds from the first start to the last end.
 
-    Several readers start at a common time, a single one at once.
+    Several readers start at a common time, a single one immediately.
     """
     pool = case.pool
     expected = [call(pool, PRODUCER, "expected", case.label, share, fields) if verify else None for share in dealt]

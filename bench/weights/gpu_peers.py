@@ -132,7 +132,7 @@ class Trainer:
     # ---------------------------------------------------------------- publishing
 
     def publisher(self, kind: str, bucket_bytes: int, timeout_s: float) -> None:
-        """Make a publisher that uses this transport from now on."""
+        """Create the publisher that sends the weights through this transport from now on."""
         self.close()
         self._num_publishers += 1
         sender = SenderConfig(
@@ -147,7 +147,7 @@ class Trainer:
         return messages.encode(self._publisher.open(version, self._specs, [ReceiverGroup("engine", num_workers)]))
 
     def publish(self, update: bytes) -> dict[str, float]:
-        """Send the weights, and return the seconds of each part."""
+        """Send the weights, and return the seconds of each phase."""
         assert self._publisher is not None
         report = self._publisher.publish(messages.decode(update, WeightUpdate), iter(self._weights.items()))
         return {"fill_s": report.fill_s, "send_s": report.send_s, "gather_s": report.gather_s}
@@ -250,7 +250,7 @@ def expected_parameters(weights: Mapping[str, torch.Tensor], rank: int, tp: int)
 def digests(parameters: Iterator[tuple[str, torch.Tensor]], exact: bool) -> dict[str, str]:
     """Return a digest of each parameter's bytes, by name.
 
-    exact: whether it is xxh3 on the CPU, which takes a second or two, or `device_digest`, which takes a GPU 5 ms.
+    exact: True for xxh3 on the CPU, which takes a second or two; False for `device_digest`, which takes a GPU 5 ms.
     """
     found, host = {}, torch.empty(0, dtype=torch.uint8)
     for name, one in parameters:

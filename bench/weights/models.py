@@ -31,7 +31,7 @@ _STRIDE_BYTES = 4096
 
 
 def weight_shapes(size: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight by HF name, in the model's order."""
+    """Return the shape of each weight by its Hugging Face name, in the model's order."""
     shape = SHAPES[size]
     hidden, width = shape.hidden, shape.intermediate
     named: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden)}
@@ -52,7 +52,7 @@ def weight_shapes(size: str) -> dict[str, tuple[int, ...]]:
 
 
 def num_bytes(size: str, dtype: torch.dtype) -> int:
-    """Return the number of bytes of all weights."""
+    """Return the number of bytes of all weights of a model."""
     return sum(math.prod(dims) for dims in weight_shapes(size).values()) * dtype.itemsize
 
 

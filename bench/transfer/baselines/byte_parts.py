@@ -1,4 +1,4 @@
-"""Gives the bytes of a workload to baselines that know no rows, as one part per field."""
+"""Gives the bytes of a workload, as one part per field, to baselines that do not know rows."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class MemcpyEndpoint:
         return tuple(len(part) for part in self._parts)
 
     def get(self, token: tuple[int, ...], share: Share, fields: Sequence[str] | None) -> list[np.ndarray]:
-        """Copy as many bytes as the share has, from this process's own memory with a pattern that `expected` knows."""
+        """Copy as many bytes as the share has, from memory of this process that holds a pattern known to `expected`."""
         if share.count not in self._sources:
             sources = _pattern(token, share)
             self._sources[share.count] = sources, [np.ones_like(piece) for piece in sources]

@@ -18,10 +18,11 @@ from ..workloads import Load, LoadSpec
 
 @dataclass(frozen=True, slots=True)
 class RayToken:
-    """A reference to the object and the schema of its rows."""
+    """A reference to the object in Ray's object store, and the schema of its rows."""
 
     refs: tuple[ray.ObjectRef, ...]
-    """One reference in a tuple, because Ray would fetch a bare reference for every call that has it as an argument."""
+    """A tuple with the one reference, because Ray would fetch a bare reference for every call that has it as an
+    argument."""
     schema: Schema
 
 
@@ -42,7 +43,7 @@ class RayPutContender:
 
 
 class RayPutEndpoint:
-    """Uses Ray's own put and get. A reader of a share must fetch all rows and select its own."""
+    """Reads and writes with Ray's own put and get. A reader of a share must fetch all rows and select its own."""
 
     def put(self, load: Load, values: TensorDict, keys: Sequence[str]) -> RayToken:
         return RayToken((ray.put(values),), load.schema.subset(load.first))

@@ -11,7 +11,7 @@ from ..workloads import LoadSpec
 
 
 class Server(Protocol):
-    """A server that runs in its own thread from its construction on."""
+    """A server that runs in its own thread from when it is created."""
 
     address: tuple[str, int]
 

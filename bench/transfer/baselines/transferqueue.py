@@ -81,7 +81,8 @@ class TransferQueueContender:
 
 
 class _Owner:
-    """The process that calls init first, with which TransferQueue lives and ends."""
+    """Runs in the actor that initialises TransferQueue first and therefore owns it: TransferQueue ends with this
+    actor."""
 
     def open(self, backend: dict[str, Any]) -> None:
         import transfer_queue

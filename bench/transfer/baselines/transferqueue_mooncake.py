@@ -12,7 +12,8 @@ from ....dataplane.stores.mooncake_master import MooncakeMaster
 from .transferqueue import TransferQueueContender
 
 SEGMENT_BYTES = 2 << 30
-"""Number of bytes of every process's segment, as MooncakeStore keeps rows in the process that put them."""
+"""Number of bytes that every process lends to the store, because MooncakeStore keeps rows in the process that put
+them."""
 BUFFER_BYTES = 1 << 30
 
 
