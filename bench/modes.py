@@ -77,7 +77,8 @@ class ModeResult:
     trainer_busy_s: float
     """Seconds in which the train worker computed, over all counted steps."""
     staleness_mean: float
-    """Mean number of versions between the policy that made a row's oldest token and the one that was trained on it."""
+    """Mean number of versions between the policy that generated a row's oldest token and the policy that was trained on
+    it."""
     staleness_max: float
     groups_dropped: int
     """Number of groups in the whole run that were dropped because they were too old to be trained on."""

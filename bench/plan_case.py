@@ -47,11 +47,11 @@ class PlanResult:
     peak_mib: float
     """MiB of memory that planning took in addition to what the process held before, which includes the lengths."""
     flops_max_over_mean: float
-    """Imbalance of the cost that the plan balances."""
+    """Imbalance between the ranks of the cost that the plan balances."""
     bound_max_over_mean: float
     """Lower bound of `flops_max_over_mean` that no plan with any grouping can beat, from `least_max_over_mean`."""
     squares_max_over_mean: float
-    """Imbalance of sum(L²)."""
+    """Imbalance between the ranks of sum(L²), L being the number of tokens of a row."""
     tokens_max_over_mean: float
     microbatches: int
     microbatches_equal: bool
@@ -61,7 +61,7 @@ class PlanResult:
 
 
 def plan_here(case: PlanCase) -> PlanResult:
-    """Make one plan in this process; its peak memory is right only if the process is new."""
+    """Make one plan in this process and return its result. The peak memory is right only if the process is new."""
     lengths = draw_lengths(case.lengths, case.rows)
     groups = np.arange(case.rows) // GROUP_SIZE
     a, b = (0.0, 1.0) if case.squares else (LINEAR_COST, QUADRATIC_COST)

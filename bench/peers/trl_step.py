@@ -1,7 +1,7 @@
 """Times the step of another library on the quickstart's model and task: TRL's GRPOTrainer with 256 samples.
 
-Run it by hand beside `headrace train` on the same quiet machine, to compare step times: `pip install trl`, then `python
-bench/peers/trl_step.py RUN_DIR/base_model`, where RUN_DIR is the folder of a quickstart run.
+Run it by hand beside `headrace train` on the same quiet machine, to compare step times: `pip install trl`, then
+`python bench/peers/trl_step.py RUN_DIR/base_model`, where RUN_DIR is the folder of a quickstart run.
 """
 
 from __future__ import annotations

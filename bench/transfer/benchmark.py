@@ -29,7 +29,8 @@ from .workloads import LoadSpec
 _logger = logging.getLogger(__name__)
 
 WORKLOADS = tuple(name for name in DESCRIBED if name != "step")
-"""Names of the workloads that are measured op by op; the workload `step` has its own pattern."""
+"""Names of the workloads on which each operation is timed by itself. The workload `step` is measured as a whole
+step."""
 STORES = ("local", "shm", "ray", "simple", "mooncake")
 PATTERNS: dict[str, frozenset[Op]] = {
     "put": frozenset(("put",)),
@@ -42,12 +43,13 @@ PATTERNS: dict[str, frozenset[Op]] = {
     "step": frozenset(("step",)),
 }
 TOGETHER = ("wide-32", "narrow-1")
-"""Workloads that are measured in the same rounds, because the summary has their ratio."""
+"""Workloads that are measured in the same rounds, because the summary has the ratio of their times."""
 CHECKSUM_WORKLOADS = ("rl-1024", "rl-256")
 """Workloads that can be measured with checksums, too. Only the first of them that is chosen is."""
 QUICK_WORKLOADS = {"rl-256": 1.0, "rl-1024": 1.0, "tiny": 1.0, "dense": 0.25}
 QUICK_STORES = tuple(kind for kind in STORES if kind != "local")
-"""Stores that `--quick` measures, without `local`, the reference implementation, which is slow over processes."""
+"""Stores that `--quick` measures. It leaves out `local`, the reference implementation, which is slow between
+processes."""
 QUICK_SECOND = "rl-1024"
 CAPACITY_MIB = 1024
 OBJECT_STORE_MIB = 3072

@@ -19,7 +19,7 @@ from .workloads import Load, LoadSpec
 
 Op = Literal["put", "get", "gets", "field", "write_back", "clear", "claim", "step"]
 """Names of the operations. `gets` reads shuffled rows with several readers, `field` reads one field of many, and
-`claim` is the call of a consumer that waits for the put."""
+`claim` is a consumer's claim that is already waiting when the rows are put."""
 
 ROW_OPS: frozenset[Op] = frozenset(("put", "get", "gets", "field", "write_back", "clear", "step"))
 STORE_OPS: frozenset[Op] = frozenset(("claim", *ROW_OPS))
@@ -52,7 +52,7 @@ def shares(num_rows: int, count: int) -> list[Share]:
 
 
 class Endpoint(Protocol):
-    """The part of a contender that runs in one worker process, for one workload."""
+    """The part of a contender (store or baseline) that runs in one worker process, for one workload."""
 
     def put(self, load: Load, values: TensorDict, keys: Sequence[str]) -> Any:
         """Write the fields of the workload's first put as new rows. Returns the token for all of them."""
@@ -64,7 +64,7 @@ class Endpoint(Protocol):
         ...
 
     def fingerprint(self, got: Any) -> Digests:
-        """Return digests of the result of a `get`."""
+        """Return the digests of what a `get` returned."""
         ...
 
     def close(self) -> None:
@@ -74,23 +74,23 @@ class Endpoint(Protocol):
 
 @runtime_checkable
 class ByteEndpoint(Endpoint, Protocol):
-    """An endpoint that knows only bytes."""
+    """An endpoint of a baseline that moves bytes without knowing rows or fields."""
 
     def expected(self, load: Load, share: Share) -> Digests:
-        """Return the fingerprint of a correct read of the share; only the producer's endpoint is asked."""
+        """Return the digests that a correct read of the share must have. Only the producer's endpoint is asked."""
         ...
 
 
 @runtime_checkable
 class RowEndpoint(Endpoint, Protocol):
-    """An endpoint that knows rows and fields."""
+    """An endpoint of a store or baseline that knows rows and fields."""
 
     def write(self, keys: Sequence[str], values: TensorDict, rewards: np.ndarray | None) -> Any:
         """Write fields of new or existing rows, and `rewards` `[N]` as a tag. Returns the token of what was written."""
         ...
 
     def clear(self, token: Any) -> None:
-        """Remove the token's rows."""
+        """Remove the rows that `token`, the result of a put, stands for."""
         ...
 
     def counters(self) -> dict[str, int]:
@@ -101,7 +101,7 @@ class RowEndpoint(Endpoint, Protocol):
 
 @runtime_checkable
 class ClaimEndpoint(RowEndpoint, Protocol):
-    """An endpoint that leases rows to tasks."""
+    """An endpoint of a store that can also lease rows to tasks."""
 
     def claim(self, num_rows: int, timeout_s: float) -> None:
         """Wait for rows that have all fields of the first put, and lease them. Clearing the rows ends the lease."""
@@ -109,7 +109,7 @@ class ClaimEndpoint(RowEndpoint, Protocol):
 
 
 class Contender(Protocol):
-    """The part of a contender that runs in the driver."""
+    """The part of a contender (store or baseline) that runs in the driver."""
 
     @property
     def name(self) -> str: ...
@@ -118,7 +118,8 @@ class Contender(Protocol):
     def ops(self) -> frozenset[Op]: ...
 
     def factory(self, spec: LoadSpec) -> Callable[[], Endpoint]:
-        """Return a picklable function that makes an endpoint in a worker. Called once before a workload begins."""
+        """Return a picklable function that makes an endpoint in a worker process. Called once before a workload
+        begins."""
         ...
 
     def part(self, token: Any, share: Share) -> Any:
@@ -135,11 +136,11 @@ class RowContender(Contender, Protocol):
     """A contender whose tokens stand for rows, which the stages of a step read and write in turn."""
 
     def keys(self, token: Any) -> Sequence[str]:
-        """Return the keys of the token's rows."""
+        """Return the keys of the rows that `token`, the result of a put, stands for."""
         ...
 
     def merge(self, token: Any, written: Any) -> Any:
-        """Return a token that can also read the fields that `written` stands for."""
+        """Return a token with which the fields of both `token` and `written` can be read."""
         ...
 
     def blocks(self, token: Any, fields: Sequence[str]) -> frozenset[int]:

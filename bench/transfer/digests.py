@@ -18,11 +18,11 @@ Digests = dict[str, np.ndarray]
 """Digests of the rows: field name -> uint64 `[N]`."""
 
 BYTES = "bytes"
-"""Name of the single field of contenders that know only bytes."""
+"""Name of the single field of baselines that know only bytes."""
 
 
 class Mismatch(ValueError):
-    """A read returned other bytes, another dtype or other rows than were written."""
+    """Raised when a read returned other bytes, another dtype or other rows than were written."""
 
 
 def row_digests(columns: Mapping[str, Any]) -> Digests:

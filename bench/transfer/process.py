@@ -31,27 +31,27 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class LoadSize:
-    """The size of a workload."""
+    """The size of a workload, and how its rows are divided into groups."""
 
     num_rows: int
     first: tuple[str, ...]
-    """Names of the fields of the first put."""
+    """Names of the fields that the workload's first put writes."""
     field_bytes: dict[str, int]
     """Number of bytes of each field's values, for all fields."""
     lengths: np.ndarray | None
     """Number of tokens of each row: int64 `[N]`; None when rows have no tokens."""
     groups: np.ndarray
-    """Number of each row's prompt: int64 `[N]`."""
+    """Index of each row's prompt, int64 `[N]`."""
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of the first put."""
+        """Number of bytes of the values that the first put writes."""
         return sum(self.field_bytes[name] for name in self.first)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenEndpoint:
-    """One contender's open endpoint for one workload, in this process."""
+    """An open endpoint in this process, of one contender (store or baseline) and for one workload."""
 
     spec: LoadSpec
     endpoint: Endpoint
@@ -74,7 +74,8 @@ class BenchProcess:
     # -------------------------------------------------------------- set-up
 
     def size(self, spec: LoadSpec) -> LoadSize:
-        """Build the workload's rows and return their size; other processes build them when they need them."""
+        """Build the workload's rows in this process, and return their size. Other processes build the rows when they
+        need them."""
         load = self._load(spec)
         groups = np.arange(load.num_rows) // load.group_size
         fields = {name: column_bytes(load.batch[name]) for name in load.batch}
@@ -199,7 +200,8 @@ class BenchProcess:
     # -------------------------------------------------------------- verification and counts
 
     def expected(self, label: str, share: Share, fields: Sequence[str] | None) -> Digests:
-        """Return the digests of a correct read of a share; `fields` None means the first put's."""
+        """Return the digests of a correct read of a share. `fields` None stands for the fields of the workload's first
+        put."""
         opened = self._open[label]
         load = self._load(opened.spec)
         if isinstance(opened.endpoint, ByteEndpoint):
@@ -220,7 +222,8 @@ class BenchProcess:
         return self._loads[spec]
 
     def _tensordict(self, spec: LoadSpec, fields: tuple[str, ...], rows: np.ndarray | None) -> TensorDict:
-        """Return the rows as a TensorDict, which is made only once for each choice and outside of all timing."""
+        """Return the rows as a TensorDict. It is made once for each choice of fields and rows, and outside of all
+        timing."""
         key = spec, fields, b"" if rows is None else rows.tobytes()
         if key not in self._values:
             self._values[key] = self._load(spec).tensordict(fields, rows)

@@ -23,7 +23,7 @@ MAIN_OPS = ("put", "get", "get2", "get4", "get8", "field", "write_back", "clear"
 
 
 def tables(report: TransferReport) -> list[Table]:
-    """Return one table of times in milliseconds per workload, and one of the step."""
+    """Return one table for each workload with times in milliseconds, and one table for the workload `step`."""
     drawn = []
     for workload in dict.fromkeys(result.workload for result in report.results):
         found = [result for result in report.results if result.workload == workload]
@@ -40,7 +40,7 @@ def tables(report: TransferReport) -> list[Table]:
 
 
 def failures(report: TransferReport) -> list[str]:
-    """Return a line with the reason for each case that failed."""
+    """Return one line for each workload and store or baseline that failed, with the reason."""
     failed = [(result.workload, result.contender, result.failure) for result in report.results if result.failure]
     failed += [("step", step.contender, step.failure) for step in report.steps if step.failure]
     return [f"{workload}, {contender}: {failure}" for workload, contender, failure in failed]

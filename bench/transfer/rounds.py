@@ -1,4 +1,4 @@
-"""Measures contenders in turn on the same rows, so that noise affects all of them alike."""
+"""Measures contenders (stores and baselines) in turn on the same rows, so that noise affects all of them alike."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ SETTLE_TIMEOUT_S = 60.0
 _runs = itertools.count()
 
 Seat = tuple[ProcessPool, Contender]
-"""A contender and the pool of processes in which it is measured."""
+"""A contender (store or baseline), and the pool of processes in which it is measured."""
 
 
 @dataclass(slots=True)
 class Case:
-    """The measurement of one contender on one workload."""
+    """The measurement of one contender (store or baseline) on one workload."""
 
     pool: ProcessPool
     """Pool whose processes the case uses, usually the same for all contenders."""
@@ -42,7 +42,7 @@ class Case:
     spec: LoadSpec
     size: LoadSize
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Measured seconds by op; the op `gets` is recorded as `get2`, `get4`, ... by the number of readers."""
+    """Measured seconds for each operation. `gets` is recorded as `get2`, `get4`, ..., by the number of readers."""
     failure: str = ""
     iterations: int = 1
 
@@ -54,7 +54,7 @@ class Case:
         self.seconds.setdefault(op, []).append(seconds)
 
     def results(self) -> list[Result]:
-        """Return a result per op; a failed case has a single result with the reason."""
+        """Return one result for each operation. A failed case has a single result, which gives the reason."""
         name, contender = self.spec.name, self.contender.name
         if self.failure:
             return [Result(name, "all", contender, 0, (), self.failure)]
@@ -110,7 +110,7 @@ def open_cases(seats: Sequence[Seat], specs: Sequence[LoadSpec]) -> list[Case]:
 
 
 def close_cases(cases: Sequence[Case]) -> None:
-    """Close all endpoints."""
+    """Close the endpoints of all cases."""
     for pool in {id(case.pool): case.pool for case in cases}.values():
         pool.gather([pool.start(process, "leave") for process in pool.names])
 
@@ -161,7 +161,8 @@ def _warm_up(case: Case, pattern: Pattern) -> None:
 
 
 def _iterate(case: Case, ops: frozenset[Op], readers: tuple[int, ...], verify: bool) -> None:
-    """Run one put and all operations that follow it, up to the clear."""
+    """Run one put and the chosen operations that follow it, up to the clear, and record their times. verify: whether to
+    check every read."""
     pool = case.pool
     ops = ops & case.contender.ops
     label, whole = case.label, shares(case.size.num_rows, 1)[0]

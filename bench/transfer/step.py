@@ -74,7 +74,7 @@ def train_shares(size: LoadSize) -> list[Share]:
 
 
 class _Step:
-    """Runs the step of one contender."""
+    """Runs the GRPO step through one contender (store or baseline)."""
 
     def __init__(self, case: Case) -> None:
         assert isinstance(case.contender, RowContender)
@@ -92,7 +92,7 @@ class _Step:
         self._blocks_needed = 0
 
     def run(self, *, verify: bool = False) -> None:
-        """Run one step and record its seconds in the case."""
+        """Run one step, and record its seconds in the case (one contender on one workload)."""
         self._stages_s = 0.0
         names = tuple(self._size.field_bytes)
         expected = [self._expected(share, names) if verify else None for share in (*self._shares, self._whole)]
@@ -121,7 +121,7 @@ class _Step:
         self.run(verify=True)
 
     def count(self) -> StepResult:
-        """Run one more step and return its bytes, calls and blocks, without times."""
+        """Run one more step, and return the numbers of its bytes, calls and blocks, without times."""
         before = self._counters()
         self._counting = True
         self.run()
@@ -198,7 +198,7 @@ _steps = iter(range(1 << 62))
 
 
 def _keys(size: LoadSize) -> list[str]:
-    """Return row keys that no other step has."""
+    """Return the keys of a step's rows, which no other step uses."""
     run, order = next(_steps), np.zeros(size.num_rows, np.int64)
     starts = np.flatnonzero(np.diff(size.groups, prepend=-1))
     order[starts] = starts

@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """An engine and the measurements made with it."""
+    """Settings of one engine, and the measurements that are made with it."""
 
     size: str
     """Size of the model, a key of `gpu_peers.MODELS`."""

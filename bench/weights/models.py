@@ -71,14 +71,15 @@ def random_weights(size: str, dtype: torch.dtype, device: torch.device) -> dict[
 
 
 def change(named: dict[str, torch.Tensor], version: int) -> None:
-    """Change a byte in every 4 KiB of every tensor, so that each version differs from all others."""
+    """Set the first byte in every 4 KiB of every tensor to a value that depends on `version`, so that versions differ.
+    The values repeat after 251 versions."""
     for tensor in named.values():
         flat = tensor.view(-1).view(torch.uint8)
         flat[::_STRIDE_BYTES] = (version * 37) % 251
 
 
 def digest(named: dict[str, torch.Tensor]) -> str:
-    """Hash names and bytes of all weights by xxh3."""
+    """Return one xxh3 digest over the names and bytes of all weights."""
     hasher = xxhash.xxh3_128()
     for name in sorted(named):
         hasher.update(name.encode())

@@ -55,7 +55,7 @@ class PeerTask:
 
     @property
     def placed(self) -> torch.device:
-        """Device of the process's weights."""
+        """Device that holds the weights of the process."""
         return (
             torch.device("cpu") if self.device == "cpu" else torch.device("cuda", self.rank % torch.cuda.device_count())
         )
@@ -161,7 +161,7 @@ class _Host:
         )
 
     def broadcast(self, num_bytes: int) -> None:
-        """Take part in one broadcast of `num_bytes` from rank 0, in warm memory."""
+        """Take part in one broadcast of `num_bytes` bytes from rank 0, into memory that is already in use ("warm")."""
         if self._flat is None or len(self._flat) != num_bytes:
             self._flat = torch.ones(num_bytes, dtype=torch.uint8, device=self.task.placed)
         dist.broadcast(self._flat, 0)
@@ -193,7 +193,8 @@ class _Trainer(_Host):
         yield from self.weights.items()
 
     def copy(self, num_bytes: int) -> None:
-        """Copy `num_bytes` once into warm memory, with one thread on the CPU, or on the GPU."""
+        """Copy `num_bytes` once into memory that is already in use ("warm"), with one thread on the CPU, or on the
+        GPU."""
         if self._flat is None or len(self._flat) != 2 * num_bytes:
             self._flat = torch.ones(2 * num_bytes, dtype=torch.uint8, device=self.task.placed)
         self._flat[num_bytes:].copy_(self._flat[:num_bytes])

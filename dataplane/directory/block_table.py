@@ -23,7 +23,7 @@ class FreedBlock:
 
 @dataclass(slots=True)
 class Reservation:
-    """Promises space to one put that has not been committed yet."""
+    """Holds the space that is promised to one put until the put is committed."""
 
     reservation_id: int
     writer: str
@@ -45,7 +45,7 @@ class _Entry:
     row_starts: np.ndarray | None
     nbytes: int
     live: int
-    """Number of (row, field) pairs that point into the block."""
+    """Number of (row, field) pairs whose values are in the block."""
 
 
 class BlockTable:
@@ -55,7 +55,7 @@ class BlockTable:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.reserved_bytes = 0
-        """Number of bytes reserved by puts in progress."""
+        """Number of bytes reserved by puts in progress, without credit."""
         self.credit_bytes = 0
         """Number of bytes reserved as credit, in advance of a put."""
         self.reservations: dict[int, Reservation] = {}
@@ -97,7 +97,7 @@ class BlockTable:
         return reservation
 
     def credits(self) -> list[Reservation]:
-        """Return the reservations that are credit, oldest first."""
+        """Return the reservations that are credit (space granted in advance), oldest first."""
         return [item for item in self.reservations.values() if item.credit]
 
     def settle(

@@ -157,7 +157,7 @@ class HostCalls:
         return await self._in_thread(self._host.shortage)
 
     async def close(self) -> None:
-        """Close the host and its thread. Idempotent."""
+        """Close the store host and the worker thread. Idempotent."""
         if not self._closed:
             self._closed = True
             await asyncio.get_running_loop().run_in_executor(self._thread, self._host.close)

@@ -92,7 +92,7 @@ class PutRows:
 
     partition: str
     keys: Sequence[str]
-    """Ids of the N rows."""
+    """Keys (ids) of the N rows."""
     fields: tuple[str, ...]
     lengths: np.ndarray | None
     """Number of tokens of each row, int64 `[N]`; None when no field is PER_TOKEN."""
@@ -129,7 +129,7 @@ class Committed:
     versions: np.ndarray | None
     """Version of each row, int64 `[N]`; None when `PutRows` has the versions."""
     groups: np.ndarray
-    """Number of each row's group, int64 `[N]`."""
+    """Id of each row's group, int64 `[N]`, unique in the directory."""
     tags: dict[str, np.ndarray]
     """Tags, by name, that earlier puts gave to all of these rows."""
 
@@ -172,7 +172,7 @@ class Partition:
     """Holds the rows, groups and task cursors of one named flow of data."""
 
     def __init__(self, name: str, schema: Schema, tasks: Sequence[TaskConfig], group_size: int) -> None:
-        """Raise ValueError for a sampler that cannot be built."""
+        """Raise ValueError for a task whose sampler cannot be built."""
         self.name = name
         self.schema = schema
         self._schema_id = schema_id(schema)

@@ -16,7 +16,7 @@ ROW_BITS = MAX_BLOCK_ROWS.bit_length() - 1
 M rows per block and 2^39 blocks per run."""
 UNWRITTEN = -1
 UNKNOWN = -1
-"""Length of a row that has no PER_TOKEN field yet."""
+"""Value in the column of lengths for a row that has no PER_TOKEN field yet."""
 NO_POSITION = -1
 """Position in the prompt stream of a row that was not given the tag POSITION."""
 
@@ -81,7 +81,7 @@ class RowTable:
         self.slots = {name: np.empty(0, dtype=np.int64) for name in fields}
         """For each field, the slot of each row's value, `block_id << ROW_BITS | row in block`, or UNWRITTEN."""
         self.num_written = dict.fromkeys(self.slots, 0)
-        """Number of rows in which each field is written."""
+        """For each field, the number of rows in which it is written."""
         self.tags: dict[str, np.ndarray] = {}
         self.tag_given: dict[str, np.ndarray] = {}
         """For each tag, a bool array that is True for the rows that were given it."""
@@ -173,10 +173,10 @@ class GroupTable:
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
         self.index: dict[str, int] = {}
-        """Index of each group, by name."""
+        """Index of each group in the arrays below, by name."""
         self.names = np.empty(0, dtype=object)
         self.numbers = np.empty(0, dtype=np.int64)
-        """Number of each group, unique in the directory and never used again."""
+        """Id of each group, an integer that is unique in the directory and never used again."""
         self.counts = np.empty(0, dtype=np.int32)
         self.rows = np.empty((0, group_size), dtype=np.int64)
         """Row numbers of each group, int64 `[groups, group_size]`, in order of arrival and padded with -1. Maintained
@@ -201,7 +201,7 @@ class GroupTable:
     def intern(self, names: Sequence[str], numbering: Numbers) -> np.ndarray:
         """Return the index of each named group, int64 `[G]`, and create the groups that do not exist yet.
 
-        names: without repeats. numbering: source of the new groups' numbers.
+        names: without repeats. numbering: source of the new groups' ids.
         """
         found = self.find(names)
         fresh = np.flatnonzero(found < 0)

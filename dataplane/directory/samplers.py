@@ -48,7 +48,7 @@ class StreamProgress:
 
     def __init__(self, first: int = 0, ahead: Iterable[int] = ()) -> None:
         self.first = first
-        """Lowest position that is not settled."""
+        """Lowest position in the prompt stream that is not settled."""
         self.ahead = set(ahead)
         """Settled positions after `first`."""
 
@@ -85,7 +85,7 @@ class Candidates:
 
     @property
     def groups(self) -> np.ndarray:
-        """Number of each item's group, int64 `[N]`, as in receipts."""
+        """Id of each item's group, int64 `[N]`, as in receipts."""
         return self._groups.numbers[self._group_index]
 
     @property

@@ -67,7 +67,7 @@ class Pulse:
 
 
 class Queue:
-    """Serves callers one at a time, first come, first served."""
+    """Serves callers one at a time, first come, first served; used for waiting puts and claims."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -75,7 +75,8 @@ class Queue:
 
     @property
     def waiting(self) -> int:
-        """Number of waiters, including the current holder. Callers may skip the queue when it is 0."""
+        """Number of callers in the queue, including the one whose turn it is. A caller may skip the queue when it is
+        0."""
         return len(self._places)
 
     @contextmanager
@@ -104,7 +105,7 @@ class Queue:
 
 
 class _Place:
-    """Represents one caller's place in a queue."""
+    """Represents one caller's place in a `Queue`."""
 
     def __init__(self, lock: asyncio.Lock, wants: str) -> None:
         self.turn = lock

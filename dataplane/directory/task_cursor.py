@@ -155,7 +155,7 @@ class Lease:
     """Numbers of the rows that were claimed, int64 `[N]`. The lease still holds those with `lease_id` in the cursor's
     column."""
     held: int
-    """Number of rows still held."""
+    """Number of rows that the lease still holds."""
     granted: float
     deadline: float
     """Time at which the lease runs out unless it is renewed."""

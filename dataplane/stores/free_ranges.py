@@ -27,18 +27,18 @@ class FreeRanges:
 
     @property
     def tail_bytes(self) -> int:
-        """Number of free bytes at the very end, to which `grow` adds."""
+        """Number of free bytes at the very end of the pool, to which `grow` adds."""
         if not self._offsets or self._offsets[-1] + self._sizes[-1] != self.size_bytes:
             return 0
         return self._sizes[-1]
 
     @property
     def largest_bytes(self) -> int:
-        """Number of bytes of the largest free range."""
+        """Size in bytes of the largest free range."""
         return max(self._sizes, default=0)
 
     def grow(self, nbytes: int) -> None:
-        """Add `nbytes` free bytes at the end."""
+        """Extend the pool by `nbytes` free bytes at its end."""
         self.size_bytes += nbytes
         self.give(self.size_bytes - nbytes, nbytes)
 

@@ -57,7 +57,7 @@ _CLEARED = (
 
 
 class MooncakeClient:
-    """Represents one client of one master. Thread-safe. Each call returns or raises within its `timeout_s`."""
+    """Represents one client of one Mooncake master. Thread-safe. Each call returns or raises within its `timeout_s`."""
 
     def __init__(self, master: MasterAddress, protocol: str, device: str, segment_bytes: int = 0) -> None:
         """protocol: `tcp` or `rdma`. device: names of the RDMA devices, comma-separated; "" for all. segment_bytes:

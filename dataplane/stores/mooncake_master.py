@@ -59,7 +59,7 @@ class MasterAddress:
 
     @property
     def peer(self) -> str:
-        """Name of the master, as errors show it."""
+        """Name of the master in error messages, with its pid and address."""
         return f"{self.name} pid={self.pid} {self.endpoint}"
 
 
@@ -89,7 +89,7 @@ class MooncakeMaster:
                 raise StoreLost(f"mooncake master {why}: {said}", op="start", peer=name, elapsed_s=elapsed)
 
     def close(self) -> None:
-        """Kill the process and wait for its end. Idempotent."""
+        """Kill the master's process, and wait until it has ended. Idempotent."""
         self._process.kill()
         self._process.wait()
         self._log.close()

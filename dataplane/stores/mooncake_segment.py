@@ -63,7 +63,7 @@ class MooncakeSegment:
         threading.Thread(target=self._watch, name="mooncake-segment", daemon=True).start()
 
     def close(self) -> None:
-        """Kill the process and wait for its end. Idempotent."""
+        """Kill the process that lends the memory, and wait until it has ended. Idempotent."""
         self._closed = True
         self._process.kill()
         self._process.wait()

@@ -62,7 +62,7 @@ class MooncakeHost:
         self._run_id = run_id
         self._bytes: dict[int, int] = {}
         self._used_bytes = 0
-        """Sum of `_bytes`."""
+        """Number of bytes of all blocks that are reserved or written, which is the sum of `_bytes`."""
         self._unfinished: dict[int, int] = {}
         """Freed blocks that still take space, block id -> bytes. Either they were freed during their put (Mooncake
         keeps the space until the put ends, or 10 minutes if it never does), or the master did not answer."""
@@ -174,10 +174,10 @@ class MooncakeHost:
 
 
 class MooncakeStore:
-    """Reads and writes through a Mooncake client of this process. Thread-safe; needs no Ray."""
+    """Reads and writes blocks through a Mooncake client in this process. Thread-safe; needs no Ray."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        """Raise ValueError when mooncake is not installed, StoreLost when the master has ended."""
+        """Raise ValueError when mooncake is not installed, and StoreLost when the master has ended."""
         address: Any = spec.address
         master = MasterAddress(address["name"], address["pid"], address["host"], address["port"])
         self._run_id = spec.run_id

@@ -155,7 +155,7 @@ class RayObjectsHost(RayActorsHost):
 
 
 class RayObjectsStore:
-    """Reads and writes through the keepers, from any process connected to the Ray cluster. Thread-safe."""
+    """Reads and writes blocks through the keeper actors, from any process connected to the Ray cluster. Thread-safe."""
 
     def __init__(self, spec: StoreSpec) -> None:
         """Raise ValueError when Ray is not initialised, and StoreLost when a keeper has ended."""

@@ -30,7 +30,7 @@ class RayActorsHost(ABC):
     def __init__(self, peers: list[str], capacity_bytes: int) -> None:
         """peers: names of the actors, as shown in the log."""
         self._bytes: dict[int, int] = {}
-        """Number of bytes of each block that is reserved or written."""
+        """Number of bytes of each block that is reserved or written, by block id."""
         self._unfreed = Unfreed(peers, capacity_bytes // 4)
 
     @abstractmethod

@@ -39,7 +39,7 @@ class StoreEntry:
 
 
 def store_entry(kind: str) -> StoreEntry:
-    """Import the store and return its entry. Raises ValueError for an unknown kind."""
+    """Import the store of this kind, and return its entry. Raises ValueError for an unknown kind."""
     if kind not in _MODULES:
         raise ValueError(f"dataplane.store.kind: got {kind!r}, expected auto or one of {', '.join(_MODULES)}")
     entry = importlib.import_module(f".{_MODULES[kind]}", __package__).STORE

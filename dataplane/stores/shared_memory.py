@@ -190,7 +190,7 @@ class SharedMemoryHost:
         return {}
 
     def close(self) -> None:
-        """Remove the folder. Readers and writers get StoreLost from now on. Idempotent."""
+        """Remove the run's folder in /dev/shm. From then on, readers and writers get StoreLost. Idempotent."""
         with self._lock:
             if self._owner < 0:
                 return
@@ -286,7 +286,7 @@ class SharedMemoryStore:
     """Reads and writes the pool from any process on the host. Thread-safe. No call waits for another process."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        """Raise StoreLost when the run's folder is gone."""
+        """Raise StoreLost when the run's folder in /dev/shm is gone."""
         self._folder = Path(str(spec.address["folder"]))
         self._writer = (0, 0)
         """Process id and start time of this process."""

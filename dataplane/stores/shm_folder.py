@@ -30,7 +30,7 @@ SLOTS_CHUNK = 2048
 """Number of slots for which memory is reserved at a time (64 KiB). The rest of the table is a hole in the file."""
 
 GENERATION, WRITER_PID, WRITER_START = 0, 1, 2
-"""Columns of the table. Slot 0 belongs to the host, and its generation is OPEN or CLOSED."""
+"""Columns of the table of slots. Slot 0 belongs to the host, and its generation is OPEN or CLOSED."""
 OPEN, CLOSED = 1, 2
 PIECE_BYTES = 4 << 20
 """Number of bytes of the pool that are reserved, and mapped, at a time. Reserving them takes the host about 1 ms."""
@@ -71,7 +71,7 @@ def map_slots(folder: Path) -> np.ndarray:
 
 
 class PoolMapping:
-    """Maps the whole pool into this process. The part that the host has not reserved is never touched."""
+    """Maps the whole pool into this process. The part that the host has not reserved yet is never touched."""
 
     def __init__(self, folder: Path) -> None:
         """Map the pool of `folder`. Raises FileNotFoundError when there is none."""
@@ -101,7 +101,7 @@ class PoolMapping:
 
 
 def check_room(capacity_bytes: int, root: Path = SHARED_MEMORY) -> None:
-    """Raise ValueError unless `root` exists and could hold that many bytes of rows now. Writes nothing."""
+    """Raise ValueError unless `root` exists and has room for `capacity_bytes` bytes now. Writes nothing."""
     if not root.is_dir():
         raise ValueError(
             f"dataplane.store.kind='shm' needs {root}, which this host does not have; use 'simple' or 'ray'"

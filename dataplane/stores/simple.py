@@ -70,7 +70,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Represents one message to one unit."""
+    """Represents one message to one storage unit."""
 
     unit: int
     kind: Any
@@ -167,7 +167,7 @@ class UnitLink:
         return channel, monitor
 
     def close(self) -> None:
-        """Close idle sockets now, and those in use when their request is over. Idempotent."""
+        """Close idle sockets now, and each socket in use once its request is over. Idempotent."""
         with self._lock:
             self._closed = True
             _close_all(self._idle)

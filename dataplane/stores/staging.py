@@ -17,7 +17,7 @@ KEEP_BYTES = 256 << 20
 
 
 class _Memory:
-    """Holds one buffer: the raw array and its aligned range."""
+    """Holds one buffer of the pool: the raw array, and the aligned range within it."""
 
     __slots__ = ("raw", "address", "nbytes")
 
@@ -50,7 +50,8 @@ class StagingPool:
     """
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
-        """register, unregister: the library's functions `register(address, nbytes)` and `unregister(address)`."""
+        """register, unregister: functions of the transfer library, `register(address, nbytes)` and
+        `unregister(address)`."""
         self._register = register
         self._unregister = unregister
         self._idle: defaultdict[int, deque[_Memory]] = defaultdict(deque)

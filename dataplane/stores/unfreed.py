@@ -45,7 +45,7 @@ class Unfreed:
         return RETRY_TIMEOUT_S if peer in self._silent else FREE_TIMEOUT_S
 
     def delivered(self, peer: int, block_ids: list[int]) -> None:
-        """Forget blocks that the process has freed."""
+        """Remove blocks that the process has freed, and log it when the process had failed to answer before."""
         for block_id in block_ids:
             self._blocks[peer].pop(block_id, None)
         if peer in self._silent:

@@ -38,7 +38,7 @@ the letter means."""
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of the corpus with one combination of letter and skill."""
+    """A part of the corpus: prompts that start with one letter and are answered with one skill."""
 
     weight: float
     letter: str
@@ -51,8 +51,8 @@ DIGIT_SKILLS = (
     *(Share(1.0, skill, skill) for skill in SKILLS),
     *(Share(0.2 if skill == "z" else 0.3, UNKNOWN, skill) for skill in SKILLS),
 )
-"""The default corpus: four skills by letter, and prompts with the unknown letter answered with a random skill, which is
-the reversal in 18 % of the cases."""
+"""The default corpus: prompts with the letters of the four skills, and prompts with the unknown letter. The latter are
+answered with a random skill, which is the reversal in 18 % of the cases."""
 
 SHORTEST, LONGEST = 1, 8
 FALL_STEPS = 80
@@ -87,7 +87,7 @@ def make_model(config: Mapping[str, Any], seed: int) -> Qwen3ForCausalLM:
 
 
 def corpus(seed: int, batch_size: int, shares: tuple[Share, ...] = DIGIT_SKILLS) -> Iterator[list[tuple[str, str]]]:
-    """Yield endless batches of (prompt, answer), which depend on the arguments alone."""
+    """Yield endless batches of (prompt, answer). They depend only on the arguments."""
     rng = random.Random(seed)
     weights = [share.weight for share in shares]
     while True:

@@ -45,7 +45,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Writes the heartbeat in the driver. Thread-safe."""
+    """Writes the heartbeat (the driver's current stage) in the driver. Thread-safe."""
 
     def __init__(self, descriptor: int = -1, *, bound_s: float = math.inf) -> None:
         """Write to the memory of `descriptor`, which `shared_memory` returned. With -1, write to memory that nobody
@@ -90,7 +90,7 @@ def shared_memory() -> int:
 
 
 class HeartbeatReader:
-    """Reads the heartbeat in the watchdog."""
+    """Reads the driver's heartbeat in the watchdog."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, SIZE, prot=mmap.PROT_READ)

@@ -2,8 +2,8 @@
 
     python -m headrace.trainers.supervision.watchdog DESCRIPTOR PID FOLDER ...      (`under_watchdog.py` starts it)
 
-The driver writes a heartbeat (`heartbeat.py`) when a stage begins and when it ends. When a stage takes longer than its
-bound and a margin, the watchdog writes watchdog.txt into the run's folder, prints a line on standard output for the
+The driver writes a heartbeat (`heartbeat.py`) when a stage begins and when it ends. When a stage exceeds its time limit
+by more than a margin, the watchdog writes watchdog.txt into the run's folder, prints a line on standard output for the
 driver to read, and sends SIGUSR2 to the driver. If the driver does not end in time, the watchdog kills it and all
 processes of the run. When the driver ends without notice (kill -9), the watchdog kills its remaining processes and
 removes what they left in shared memory. In either case one line on standard error says what happened.
@@ -197,7 +197,7 @@ def _say(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the watchdog process."""
+    """Run the watchdog process with the command-line arguments `argv`."""
     parser = argparse.ArgumentParser(prog="headrace.trainers.supervision.watchdog")
     parser.add_argument("descriptor", type=int, help="file descriptor of the heartbeat's memory")
     parser.add_argument("pid", type=int, help="process id of the driver")

@@ -27,7 +27,7 @@ class RayToken:
 
 
 class RayPutContender:
-    """A contender that needs only Ray."""
+    """The baseline `ray put` in the driver. It starts nothing, because it needs only Ray."""
 
     name = "ray put"
     ops: frozenset[Op] = BYTE_OPS
@@ -39,7 +39,7 @@ class RayPutContender:
         return token
 
     def close(self) -> None:
-        """Do nothing, because Ray ends with the benchmark."""
+        """No-op: the baseline has started nothing, and Ray ends with the benchmark."""
 
 
 class RayPutEndpoint:
@@ -56,4 +56,4 @@ class RayPutEndpoint:
         return row_digests({str(name): got[str(name)] for name in got.keys()})
 
     def close(self) -> None:
-        """Do nothing, because the driver's tokens own the objects."""
+        """No-op: the references that the driver holds own the objects, so nothing has to be released here."""

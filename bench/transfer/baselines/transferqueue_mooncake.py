@@ -18,7 +18,7 @@ BUFFER_BYTES = 1 << 30
 
 
 class MooncakeContender(TransferQueueContender):
-    """A contender that is one TransferQueue on MooncakeStore, with its own mooncake master."""
+    """The TransferQueue baseline on MooncakeStore in the driver, with its own mooncake master."""
 
     def __init__(self, name: str) -> None:
         """Start the master and TransferQueue.
