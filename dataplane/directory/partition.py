@@ -134,7 +134,7 @@ class Committed:
     """Tags, by name, that earlier puts gave to all of these rows."""
 
     def receipt(self, put: PutRows, schema: Schema, plane_id: int) -> KVBatchMeta:
-        """Build the receipt of a put, which can read exactly the fields of that put."""
+        """Build the receipt of a put, with which the fields of this put can be read, and no others."""
         lengths = put.lengths if self.lengths is None else self.lengths
         versions = put.versions if self.versions is None else self.versions
         assert lengths is not None and versions is not None

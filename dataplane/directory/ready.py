@@ -109,8 +109,8 @@ class ReadyQueue:
             self._unsorted.append(new)
 
     def push_last(self, items: np.ndarray) -> None:
-        """Append items at the end. They must be without repeats, and none may be queued already. A queue uses either
-        this or `push`."""
+        """Append items at the end. They must be without repeats, and none may be queued already. A queue must be filled
+        with either this method or `push`, not with both."""
         new = self._entries(items)
         new[:, _KEY], new[:, _TIE] = 0, new[:, _TICKET]
         self._main.append(new, self._ticket)

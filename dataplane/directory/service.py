@@ -81,8 +81,8 @@ class Queue:
 
     @contextmanager
     def place(self, wants: str) -> Iterator[_Place]:
-        """Join the queue for as long as the context lasts. wants: what this caller waits for, as the timeout errors of
-        the callers behind it name it."""
+        """Join the queue for as long as the context lasts. wants: what this caller waits for, to be quoted in the
+        timeout errors of the callers behind it."""
         place = _Place(self._lock, wants)
         self._places.append(place)
         try:

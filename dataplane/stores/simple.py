@@ -183,8 +183,8 @@ def _close_all(pools: Sequence[list[tuple[zmq.Socket, zmq.Socket]]]) -> None:
 
 
 def _prepare_unit(unit: Any) -> int:
-    """Prepare the process of a storage unit, in which this function runs, for large messages and short garbage
-    collections. Returns the pid of the process."""
+    """Prepare the process of a storage unit, in which this function runs: keep freed memory for reuse, and shorten
+    garbage collections. Returns the pid of the process."""
     keep_freed_memory()
     gc.freeze()  # what was imported stays: a collection of all of it would hold up a put for tens of milliseconds
     return os.getpid()
