@@ -1,1 +1,1 @@
-"""Benchmarks of the folders below, measured against other ways to do the same."""
+"""Benchmarks of the library's parts, compared with other ways to do the same work."""

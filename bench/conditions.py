@@ -20,7 +20,8 @@ GIT_TIMEOUT_S = 10.0
 
 
 def conditions(**more: Any) -> dict[str, Any]:
-    """Return cores, memory, versions, commit, date, load, garbage collector and `more` as plain data."""
+    """Return cores, memory, versions, commit, date, load and garbage collector, and the items of `more`, as plain
+    data."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _cpu(),
@@ -45,7 +46,7 @@ def one_line(facts: dict[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of the packages that are installed."""
+    """Return the versions of those PACKAGES that are installed."""
     found = {}
     for name in PACKAGES:
         try:

@@ -29,12 +29,12 @@ NUM_FIELDS = 10
 GROUP_SIZE = 8
 BLOCK_ROWS = 64
 PUT_ROWS = 1024
-"""Number of rows in a call, for every operation."""
+"""Number of rows in each call, for every operation."""
 PROBES = 50
-"""Number of calls of each operation on the full directory."""
+"""Number of timed calls of each operation on the full directory."""
 TOKENS = 1000
 SMALL_ROWS = 64
-"""Number of rows in a small call through the actor, whose latency is that of the call itself."""
+"""Number of rows in a small call through the directory's actor. Its latency is mostly that of the call itself."""
 ACTOR_PROBES = 100
 
 _NAMES = tuple(f"field{number}" for number in range(NUM_FIELDS))
@@ -44,9 +44,10 @@ _PARTITION, _TASK = "train", "train"
 def run_directory(
     out: Path, *, num_rows: int, tell: Callable[[str], None], in_process: bool = False
 ) -> dict[str, float]:
-    """Fill, probe, clear; then the same calls through the directory's actor. Writes results.jsonl and summary.json.
+    """Fill, probe and clear a directory, then make the same calls through the directory's actor. Writes results.jsonl
+    and summary.json, and returns the summary.
 
-    in_process: a directory in a thread of this process in place of the actor, and no Ray: for tests.
+    in_process: for tests; the directory runs in a thread of this process instead of an actor, without Ray.
     """
     out.mkdir(parents=True, exist_ok=True)
     facts = conditions(repeats=PROBES, rows=num_rows, fields=NUM_FIELDS, rows_per_call=PUT_ROWS)
@@ -66,7 +67,8 @@ def run_directory(
 
 
 def measure_directory(num_rows: int) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Fill a pure directory with `num_rows` rows; returns the summary and the seconds of each call by operation."""
+    """Fill a bare directory, without store or process, with `num_rows` rows, and time its operations. Returns the
+    summary and, for each operation, the seconds of each call."""
     directory = Directory(capacity_bytes=1 << 50, lease_s=600.0, reserve_s=60.0)
     directory.register(_PARTITION, _schema(), (_TASK,), GROUP_SIZE)
     times: dict[str, list[float]] = {}
@@ -101,7 +103,8 @@ def measure_directory(num_rows: int) -> tuple[dict[str, float], dict[str, list[f
 
 
 def _probe_claims(directory: Directory, num_rows: int, size: int, times: dict[str, list[float]]) -> None:
-    """Time claims and releases of whole groups; the first claim of its kind builds what the later ones use."""
+    """Time claims and releases of whole groups. The first claim is timed apart, because it builds what the later ones
+    use."""
     size -= size % GROUP_SIZE
     claim = ClaimRows(_PARTITION, _TASK, _NAMES, max(size, GROUP_SIZE), whole_groups=True)
     for number in range(min(PROBES, num_rows // claim.num_rows)):
@@ -113,7 +116,8 @@ def _probe_claims(directory: Directory, num_rows: int, size: int, times: dict[st
 
 
 def measure_calls(in_process: bool) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Time a client's small calls of SMALL_ROWS rows, from another process than the directory's."""
+    """Time a client's small calls of SMALL_ROWS rows to a directory in another process. Returns the summary and, for
+    each operation, the seconds of each call."""
     times: dict[str, list[float]] = {}
     config = DataPlaneConfig(store=StoreConfig(kind="shm", capacity_mib=64), timeout_s=60)
     with open_data_plane(config, in_process=in_process) as plane, connect(plane.handle, name="bench") as client:
@@ -143,7 +147,7 @@ def measure_calls(in_process: bool) -> tuple[dict[str, float], dict[str, list[fl
 
 
 def directory_table(summary: dict[str, float]) -> Table:
-    """A table with one row per operation."""
+    """Return a table with one row per operation."""
     rows = int(summary["directory.rows"])
     title = f"directory: {rows} rows x {NUM_FIELDS} fields, {summary['directory.mib']:.0f} MiB, "
     table = Table(title=title + f"{summary['directory.bytes_per_row']:.0f} bytes a row", title_justify="left")
@@ -171,7 +175,7 @@ def _key(row: int) -> str:
 
 
 def _put_rows(start: int, count: int) -> PutRows:
-    """The metadata of one put whose rows begin at `start`, in blocks of BLOCK_ROWS."""
+    """Return the metadata of one put of `count` rows from row `start` on, in blocks of BLOCK_ROWS rows."""
     layouts = []
     for at in range(0, count, BLOCK_ROWS):
         rows = min(BLOCK_ROWS, count - at)
@@ -209,7 +213,7 @@ def _timed(times: dict[str, list[float]], op: str) -> Iterator[None]:
 
 @contextmanager
 def _ray(in_process: bool) -> Iterator[Any]:
-    """Start a Ray for the benchmark, unless none is needed."""
+    """Start a Ray cluster for the benchmark, unless none is needed."""
     if in_process:
         yield None
         return

@@ -59,10 +59,11 @@ LARGE: dict[str, Any] = {
     "head_dim": 128,
     "tie_word_embeddings": True,
 }
-"""The shape of Qwen3-0.6B."""
+"""Dimensions of Qwen3-0.6B."""
 LOSS = LossConfig(clip_high=0.2)
 EXACT, HALF = (2e-4, 2e-3), (5e-2, 5e-2)
-"""Largest allowed difference of a log-prob and relative difference of the gradient norm, in float32 and bfloat16."""
+"""Largest allowed difference of a log-prob, and largest relative difference of the gradient norm, for float32 (EXACT)
+and bfloat16 (HALF)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,8 @@ def micro_batch(rows: Rows, picked: Sequence[int]) -> MicroBatch:
 
 
 def by_hand(folder: str, rows: Rows) -> tuple[list[torch.Tensor], float, float]:
-    """Compute (masked log-probs of each row, loss, gradient norm) in float32 on the CPU, with the loss written out."""
+    """Compute the reference in float32 on the CPU, with the loss written out: masked log-probs of each row, loss, and
+    gradient norm."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     columns, total, tokens = [], torch.zeros(()), 0
     for ids, sampled, advantage in zip(rows.ids, rows.logprobs, rows.advantages, strict=True):
@@ -127,7 +129,9 @@ def config(folder: str, topology: Topology, **changes: Any) -> BackendConfig:
 
 
 def check(rank: int, topology: Topology, folder: str, rows: Rows, **changes: Any) -> dict[str, Any]:
-    """Compute log-probs of all rows and one step on this mesh, then the same step again from a checkpoint before it."""
+    """Compute the log-probs of all rows and one train step on this mesh, then the same step again from a checkpoint
+    saved before it. Returns the log-probs, loss, gradient norm, and the relative difference of the repeated gradient
+    norm."""
     gc.collect()  # the last model, which is part of cycles, would count as this one's memory
     backend = build_backend(config(folder, topology, **changes), rank, topology.world)
     columns = backend.logprobs([micro_batch(rows, range(len(rows.ids)))], 1)
@@ -152,10 +156,11 @@ def check(rank: int, topology: Topology, folder: str, rows: Rows, **changes: Any
 
 
 def timed(rank: int, topology: Topology, folder: str, micros: int, tokens: int, **changes: Any) -> dict[str, float]:
-    """Time four steps of `micros` microbatches of about `tokens` tokens per replica; returns the last one's metrics.
+    """Time four train steps of `micros` microbatches, each of about `tokens` tokens, per replica. Returns the metrics
+    of the last step.
 
-    A replica of one rank reads them through its data plane (`shm`), the next while one computes, and also reports the
-    share of the step in which it waited for rows.
+    A replica of one rank reads its microbatches from a data plane with the store `shm`, each while the one before is
+    computed, and also reports the share of the step in which it waited for rows.
     """
     gc.collect()
     backend_config = config(folder, topology, mixed_precision=True, **changes)
@@ -187,7 +192,7 @@ def timed(rank: int, topology: Topology, folder: str, micros: int, tokens: int, 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Microbatches in a data plane, with the reader that reads them."""
+    """Microbatches in a data plane, together with the reader that reads them."""
 
     reader: ReplicaReader
     shard: TrainShard
@@ -198,13 +203,13 @@ class Served:
         return self.reader.stream(TRAIN_FIELDS)
 
     def wait_s(self) -> float:
-        """Seconds that the reader waited for rows since the last call."""
+        """Return the seconds for which the reader waited for rows since the last call."""
         return self.reader.take_metrics().wait_s
 
 
 @contextmanager
 def served(batches: Sequence[MicroBatch]) -> Iterator[Served]:
-    """Put the rows of `batches` into a data plane of this process."""
+    """Put the rows of `batches` into a data plane of this process, for as long as the context lasts."""
     config = DataPlaneConfig(store=StoreConfig(kind="shm"))
     with open_data_plane(config, in_process=True) as plane, connect(plane.handle) as client:
         client.register("train", ROLLOUT_SCHEMA, ["train"])
@@ -221,7 +226,7 @@ def served(batches: Sequence[MicroBatch]) -> Iterator[Served]:
 
 
 def meshes(backend: str, world: int) -> list[tuple[str, Topology, dict[str, Any]]]:
-    """The name, mesh and further settings of everything that is measured."""
+    """Return the name, the mesh and further trainer settings of each configuration that is measured."""
     more: dict[str, Any] = {"backend": backend}
     found = [(f"dp{world}", Topology(world), more)]
     if world > 1 and backend == "fsdp":
@@ -256,7 +261,7 @@ def run_rank(rank: int, world: int, folder: str, rows: Rows, backend: str, micro
 
 
 def gathered(folder: str, world: int) -> list[tuple[str, Any]]:
-    """Load rank 0's results, with the log-probs of the rank that has them."""
+    """Load the results of rank 0. The log-probs of each check are filled in from the rank that returned them."""
     of_ranks = [torch.load(f"{folder}/results.{rank}", weights_only=False) for rank in range(world)]
     for entries in zip(*of_ranks, strict=True):
         if entries[0][0].startswith("check"):
@@ -268,7 +273,8 @@ def gathered(folder: str, world: int) -> list[tuple[str, Any]]:
 
 
 def judged(result: dict[str, Any], columns: list[torch.Tensor], loss: float, norm: float, *, half: bool) -> dict:
-    """Compare a result with what was computed on the CPU; `right` says whether the differences are allowed."""
+    """Compare the result of a check with the reference from the CPU. Returns the differences, and under `right` whether
+    they are allowed."""
     most, relative = HALF if half else EXACT
     [ours] = result["logprobs"]
     off = float((ours - torch.cat(columns)).abs().max())

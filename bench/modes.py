@@ -1,13 +1,14 @@
 """`headrace bench step` times the three modes in the real system, with a scripted engine and trainer.
 
 Everything runs as in training: Ray, directory, store, rollout actor, train worker, controllers, weight syncs. Only the
-model is missing. The engine waits a log-normal latency for each group (sigma 1, all groups at once), and the train
-worker a set time for each row. Training a step takes as long as, on average over the counted steps, the slowest group
-of a step. `sync` must therefore take twice that, and the other modes show how much they overlap.
+model is missing. For each group the engine waits for a log-normal latency (sigma 1, all groups at once), and the train
+worker takes a set time for each row. The training of a step takes as long as the slowest group of a step does on
+average over the counted steps. `sync` must therefore take twice that, and the other modes show how much they overlap.
 
-The seconds per step are the wall time of the counted steps over their number, which is what a long run takes. The
-median is reported, too; the heavy tail weighs less in it. `headrace simulate` is then given what the sync run's steps
-took besides the set times, and its figures for the same groups are reported beside the measured ones.
+The seconds per step are the wall time of the counted steps divided by their number, which is what a long run takes. The
+median is reported, too; the heavy tail has less weight in it. Then `headrace simulate` gets the time that the sync
+run's steps took in addition to the set times, and its figures for the same groups are reported beside the measured
+ones.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MODES: tuple[Mode, ...] = ("sync", "streaming", "async")
 LAST = 2
 """Number of steps at a run's end that are not counted, because no rollouts of later steps run beside them."""
 TRAIN_STEP_SHARE = 0.05
-"""Share of a step's training that the optimizer takes, once the last row is through."""
+"""Share of a step's training time that the optimizer takes, after the last row has been processed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class StepOptions:
     out: Path
     """Folder for the results and the run folders."""
     warm: int = 3
-    """Number of steps before those that count."""
+    """Number of steps before the steps that count."""
     counted: int = 30
     prompts: int = 32
     """Number of groups in a step."""
@@ -53,12 +54,12 @@ class StepOptions:
     sigma: float = 1.0
     """Sigma of the log-normal distribution that latencies are drawn from."""
     train_s: float = 1.2
-    """Seconds that a step's training takes, and its generation on average."""
+    """Seconds that the training of a step takes. The generation of a step takes the same time on average."""
     seed: int = 0
 
     @staticmethod
     def quick(out: Path) -> StepOptions:
-        """Options with few and short steps, which try the machinery and measure nothing."""
+        """Return options with few and short steps, which try out the machinery but give no meaningful figures."""
         return StepOptions(out, warm=1, counted=6, prompts=16, train_s=0.3)
 
     @property
@@ -68,18 +69,19 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """The counted steps of one mode, measured or simulated."""
+    """Figures of the counted steps of one mode, measured or simulated."""
 
     mode: Mode
     seconds: tuple[float, ...]
-    """Wall seconds of each step, from the end of the one before."""
+    """Wall seconds of each step, from the end of the previous step."""
     trainer_busy_s: float
     """Seconds in which the train worker computed, over all counted steps."""
     staleness_mean: float
-    """Mean number of versions between the policy that made a row's oldest token and the one that was trained on it."""
+    """Mean number of versions between the policy that generated a row's oldest token and the policy that was trained on
+    it."""
     staleness_max: float
     groups_dropped: int
-    """Number of groups in the whole run that were too old to be trained on."""
+    """Number of groups in the whole run that were dropped because they were too old to be trained on."""
 
     @property
     def step_s(self) -> float:
@@ -93,7 +95,7 @@ class ModeResult:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The measured steps of each mode, and the simulated ones."""
+    """The figures of each mode, measured and simulated, with a summary and the conditions."""
 
     measured: tuple[ModeResult, ...]
     simulated: tuple[ModeResult, ...]
@@ -102,9 +104,9 @@ class StepReport:
 
 
 def run_steps(options: StepOptions, tell: Callable[[str], None]) -> StepReport:
-    """Run and simulate the modes; writes results.jsonl and summary.json, and each run's folder, into `options.out`.
+    """Run and simulate all modes. Writes results.jsonl, summary.json and each run's folder into `options.out`.
 
-    Raises UserError when a run is in one of these folders already.
+    Raises UserError when one of these folders already has a run.
     """
     options.out.mkdir(parents=True, exist_ok=True)
     facts = conditions(
@@ -130,7 +132,7 @@ def run_steps(options: StepOptions, tell: Callable[[str], None]) -> StepReport:
 
 
 def mode_config(options: StepOptions, mode: Mode) -> Config:
-    """The configuration of one mode's run. All modes have the same prompts, latencies and rows."""
+    """Return the configuration of one mode's run. All modes have the same prompts, latencies and rows."""
     algorithm: dict[str, Any] = {
         "mode": mode,
         "steps": options.steps,
@@ -170,7 +172,8 @@ def mode_config(options: StepOptions, mode: Mode) -> Config:
 
 
 def median_latency(options: StepOptions) -> float:
-    """Median seconds of a request, chosen so that the slowest groups of the counted steps take `train_s` on average."""
+    """Return the median seconds of a request, chosen so that the slowest groups of the counted steps take `train_s` on
+    average."""
     section = SimulationConfig(latency_s=1.0, latency_sigma=options.sigma)
     plain = build_scenario(build_config({"run": {"seed": options.seed}}), section, {})
     slowest = plain.draw_latencies(options.steps * options.prompts).reshape(-1, options.prompts).max(axis=1)
@@ -178,7 +181,7 @@ def median_latency(options: StepOptions) -> float:
 
 
 def measured_steps(config: Config, mode: Mode, options: StepOptions) -> ModeResult:
-    """The counted steps of a finished run, from its metrics.jsonl."""
+    """Return the figures of a finished run's counted steps, from its metrics.jsonl."""
     assert config.run.dir is not None
     records = read_metrics(Path(config.run.dir) / "metrics.jsonl")[0]
     by_step = {int(record["step"]): record for record in records if record.get("time/step_s")}
@@ -195,7 +198,7 @@ def measured_steps(config: Config, mode: Mode, options: StepOptions) -> ModeResu
 
 
 def simulated_steps(config: Config, mode: Mode, options: StepOptions, overheads: Mapping[str, float]) -> ModeResult:
-    """Simulate the same steps. overheads: those from `measure_run` of the sync run."""
+    """Simulate the same steps and return their figures. overheads: the result of `measure_run` for the sync run."""
     run = simulate(build_scenario(config, SimulationConfig(), overheads), mode)
     kept = run.steps[options.warm : options.warm + options.counted]
     return ModeResult(
@@ -209,9 +212,12 @@ def simulated_steps(config: Config, mode: Mode, options: StepOptions, overheads:
 
 
 def summarise(measured: Sequence[ModeResult], simulated: Sequence[ModeResult]) -> dict[str, float]:
-    """`step.{mode}.{seconds | median_seconds | trainer_idle_share | staleness_mean | staleness_max}` and
-    `step.{mode}_vs_sync` (over 1: faster), the same under `simulated.`, and
-    `simulated.step.{mode}.relative_difference`: the measured seconds over the simulated ones, less 1."""
+    """Return the summary by key: `step.{mode}.{seconds | median_seconds | trainer_idle_share | staleness_mean |
+    staleness_max}`, and `step.{mode}_vs_sync`, where a value above 1 means faster than `sync`.
+
+    The same keys exist with the prefix `simulated.`. `simulated.step.{mode}.relative_difference` is the measured
+    seconds divided by the simulated ones, minus 1.
+    """
     summary: dict[str, float] = {}
     for prefix, results in (("", measured), ("simulated.", simulated)):
         sync_s = next(result.step_s for result in results if result.mode == "sync")

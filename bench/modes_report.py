@@ -25,11 +25,11 @@ HEADER = (
     "off by",
 )
 NOT_SHOWN = ("median", "simulated vs sync", "simulated idle")
-"""Columns that the page has and the terminal's table has not."""
+"""Columns that are in report.md but not in the terminal's table."""
 
 
 def steps_table(report: StepReport) -> Table:
-    """A table with one row per mode and the columns that fit a narrow terminal."""
+    """Return a table with one row per mode and the columns that fit a narrow terminal."""
     table = Table(title="headrace bench step", title_justify="left", title_style="bold")
     shown = [number for number, name in enumerate(HEADER) if name not in NOT_SHOWN]
     for number in shown:
@@ -40,7 +40,7 @@ def steps_table(report: StepReport) -> Table:
 
 
 def write_report(report: StepReport, options: StepOptions, command: str) -> Path:
-    """Write report.md and steps.png into `options.out`; returns the path of the page."""
+    """Write report.md and steps.png into `options.out`; returns the path of report.md."""
     _draw(report, options.out / "steps.png")
     lines = ["# headrace bench step", "", f"`{command}`", "", meaning(options), "", "![steps](steps.png)", ""]
     lines += ["| " + " | ".join(HEADER) + " |", "| --- |" + " ---: |" * (len(HEADER) - 1)]
@@ -53,7 +53,7 @@ def write_report(report: StepReport, options: StepOptions, command: str) -> Path
 
 
 def meaning(options: StepOptions) -> str:
-    """The paragraph that says what was measured, and how."""
+    """Return the paragraph of the report that says what was measured, and how."""
     return (
         f"{options.prompts} groups of {options.group_size} rows a step, generated at once, a group in a log-normal "
         f"time of sigma {options.sigma:g}; the slowest of a step takes {options.train_s:g} s on average, and so does "
@@ -91,7 +91,7 @@ def _row(report: StepReport, measured: ModeResult, simulated: ModeResult) -> tup
 
 
 def _draw(report: StepReport, path: Path) -> None:
-    """Plot the seconds of each counted step, measured and simulated, and their mean."""
+    """Plot the seconds of each counted step, measured and simulated, and their means."""
     figure = Figure(figsize=(13, 4.2))
     figure.suptitle("seconds of each step; dashed: simulated", x=0.01, ha="left", fontsize=10)
     top = 1.05 * max(max(result.seconds) for result in (*report.measured, *report.simulated))

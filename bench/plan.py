@@ -19,12 +19,13 @@ from .transfer.results import write_records, write_summary
 
 SIZES = ((512, 8), (1024, 8), (1024, 64), (2048, 64), (16_384, 8), (16_384, 64), (16_384, 1024))
 LARGE_SIZES = ((131_072, 8), (131_072, 64), (131_072, 1024), (1 << 20, 8), (1 << 20, 64), (1 << 20, 1024))
-"""The sizes that are planned, as (rows, dp)."""
+"""Sizes that a quick run leaves out. Like SIZES, they are pairs (number of rows, number of data-parallel ranks)."""
 PLAN_TIMEOUT_S = 300.0
 
 
 def run_plan(out: Path, *, quick: bool, tell: Callable[[str], None]) -> list[PlanResult]:
-    """Plan every size and distribution; writes results.jsonl and summary.json into `out`."""
+    """Make a plan for every size and distribution of lengths, and return the results. Writes results.jsonl and
+    summary.json into `out`."""
     out.mkdir(parents=True, exist_ok=True)
     facts = conditions(
         repeats=1, group_size=GROUP_SIZE, max_tokens=MAX_TOKENS, tokens_per_microbatch=TOKENS_PER_MICROBATCH
@@ -42,13 +43,15 @@ def run_plan(out: Path, *, quick: bool, tell: Callable[[str], None]) -> list[Pla
 
 
 def measure_plan(case: PlanCase) -> PlanResult:
-    """Make one plan in a fresh process."""
+    """Make one plan in a fresh process, and return its result."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(plan_here, case).result(PLAN_TIMEOUT_S)
 
 
 def summarise_plans(results: Sequence[PlanResult]) -> dict[str, float | bool]:
-    """The keys `plan.{rows}x{dp}.*`, the worst over the distributions; some only where sum(L²) was balanced."""
+    """Return the summary by key, `plan.{rows}x{dp}.*`, each value being the worst over the distributions of lengths.
+    The keys that end in `squares_max_over_mean` exist only for plans that balance sum(L²), one for each
+    distribution."""
     summary: dict[str, float | bool] = {}
     for rows, dp in dict.fromkeys((result.case.rows, result.case.dp) for result in results):
         found = [result for result in results if (result.case.rows, result.case.dp) == (rows, dp)]
@@ -67,7 +70,7 @@ def summarise_plans(results: Sequence[PlanResult]) -> dict[str, float | bool]:
 
 
 def plan_table(results: Sequence[PlanResult]) -> Table:
-    """A table with one row per plan."""
+    """Return a table with one row per plan."""
     table = Table(title="headrace bench plan", title_justify="left", title_style="bold")
     header = ("rows", "dp", "lengths", "balanced", "s", "MiB", "cost max/mean", "at best", "sum(L) max/mean")
     for name in (*header, "microbatches", "blocks read / needed"):

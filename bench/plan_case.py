@@ -34,33 +34,34 @@ class PlanCase:
     lengths: str
     """Name of the distribution of lengths, one of LENGTHS."""
     squares: bool
-    """Whether to balance only sum(L²), the hardest case, instead of a model's a·L + b·L²."""
+    """True to balance only sum(L²), the hardest case; False to balance a model's cost, a·L + b·L²."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """The cost and the quality of one plan; every `_max_over_mean` is a maximum over ranks divided by their mean."""
+    """The cost and quality of one plan. Every `_max_over_mean` is the largest value of a rank divided by the ranks'
+    mean."""
 
     case: PlanCase
     seconds: float
     peak_mib: float
-    """MiB of memory that planning took beyond what the process held before, which includes the lengths."""
+    """MiB of memory that planning took in addition to what the process held before, which includes the lengths."""
     flops_max_over_mean: float
-    """Imbalance of the cost that the plan balances."""
+    """Imbalance between the ranks of the cost that the plan balances."""
     bound_max_over_mean: float
-    """Lower bound of `flops_max_over_mean` for any plan and any groups, from `least_max_over_mean`."""
+    """Lower bound of `flops_max_over_mean` that no plan with any grouping can beat, from `least_max_over_mean`."""
     squares_max_over_mean: float
-    """Imbalance of sum(L²)."""
+    """Imbalance between the ranks of sum(L²), L being the number of tokens of a row."""
     tokens_max_over_mean: float
     microbatches: int
     microbatches_equal: bool
-    """Whether every rank has `microbatches` microbatches, none exceeds the token budget, and each row occurs once."""
+    """True when every rank has `microbatches` microbatches, none exceeds the token budget, and each row occurs once."""
     blocks_read_over_needed: float
     """Mean number of ranks that read a block, which is a group of rows; 1.0 when each block is read once."""
 
 
 def plan_here(case: PlanCase) -> PlanResult:
-    """Make one plan in this process; its peak memory is right only if the process is new."""
+    """Make one plan in this process and return its result. The peak memory is right only if the process is new."""
     lengths = draw_lengths(case.lengths, case.rows)
     groups = np.arange(case.rows) // GROUP_SIZE
     a, b = (0.0, 1.0) if case.squares else (LINEAR_COST, QUADRATIC_COST)
@@ -74,7 +75,8 @@ def plan_here(case: PlanCase) -> PlanResult:
 
 
 def _most_resident_bytes() -> int:
-    """Return this process's peak of resident memory; getrusage would include the parent's at the time of the fork."""
+    """Return the peak of this process's resident memory in bytes. It is not taken from getrusage, which would include
+    the parent's memory at the time of the fork."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
@@ -102,7 +104,7 @@ def judge(
     seconds: float,
     peak_bytes: float,
 ) -> PlanResult:
-    """Compute the balance and check the validity of a plan."""
+    """Compute the balance of a plan, check its validity, and return both as its result."""
     rank_of = np.empty(case.rows, dtype=np.int64)
     rank_of[plan.rows] = np.repeat(np.arange(case.dp), plan.sizes.sum(axis=1))
     ends = np.cumsum(plan.sizes.ravel())
@@ -130,9 +132,10 @@ def judge(
 
 
 def least_max_over_mean(cost: np.ndarray, dp: int) -> float:
-    """Return a lower bound of max/mean over ranks for any plan.
+    """Return a lower bound of max/mean over the ranks that holds for any plan.
 
-    Of the k·dp + 1 costliest rows some rank has at least k + 1, whose cost is at least that of the cheapest k + 1.
+    Of the k·dp + 1 costliest rows, some rank has at least k + 1, and these cost at least as much as the cheapest k + 1
+    of them.
     """
     falling = np.sort(cost)[::-1]
     summed = np.concatenate(([0.0], np.cumsum(falling)))

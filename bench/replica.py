@@ -1,6 +1,7 @@
 """`headrace bench replica` compares one read and a broadcast with a read by each rank and a padded broadcast.
 
-Each replica size has fresh processes, one a rank; all ways run in them in turn, on the same rows of the same plan.
+For each replica size, fresh processes are started, one per rank. All ways of reading run in them in turn, on the same
+rows of the same plan.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .transfer.baselines.transferqueue import PROCESS_ENV
 from .transfer.results import write_records, write_summary
 
 SIZES = (2, 4, 8)
-"""Numbers of ranks that are measured unless others are asked for."""
+"""Numbers of ranks that are measured by default."""
 PARTITION = "bench"
 GROUP_SIZE = 8
 MAX_TOKENS = 4096
@@ -56,7 +57,7 @@ class ReplicaOptions:
     num_rows: int = 256
     repeats: int = 9
     device: str = "cpu"
-    """`cpu`, or `cuda` for one GPU per rank with buffers over NCCL."""
+    """Device that receives the rows: `cpu`, or `cuda` for one GPU per rank and buffers that are sent over NCCL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class ReplicaResult:
     size: int
     way: str
     seconds: tuple[float, ...]
-    """Seconds of each run, from the first rank's start to the last one's end."""
+    """Seconds of each run, from the start of the first rank to the end of the last one."""
     valid_bytes: int
     """Number of valid bytes in all columns of the rows."""
     store_bytes: int
@@ -79,7 +80,7 @@ class ReplicaResult:
         return float(np.median(self.seconds))
 
     def record(self) -> dict[str, Any]:
-        """The result as plain data for results.jsonl."""
+        """Return the result as plain data for results.jsonl."""
         return {
             "ranks": self.size,
             "way": self.way,
@@ -92,9 +93,10 @@ class ReplicaResult:
 
 
 def run_replica(options: ReplicaOptions, tell: Callable[[str], None]) -> list[ReplicaResult]:
-    """Measure every size and write results.jsonl and summary.json. The caller needs no Ray.
+    """Measure every replica size, and write results.jsonl and summary.json. The caller need not start Ray.
 
-    Raises UserError for what this machine cannot do, RuntimeError when a way delivers other bytes than the others.
+    Raises UserError for what this machine cannot do, and RuntimeError when one way of reading delivers other bytes than
+    the others.
     """
     if options.device == "cuda" and torch.cuda.device_count() < max(options.sizes):
         raise UserError(
@@ -136,7 +138,8 @@ def run_replica(options: ReplicaOptions, tell: Callable[[str], None]) -> list[Re
 
 
 def put_rows(client: DataPlaneClient, num_rows: int) -> KVBatchMeta:
-    """Put a step's rows with all columns, group by group, as rollouts and write-back leave them."""
+    """Put the rows of a step with all columns, group by group, as they are after rollouts and write-back. Returns a
+    receipt for all of them."""
     rng = np.random.default_rng(3)
     lengths = rng.lognormal(6.5, 0.8, num_rows).clip(16, MAX_TOKENS).astype(np.int64)
     client.register(PARTITION, SCHEMA, group_size=GROUP_SIZE)
@@ -154,7 +157,7 @@ def put_rows(client: DataPlaneClient, num_rows: int) -> KVBatchMeta:
 
 
 def measure(handle: DataPlaneHandle, meta: KVBatchMeta, size: int, options: ReplicaOptions) -> list[ReplicaResult]:
-    """Measure all ways at one size, each rank in a fresh process."""
+    """Measure all ways of reading with `size` ranks, each rank in a fresh process."""
     topology = Topology(1, tp=size)
     plan = plan_shards(meta.lengths, topology, Budget(TOKENS_PER_MICROBATCH, packing="packed"), meta.groups)
     rows, sizes = plan.shard(0)
@@ -172,7 +175,7 @@ def measure(handle: DataPlaneHandle, meta: KVBatchMeta, size: int, options: Repl
 
 
 def check_digests(by_rank: Sequence[dict[str, WayResult]]) -> None:
-    """Raise RuntimeError unless every rank got the same rows in every way."""
+    """Raise RuntimeError unless every rank got the same rows with every way of reading."""
     expected = by_rank[0]["independent"].digest
     for rank, ways in enumerate(by_rank):
         for way, result in ways.items():
@@ -188,7 +191,7 @@ def _joined(size: int, way: str, ranks: Sequence[WayResult], valid_bytes: int) -
 
 
 def summarise(results: Sequence[ReplicaResult]) -> dict[str, float]:
-    """The keys `replica.{ranks}.*`; a ratio `a_vs_b` over 1 means that a is faster."""
+    """Return the summary by key, `replica.{ranks}.*`. In a ratio `a_vs_b`, a value above 1 means that a is faster."""
     summary: dict[str, float] = {}
     found = {(result.size, result.way): result for result in results}
     for size in dict.fromkeys(result.size for result in results):
@@ -206,7 +209,7 @@ def summarise(results: Sequence[ReplicaResult]) -> dict[str, float]:
 
 
 def replica_table(results: Sequence[ReplicaResult]) -> Table:
-    """A table with one row per size and way."""
+    """Return a table with one row for each replica size and way of reading."""
     table = Table(title="headrace bench replica", title_justify="left", title_style="bold")
     for name in ("ranks", "way", "ms", "read from the store / valid", "broadcast / valid"):
         table.add_column(name, justify="left" if name == "way" else "right")

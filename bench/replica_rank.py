@@ -1,10 +1,10 @@
-"""Runs one rank of the replica benchmark, which reads a step's rows in each of the ways that are compared.
+"""Runs one rank of the replica benchmark, which reads the rows of a step in each of the three ways that are compared.
 
 leader        The replica reader's leader reads once for all ranks and broadcasts the valid bytes of each microbatch.
 independent   Every rank reads for itself with the replica reader.
 padded        The leader reads its whole shard, pads every column to the longest row, and broadcasts a pickled list of
-              names and shapes and then each tensor. NeMo-RL does this (`TQWorkerMixin`, 2026-08); the dtypes here are
-              Headrace's narrow ones, so that only the way differs.
+              names and shapes and then each tensor. NeMo-RL does this (`TQWorkerMixin`, 2026-08), but the dtypes here
+              are Headrace's narrow ones, so that only the way of reading differs.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ..dataplane.topology import Topology
 WAYS = ("leader", "independent", "padded")
 TIMEOUT_S = 60.0
 SCHEMA = ROLLOUT_SCHEMA.subset([name for name, field in ROLLOUT_SCHEMA.items() if field.kind is Kind.PER_TOKEN])
-"""Schema of all columns with a value per token."""
+"""Schema of all rollout columns with one value per token."""
 FIELDS = tuple(SCHEMA)
 
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """The task of one rank."""
+    """The input of one rank of the benchmark."""
 
     rank: int
     world: int
@@ -58,7 +58,7 @@ class RankTask:
 
 @dataclass(frozen=True, slots=True)
 class WayResult:
-    """The results of one way on one rank."""
+    """The results of one way of reading on one rank."""
 
     spans: tuple[tuple[float, float], ...]
     """Start and end of each run after the warm-up, in CLOCK_MONOTONIC seconds."""
@@ -71,7 +71,8 @@ class WayResult:
 
 
 def run_rank(task: RankTask) -> dict[str, WayResult]:
-    """Run all ways in turn in every repeat, so that changes of the machine's speed affect all alike."""
+    """Measure all ways of reading on this rank, and return way -> result. Every repeat runs all ways in turn, so that
+    changes of the machine's speed affect all alike."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if task.device == "cuda":
@@ -106,8 +107,8 @@ def run_rank(task: RankTask) -> dict[str, WayResult]:
 
 
 _Way = tuple[Callable[[bool], str], Callable[[], int]]
-"""Two functions: one runs the way once and returns a digest of the rows if it is called with True, else ""; the other
-returns the number of bytes broadcast in the last run."""
+"""Two functions of one way of reading. The first runs it once, and returns a digest of the rows if it is called with
+True, else "". The second returns the number of bytes broadcast in the last run."""
 
 
 def _ways(task: RankTask, client: DataPlaneClient, device: torch.device) -> tuple[dict[str, _Way], Callable[[], None]]:
@@ -145,7 +146,8 @@ def _reader_way(reader: ReplicaReader, shard: TrainShard) -> _Way:
 
 
 class PaddedBroadcast:
-    """Implements the way `padded` (see the module's docstring)."""
+    """Implements the way `padded`: the leader reads its whole shard, pads every column to the longest row, and
+    broadcasts it."""
 
     def __init__(self, client: DataPlaneClient, task: RankTask, device: torch.device) -> None:
         assert task.shard.meta is not None

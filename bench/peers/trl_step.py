@@ -1,7 +1,7 @@
-"""A peer's step on the quickstart's model and task: TRL's GRPOTrainer with 256 samples, to compare step times with.
+"""Times the step of another library on the quickstart's model and task: TRL's GRPOTrainer with 256 samples.
 
-Run it by hand beside `headrace train` on the same quiet machine: `pip install trl`, then
-`python bench/peers/trl_step.py RUN_DIR/base_model`, RUN_DIR being a quickstart run's folder.
+Run it by hand beside `headrace train` on the same quiet machine, to compare step times: `pip install trl`, then
+`python bench/peers/trl_step.py RUN_DIR/base_model`, where RUN_DIR is the folder of a quickstart run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEPS, WARM = 40, 10
 
 
 class Clock(TrainerCallback):
-    """Wall seconds of each step."""
+    """Callback of TRL's trainer that records the wall seconds of each step."""
 
     def __init__(self) -> None:
         self.started = 0.0

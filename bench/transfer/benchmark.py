@@ -29,7 +29,8 @@ from .workloads import LoadSpec
 _logger = logging.getLogger(__name__)
 
 WORKLOADS = tuple(name for name in DESCRIBED if name != "step")
-"""Names of the workloads that are measured op by op; the workload `step` has its own pattern."""
+"""Names of the workloads on which each operation is timed by itself. The workload `step` is measured as a whole
+step."""
 STORES = ("local", "shm", "ray", "simple", "mooncake")
 PATTERNS: dict[str, frozenset[Op]] = {
     "put": frozenset(("put",)),
@@ -42,17 +43,18 @@ PATTERNS: dict[str, frozenset[Op]] = {
     "step": frozenset(("step",)),
 }
 TOGETHER = ("wide-32", "narrow-1")
-"""Workloads that are measured in the same rounds, because the summary has their ratio."""
+"""Workloads that are measured in the same rounds, because the summary has the ratio of their times."""
 CHECKSUM_WORKLOADS = ("rl-1024", "rl-256")
-"""Workloads of which the first that is chosen is also measured with checksums on."""
+"""Workloads that can be measured with checksums, too. Only the first of them that is chosen is."""
 QUICK_WORKLOADS = {"rl-256": 1.0, "rl-1024": 1.0, "tiny": 1.0, "dense": 0.25}
 QUICK_STORES = tuple(kind for kind in STORES if kind != "local")
-"""Stores that `--quick` measures, without `local`, the reference implementation, which is slow over processes."""
+"""Stores that `--quick` measures. It leaves out `local`, the reference implementation, which is slow between
+processes."""
 QUICK_SECOND = "rl-1024"
 CAPACITY_MIB = 1024
 OBJECT_STORE_MIB = 3072
 RAY_CPUS = 4
-"""Number of logical CPUs of the benchmark's Ray, of which only TransferQueue's actors request any."""
+"""Number of logical CPUs of the benchmark's Ray cluster. Only TransferQueue's actors request any of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class TransferOptions:
     baselines: tuple[str, ...] = baselines.NAMES
     quick: bool = False
     in_process: bool = False
-    """Whether threads of this process replace Ray and its processes, as in tests."""
+    """True to use threads of this process in place of Ray and its processes, as tests do."""
     share: float = 1.0
     """Share of every workload's rows that is measured, smaller in tests."""
 
@@ -109,14 +111,16 @@ class TransferReport:
     steps: list[StepResult]
     summary: dict[str, float]
     absent: dict[str, str]
-    """Reason why each absent store or baseline was not measured and how to install it, by name."""
+    """For each store or baseline that was not measured, by name: why, and how to install it."""
     conditions: dict[str, Any]
 
 
 def run_transfer(options: TransferOptions, tell: Callable[[str], None]) -> TransferReport:
-    """Measure, and write results.jsonl and summary.json into `options.out`. `tell` is called with a line per phase.
+    """Measure the chosen stores and baselines, and write results.jsonl and summary.json into `options.out`. `tell` is
+    called with one line per phase.
 
-    A case that fails is reported as failed. Raises UserError when none of the chosen stores can start.
+    A store or baseline that fails on a workload is reported as failed there. Raises UserError when none of the chosen
+    stores can start.
     """
     options.out.mkdir(parents=True, exist_ok=True)
     absent = {kind: why for kind in options.stores if (why := why_absent(kind, options.in_process))}
@@ -210,8 +214,8 @@ def _first_run(
 def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable[[str], None]) -> list[Result]:
     """Measure `mooncake` against TransferQueue's MooncakeStore; the store's results here have the suffix PAIRED.
 
-    This needs its own Ray, because one Ray cannot host two TransferQueues, and separate processes for each contender,
-    because MooncakeStore changes mooncake's settings in its process.
+    This needs a Ray cluster of its own, because one cluster cannot host two TransferQueues, and separate processes for
+    each of the two, because MooncakeStore changes mooncake's settings in its process.
     """
     name, pattern = baselines.SECOND_RUN, options.pattern()
     if options.quick:  # few processes, because starting them takes longer than everything else
@@ -235,7 +239,8 @@ def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable
 
 
 class _Opener:
-    """Opens contenders and closes them at the end; a contender that cannot start is recorded as absent."""
+    """Opens contenders (stores and baselines) and closes them at the end. One that cannot start is recorded as
+    absent."""
 
     def __init__(self, stack: ExitStack, absent: dict[str, str], tell: Callable[[str], None]) -> None:
         self._stack = stack
@@ -269,7 +274,7 @@ def _store(kind: str, in_process: bool, *, checksum: bool = False, block_rows: i
 
 
 def _start_pool(stack: ExitStack, options: TransferOptions, pattern: Pattern) -> ProcessPool:
-    """Start the processes, which end with `stack`."""
+    """Start the pool of the benchmark's processes, which end with `stack`."""
     num_consumers = max(DP + 1, *pattern.readers) if pattern.readers else DP + 1
     pool = ThreadPool(num_consumers) if options.in_process else RayPool(num_consumers)
     stack.callback(pool.close)
@@ -278,7 +283,7 @@ def _start_pool(stack: ExitStack, options: TransferOptions, pattern: Pattern) ->
 
 @contextmanager
 def _ray(in_process: bool) -> Iterator[None]:
-    """Start a Ray for the benchmark, unless it is not needed."""
+    """Start a Ray cluster for the benchmark, unless it is not needed."""
     if in_process:
         yield
         return

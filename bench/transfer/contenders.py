@@ -1,8 +1,8 @@
-"""Defines the interfaces of contenders, which are ways to bring rows from one process to others.
+"""Defines the interfaces of contenders: the stores and baselines, each a way to bring rows from one process to others.
 
-A `Contender` is in the driver and starts and ends what the contender needs. An `Endpoint` is in every worker process,
-where only its `put`, `get`, `write`, `claim` and `clear` are timed. A put returns a token that a reader needs: a
-receipt, keys, an object reference or a number of bytes.
+A `Contender` is in the driver; it starts and ends what it needs. An `Endpoint` is in every worker process, where only
+its `put`, `get`, `write`, `claim` and `clear` are timed. A put returns a token that a reader needs: a receipt, keys, an
+object reference or a number of bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .workloads import Load, LoadSpec
 
 Op = Literal["put", "get", "gets", "field", "write_back", "clear", "claim", "step"]
 """Names of the operations. `gets` reads shuffled rows with several readers, `field` reads one field of many, and
-`claim` is the call of a consumer that waits for the put."""
+`claim` is a consumer's claim that is already waiting when the rows are put."""
 
 ROW_OPS: frozenset[Op] = frozenset(("put", "get", "gets", "field", "write_back", "clear", "step"))
 STORE_OPS: frozenset[Op] = frozenset(("claim", *ROW_OPS))
@@ -39,7 +39,7 @@ class Share:
     """Rows that the reader reads (int64). Contenders that know only bytes read part `index` of `count` instead."""
 
     def byte_range(self, nbytes: int) -> tuple[int, int]:
-        """Return (start, stop) of the reader's part of `nbytes` bytes."""
+        """Return the range (start, stop) that this reader reads of `nbytes` bytes."""
         return nbytes * self.index // self.count, nbytes * (self.index + 1) // self.count
 
 
@@ -52,18 +52,19 @@ def shares(num_rows: int, count: int) -> list[Share]:
 
 
 class Endpoint(Protocol):
-    """The part of a contender that runs in one worker process, for one workload."""
+    """The part of a contender (store or baseline) that runs in one worker process, for one workload."""
 
     def put(self, load: Load, values: TensorDict, keys: Sequence[str]) -> Any:
-        """Write the first put's fields as new rows; returns the token for all of them."""
+        """Write the fields of the workload's first put as new rows. Returns the token for all of them."""
         ...
 
     def get(self, token: Any, share: Share, fields: Sequence[str] | None) -> Any:
-        """Read the given fields of the share that a token refers to; `fields` None reads all."""
+        """Read the given fields of one reader's share of the rows, with the share's token; `fields` None reads all
+        fields."""
         ...
 
     def fingerprint(self, got: Any) -> Digests:
-        """Return digests of the result of a `get`."""
+        """Return the digests of what a `get` returned."""
         ...
 
     def close(self) -> None:
@@ -73,41 +74,42 @@ class Endpoint(Protocol):
 
 @runtime_checkable
 class ByteEndpoint(Endpoint, Protocol):
-    """An endpoint that knows only bytes."""
+    """An endpoint of a baseline that moves bytes without knowing rows or fields."""
 
     def expected(self, load: Load, share: Share) -> Digests:
-        """Return the fingerprint of a correct read of the share; only the producer's endpoint is asked."""
+        """Return the digests that a correct read of the share must have. Only the producer's endpoint is asked."""
         ...
 
 
 @runtime_checkable
 class RowEndpoint(Endpoint, Protocol):
-    """An endpoint that knows rows and fields."""
+    """An endpoint of a store or baseline that knows rows and fields."""
 
     def write(self, keys: Sequence[str], values: TensorDict, rewards: np.ndarray | None) -> Any:
-        """Write fields of rows, new or known, with `rewards` `[N]` as a tag; returns the token of what was written."""
+        """Write fields of new or existing rows, and `rewards` `[N]` as a tag. Returns the token of what was written."""
         ...
 
     def clear(self, token: Any) -> None:
-        """Remove the token's rows."""
+        """Remove the rows that `token`, the result of a put, stands for."""
         ...
 
     def counters(self) -> dict[str, int]:
-        """Return the totals so far of `directory_calls`, `bytes_got` and `wire_bytes_put`."""
+        """Return the totals so far of `directory_calls`, `bytes_got` and `wire_bytes_put`, as far as the endpoint
+        counts them."""
         ...
 
 
 @runtime_checkable
 class ClaimEndpoint(RowEndpoint, Protocol):
-    """An endpoint that leases rows to tasks."""
+    """An endpoint of a store that can also lease rows to tasks."""
 
     def claim(self, num_rows: int, timeout_s: float) -> None:
-        """Wait for rows with all fields of the first put and lease them; clearing the rows ends the lease."""
+        """Wait for rows that have all fields of the first put, and lease them. Clearing the rows ends the lease."""
         ...
 
 
 class Contender(Protocol):
-    """The part of a contender that runs in the driver."""
+    """The part of a contender (store or baseline) that runs in the driver."""
 
     @property
     def name(self) -> str: ...
@@ -116,11 +118,12 @@ class Contender(Protocol):
     def ops(self) -> frozenset[Op]: ...
 
     def factory(self, spec: LoadSpec) -> Callable[[], Endpoint]:
-        """Return a picklable function that makes an endpoint in a worker. Called once before a workload begins."""
+        """Return a picklable function that makes an endpoint in a worker process. Called once before a workload
+        begins."""
         ...
 
     def part(self, token: Any, share: Share) -> Any:
-        """Return the token of one share."""
+        """Return the token with which a reader can read its share of what `token` stands for."""
         ...
 
     def close(self) -> None:
@@ -130,14 +133,14 @@ class Contender(Protocol):
 
 @runtime_checkable
 class RowContender(Contender, Protocol):
-    """A contender whose tokens follow rows through a step."""
+    """A contender whose tokens stand for rows, which the stages of a step read and write in turn."""
 
     def keys(self, token: Any) -> Sequence[str]:
-        """Return the keys of the token's rows."""
+        """Return the keys of the rows that `token`, the result of a put, stands for."""
         ...
 
     def merge(self, token: Any, written: Any) -> Any:
-        """Return a token that can also read the fields that `written` stands for."""
+        """Return a token with which the fields of both `token` and `written` can be read."""
         ...
 
     def blocks(self, token: Any, fields: Sequence[str]) -> frozenset[int]:

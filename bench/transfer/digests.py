@@ -15,14 +15,14 @@ from ...codecs.batch import Jagged, Ragged
 from ...codecs.gather import as_bytes
 
 Digests = dict[str, np.ndarray]
-"""Digests of the rows of each field, by field: uint64 `[N]`."""
+"""Digests of the rows: field name -> uint64 `[N]`."""
 
 BYTES = "bytes"
-"""Name of the single field of contenders that know only bytes."""
+"""Name of the single field of baselines that know only bytes."""
 
 
 class Mismatch(ValueError):
-    """A read returned other bytes, another dtype or other rows than were written."""
+    """Raised when a read returned other bytes, another dtype or other rows than were written."""
 
 
 def row_digests(columns: Mapping[str, Any]) -> Digests:
@@ -31,7 +31,7 @@ def row_digests(columns: Mapping[str, Any]) -> Digests:
 
 
 def bytes_digest(data: Any) -> Digests:
-    """Compute xxh3 of one buffer, as the only row of field BYTES."""
+    """Compute the xxh3 of one buffer, as the only row of the field BYTES."""
     return {BYTES: np.array([xxhash.xxh3_64_intdigest(data)], np.uint64)}
 
 
@@ -80,4 +80,5 @@ _DTYPE_SEEDS = {
         )
     )
 }
-"""Seeds of the digests by dtype, so that a row that is read with another dtype than it was written is a mismatch."""
+"""Seed of the digest for each dtype, so that a row that is read with another dtype than it was written with is a
+mismatch."""

@@ -44,7 +44,7 @@ def draw(results: Sequence[Result], stores: Sequence[str], under: str, folder: P
 
 
 def _bars(results: Sequence[Result], ops: Sequence[str], stores: Sequence[str], colour: dict[str, str]) -> Figure:
-    """Draw MiB/s by workload and contender; a line marks memcpy, the limit, if it was measured."""
+    """Draw bars of MiB/s for each workload and contender. A line marks memcpy, the limit, if it was measured."""
     figure, places = _grid(
         1, len(ops), "MiB/s of the median run (log scale); the black line is one memcpy of the same bytes"
     )

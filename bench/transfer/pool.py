@@ -15,7 +15,7 @@ from .baselines.transferqueue import PROCESS_ENV
 from .process import BenchProcess
 
 CALL_TIMEOUT_S = 120.0
-"""Seconds that every call may take; a contender whose call takes longer has failed."""
+"""Seconds that every call may take. A store or baseline with a call that takes longer has failed."""
 START_TIMEOUT_S = 180.0
 SERVE_TIMEOUT_S = 30.0
 
@@ -29,7 +29,7 @@ def consumer(number: int) -> str:
 
 
 class ProcessLost(RuntimeError):
-    """A process died or did not answer in time, so the pool must `restart`."""
+    """Raised when a process died or did not answer in time, so that the pool must `restart`."""
 
 
 class ProcessPool(Protocol):
@@ -38,18 +38,18 @@ class ProcessPool(Protocol):
 
     names: tuple[str, ...]
     lead_s: float
-    """Seconds between the request to start together and the common start, longer than sending the requests takes."""
+    """Seconds from the first request to several processes until their common start. Sending the requests takes less."""
 
     def start(self, process: str, method: str, *args: Any) -> Any:
-        """Start `method` of a process; returns a call to pass to `gather`."""
+        """Start `method` in a process, and return a handle of the call, which `gather` takes."""
         ...
 
     def gather(self, calls: Sequence[Any], timeout_s: float = CALL_TIMEOUT_S) -> list[Any]:
-        """Return the results of the calls in order. Raises a process's own exception, or ProcessLost."""
+        """Wait for the calls, and return their results in order. Raises the process's own exception, or ProcessLost."""
         ...
 
     def restart(self) -> None:
-        """End all processes, whatever they do, and start new ones."""
+        """End all processes, whatever they are doing, and start new ones."""
         ...
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class RayPool:
             raise ProcessLost(f"a benchmark process died: {error}") from None
 
     def restart(self) -> None:
-        """End and replace all processes but the serving one, whose servers depend on no other process."""
+        """End and replace all processes except the serving one, whose servers do not depend on other processes."""
         names = [name for name in self.names if name != SERVING]
         self._end(names)
         self._begin(names)
@@ -144,7 +144,7 @@ class ThreadPool:
 
 
 class PoolHost:
-    """Starts and stops servers in the pool's serving process."""
+    """Starts and stops servers of baselines in the pool's serving process."""
 
     def __init__(self, pool: ProcessPool) -> None:
         self._pool = pool

@@ -1,4 +1,4 @@
-"""Runs in each of the benchmark's processes, where it has one endpoint per contender and times each call."""
+"""Runs in each process of the benchmark, where it has one endpoint per contender and workload and times each call."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class LoadSize:
-    """The size of a workload."""
+    """The size of a workload, and how its rows are divided into groups."""
 
     num_rows: int
     first: tuple[str, ...]
-    """Names of the fields of the first put."""
+    """Names of the fields that the workload's first put writes."""
     field_bytes: dict[str, int]
     """Number of bytes of each field's values, for all fields."""
     lengths: np.ndarray | None
     """Number of tokens of each row: int64 `[N]`; None when rows have no tokens."""
     groups: np.ndarray
-    """Number of each row's prompt: int64 `[N]`."""
+    """Index of each row's prompt, int64 `[N]`."""
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of the first put."""
+        """Number of bytes of the values that the first put writes."""
         return sum(self.field_bytes[name] for name in self.first)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenEndpoint:
-    """One contender's open endpoint for one workload, in this process."""
+    """An open endpoint in this process, of one contender (store or baseline) and for one workload."""
 
     spec: LoadSpec
     endpoint: Endpoint
@@ -60,7 +60,8 @@ class OpenEndpoint:
 
 
 class BenchProcess:
-    """One process of the benchmark, whose calls come one at a time and name an endpoint by a label of the caller."""
+    """Serves the calls in one process of the benchmark, one at a time. A call names an endpoint by a label that the
+    caller chose."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)  # the processes share few cores, and Ray gives an actor one thread too
@@ -73,7 +74,8 @@ class BenchProcess:
     # -------------------------------------------------------------- set-up
 
     def size(self, spec: LoadSpec) -> LoadSize:
-        """Build the workload's rows and return their size; other processes build them when they need them."""
+        """Build the workload's rows in this process, and return their size. Other processes build the rows when they
+        need them."""
         load = self._load(spec)
         groups = np.arange(load.num_rows) // load.group_size
         fields = {name: column_bytes(load.batch[name]) for name in load.batch}
@@ -91,10 +93,10 @@ class BenchProcess:
         self._loads, self._digests, self._values = {}, {}, {}
 
     def idle(self) -> None:
-        """Do nothing; this call returns once all earlier calls have ended."""
+        """No-op: calls run one at a time, so this one returns once all earlier calls have ended."""
 
     def serve(self, name: str, start: Callable[[], Server]) -> tuple[str, int]:
-        """Start a server in this process; returns its address."""
+        """Start a server in this process, and return its address."""
         self._servers[name] = start()
         return self._servers[name].address
 
@@ -107,7 +109,8 @@ class BenchProcess:
     # -------------------------------------------------------------- timed
 
     def put(self, label: str, run: str) -> tuple[Any, Span]:
-        """Put the first put's fields under keys of `run`; returns (token, span)."""
+        """Write the fields of the workload's first put, under keys of `run`. Returns the token, and the span of the
+        call."""
         opened = self._open[label]
         load, endpoint = self._load(opened.spec), opened.endpoint
         values, keys = self._tensordict(opened.spec, load.first, None), load.keys(run)
@@ -124,7 +127,8 @@ class BenchProcess:
         start_at: float = 0.0,
         expected: Digests | None = None,
     ) -> Span:
-        """Read a share, not before `start_at`; returns the span. Raises Mismatch when the result is not `expected`."""
+        """Read a share, not before `start_at`, and return the span of the call. Raises Mismatch when the result is not
+        `expected`."""
         endpoint = self._open[label].endpoint
         time.sleep(max(0.0, start_at - time.monotonic()))
         start = max(start_at, time.monotonic())
@@ -137,7 +141,7 @@ class BenchProcess:
     def write(
         self, label: str, keys: Sequence[str], fields: tuple[str, ...], rows: np.ndarray | None, reward: bool = False
     ) -> tuple[Any, Span]:
-        """Write fields of rows, with `reward` also a tag; returns (token, span)."""
+        """Write fields of rows, and with `reward` a tag, too. Returns the token, and the span of the call."""
         endpoint = self._open[label].endpoint
         assert isinstance(endpoint, RowEndpoint)
         values = self._tensordict(self._open[label].spec, fields, rows)
@@ -169,7 +173,8 @@ class BenchProcess:
         write: tuple[tuple[str, ...], Sequence[str]] | None,
         expected: Digests | None = None,
     ) -> tuple[Any, Span]:
-        """Run one stage of a step: read the columns that are not kept since `forget`, and write (fields, keys) back.
+        """Run one stage of a step: read those of the columns `read` that were not read since `forget`, and write
+        `write`, which is (fields, keys).
 
         Returns the token of what was written, None without `write`, and the span of the whole stage.
         """
@@ -195,7 +200,8 @@ class BenchProcess:
     # -------------------------------------------------------------- verification and counts
 
     def expected(self, label: str, share: Share, fields: Sequence[str] | None) -> Digests:
-        """Return the digests of a correct read of a share; `fields` None means the first put's."""
+        """Return the digests of a correct read of a share. `fields` None stands for the fields of the workload's first
+        put."""
         opened = self._open[label]
         load = self._load(opened.spec)
         if isinstance(opened.endpoint, ByteEndpoint):
@@ -206,7 +212,7 @@ class BenchProcess:
         return {field: self._digests[opened.spec][field][share.rows] for field in names}
 
     def counters(self, label: str) -> dict[str, int]:
-        """Return the totals so far of this process's endpoint."""
+        """Return the totals so far of this process's endpoint for `label`; {} when it counts nothing."""
         endpoint = self._open[label].endpoint
         return endpoint.counters() if isinstance(endpoint, RowEndpoint) else {}
 
@@ -216,7 +222,8 @@ class BenchProcess:
         return self._loads[spec]
 
     def _tensordict(self, spec: LoadSpec, fields: tuple[str, ...], rows: np.ndarray | None) -> TensorDict:
-        """Return the rows as a TensorDict, which is made only once for each choice and outside of all timing."""
+        """Return the rows as a TensorDict. It is made once for each choice of fields and rows, and outside of all
+        timing."""
         key = spec, fields, b"" if rows is None else rows.tobytes()
         if key not in self._values:
             self._values[key] = self._load(spec).tensordict(fields, rows)

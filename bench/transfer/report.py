@@ -23,7 +23,7 @@ MAIN_OPS = ("put", "get", "get2", "get4", "get8", "field", "write_back", "clear"
 
 
 def tables(report: TransferReport) -> list[Table]:
-    """Return one table of times in milliseconds per workload, and one of the step."""
+    """Return one table for each workload with times in milliseconds, and one table for the workload `step`."""
     drawn = []
     for workload in dict.fromkeys(result.workload for result in report.results):
         found = [result for result in report.results if result.workload == workload]
@@ -40,14 +40,14 @@ def tables(report: TransferReport) -> list[Table]:
 
 
 def failures(report: TransferReport) -> list[str]:
-    """Return a line with the reason for each case that failed."""
+    """Return one line for each workload and store or baseline that failed, with the reason."""
     failed = [(result.workload, result.contender, result.failure) for result in report.results if result.failure]
     failed += [("step", step.contender, step.failure) for step in report.steps if step.failure]
     return [f"{workload}, {contender}: {failure}" for workload, contender, failure in failed]
 
 
 def write_report(report: TransferReport, options: TransferOptions, command: str) -> Path:
-    """Write report.md and its plots into `options.out`; returns the page's path."""
+    """Write report.md and its plots into `options.out`; returns the path of report.md."""
     plots = draw(report.results, options.stores, one_line(report.conditions), options.out)
     lines = ["# headrace bench transfer", "", f"`{command}`", "", *_conditions(report), ""]
     lines += [f"![{plot.stem}]({plot.name})" for plot in plots]
@@ -78,7 +78,7 @@ def _conditions(report: TransferReport) -> list[str]:
 
 
 def _grid(results: Sequence[Result]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the header and a row per contender of one workload's table."""
+    """Return the header of one workload's table, and one row for each contender."""
     cell = {(result.contender, result.op): result for result in results}
     ops = [op for op in MAIN_OPS if any(name == op for _, name in cell)]
     rows = []

@@ -14,14 +14,14 @@ import numpy as np
 from .contenders import CHECKSUMMED
 
 PAIRED = "+paired"
-"""Suffix of a store's name in rounds with a single baseline that cannot run beside the others."""
+"""Suffix of a store's name in rounds with only one baseline, which cannot run beside the others."""
 
 SUMMARY_OPS = ("put", "get", "get8", "clear")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The measured times of one operation of one contender on one workload."""
+    """The measured times of one operation of one contender (store or baseline) on one workload."""
 
     workload: str
     op: str
@@ -31,7 +31,7 @@ class Result:
     seconds: tuple[float, ...]
     """Seconds of every run after the warm-up; () when the case failed."""
     failure: str = ""
-    """Reason of a failure. When it is "", every kind of read was verified once against the written bytes."""
+    """Reason why the case failed. With "", every kind of read was verified once against the written bytes."""
 
     @property
     def median_s(self) -> float:
@@ -44,7 +44,7 @@ class Result:
 
     @property
     def mib_per_s(self) -> float:
-        """MiB of one run over the median seconds; nan when the operation moves no bytes."""
+        """Throughput in MiB/s of the run with the median time; nan when the operation moves no bytes."""
         return self.nbytes / 2**20 / self.median_s if self.nbytes else math.nan
 
     def record(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The measured times and counts of a GRPO step's traffic through one contender."""
+    """The measured times and counts of a GRPO step's traffic through one contender (store or baseline)."""
 
     contender: str
     seconds: tuple[float, ...]
@@ -75,9 +75,10 @@ class StepResult:
     called_seconds: tuple[float, ...] = ()
     """Seconds of every run including the benchmark's own calls between processes, which all contenders share."""
     bytes_put_per_token: float = math.nan
-    """Number of bytes per token of the values of all columns written."""
+    """Number of bytes of the values of all columns written, per token."""
     wire_bytes_put_per_token: float = math.nan
-    """Number of bytes per token written, with block headers and lengths; nan when the contender does not count them."""
+    """Number of bytes written, with block headers and lengths, per token; nan when the contender does not count
+    them."""
     bytes_got_per_token: float = math.nan
     directory_calls: float = math.nan
     """Number of directory calls of all processes in one step; nan for contenders without a directory."""
@@ -104,7 +105,7 @@ class StepResult:
         return line | {"runs": len(times), **medians, **counts, "times_ms": times}
 
     def counts(self) -> dict[str, float]:
-        """Return all results that are not times."""
+        """Return all figures that are not times, by name."""
         names = ("bytes_put_per_token", "wire_bytes_put_per_token", "bytes_got_per_token", "directory_calls")
         return {name: getattr(self, name) for name in (*names, "blocks_read_ratio")}
 
@@ -161,7 +162,8 @@ def _step_summary(steps: Sequence[StepResult], stores: Sequence[str]) -> dict[st
 
 
 def _checksum_cost(median: Mapping[tuple[str, str, str], float], store: str) -> float | None:
-    """Return the time of put and get with checksums over the time without, on a workload that has both; else None."""
+    """Return the time of put and get with checksums divided by the time without, on a workload measured with both; None
+    if there is no such workload."""
     for workload in dict.fromkeys(workload for workload, _, name in median if name == store + CHECKSUMMED):
         with_sums = [median.get((workload, op, store + CHECKSUMMED)) for op in ("put", "get")]
         without = [median.get((workload, op, store)) for op in ("put", "get")]

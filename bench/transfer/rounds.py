@@ -1,4 +1,4 @@
-"""Measures contenders in turn on the same rows, so that noise affects all of them alike."""
+"""Measures contenders (stores and baselines) in turn on the same rows, so that noise affects all of them alike."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _logger = logging.getLogger(__name__)
 
 ROUND_BUDGET_S = 0.4
 MAX_ITERATIONS = 12
-"""Largest number of iterations of a contender's turn in a round, which has at least one and as many as fit the
-budget."""
+"""Maximum number of iterations in a contender's turn of a round. A turn has at least one, and as many as fit into
+ROUND_BUDGET_S."""
 CLAIM_TIMEOUT_S = 20.0
 SETTLE_TIMEOUT_S = 60.0
 """Seconds within which the calls of a failed case must end."""
@@ -29,12 +29,12 @@ SETTLE_TIMEOUT_S = 60.0
 _runs = itertools.count()
 
 Seat = tuple[ProcessPool, Contender]
-"""A contender and the pool of processes in which it is measured."""
+"""A contender (store or baseline), and the pool of processes in which it is measured."""
 
 
 @dataclass(slots=True)
 class Case:
-    """The measurement of one contender on one workload."""
+    """The measurement of one contender (store or baseline) on one workload."""
 
     pool: ProcessPool
     """Pool whose processes the case uses, usually the same for all contenders."""
@@ -42,7 +42,7 @@ class Case:
     spec: LoadSpec
     size: LoadSize
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Measured seconds by op; the op `gets` is recorded as `get2`, `get4`, ... by the number of readers."""
+    """Measured seconds for each operation. `gets` is recorded as `get2`, `get4`, ..., by the number of readers."""
     failure: str = ""
     iterations: int = 1
 
@@ -54,7 +54,7 @@ class Case:
         self.seconds.setdefault(op, []).append(seconds)
 
     def results(self) -> list[Result]:
-        """Return a result per op; a failed case has a single result with the reason."""
+        """Return one result for each operation. A failed case has a single result, which gives the reason."""
         name, contender = self.spec.name, self.contender.name
         if self.failure:
             return [Result(name, "all", contender, 0, (), self.failure)]
@@ -82,7 +82,8 @@ class Pattern:
 def measure(
     seats: Sequence[Seat], specs: Sequence[LoadSpec], pattern: Pattern, tell: Callable[[str], None]
 ) -> list[Result]:
-    """Measure every contender on every workload, after a warm-up with verification, in rounds of one turn each."""
+    """Measure every contender on every workload: first a warm-up with every read verified, then rounds in which each
+    contender has one turn."""
     cases = open_cases(seats, specs)
     for case in cases:
         tell(f"{case.label}: warm-up and verification")
@@ -98,7 +99,7 @@ def measure(
 
 
 def open_cases(seats: Sequence[Seat], specs: Sequence[LoadSpec]) -> list[Case]:
-    """Make a case of every contender on every workload, with an open endpoint in every process of its pool."""
+    """Make one case for every contender on every workload, and open its endpoints in the processes of its pool."""
     cases = []
     for spec in specs:
         size = call(seats[0][0], PRODUCER, "size", spec)
@@ -109,13 +110,13 @@ def open_cases(seats: Sequence[Seat], specs: Sequence[LoadSpec]) -> list[Case]:
 
 
 def close_cases(cases: Sequence[Case]) -> None:
-    """Close all endpoints."""
+    """Close the endpoints of all cases."""
     for pool in {id(case.pool): case.pool for case in cases}.values():
         pool.gather([pool.start(process, "leave") for process in pool.names])
 
 
 def attempt(case: Case, cases: Iterable[Case], run: Callable[[], None]) -> None:
-    """Call `run`, unless the case has failed before; an error becomes the case's failure and does not stop the
+    """Call `run`, unless the case has failed before. An error becomes the failure of this case and does not stop the
     others."""
     if case.failure:
         return
@@ -149,7 +150,8 @@ def _join(case: Case) -> None:
 
 
 def _warm_up(case: Case, pattern: Pattern) -> None:
-    """Run once with every read verified and once to time it, which sets the number of iterations of a turn."""
+    """Run once with every read verified, then once more to set the number of iterations of a turn from the time it
+    takes."""
     _iterate(case, pattern.ops, pattern.readers, True)
     case.seconds = {}
     started = time.monotonic()
@@ -159,7 +161,8 @@ def _warm_up(case: Case, pattern: Pattern) -> None:
 
 
 def _iterate(case: Case, ops: frozenset[Op], readers: tuple[int, ...], verify: bool) -> None:
-    """Run one put and all operations that follow it, up to the clear."""
+    """Run one put and the chosen operations that follow it, up to the clear, and record their times. verify: whether to
+    check every read."""
     pool = case.pool
     ops = ops & case.contender.ops
     label, whole = case.label, shares(case.size.num_rows, 1)[0]
@@ -192,9 +195,9 @@ def _iterate(case: Case, ops: frozenset[Op], readers: tuple[int, ...], verify: b
 
 
 def _read(case: Case, token: object, dealt: Sequence[Share], fields: tuple[str, ...] | None, verify: bool) -> float:
-    """Read with all readers at once; returns the seconds from the first start to the last end.
+    """Read with all readers at once. Returns the seconds from the first start to the last end.
 
-    Several readers start at a common time, a single one at once.
+    Several readers start at a common time, a single one immediately.
     """
     pool = case.pool
     expected = [call(pool, PRODUCER, "expected", case.label, share, fields) if verify else None for share in dealt]

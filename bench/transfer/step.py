@@ -1,12 +1,12 @@
 """Measures the data-plane traffic of a GRPO step with two train ranks.
 
 The processes do the following, in this order:
-  producer      puts ids, mask and the generation's log-probs of all rows, with the reward as a tag
-  rank 0, 1     read ids and mask of their shard, put the previous policy's log-probs
-  rank 0, 1     put the reference's log-probs (they have already read ids and mask)
-  one process   reads the mask of all rows, puts the advantages
-  rank 0, 1     read the other columns: three kinds of log-probs, and advantages
-  producer      clears
+  producer      puts the ids, mask and generation log-probs of all rows, with the reward as a tag
+  rank 0, 1     read the ids and mask of their shard, and put the previous policy's log-probs
+  rank 0, 1     put the reference model's log-probs (they have already read ids and mask)
+  one process   reads the mask of all rows, and puts the advantages
+  rank 0, 1     read the other columns: three kinds of log-probs, and the advantages
+  producer      clears the rows
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .workloads import STEP_FIRST, LoadSpec
 
 DP = 2
 BLOCK_ROWS = 16
-"""Number of rows of a block, which are those of one prompt, so that only one rank reads each block."""
+"""Number of rows of a block. A block holds the rows of one prompt, so that only one rank reads it."""
 TOKENS_PER_MICROBATCH = 32_768
 
 FORWARD = ("input_ids", "mask")
@@ -39,10 +39,8 @@ TRAIN = (*FORWARD, "generation_logprobs", "previous_logprobs", "reference_logpro
 
 
 def measure_steps(seats: Sequence[Seat], share: float, repeats: int, tell: Callable[[str], None]) -> list[StepResult]:
-    """Run the step through every contender in turn, once with every read verified, once to count, then `repeats` times.
-
-    The pools need DP + 1 consumers.
-    """
+    """Run the step through every contender in turn: once with every read verified, once to count bytes and calls, then
+    `repeats` times for the times. The pools need DP + 1 consumers."""
     chosen = [(pool, contender) for pool, contender in seats if "step" in contender.ops]
     cases = open_cases(chosen, [LoadSpec("step", share)])
     counts: dict[str, StepResult] = {}
@@ -68,7 +66,7 @@ def measure_steps(seats: Sequence[Seat], share: float, repeats: int, tell: Calla
 
 
 def train_shares(size: LoadSize) -> list[Share]:
-    """Return the ranks' rows as the planner assigns them."""
+    """Return the share of the rows that the planner assigns to each rank."""
     assert size.lengths is not None
     budget = Budget(max(TOKENS_PER_MICROBATCH, int(size.lengths.max())), packing="packed")
     plan = plan_shards(size.lengths, Topology(dp=DP), budget, size.groups)
@@ -76,7 +74,7 @@ def train_shares(size: LoadSize) -> list[Share]:
 
 
 class _Step:
-    """Runs the step of one contender."""
+    """Runs the GRPO step through one contender (store or baseline)."""
 
     def __init__(self, case: Case) -> None:
         assert isinstance(case.contender, RowContender)
@@ -94,7 +92,7 @@ class _Step:
         self._blocks_needed = 0
 
     def run(self, *, verify: bool = False) -> None:
-        """Run one step and record its seconds in the case."""
+        """Run one step, and record its seconds in the case (one contender on one workload)."""
         self._stages_s = 0.0
         names = tuple(self._size.field_bytes)
         expected = [self._expected(share, names) if verify else None for share in (*self._shares, self._whole)]
@@ -123,7 +121,7 @@ class _Step:
         self.run(verify=True)
 
     def count(self) -> StepResult:
-        """Run one more step and return its bytes, calls and blocks, without times."""
+        """Run one more step, and return the numbers of its bytes, calls and blocks, without times."""
         before = self._counters()
         self._counting = True
         self.run()
@@ -149,7 +147,7 @@ class _Step:
         write: str | None,
         expected: Sequence[Digests | None],
     ) -> list[Any]:
-        """Run a stage on all ranks at once; returns tokens that can also read what was written.
+        """Run a stage on all ranks at once. Returns tokens that can also read what was written.
 
         `missing` are the fields of `read` that no earlier stage has read.
         """
@@ -169,7 +167,8 @@ class _Step:
         return [self._contender.merge(token, new) for token, new in zip(tokens, written, strict=True)]
 
     def _stage(self, calls: Sequence[Any]) -> list[Any]:
-        """Return the tokens of calls that run in parallel, and add the time from the first start to the last end."""
+        """Wait for the calls of a stage, which run in parallel, and return their tokens. The time from the first start
+        to the last end is added to the step's time."""
         done: list[tuple[Any, Span]] = self._pool.gather(calls)
         self._stages_s += max(span.end for _, span in done) - min(span.start for _, span in done)
         return [token for token, _ in done]
@@ -199,7 +198,7 @@ _steps = iter(range(1 << 62))
 
 
 def _keys(size: LoadSize) -> list[str]:
-    """Return row keys that no other step has."""
+    """Return the keys of a step's rows, which no other step uses."""
     run, order = next(_steps), np.zeros(size.num_rows, np.int64)
     starts = np.flatnonzero(np.diff(size.groups, prepend=-1))
     order[starts] = starts

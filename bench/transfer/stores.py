@@ -1,4 +1,5 @@
-"""Adapts Headrace's own stores to the interfaces of contenders."""
+"""Adapts Headrace's own stores to the benchmark's interfaces, `Contender` in the driver and `Endpoint` in the
+workers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ SCHEMA_SHARE = 1e-9
 
 
 class StoreContender:
-    """A contender that is one data plane on one store."""
+    """One of Headrace's stores in the benchmark's driver, as a data plane of its own."""
 
     ops: frozenset[Op] = STORE_OPS
 
@@ -71,7 +72,7 @@ class StoreContender:
 
 
 class StoreEndpoint:
-    """An endpoint that is a client of the data plane."""
+    """One of Headrace's stores in a worker process of the benchmark, as a client of the data plane."""
 
     def __init__(
         self, handle: DataPlaneHandle, partition: str, schema: Schema, group_size: int, first: tuple[str, ...]

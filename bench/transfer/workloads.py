@@ -137,7 +137,7 @@ def _nested(values: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
 
 
 def _rows(count: int, share: float, multiple: int) -> int:
-    """Return `share` of `count`, rounded to whole groups, at least one."""
+    """Return `share` of `count` rows, rounded to whole groups of `multiple` rows, but at least one group."""
     return max(multiple, round(count * share / multiple) * multiple)
 
 
@@ -193,7 +193,8 @@ def _narrow(rng: np.random.Generator, share: float) -> Any:
 
 
 def _even_lengths(rng: np.random.Generator, share: float) -> np.ndarray:
-    """Draw lengths of 4k to 12k tokens, int64 `[256]`, 2 Mi in all, which is 256 MiB with 32 float32 per token."""
+    """Draw lengths of 4k to 12k tokens, int64 `[rows]`. The whole workload of 256 rows has 2 Mi tokens, which makes 256
+    MiB with 32 float32 per token."""
     rows = _rows(256, share, 8)
     lengths = rng.integers(4096, 12_289, rows)
     lengths[-1] += max(rows * 8192 - int(lengths.sum()), 1 - lengths[-1])

@@ -37,14 +37,15 @@ from .models import SHAPES, num_bytes
 from .peers import Peer, PeerTask, make_host
 
 LIMITS = {"collective": "broadcast", "ipc": "memcpy", "store": "memcpy", "disk": "write"}
-"""Limit that each transport is compared with."""
+"""Operation whose time on the same bytes is the limit that a transport is compared with, for each kind of transport."""
 MEMORY_SHARE = 0.85
 TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class WeightOptions:
-    """Cases to measure: every size with the first of `engines` and `buckets_mib`, and the first size with all."""
+    """Options of the weight benchmark. Every model size is measured with the first of `engines` and of `buckets_mib`,
+    and the first size also with each of the other numbers of engines and each of the other bucket sizes."""
 
     out: Path
     transports: tuple[str, ...] = TRANSPORT_KINDS
@@ -57,11 +58,11 @@ class WeightOptions:
 
     @staticmethod
     def quick(out: Path) -> WeightOptions:
-        """Make options that take less than two minutes."""
+        """Return options for a run of less than two minutes."""
         return WeightOptions(out, sizes=("0.1B",), engines=(1, 2), buckets_mib=(64,), repeats=3)
 
     def cases(self) -> list[WeightCase]:
-        """List all cases."""
+        """Return all cases that these options ask for."""
         found = []
         for size in self.sizes:
             for kind in self.transports:
@@ -75,7 +76,7 @@ class WeightOptions:
 
 @dataclass(frozen=True, slots=True)
 class WeightCase:
-    """One configuration to measure."""
+    """One configuration of the weight benchmark."""
 
     kind: str
     size: str
@@ -83,26 +84,28 @@ class WeightCase:
     bucket_mib: int
 
     def bytes_needed(self, nbytes: int) -> int:
-        """Return the memory in bytes that all processes need for weights of `nbytes`, staged copies included."""
+        """Return the number of bytes of memory that all processes need for weights of `nbytes` bytes, staged copies
+        included."""
         return nbytes * (4 + 2 * self.engines)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightResult:
-    """Results of one case."""
+    """Results of one case of the weight benchmark."""
 
     case: WeightCase
     num_bytes: int
     seconds: tuple[float, ...]
-    """Seconds of each update from its announcement until every engine has verified it; the first is not counted."""
+    """Seconds of each update, from its announcement until every engine has verified it. The first update is not
+    counted."""
     commit_seconds: tuple[float, ...]
-    """Seconds that the slowest engine's copy into its parameters took, for each update."""
+    """Seconds that the slowest engine took to copy the weights into its parameters, for each update."""
     limit: str
-    """Name of the limit."""
+    """Name of the limit that the transport is compared with, a value of `LIMITS`."""
     limit_s: float
-    """Median seconds of the limit, with the same bytes in the same processes."""
+    """Median seconds of the limit's operation, with the same bytes in the same processes."""
     peak_extra_bytes: int
-    """Peak memory of the trainer's process beyond its weights, in bytes, shared memory that it filled included."""
+    """Peak memory in bytes of the trainer's process beyond its weights, including shared memory that it filled."""
 
     @property
     def median_s(self) -> float:
@@ -137,7 +140,8 @@ class WeightResult:
 
 
 def run_weights(options: WeightOptions, tell: Callable[[str], None]) -> tuple[list[WeightResult], dict[str, str]]:
-    """Measure all cases, and write results.jsonl and summary.json. Returns results, and reasons of cases left out.
+    """Measure all cases, and write results.jsonl and summary.json. Returns the results, and label -> reason for each
+    case that was left out.
 
     Raises RuntimeError when an engine ends up with other bytes than the trainer's.
     """
@@ -159,9 +163,9 @@ def run_weights(options: WeightOptions, tell: Callable[[str], None]) -> tuple[li
 
 
 def summarise(options: WeightOptions, results: Sequence[WeightResult]) -> dict[str, float]:
-    """Return the summary's values by key, `weights.{transport}.{params}.*`.
+    """Return the summary by key, `weights.{transport}.{params}.*`.
 
-    Other numbers of engines and bucket sizes than the first add `.engines{n}` and `.bucket{mib}`.
+    Cases with another number of engines or bucket size than the first add `.engines{n}` or `.bucket{mib}` to the key.
     """
     summary: dict[str, float] = {}
     for result in results:
@@ -180,7 +184,7 @@ def summarise(options: WeightOptions, results: Sequence[WeightResult]) -> dict[s
 
 
 def weights_table(results: Sequence[WeightResult]) -> Table:
-    """Make a table with a row for each case."""
+    """Return a table with one row per case."""
     table = Table(title="headrace bench weights", title_justify="left", title_style="bold")
     for name in (
         "transport",
@@ -243,7 +247,8 @@ def _measure(case: WeightCase, nbytes: int, options: WeightOptions) -> WeightRes
 
 
 def _update(trainer: Peer, engines: Sequence[Peer], version: int) -> tuple[float, float]:
-    """Make one update; returns the seconds until all engines have it, and those of the slowest load."""
+    """Make one update. Returns the seconds until all engines have received it, and the seconds of the slowest engine's
+    load."""
     update, (start, _) = trainer.call("open", version, len(engines))
     for engine in engines:
         engine.start("prepare", update)
@@ -265,7 +270,7 @@ def _verify(case: WeightCase, trainer: Peer, engines: Sequence[Peer]) -> None:
 
 
 def _limit(name: str, nbytes: int, peers: Sequence[Peer], folder: Path, repeats: int) -> list[float]:
-    """Measure the limit after a warm-up, and return its seconds."""
+    """Measure the limit `name` after a warm-up, and return the seconds of each run."""
     seconds = []
     if name == "broadcast":
         for peer in peers:
@@ -291,7 +296,8 @@ def _limit(name: str, nbytes: int, peers: Sequence[Peer], folder: Path, repeats:
 
 @contextmanager
 def _peers(case: WeightCase, nbytes: int, options: WeightOptions, folder: Path) -> Iterator[list[Peer]]:
-    """Start the trainer and its engines with their weights; on leaving, end them and remove all that was published."""
+    """Start the processes of the trainer and its engines with their weights. When the context ends, end them and remove
+    everything that was published."""
     run_id = f"bench-{uuid.uuid4().hex[:8]}"
     with ExitStack() as stack:
         plane: DataPlaneHandle | None = None

@@ -37,7 +37,7 @@ _LIMIT_REPEATS = 7
 
 
 def setups(size: str, gpus: int, only: Sequence[str]) -> list[Setup]:
-    """List all setups that so many GPUs allow, or those named in `only`."""
+    """Return all setups that are possible with `gpus` GPUs, or those named in `only`."""
     other_gpu = 1 if gpus > 1 else 0
 
     def cases(*sizes: int) -> tuple[Case, ...]:
@@ -140,7 +140,7 @@ async def _measure_colocated(session: Session, engine: VllmEngine, cycle: int) -
 
 
 async def _measure_limits(session: Session, folder: Path) -> None:
-    """Measure how fast the hardware moves the same bytes without an engine."""
+    """Measure how fast the hardware moves the same bytes when no engine is involved."""
     nbytes, device = session.num_bytes, session.device
     place = "cuda:0" if device == "cuda" else "cpu"
     found = {"copy in one GPU": await session.call(0, "copies", nbytes, place, _LIMIT_REPEATS)}

@@ -1,7 +1,8 @@
-"""Measures vLLM 0.26's own weight transfers (0.30 has others) with the model, settings and checks used for ours.
+"""Measures vLLM 0.26's own weight transfers (0.30 has others) with the same model, settings and checks as Headrace's.
 
-They are timed from `start_weight_update` to the end of `finish_weight_update`; for ipc, making its handles counts, too.
-There is no pause, as no request runs, and no reset of the prefix cache. Our transfers are timed with that reset.
+A transfer is timed from `start_weight_update` to the end of `finish_weight_update`; for ipc, the time to make the
+handles counts, too. The engine is not paused, because no request runs, and its prefix cache is not reset. Headrace's
+transfers are timed with that reset.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ class Transfer:
     trainer: int
     """GPU of the trainer; the engine is on GPU 0."""
     packed_mib: int = 0
-    """Size of its buffers in MiB; 0 sends tensor by tensor."""
+    """Size of the backend's buffers in MiB; 0 sends each tensor separately."""
 
 
 TRANSFERS = (Transfer("nccl", 1, 256), Transfer("nccl", 1, 1024), Transfer("nccl", 1), Transfer("ipc", 0))
 
 
 async def measure_builtin(model: Path, num_bytes: int, gpus: int, call: Call, tell: Callable[..., None]) -> list[str]:
-    """Measure every transfer that so many GPUs allow, and return what was wrong. tell: takes the results."""
+    """Measure all TRANSFERS that are possible with `gpus` GPUs. Returns a message for everything that was wrong. tell:
+    function that is called with each result."""
     wrong = []
     for backend in ("nccl", "ipc"):
         transfers = [one for one in TRANSFERS if one.backend == backend and one.trainer < gpus]

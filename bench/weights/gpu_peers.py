@@ -56,7 +56,7 @@ MODELS = {"2B": LARGE, "tiny": TINY, "moe": EXPERTS}
 
 @dataclass(frozen=True, slots=True)
 class TrainerTask:
-    """Settings of a trainer process."""
+    """Settings of one trainer process of the GPU weight benchmark."""
 
     folder: str
     """Folder of the model's configuration."""
@@ -66,7 +66,7 @@ class TrainerTask:
     """Name of the weights' dtype."""
     run_id: str
     rank: int = 0
-    """Rank among the trainers, for the broadcast that measures the limit."""
+    """Rank among the trainers, for the broadcast that measures the hardware's limit."""
 
 
 def save_config(size: str, folder: Path, dtype: str) -> None:
@@ -89,7 +89,7 @@ def save_config(size: str, folder: Path, dtype: str) -> None:
 
 
 class Trainer:
-    """Serves the calls of a `Peer` in the trainer process."""
+    """Holds the model in a trainer process and serves the driver's calls (see `Peer`)."""
 
     def __init__(self, task: TrainerTask) -> None:
         self.task = task
@@ -132,7 +132,7 @@ class Trainer:
     # ---------------------------------------------------------------- publishing
 
     def publisher(self, kind: str, bucket_bytes: int, timeout_s: float) -> None:
-        """Make a publisher that uses this transport from now on."""
+        """Create the publisher that sends the weights through this transport from now on."""
         self.close()
         self._num_publishers += 1
         sender = SenderConfig(
@@ -147,7 +147,7 @@ class Trainer:
         return messages.encode(self._publisher.open(version, self._specs, [ReceiverGroup("engine", num_workers)]))
 
     def publish(self, update: bytes) -> dict[str, float]:
-        """Send the weights, and return the seconds of each part."""
+        """Send the weights, and return the seconds of each phase."""
         assert self._publisher is not None
         report = self._publisher.publish(messages.decode(update, WeightUpdate), iter(self._weights.items()))
         return {"fill_s": report.fill_s, "send_s": report.send_s, "gather_s": report.gather_s}
@@ -160,7 +160,7 @@ class Trainer:
     # ---------------------------------------------------------------- vLLM's own transfers
 
     def builtin(self, method: str, *args: Any) -> Any:
-        """Call a method of BuiltinSender."""
+        """Call a method of the BuiltinSender, which sends the weights with vLLM's own transfers."""
         return getattr(self._builtin, method)(*args)
 
     # ---------------------------------------------------------------- checks
@@ -183,7 +183,7 @@ class Trainer:
     # ---------------------------------------------------------------- limits
 
     def join(self, path: str, world: int) -> None:
-        """Join a default process group of the trainers."""
+        """Join the default process group of the trainers, for `broadcast`."""
         kind = "nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(kind, store=FileStore(path, world), rank=self.task.rank, world_size=world)
 
@@ -192,7 +192,7 @@ class Trainer:
         dist.destroy_process_group()
 
     def broadcast(self, num_bytes: int) -> float:
-        """Return the seconds of one broadcast from rank 0 into warm memory."""
+        """Take part in one broadcast of `num_bytes` bytes from rank 0 into warm memory, and return its seconds."""
         if self._flat is None:
             self._flat = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
             dist.broadcast(self._flat[:1], 0)
@@ -204,7 +204,7 @@ class Trainer:
         return time.perf_counter() - start
 
     def copies(self, num_bytes: int, device: str, repeats: int) -> list[float]:
-        """Return the seconds of each of several copies of warm memory to `device`."""
+        """Copy `num_bytes` bytes to warm memory on `device` several times, and return the seconds of each copy."""
         source = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
         target = torch.ones(num_bytes, dtype=torch.uint8, device=device)
         seconds = []
@@ -222,7 +222,8 @@ class Trainer:
 
 
 def expected_parameters(weights: Mapping[str, torch.Tensor], rank: int, tp: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield vLLM's name and value of every parameter of worker `rank` of `tp`, made of the Hugging Face weights."""
+    """Yield the name in vLLM and the value of every parameter that worker `rank` of `tp` must have, made of the Hugging
+    Face weights."""
 
     def rows(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return tensor.chunk(tp, dim)[rank]
@@ -250,7 +251,7 @@ def expected_parameters(weights: Mapping[str, torch.Tensor], rank: int, tp: int)
 def digests(parameters: Iterator[tuple[str, torch.Tensor]], exact: bool) -> dict[str, str]:
     """Return a digest of each parameter's bytes, by name.
 
-    exact: whether it is xxh3 on the CPU, which takes a second or two, or `device_digest`, which takes a GPU 5 ms.
+    exact: True for xxh3 on the CPU, which takes a second or two; False for `device_digest`, which takes a GPU 5 ms.
     """
     found, host = {}, torch.empty(0, dtype=torch.uint8)
     for name, one in parameters:

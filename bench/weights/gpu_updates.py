@@ -24,7 +24,7 @@ from .peers import Peer
 TIMEOUT_S = 15.0
 WARM_UPS = 3
 TOKENS_BETWEEN = 4
-"""Number of tokens that every request makes between two updates, so that all its keys and values are recomputed."""
+"""Number of tokens that every request generates between two updates, so that all its keys and values are recomputed."""
 PROMPT = list(range(3, 19))
 LONGEST = CONTEXT - len(PROMPT) - 1
 NOISE = (0.025, 0.5)
@@ -35,7 +35,7 @@ the weights the mean is 1.3."""
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One configuration of the updates; all cases of an engine run one after another."""
+    """One configuration of the weight updates. All cases of an engine are measured one after another."""
 
     kind: str
     """Kind of the weight transport."""
@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """An engine and the measurements made with it."""
+    """Settings of one engine, and the measurements that are made with it."""
 
     size: str
     """Size of the model, a key of `gpu_peers.MODELS`."""
@@ -61,16 +61,16 @@ class Setup:
     tp: int = 1
     """Number of tensor-parallel workers."""
     colocated: int = 0
-    """Number of cycles of sleep, update and wake."""
+    """Number of cycles of sleep, update and wake to measure, with the trainer on the engine's GPU."""
     builtin: bool = False
-    """Whether vLLM's own transfers are measured instead of ours."""
+    """True to measure vLLM's own weight transfers instead of Headrace's."""
 
 
 class Log:
     """Prints results as JSON lines, appends them to a file, and collects failures."""
 
     def __init__(self, out: Path) -> None:
-        """out: folder of the results; made when missing."""
+        """out: folder of the results, which is created if necessary."""
         out.mkdir(parents=True, exist_ok=True)
         self._path = out / "gpu_weights.jsonl"
         self.failures: list[str] = []
@@ -84,7 +84,7 @@ class Log:
             file.write(line + "\n")
 
     def expect(self, right: bool, what: str) -> None:
-        """Record a failure unless `right`."""
+        """Record the failure `what` unless `right` is true."""
         if not right:
             self.failures.append(what)
             self.tell("wrong", what=what)
@@ -92,7 +92,7 @@ class Log:
 
 @dataclass(slots=True)
 class Session:
-    """The trainers of one engine and the version that it serves."""
+    """The trainers of one engine, and the latest version of the weights."""
 
     setup: Setup
     trainers: list[Peer]
@@ -110,12 +110,13 @@ class Session:
 
 
 async def start_publisher(session: Session, case: Case) -> None:
-    """Have the case's trainer publish by the case's transport from now on."""
+    """Make the case's trainer publish through the case's transport from now on."""
     await session.call(case.trainer, "publisher", case.kind, case.bucket_mib << 20, TIMEOUT_S)
 
 
 async def measure_case(session: Session, engine: VllmEngine, case: Case, updates: int) -> None:
-    """Measure the updates of one case while its requests run. A failure is recorded, so that other cases go on."""
+    """Measure the updates of one case while its requests run. An error is recorded as a failure and does not stop other
+    cases."""
     requests: list[asyncio.Task[list[Completion]]] = []
     try:
         await start_publisher(session, case)
@@ -148,7 +149,8 @@ async def measure_case(session: Session, engine: VllmEngine, case: Case, updates
 
 
 async def update(session: Session, engine: VllmEngine, trainer: int, tp: int) -> dict[str, float]:
-    """Publish a new version and serve it; returns the seconds of each part. tp: workers that receive it."""
+    """Publish a new version of the weights and wait until the engine serves it. Returns the seconds of each phase. tp:
+    number of the engine's workers, which receive the weights."""
     session.version += 1
     version = session.version
     await session.call(trainer, "change", version)
@@ -193,7 +195,7 @@ def _report(session: Session, engine: VllmEngine, case: Case, rows: list[dict[st
 
 
 async def _wait_for_tokens(session: Session, engine: VllmEngine) -> None:
-    """Wait until every request has made TOKENS_BETWEEN tokens under the present version."""
+    """Wait until every request has generated TOKENS_BETWEEN tokens with the current version of the weights."""
     async with asyncio.timeout(TIMEOUT_S):
         while any(
             version != session.version or tokens < TOKENS_BETWEEN for version, tokens in engine.tokens_of_newest()
@@ -205,7 +207,8 @@ async def _wait_for_tokens(session: Session, engine: VllmEngine) -> None:
 
 
 async def check_bytes(session: Session, engine: VllmEngine, trainer: int, *, exact: bool = True) -> None:
-    """Compare every parameter of every worker with the trainer's weights."""
+    """Compare every parameter of every worker with the trainer's weights. exact: whether to use xxh3 digests rather
+    than the faster digests of the GPU."""
     found = await engine.call_workers(parameter_digests, exact)
     expected = await session.call(trainer, "digests", session.setup.tp, exact)
     right = wrong = 0
@@ -218,7 +221,7 @@ async def check_bytes(session: Session, engine: VllmEngine, trainer: int, *, exa
 
 
 async def _check_tokens(session: Session, case: Case, first: int, completions: list[list[Completion]]) -> None:
-    """Check that every token has a version, and that log-probs are those of the version's weights.
+    """Check that every token has a version, and that its log-prob is the one that this version's weights give.
 
     first: version of the case's first update.
     """

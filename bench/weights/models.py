@@ -31,7 +31,7 @@ _STRIDE_BYTES = 4096
 
 
 def weight_shapes(size: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight by HF name, in the model's order."""
+    """Return the shape of each weight by its Hugging Face name, in the model's order."""
     shape = SHAPES[size]
     hidden, width = shape.hidden, shape.intermediate
     named: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden)}
@@ -52,7 +52,7 @@ def weight_shapes(size: str) -> dict[str, tuple[int, ...]]:
 
 
 def num_bytes(size: str, dtype: torch.dtype) -> int:
-    """Return the number of bytes of all weights."""
+    """Return the number of bytes of all weights of a model."""
     return sum(math.prod(dims) for dims in weight_shapes(size).values()) * dtype.itemsize
 
 
@@ -71,14 +71,15 @@ def random_weights(size: str, dtype: torch.dtype, device: torch.device) -> dict[
 
 
 def change(named: dict[str, torch.Tensor], version: int) -> None:
-    """Change a byte in every 4 KiB of every tensor, so that each version differs from all others."""
+    """Set the first byte in every 4 KiB of every tensor to a value that depends on `version`, so that versions differ.
+    The values repeat after 251 versions."""
     for tensor in named.values():
         flat = tensor.view(-1).view(torch.uint8)
         flat[::_STRIDE_BYTES] = (version * 37) % 251
 
 
 def digest(named: dict[str, torch.Tensor]) -> str:
-    """Hash names and bytes of all weights by xxh3."""
+    """Return one xxh3 digest over the names and bytes of all weights."""
     hasher = xxhash.xxh3_128()
     for name in sorted(named):
         hasher.update(name.encode())

@@ -35,18 +35,18 @@ _GROUP_TIMEOUT = datetime.timedelta(seconds=120)
 
 @dataclass(frozen=True, slots=True)
 class PeerTask:
-    """Settings of a process."""
+    """Settings of one process of the weight benchmark."""
 
     rank: int
     """Number of the process; 0 is the trainer, all others are engines."""
     world: int
-    """Number of all processes."""
+    """Total number of processes."""
     size: str
     """Size of the model, a key of `models.SHAPES`."""
     dtype: str
     """Name of the weights' dtype."""
     device: str
-    """Kind of device, `cpu` or `cuda`; the GPU is `rank` modulo their number."""
+    """Kind of device, `cpu` or `cuda`. With `cuda`, the process uses the GPU `rank` modulo the number of GPUs."""
     kind: str
     """Kind of the weight transport."""
     sender: SenderConfig
@@ -55,14 +55,14 @@ class PeerTask:
 
     @property
     def placed(self) -> torch.device:
-        """Device of the process's weights."""
+        """Device that holds the weights of the process."""
         return (
             torch.device("cpu") if self.device == "cpu" else torch.device("cuda", self.rank % torch.cuda.device_count())
         )
 
 
 class Peer:
-    """The driver's end of one process."""
+    """The driver's handle to one process of the benchmark."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         """Start the process. make: picklable function that makes the served object in the process."""
@@ -73,13 +73,14 @@ class Peer:
         theirs.close()
 
     def start(self, method: str, *args: Any) -> None:
-        """Start a call, whose result `answer` returns."""
+        """Start a call of a method in the process. `answer` returns its result."""
         self._pipe.send((method, args))
 
     def answer(self) -> tuple[Any, tuple[float, float]]:
-        """Wait for the result, and return it with start and end in CLOCK_MONOTONIC seconds.
+        """Wait for the result of a started call, and return it with the call's start and end in CLOCK_MONOTONIC
+        seconds.
 
-        Raises RuntimeError with the process's error.
+        Raises RuntimeError with the process's error, or when there is no answer within ANSWER_TIMEOUT_S.
         """
         if not self._pipe.poll(ANSWER_TIMEOUT_S):
             raise RuntimeError(f"no answer within {ANSWER_TIMEOUT_S:g} s")
@@ -104,7 +105,7 @@ class Peer:
 
 
 def make_host(task: PeerTask) -> Any:
-    """Make the trainer or an engine."""
+    """Return the object that a process serves: the trainer for rank 0, an engine for any other rank."""
     return _Trainer(task) if task.rank == 0 else _Engine(task)
 
 
@@ -125,7 +126,7 @@ def _serve(make: Callable[[], Any], pipe: Connection) -> None:
 
 
 class _Host:
-    """Methods that the trainer and engines share."""
+    """Base class of the trainer and the engines, with the methods that they share."""
 
     def __init__(self, task: PeerTask) -> None:
         self.task = task
@@ -133,7 +134,7 @@ class _Host:
         self._flat: torch.Tensor | None = None
 
     def ready(self) -> None:
-        """Make the weights, which touches all their memory."""
+        """Create the weights, which also touches all of their memory."""
         self.weights = random_weights(self.task.size, getattr(torch, self.task.dtype), self.task.placed)
 
     def digest(self) -> str:
@@ -145,14 +146,14 @@ class _Host:
         return psutil.Process().memory_info().rss
 
     def peak(self) -> int:
-        """Return the most bytes resident since `reset_peak`, shared memory included."""
+        """Return the largest number of bytes resident since `reset_peak`, shared memory included."""
         line = next(text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith("VmHWM"))
         return int(line.split()[1]) << 10
 
     # ------------------------------------------------------------ limits
 
     def join(self, path: str) -> None:
-        """Join a default process group of all processes, for `broadcast`."""
+        """Join the default process group, which includes all processes, for `broadcast`."""
         store = FileStore(path, self.task.world)
         kind = "gloo" if self.task.device == "cpu" else "nccl"
         dist.init_process_group(
@@ -160,7 +161,7 @@ class _Host:
         )
 
     def broadcast(self, num_bytes: int) -> None:
-        """Take part in one broadcast of `num_bytes` from rank 0, in warm memory."""
+        """Take part in one broadcast of `num_bytes` bytes from rank 0, into memory that is already in use ("warm")."""
         if self._flat is None or len(self._flat) != num_bytes:
             self._flat = torch.ones(num_bytes, dtype=torch.uint8, device=self.task.placed)
         dist.broadcast(self._flat, 0)
@@ -192,14 +193,15 @@ class _Trainer(_Host):
         yield from self.weights.items()
 
     def copy(self, num_bytes: int) -> None:
-        """Copy `num_bytes` once into warm memory, by one thread, or on the GPU."""
+        """Copy `num_bytes` once into memory that is already in use ("warm"), with one thread on the CPU, or on the
+        GPU."""
         if self._flat is None or len(self._flat) != 2 * num_bytes:
             self._flat = torch.ones(2 * num_bytes, dtype=torch.uint8, device=self.task.placed)
         self._flat[num_bytes:].copy_(self._flat[:num_bytes])
         _wait_for(self.task.placed)
 
     def write(self, num_bytes: int, folder: str) -> None:
-        """Write a file of `num_bytes`, and wait until it is on the disk."""
+        """Write `num_bytes` to a temporary file in `folder`, and wait until they are on the disk."""
         if self._flat is None:
             self._flat = torch.ones(num_bytes, dtype=torch.uint8)
         with tempfile.TemporaryFile(dir=folder) as file:

@@ -117,7 +117,7 @@ def read_rows(store: BlockStore, meta: KVBatchMeta, fields: Sequence[str], *, ch
                 raise  # the store itself says what happened
             # Bytes that do not fit: a block freed and used again while it was read (settle says so), or damage.
             store.settle([want for _, want in wants])
-            if isinstance(error, ValueError):
+            if isinstance(error, ValueError | IndexError):
                 raise IntegrityError(str(error)) from error
             raise
         store.settle([want for _, want in wants])

@@ -426,7 +426,7 @@ def _min_version(value: int) -> int:
     1."""
     version = _integer("min_version", value)
     if not -_MAX_VERSION <= version <= _MAX_VERSION:
-        raise ValueError(f"min_version: got {version}, expected at most {_MAX_VERSION}")
+        raise ValueError(f"min_version: got {version}, expected -{_MAX_VERSION} to {_MAX_VERSION}")
     return version
 
 

@@ -1,4 +1,4 @@
-"""Keeps the blocks that exist, the number of (row, field) references to each, and the bytes they take or have
+"""Keeps the existing blocks, the number of (row, field) references to each, and the numbers of bytes used and
 reserved."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .rows import ROW_BITS, UNWRITTEN
 
 @dataclass(frozen=True, slots=True)
 class FreedBlock:
-    """Names a block that nobody refers to any more, so that its bytes can be freed."""
+    """Names a block to which no row refers any more, so that its bytes can be freed."""
 
     block_id: int
     location: bytes
@@ -23,17 +23,18 @@ class FreedBlock:
 
 @dataclass(slots=True)
 class Reservation:
-    """Promises space to one put that has not been committed yet."""
+    """Holds the space that is promised to one put until the put is committed."""
 
     reservation_id: int
     writer: str
     block_ids: range
-    """Ids that the put may use, as many as it needs, from the first."""
+    """Block ids for the put, which uses as many as it needs, starting with the first."""
     nbytes: int
-    """Number of bytes that the put's blocks may take, laid end to end."""
+    """Maximum number of bytes of the put's blocks, laid end to end."""
     deadline: float
     credit: bool
-    """Whether the space was granted ahead, for the writer's next put; it is taken back when somebody else needs it."""
+    """True when the space was granted in advance, for the writer's next put. Such credit is revoked when another writer
+    needs the space."""
     location: bytes | None = None
     """Address of the space in the store; None until the store has allocated it."""
 
@@ -44,19 +45,19 @@ class _Entry:
     row_starts: np.ndarray | None
     nbytes: int
     live: int
-    """Number of (row, field) pairs that point into the block."""
+    """Number of (row, field) pairs whose values are in the block."""
 
 
 class BlockTable:
-    """Holds blocks by id, reservations by id, and the account of bytes. Ids are never used again."""
+    """Holds the blocks and the reservations by id, and counts the bytes in use and reserved. Ids are never reused."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.reserved_bytes = 0
-        """Number of bytes reserved by puts in progress."""
+        """Number of bytes reserved by puts in progress, without credit."""
         self.credit_bytes = 0
-        """Number of bytes in reservations that are credit."""
+        """Number of bytes reserved as credit, in advance of a put."""
         self.reservations: dict[int, Reservation] = {}
         """Reservations by id, in the order of their deadlines."""
         self._entries: dict[int, _Entry] = {}
@@ -73,8 +74,8 @@ class BlockTable:
     def reserve(
         self, writer: str, nbytes: int, num_blocks: int, deadline: float, *, credit: bool = False
     ) -> Reservation | None:
-        """Reserve space for `num_blocks` new blocks of `nbytes` bytes in all. Returns None when there is none at the
-        moment.
+        """Reserve space for `num_blocks` new blocks of `nbytes` bytes in all. Returns None when fewer bytes are free at
+        the moment.
 
         Deadlines must not decrease from call to call.
         """
@@ -89,14 +90,14 @@ class BlockTable:
         return reservation
 
     def cancel(self, reservation_id: int) -> Reservation | None:
-        """Give a reservation back. Returns None when there is none of that id."""
+        """Remove a reservation, which frees its bytes, and return it. Returns None for an unknown id."""
         reservation = self.reservations.pop(reservation_id, None)
         if reservation is not None:
             self._count(reservation, -reservation.nbytes)
         return reservation
 
     def credits(self) -> list[Reservation]:
-        """Return the reservations that are credit, oldest first."""
+        """Return the reservations that are credit (space granted in advance), oldest first."""
         return [item for item in self.reservations.values() if item.credit]
 
     def settle(
@@ -107,15 +108,19 @@ class BlockTable:
         starts: Sequence[np.ndarray | None],
         live: Sequence[int],
     ) -> None:
-        """Turn a reservation into blocks of `sizes` bytes and `live` references each; the rest of its space is free."""
+        """Turn a reservation into blocks. Its unused bytes become free.
+
+        refs, sizes, starts, live: for each block, its reference, number of bytes, index of each row's first token (None
+        without tokens) and number of (row, field) references.
+        """
         self.cancel(reservation.reservation_id)
         self.used_bytes += sum(sizes)
         for ref, row_starts, nbytes, count in zip(refs, starts, sizes, live, strict=True):
             self._entries[ref.block_id] = _Entry(ref, row_starts, nbytes, count)
 
     def unlink(self, slots: np.ndarray) -> list[FreedBlock]:
-        """Drop the references in `slots` (any shape; UNWRITTEN is skipped). Returns the blocks that lost their last
-        one."""
+        """Drop one reference for each slot in `slots` (any shape; UNWRITTEN is skipped). Returns the blocks that have
+        no references left."""
         slots = slots[slots != UNWRITTEN]
         freed = []
         for block_id, count in zip(*distinct_counts(slots >> ROW_BITS), strict=True):
@@ -132,8 +137,8 @@ class BlockTable:
         return tuple(self._entries[block_id].ref for block_id in block_ids.tolist())
 
     def token_starts(self, block_ids: np.ndarray, block: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """Return int64 `[N]`: the first token of row `row[i]` within its block `block_ids[block[i]]`. All blocks
-        have tokens."""
+        """Return the index of the first token of row `row[i]` within its block `block_ids[block[i]]`, int64 `[N]`. All
+        of the blocks must hold tokens."""
         used, block = np.unique(block, return_inverse=True)
         starts = [self._entries[block_id].row_starts for block_id in block_ids[used].tolist()]
         if not starts:

@@ -1,7 +1,8 @@
-"""Keeps which rows exist, where their bytes are, and who may read them next. Pure and synchronous.
+"""Keeps track of which rows exist, where their bytes are, and who may read them next. Pure and synchronous.
 
-It has no clock (`now` is passed in, as seconds of any monotonic clock), no store (freed blocks are returned for the
-caller to delete) and no waiting (None means that it is not possible now). Each operation happens in full or not at all.
+The directory has no clock (`now` is passed in, as seconds of any monotonic clock) and no store (freed blocks are
+returned for the caller to delete), and it never waits (None means that something is not possible now). Each operation
+happens in full or not at all.
 """
 
 from __future__ import annotations
@@ -30,26 +31,28 @@ Outcome = Literal["done", "retry"]
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """Lists what was taken back because its time had run out."""
+    """Lists what was taken back because its deadline had passed."""
 
     num_rows: int
-    """Number of rows of dead or stopped consumers that can be claimed again."""
+    """Number of rows whose lease expired, because a consumer died or stopped, and that can be claimed again."""
     writers: tuple[str, ...]
-    """Names of the writers that reserved space and did not commit, without those whose unused credit expired."""
+    """Names of the writers that reserved space and did not commit in time. Writers whose unused credit expired are left
+    out."""
     reservations: tuple[Reservation, ...]
-    """Reservations that the store must take back."""
+    """Expired reservations, whose space the store must take back."""
 
 
 Locate = Callable[[range, Sequence[int]], Sequence[bytes]]
 SPARE_PART = 8
-"""Credit is never granted from the last eighth of the capacity; there, one writer's grant would make another wait."""
+"""Divisor that gives the share of the capacity from which no credit is granted: the last eighth. Granting space in
+advance to one writer there would make another writer wait."""
 
 
 class Directory:
     """Holds the partitions, blocks and leases of one run."""
 
     def __init__(self, *, capacity_bytes: int, lease_s: float, reserve_s: float, plane_id: int = 0) -> None:
-        """plane_id: number that its receipts carry (`StoreSpec.plane_id`)."""
+        """plane_id: number of the data plane, which its receipts carry (`StoreSpec.plane_id`)."""
         self._plane_id = plane_id
         self._lease_s = lease_s
         self._reserve_s = reserve_s
@@ -61,10 +64,11 @@ class Directory:
     # -------------------------------------------------------------- partitions
 
     def register(self, name: str, schema: Schema, tasks: Sequence[str | TaskConfig], group_size: int) -> None:
-        """Declare a partition. Does nothing when repeated with equal arguments; raises ValueError naming what differs
-        otherwise.
+        """Declare a partition. Repeating the call with equal arguments does nothing.
 
-        tasks: a name alone takes the lowest version first. Raises ValueError, too, for a sampler that cannot be built.
+        tasks: consumers of the partition; one given by name alone takes the lowest version first. Raises ValueError for
+        invalid arguments, for a sampler that cannot be built, and for a partition that is registered with other
+        arguments. The error names the difference.
         """
         configs = {task.name: task for task in (TaskConfig(t) if isinstance(t, str) else t for t in tasks)}
         if not name or not len(schema) or group_size < 1 or len(configs) < len(tasks):
@@ -85,7 +89,8 @@ class Directory:
                 raise ValueError(f"register {name!r}: {what} {new}, but it is registered with {old}")
 
     def unregister(self, name: str) -> tuple[int, list[FreedBlock]]:
-        """Forget a partition. Returns the number of rows that it had, and the blocks that lost their last row."""
+        """Forget a partition. Returns the number of rows that were in it, and the blocks to which no row refers any
+        more."""
         found = self.clear(name, None)
         del self._partitions[name]
         return found
@@ -96,7 +101,8 @@ class Directory:
     # -------------------------------------------------------------- put
 
     def reserve(self, put: PutRows, now: float) -> Reservation | None:
-        """Check a put and reserve space for it, or return None when there is none at the moment. Raises as `check`."""
+        """Check a put and reserve space for it. Returns None when there is not enough space at the moment. Raises the
+        same errors as `check`."""
         self.check(put)
         return self._blocks.reserve(put.writer, put.nbytes, len(put.layouts), now + self._reserve_s)
 
@@ -106,7 +112,8 @@ class Directory:
         return nbytes <= self._blocks.free_bytes
 
     def check(self, put: PutRows) -> None:
-        """Raise SchemaMismatch, DuplicateKeys, AlreadyWritten, or CapacityExceeded when the put could never fit."""
+        """Check a put without changing anything. Raises SchemaMismatch, DuplicateKeys or AlreadyWritten when the
+        partition cannot take it, and CapacityExceeded when it is larger than the whole capacity."""
         self._partition(put.partition).check_put(put)
         if put.nbytes > self._blocks.capacity_bytes:
             raise CapacityExceeded(
@@ -118,13 +125,15 @@ class Directory:
             )
 
     def grant(self, writer: str, nbytes: int, num_blocks: int, now: float) -> Reservation | None:
-        """Grant credit for a writer's next put, if that leaves a good part of the capacity free."""
+        """Reserve space for a writer's next put in advance (credit). Returns None when that would leave less than an
+        eighth of the capacity free, or when nothing is asked for."""
         if not 0 < nbytes <= self._blocks.free_bytes - self._blocks.capacity_bytes // SPARE_PART or num_blocks < 1:
             return None
         return self._blocks.reserve(writer, nbytes, num_blocks, now + self._reserve_s, credit=True)
 
     def revoke(self, nbytes: int | None) -> list[Reservation]:
-        """Take back credit, the oldest first, until `nbytes` are free (None: all of it)."""
+        """Cancel credit (space granted in advance), the oldest first, until `nbytes` are free. None cancels all of it.
+        Returns the cancelled reservations."""
         revoked = []
         for item in self._blocks.credits():
             if nbytes is not None and self._blocks.free_bytes >= nbytes:
@@ -135,11 +144,11 @@ class Directory:
 
     @property
     def allocated_credit_bytes(self) -> int:
-        """Number of bytes that the store counts as used although they are only credit."""
+        """Number of bytes of credit that are already allocated in the store, which counts them as used."""
         return sum(item.nbytes for item in self._blocks.credits() if item.location is not None)
 
     def reservation(self, reservation_id: int) -> Reservation:
-        """Return the reservation. Raises DataPlaneTimeout when it has expired, or was aborted or revoked."""
+        """Return the reservation. Raises DataPlaneTimeout when it has expired, was aborted or was revoked."""
         found = self.find_reservation(reservation_id)
         if found is None:
             raise DataPlaneTimeout(
@@ -149,15 +158,16 @@ class Directory:
         return found
 
     def find_reservation(self, reservation_id: int) -> Reservation | None:
-        """Return the reservation, or None when it has expired, or was aborted or revoked."""
+        """Return the reservation, or None when it has expired, was aborted or was revoked."""
         return self._blocks.reservations.get(reservation_id)
 
     def commit(self, reservation_id: int, put: PutRows, locate: Locate) -> tuple[Committed, list[FreedBlock]]:
-        """Make all rows of a put readable at once. Also returns the blocks that lost their last row by being replaced.
+        """Make all rows of a put readable at once. Returns what the writer needs for its receipt, and the blocks to
+        which no row refers any more because their rows were replaced.
 
-        locate: called with the blocks' ids and sizes when nothing can refuse the put any more; returns their locations.
-        Raises as `check` (another put may have come first) and as `reservation`; a reservation then stands until
-        `abort`.
+        locate: function (block ids, their sizes) -> locations, called once all checks have passed. Raises the errors of
+        `check` (another put may have come first) and of `reservation`, and ValueError for more blocks or bytes than
+        reserved. The reservation then remains until `abort`.
         """
         reservation = self.reservation(reservation_id)
         partition = self._partition(put.partition)
@@ -177,13 +187,13 @@ class Directory:
         return _committed(partition, put, rows, block_ids.start, locations), self._blocks.unlink(replaced)
 
     def abort(self, reservation_id: int) -> Reservation | None:
-        """Give up a reservation or credit, and return it, so that the store can take it back. None when it is gone
-        already."""
+        """Cancel a reservation or credit, and return it, so that the store can take its space back. Returns None when
+        it no longer exists."""
         return self._blocks.cancel(reservation_id)
 
     def withdraw(self, partition: str, keys: Sequence[str], first_block_id: int, num_blocks: int) -> list[FreedBlock]:
-        """Take back what a put wrote into these blocks, as far as it is still there, and forget rows that have nothing
-        else. Returns the blocks that lost their last row."""
+        """Undo a committed put: remove the values that it wrote to these blocks, as far as they still exist, and forget
+        rows that have no other values. Returns the blocks to which no row refers any more."""
         part = self._partition(partition)
         rows = part.rows.find(keys)
         slots, leases = part.withdraw(distinct(rows[rows >= 0]), first_block_id, num_blocks)
@@ -193,9 +203,11 @@ class Directory:
     # -------------------------------------------------------------- read and consume
 
     def lookup(self, partition: str, keys: Sequence[str], fields: Sequence[str] | None) -> KVBatchMeta:
-        """Return a receipt of `keys` in that order. `fields` None means all that are written for every one of them.
+        """Return a receipt for the rows of `keys`, in that order. With `fields` None it covers all fields that are
+        written for every one of these rows.
 
-        Raises KeysNotFound, FieldsNotReady.
+        Raises KeysNotFound for unknown keys, SchemaMismatch for invalid fields, and FieldsNotReady when a field is not
+        written for every row, or no field is.
         """
         part = self._partition(partition)
         rows = part.find(keys, "lookup")
@@ -215,10 +227,11 @@ class Directory:
         return self._receipt(part, rows, tuple(fields))
 
     def claim(self, claim: ClaimRows, now: float) -> KVBatchMeta | None:
-        """Lease `num_rows` ready rows that the task's sampler chooses. None: too few are ready, or the sampler waits
-        for more.
+        """Lease `num_rows` ready rows, chosen by the task's sampler, and return their receipt. Returns None when too
+        few rows are ready or the sampler waits for more.
 
-        whole_groups: only groups whose `group_size` rows are all there and ready, group by group. Raises SamplerError.
+        With `whole_groups` it takes only groups whose `group_size` rows are all ready, and the receipt lists them group
+        by group. Raises SamplerError, and the errors of `check_claim`.
         """
         part, view = self.check_claim(claim)
         view.set_min_version(claim.min_version)
@@ -231,7 +244,8 @@ class Directory:
         return self._receipt(part, rows, claim.fields, lease.lease_id)
 
     def check_claim(self, claim: ClaimRows) -> tuple[Partition, ReadyView]:
-        """Raise ValueError (SchemaMismatch for the fields) unless such a claim could ever be served."""
+        """Check that a claim could ever be served, and return its partition and view. Raises SchemaMismatch for invalid
+        fields, and ValueError for any other argument."""
         part = self._partition(claim.partition)
         view = part.view(claim.task, claim.fields, claim.whole_groups)
         multiple = part.groups.group_size if claim.whole_groups else 1
@@ -240,18 +254,20 @@ class Directory:
         return part, view
 
     def shortage(self, claim: ClaimRows) -> str:
-        """Say why a claim cannot be served now, for its ClaimTimeout."""
+        """Return the message of a ClaimTimeout, which says why a claim cannot be served now."""
         part, view = self.check_claim(claim)
         return part.shortage(claim, view)
 
     def renew(self, lease_ids: Sequence[int], now: float) -> list[int]:
-        """Let leases last for another `lease_s` from now. Returns the ids of those that have not ended."""
+        """Extend leases to `lease_s` from `now`. Returns the ids of the leases that still exist."""
         return self._leases.renew(lease_ids, now + self._lease_s)
 
     def release(self, partition: str, task: str, lease_id: int, keys: Sequence[str], outcome: Outcome) -> None:
-        """End a lease's hold on `keys`: `done` finishes them for the task, `retry` lets them be claimed again.
+        """Release the rows of `keys` from a lease. With outcome `done` the task has finished them, with `retry` it can
+        claim them again.
 
-        Raises LeaseLost naming the keys that the lease does not hold any more, after releasing the others.
+        Raises ValueError for an unknown task or outcome, or for a receipt without a lease. Raises LeaseLost naming the
+        keys that the lease no longer holds, after releasing the others.
         """
         part = self._partition(partition)
         cursor = part.tasks.get(task)
@@ -275,9 +291,10 @@ class Directory:
             raise LeaseLost(message, op="release", partition=partition, keys=lost)
 
     def clear(self, partition: str, keys: Sequence[str] | None) -> tuple[int, list[FreedBlock]]:
-        """Forget rows (None: all of the partition). Returns how many, and the blocks that lost their last row.
+        """Forget rows (None: all rows of the partition). Returns their number, and the blocks to which no row refers
+        any more.
 
-        Raises KeysNotFound, and then nothing is cleared.
+        Raises KeysNotFound for unknown keys, and then nothing is cleared.
         """
         part = self._partition(partition)
         rows = part.rows.live() if keys is None else distinct(part.find(keys, "clear"))
@@ -288,9 +305,11 @@ class Directory:
         return len(rows), self._blocks.unlink(slots)
 
     def clear_stale(self, claim: ClaimRows) -> tuple[list[str], list[FreedBlock]]:
-        """Forget the rows that such a claim passes over as too old, except those that another task holds.
+        """Forget the rows that a claim like `claim` skips as too old, except rows that a task holds under a lease, and
+        groups with such a row if the claim takes whole groups.
 
-        Returns their keys, and the blocks that lost their last row.
+        Returns the keys of the forgotten rows, and the blocks to which no row refers any more. Raises ValueError for a
+        claim without `min_version`.
         """
         if claim.min_version is None:
             raise ValueError("clear_stale: got min_version=None, expected a version")
@@ -309,7 +328,7 @@ class Directory:
     # -------------------------------------------------------------- time
 
     def expire(self, now: float) -> Expired:
-        """End leases and reservations whose time has run out."""
+        """End the leases and reservations whose deadline has passed."""
         returned = 0
         for lease in self._leases.take_expired(now):
             cursor = self._partitions[lease.partition].tasks[lease.task]
@@ -323,13 +342,14 @@ class Directory:
         return Expired(returned, tuple(item.writer for item in late if not item.credit), tuple(late))
 
     def next_deadline(self) -> float | None:
-        """Return when `expire` will next have something to do."""
+        """Return the earliest time at which `expire` will have something to do; None when there is none."""
         first = next(iter(self._blocks.reservations.values()), None)
         deadlines = [None if first is None else first.deadline, self._leases.next_deadline()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def status(self, partition: str | None, now: float) -> DataPlaneStatus:
-        """Count the rows and leases of one partition, or of all (None)."""
+        """Return the counts of rows and leases of one partition, or of all partitions (None), and those of blocks and
+        bytes."""
         parts = list(self._partitions.values()) if partition is None else [self._partition(partition)]
         ready: dict[str, int] = {}
         for part in parts:
@@ -362,7 +382,8 @@ class Directory:
             ) from None
 
     def _receipt(self, part: Partition, rows: np.ndarray, fields: tuple[str, ...], lease_id: int = 0) -> KVBatchMeta:
-        """Build a receipt. Fields that stand at the same places in all of `rows` share one source."""
+        """Build a receipt for `rows`. Fields that are stored in the same slots for all of the rows share one
+        `RowSource`."""
         together: list[tuple[list[str], np.ndarray]] = []
         for name in fields:
             slots = part.rows.slots[name][rows]
@@ -396,7 +417,8 @@ class Directory:
 
 
 def _described(tasks: Iterable[TaskConfig]) -> list[str]:
-    """Describe the tasks as text, in one order: what two registrations must agree on, and what tells them apart."""
+    """Describe tasks as text in sorted order, for comparing two registrations and for showing their difference. The
+    `settled` positions are left out."""
     return sorted(
         f"{task.name} ({task.sampler}, {dict(sorted(task.options.items()))}, from prompt {task.first_prompt})"
         for task in tasks
@@ -404,7 +426,8 @@ def _described(tasks: Iterable[TaskConfig]) -> list[str]:
 
 
 def _token_starts(lengths: np.ndarray | None, layouts: Sequence[BlockLayout]) -> list[np.ndarray | None]:
-    """Return, for each block, the first token of each of its rows; None without tokens."""
+    """Return for each block an array with the index of each row's first token; None in place of each array if there are
+    no lengths."""
     if lengths is None:
         return [None] * len(layouts)
     ends = np.cumsum([layout.num_rows for layout in layouts])

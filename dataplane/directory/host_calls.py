@@ -1,4 +1,5 @@
-"""Calls the store's host for the directory's service, directly where the host answers at once, else in one thread."""
+"""Calls the store host for the directory service: directly if the call returns at once, otherwise in one worker
+thread."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from .block_table import FreedBlock, Reservation
 
 
 class HostCalls:
-    """Calls one store host. All methods belong to the service's event loop."""
+    """Makes the calls to one store host. All methods must be called from the service's event loop."""
 
     def __init__(self, host: StoreHost, space_freed: Callable[[], None]) -> None:
-        """space_freed: called whenever blocks or reservations have gone from the store."""
+        """space_freed: callback that is run whenever blocks or reservations have been removed from the store."""
         self.spec = host.spec
         self.is_remote = isinstance(host, FreesMany)
-        """Whether the host's calls are round trips. They then go through one thread, as claims must not wait for a
-        slow store."""
+        """True when calls to the host are round trips. They are then made in a worker thread, because claims must not
+        wait for a slow store."""
         self._host = host
         # Asked once: isinstance of a protocol looks up every attribute of it anew.
         self._cuts = host if isinstance(host, Cuts) else None
@@ -34,8 +35,8 @@ class HostCalls:
     # -------------------------------------------------------------- spaces
 
     async def allocate(self, reservation: Reservation) -> bool:
-        """Allocate a reservation's space in the store. False when there is none now. If cancelled, the space is
-        taken back."""
+        """Allocate a reservation's space in the store. Returns False when the store has no room at the moment. If this
+        call is cancelled, the space is given back to the store."""
         call = self._in_thread(self._host.allocate, reservation.block_ids.start, reservation.nbytes)
         under_way = asyncio.ensure_future(call)
         try:
@@ -46,7 +47,9 @@ class HostCalls:
         return reservation.location is not None
 
     def allocate_ready(self, reservation: Reservation) -> bool:
-        """Allocate only if that takes no time. A store that locates blocks after the write need not be asked."""
+        """Allocate a reservation's space if that is possible at once, and return whether it was. Otherwise the store is
+        asked to prepare such space for a later put. A store that locates blocks only after the write needs no
+        allocation here."""
         if self._cuts is not None:
             if not self._cuts.has_ready(reservation.nbytes):
                 if self._readying is None or self._readying.done():
@@ -58,8 +61,8 @@ class HostCalls:
         return True
 
     def locate(self, written: Sequence[bytes] | None) -> Callable[[range, Sequence[int]], Sequence[bytes]]:
-        """Return the function that locates a put's blocks. written: the locations that the store gave the writer, if
-        it did."""
+        """Return the function that locates a put's blocks: (block ids, their sizes) -> locations. written: the
+        locations that the store returned to the writer; None if it returned none."""
 
         def of(block_ids: range, sizes: Sequence[int]) -> Sequence[bytes]:
             if self._cuts is not None:
@@ -73,7 +76,8 @@ class HostCalls:
         return of
 
     async def count(self, reservation: Reservation, sizes: Sequence[int]) -> None:
-        """Tell a remote host of a put's blocks, which are about to be committed. Raises CapacityExceeded."""
+        """Tell a remote host the sizes of a put's blocks, which are about to be committed. Raises CapacityExceeded when
+        the store has no room for one of them."""
         await self._in_thread(self._count, reservation.block_ids[: len(sizes)], sizes)
 
     def _count(self, block_ids: Sequence[int], sizes: Sequence[int]) -> None:
@@ -84,14 +88,16 @@ class HostCalls:
     # -------------------------------------------------------------- the end of blocks
 
     def free(self, blocks: Sequence[FreedBlock]) -> asyncio.Task[None] | None:
-        """Delete blocks. They are gone from the store when this returns, or when the task that it returns is done."""
+        """Delete blocks from the store. They are gone when this returns None, or else when the task that it returns is
+        done."""
         if not blocks or self._closed:  # with the store itself
             return None
         pairs = [(block.block_id, block.location) for block in blocks]
         return self._do(lambda: self._free(pairs))
 
     def take_back(self, reservations: Sequence[Reservation]) -> asyncio.Task[None] | None:
-        """End reservations, with whatever their writers have written."""
+        """Free the space of cancelled reservations in the store, with whatever their writers have written there.
+        Returns a task to wait for, or None when the space is free already."""
         if not reservations or self._closed:
             return None
         return self._do(lambda: self._take_back(reservations))
@@ -136,7 +142,8 @@ class HostCalls:
     # -------------------------------------------------------------- the host itself
 
     async def usage(self) -> tuple[int, int]:
-        """Return (bytes that the store holds, those among them of blocks that were freed)."""
+        """Return the number of bytes that the store holds, and how many of them belong to blocks that were already
+        freed."""
 
         def ask() -> tuple[int, int]:
             unfreed_bytes = self._host.unfreed_bytes()  # first, as it may find that some are free by now
@@ -145,11 +152,12 @@ class HostCalls:
         return await self._in_thread(ask)
 
     async def shortage(self) -> str:
-        """Say why the store has no room; "" when it knows no reason beyond the directory's account."""
+        """Return the store's reason for having no room; "" when it knows of none beyond the directory's own count of
+        bytes."""
         return await self._in_thread(self._host.shortage)
 
     async def close(self) -> None:
-        """Close the host and its thread. Idempotent."""
+        """Close the store host and the worker thread. Idempotent."""
         if not self._closed:
             self._closed = True
             await asyncio.get_running_loop().run_in_executor(self._thread, self._host.close)

@@ -1,4 +1,4 @@
-"""Keeps one partition: its schema, rows, groups and the cursors of its tasks. It knows no bytes and no clock."""
+"""Keeps the state of one partition: its schema, rows, groups and task cursors. It handles neither bytes nor time."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from .task_cursor import TaskCursor
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Assigns a put's rows to groups."""
+    """Assigns the rows of one put to groups, such as all samples of one prompt."""
 
     names: Sequence[str]
-    """Names of the G groups, each once, in order of appearance."""
+    """Names of the G groups, without repeats, in order of appearance."""
     index: np.ndarray
     """Group of each row, int64 `[N]`, as an index into `names`."""
     given: bool
-    """Whether the caller named the groups; False when they follow from the keys."""
+    """True when the caller named the groups, False when the names were taken from the keys."""
 
     @staticmethod
     def of(keys: Sequence[str], groups: Sequence[str] | None) -> Grouping:
-        """Group rows by the names in `groups`; None groups them by the key up to its last ".", or the whole key
-        without one."""
+        """Group rows by the names in `groups`. With None, a row's group is the part of its key before the last ".", or
+        the whole key if there is no such part."""
         if groups is None:
             heads, names = _stem_runs(keys)
         else:
@@ -53,9 +53,10 @@ class Grouping:
 
 
 def _stem_runs(keys: Sequence[str]) -> tuple[np.ndarray, list[str]]:
-    """Return (bool `[N]`: whether the stem differs from the previous key's, the stems there).
+    """Find the runs of consecutive keys with the same stem, which is the part of a key before the last ".".
 
-    A plain loop takes 0.12 us a key, half of what numpy takes on the keys' bytes.
+    Returns a bool array `[N]` that is True where a run begins, and the stem of each run. A plain loop takes 0.12 us per
+    key, half the time that numpy needs on the keys' bytes.
     """
     first: list[int] = []
     names: list[str] = []
@@ -73,7 +74,7 @@ def _stem_runs(keys: Sequence[str]) -> tuple[np.ndarray, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRows:
-    """Describes what a consumer asks for."""
+    """Describes the rows that a claim asks for, on behalf of one task (consumer)."""
 
     partition: str
     task: str
@@ -81,21 +82,22 @@ class ClaimRows:
     num_rows: int
     whole_groups: bool = False
     min_version: int | None = None
-    """Lowest version to take: rows of a lower one, and groups with such a row, are passed over. None takes all."""
+    """Lowest policy version to take. Rows with a lower version, and groups with such a row, are skipped. None takes all
+    versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class PutRows:
-    """Describes one put without its bytes."""
+    """Describes the rows and blocks of one put, without their bytes."""
 
     partition: str
     keys: Sequence[str]
-    """Ids of the N rows."""
+    """Keys (ids) of the N rows."""
     fields: tuple[str, ...]
     lengths: np.ndarray | None
     """Number of tokens of each row, int64 `[N]`; None when no field is PER_TOKEN."""
     versions: np.ndarray | None
-    """Version of each row, int64 `[N]`; None means -1 for new rows, and that others keep theirs."""
+    """Policy version of each row, int64 `[N]`. With None, new rows get -1 and existing rows keep their version."""
     groups: Grouping
     tags: Mapping[str, np.ndarray]
     layouts: tuple[BlockLayout, ...]
@@ -103,11 +105,11 @@ class PutRows:
     replace: bool
     writer: str
     schema_id: int
-    """Digest of the schema by which the blocks were encoded, see `schema_id`."""
+    """Digest of the schema with which the blocks were encoded, as the function `schema_id` returns it."""
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that the blocks take in the store, with the padding between their parts."""
+        """Number of bytes that the blocks take in the store, including the padding between their parts."""
         return sum(layout.nbytes for layout in self.layouts)
 
     @property
@@ -118,21 +120,21 @@ class PutRows:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Tells a writer what it does not know of its put; together with `PutRows` it makes a receipt."""
+    """Holds what the directory adds to a put. Together with the writer's own `PutRows` it makes a receipt."""
 
     first_block_id: int
     locations: tuple[bytes, ...]
     lengths: np.ndarray | None
-    """Number of tokens of each row, int64 `[N]`, 0 for rows without; None when the put itself gives them."""
+    """Number of tokens of each row, int64 `[N]`, 0 for rows without tokens; None when `PutRows` has the lengths."""
     versions: np.ndarray | None
-    """Version of each row, int64 `[N]`; None when the put itself gives them."""
+    """Version of each row, int64 `[N]`; None when `PutRows` has the versions."""
     groups: np.ndarray
-    """Number of each row's group, int64 `[N]`."""
+    """Id of each row's group, int64 `[N]`, unique in the directory."""
     tags: dict[str, np.ndarray]
-    """Tags that other puts gave the rows."""
+    """Tags, by name, that earlier puts gave to all of these rows."""
 
     def receipt(self, put: PutRows, schema: Schema, plane_id: int) -> KVBatchMeta:
-        """Make the receipt that reads just the fields put."""
+        """Build the receipt of a put, with which the fields of this put can be read, and no others."""
         lengths = put.lengths if self.lengths is None else self.lengths
         versions = put.versions if self.versions is None else self.versions
         assert lengths is not None and versions is not None
@@ -161,15 +163,16 @@ class Committed:
 
 
 def schema_id(schema: Schema) -> int:
-    """Return a digest by which a writer's schema is told from another that the partition's name had."""
+    """Return a digest of a schema (CRC-32). It reveals a writer that still uses the schema of an earlier partition of
+    the same name."""
     return zlib.crc32(messages.encode(schema))
 
 
 class Partition:
-    """Holds the rows of one named flow."""
+    """Holds the rows, groups and task cursors of one named flow of data."""
 
     def __init__(self, name: str, schema: Schema, tasks: Sequence[TaskConfig], group_size: int) -> None:
-        """Raise ValueError for a sampler that cannot be built."""
+        """Raise ValueError for a task whose sampler cannot be built."""
         self.name = name
         self.schema = schema
         self._schema_id = schema_id(schema)
@@ -181,9 +184,11 @@ class Partition:
     # -------------------------------------------------------------- reading
 
     def view(self, task: str, fields: tuple[str, ...], whole_groups: bool) -> ReadyView:
-        """Return what `task` can claim of `fields`; it is kept up to date from now on.
+        """Return the view of the rows, or whole groups, that `task` can claim with all of `fields`. The view is kept up
+        to date from now on.
 
-        Raises ValueError for an unknown task or field, or groups that it cannot be given so.
+        Raises ValueError for an unknown task, for whole groups in a partition with group_size 1, and for single rows
+        when the task's sampler takes only whole groups. Raises SchemaMismatch for invalid fields.
         """
         cursor = self.tasks.get(task)
         if cursor is None:
@@ -194,7 +199,7 @@ class Partition:
         return cursor.view(fields, whole_groups)
 
     def shortage(self, claim: ClaimRows, view: ReadyView) -> str:
-        """Say why a claim cannot be served now."""
+        """Return the message of a ClaimTimeout, which says how many rows are ready and why the others are not."""
         task = self.tasks[claim.task]
         lacking = {name: len(self.rows) - self.rows.num_written[name] for name in claim.fields}
         reasons = [f"{count} lack field {name!r}" for name, count in lacking.items() if count]
@@ -210,7 +215,8 @@ class Partition:
         return text + "".join(f", {reason}" for reason in reasons) + task.waits_for()
 
     def find(self, keys: Sequence[str], op: str) -> np.ndarray:
-        """Return int64 `[N]`: the rows of `keys`. Raises KeysNotFound naming those that are not here."""
+        """Return the row number of each key, int64 `[N]`. Raises KeysNotFound naming the keys that are not in the
+        partition."""
         rows = self.rows.find(keys)
         if (rows < 0).any():
             missing = pick(keys, np.flatnonzero(rows < 0))
@@ -220,7 +226,7 @@ class Partition:
         return rows
 
     def check_fields(self, fields: Sequence[str]) -> None:
-        """Raise SchemaMismatch unless `fields` are one or more declared names, each once."""
+        """Raise SchemaMismatch unless `fields` is a list of one or more declared fields without repeats."""
         unknown = [name for name in fields if name not in self.schema]
         if unknown or not fields or len(set(fields)) < len(fields):
             raise SchemaMismatch(
@@ -230,8 +236,12 @@ class Partition:
     # -------------------------------------------------------------- writing
 
     def check_put(self, put: PutRows) -> np.ndarray:
-        """Return int64 `[N]`: the row of each key, -1 for new ones. Raises SchemaMismatch, DuplicateKeys,
-        AlreadyWritten."""
+        """Check a put against the partition. Returns the row number of each key, int64 `[N]`, -1 for new keys.
+
+        Raises DuplicateKeys when a key occurs twice, AlreadyWritten when a field is already written and `replace` is
+        False, and SchemaMismatch when the put does not fit the schema or the existing rows' lengths, versions, groups
+        or tags.
+        """
         check_distinct(put.keys, self.name)
         self.check_fields(put.fields)
         if put.schema_id != self._schema_id:
@@ -257,8 +267,8 @@ class Partition:
         return rows
 
     def _check_lengths(self, put: PutRows, rows: np.ndarray, old: np.ndarray) -> None:
-        """Check that a row's length is that of its written PER_TOKEN fields; only a replace of all of them changes
-        it."""
+        """Raise SchemaMismatch for a row whose length differs from that of its PER_TOKEN fields written earlier. A put
+        with `replace` may change the length if it rewrites all of these fields."""
         if put.lengths is None:
             return
         known = self.rows.lengths[rows[old]]
@@ -276,8 +286,8 @@ class Partition:
             raise self._mismatch(message, pick(put.keys, old[differ]))
 
     def _check_identity(self, put: PutRows, rows: np.ndarray, old: np.ndarray) -> None:
-        """Check that version and group are those of the put that made the row, and that no group outgrows
-        group_size."""
+        """Raise SchemaMismatch if a put gives an existing row another group or (without `replace`) another version, or
+        if it makes a group larger than group_size."""
         if put.versions is not None and not put.replace:
             differ = old[self.rows.versions[rows[old]] != put.versions[old]]
             if len(differ):
@@ -299,9 +309,10 @@ class Partition:
                 )
 
     def write(self, put: PutRows, rows: np.ndarray, block_ids: Sequence[int], numbering: Numbers) -> np.ndarray:
-        """Make a checked put's rows readable. `rows` comes from `check_put`, and is filled in for new keys.
+        """Record the rows of a put that has passed `check_put`, which makes them readable.
 
-        Returns the slots that it replaced (any shape, UNWRITTEN among them).
+        rows: the result of `check_put`, in which the numbers of new rows are filled in. Returns the previous slots of
+        the fields that were put, int64 `[fields, N]`, UNWRITTEN where there was no value.
         """
         new = np.flatnonzero(rows < 0)
         if len(new):
@@ -331,7 +342,8 @@ class Partition:
         return replaced
 
     def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Forget rows (each once). Returns (their slots, the ids of leases that held them, one a row)."""
+        """Forget rows, given without repeats. Returns the slots of all their fields, and the ids of the leases that
+        held them, one id for each row of a lease."""
         slots = np.stack([column[rows] for column in self.rows.slots.values()])
         for name, before in zip(self.rows.slots, slots, strict=True):
             self.rows.slots[name][rows] = UNWRITTEN
@@ -343,9 +355,11 @@ class Partition:
         return slots, np.concatenate(leases)
 
     def withdraw(self, rows: np.ndarray, first_block_id: int, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
-        """Unwrite the fields of `rows` (each once) that stand in these blocks, and forget rows that have no other.
+        """Undo a put: mark the fields of `rows` (given without repeats) that are stored in its blocks as unwritten, and
+        forget the rows that have no other field.
 
-        Returns (the slots that were unwritten, the ids of leases that held rows which are forgotten, one a row).
+        Returns the slots that were unwritten, and the ids of the leases that held forgotten rows, one id for each row
+        of a lease.
         """
         slots = np.stack([column[rows] for column in self.rows.slots.values()])
         blocks = slots >> ROW_BITS
@@ -366,7 +380,7 @@ class Partition:
 
 
 def check_distinct(keys: Sequence[str], partition: str) -> None:
-    """Raise DuplicateKeys naming the keys that occur twice."""
+    """Raise DuplicateKeys if a key occurs more than once. The error names these keys."""
     if len(set(keys)) < len(keys):
         seen: set[str] = set()
         twice = [key for key in keys if key in seen or seen.add(key)]

@@ -1,6 +1,7 @@
-"""Tracks what a task can claim: rows or whole groups that are written and free, in the order of its sampler.
+"""Tracks which rows or whole groups a task can claim (written and free), in the order of its sampler.
 
-`refresh` updates it with just the rows that changed, so that a claim costs its own rows, not the partition's.
+`refresh` updates a view with only the rows that changed. The cost of a claim therefore depends on the rows that it
+takes, not on the size of the partition.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from .samplers import Candidates, Order, StreamProgress
 
 _KEY, _TIE, _ITEM, _TICKET = range(4)
 _FEW_LATE = 1024
-"""Number of entries out of order that are kept apart before they are merged with the others."""
+"""Number of out-of-order entries that may be kept separately before they are merged with the others."""
 
 
 class _Run:
-    """Holds entries `[N, 4]` (key, tie, item, ticket) in ascending order; those before `head` are used up."""
+    """Holds queue entries `[N, 4]` (key, tie, item, ticket) in ascending order. Only those from `head` to `tail`
+    count."""
 
     def __init__(self) -> None:
         self.entries = np.empty((0, 4), dtype=np.int64)
@@ -27,7 +29,7 @@ class _Run:
         self.tail = 0
 
     def takes(self, new: np.ndarray) -> bool:
-        """Return whether `new` are in order and come after all entries that are here."""
+        """Return whether the entries `new` can be appended: they are in order and come after all entries held."""
         known = np.concatenate((self.entries[max(self.head, self.tail - 1) : self.tail, :2], new[:, :2]))
         key, tie = known[:, _KEY], known[:, _TIE]
         return bool(((key[1:] > key[:-1]) | ((key[1:] == key[:-1]) & (tie[1:] >= tie[:-1]))).all())
@@ -40,16 +42,16 @@ class _Run:
         self.tail += len(new)
 
     def live(self, ticket: np.ndarray) -> np.ndarray:
-        """Return the entries that are not stale."""
+        """Return the entries that are not stale, which are those with their item's current ticket."""
         entries = self.entries[self.head : self.tail]
         return entries[ticket[entries[:, _ITEM]] == entries[:, _TICKET]]
 
     def replace(self, entries: np.ndarray) -> None:
-        """Hold nothing but `entries`, which are in order."""
+        """Replace everything held with `entries`, which must be in order."""
         self.entries, self.head, self.tail = entries, 0, len(entries)
 
     def front(self, count: int, ticket: np.ndarray) -> np.ndarray:
-        """Return the first `count` entries that are not stale, or all of them."""
+        """Return the first `count` entries that are not stale, or all such entries if there are fewer."""
         found: list[np.ndarray] = []
         missing, cursor, step = count, self.head, max(count, 64)
         while missing and cursor < self.tail:
@@ -64,15 +66,16 @@ class _Run:
 
 
 class ReadyQueue:
-    """Sorts items by key, then tie. Items that come in order are appended; others are kept apart until someone
-    looks."""
+    """Keeps items (row or group numbers) sorted by key and then tie. Items that arrive in order are appended; the
+    others are kept separately, and sorted only when the queue is read."""
 
     def __init__(self) -> None:
         self._ticket = np.empty(0, dtype=np.int64)
         """Ticket of each item's entry, -1 when the item is not queued. An entry with another ticket is stale."""
         self._main = _Run()
         self._late = _Run()
-        """Entries out of order: at most _FEW_LATE, or an eighth of the others."""
+        """Sorted entries that arrived out of order: at most _FEW_LATE, or an eighth of the entries in order if that is
+        more."""
         self._unsorted: list[np.ndarray] = []
         self._next_ticket = 0
         self._live = 0
@@ -84,19 +87,20 @@ class ReadyQueue:
         self._ticket = grown(self._ticket, capacity, -1)
 
     def holds(self, items: np.ndarray) -> np.ndarray:
-        """Return bool `[N]`: whether each item is queued."""
+        """Return a bool array `[N]` that is True for the items in the queue."""
         return self._ticket[items] >= 0
 
     def items(self) -> np.ndarray:
-        """Return int64: all queued items, in no order."""
+        """Return all queued items in no particular order, int64."""
         return np.flatnonzero(self._ticket >= 0)
 
     def tickets(self, items: np.ndarray) -> np.ndarray:
-        """Return int64 `[N]`, ascending in the order in which the items were queued."""
+        """Return the tickets of queued items, int64 `[N]`. An item that was queued later has a higher ticket."""
         return self._ticket[items]
 
     def push(self, items: np.ndarray, keys: np.ndarray, ties: np.ndarray) -> None:
-        """Insert items (each once, none queued) at their place."""
+        """Insert items in the order of their keys and ties. They must be without repeats, and none may be queued
+        already."""
         new = self._entries(items)
         new[:, _KEY], new[:, _TIE] = keys, ties
         if self._main.takes(new):
@@ -105,18 +109,19 @@ class ReadyQueue:
             self._unsorted.append(new)
 
     def push_last(self, items: np.ndarray) -> None:
-        """Append items (each once, none queued). Not for queues that `push` fills."""
+        """Append items at the end. They must be without repeats, and none may be queued already. A queue must be filled
+        with either this method or `push`, not with both."""
         new = self._entries(items)
         new[:, _KEY], new[:, _TIE] = 0, new[:, _TICKET]
         self._main.append(new, self._ticket)
 
     def discard(self, items: np.ndarray) -> None:
-        """Remove queued items (each once). Costs nothing, as their entries become stale."""
+        """Remove queued items, given without repeats. This is cheap, because their entries only become stale."""
         self._ticket[items] = -1
         self._live -= len(items)
 
     def first(self, count: int) -> np.ndarray:
-        """Return int64 `[count]`: the first items, which stay queued until discarded. At least `count` must be
+        """Return the first `count` items, int64 `[count]`, without removing them. At least `count` items must be
         queued."""
         assert count <= self._live, (count, self._live)
         if self._unsorted:
@@ -127,7 +132,7 @@ class ReadyQueue:
         return main[:, _ITEM]
 
     def _entries(self, items: np.ndarray) -> np.ndarray:
-        """Return int64 `[N, 4]` with item and ticket filled in."""
+        """Create entries for newly queued items, int64 `[N, 4]`, with only item and ticket filled in."""
         new = np.empty((len(items), 4), dtype=np.int64)
         new[:, _ITEM] = items
         new[:, _TICKET] = np.arange(self._next_ticket, self._next_ticket + len(items))
@@ -137,7 +142,7 @@ class ReadyQueue:
         return new
 
     def _sort(self) -> None:
-        """Sort the entries that came out of order, and merge them with the others once they are many."""
+        """Sort the entries that arrived out of order, and merge them with the others once there are many."""
         late = np.concatenate((self._late.live(self._ticket), *self._unsorted))
         late = late[self._ticket[late[:, _ITEM]] == late[:, _TICKET]]
         self._unsorted.clear()
@@ -154,7 +159,8 @@ def _in_order(entries: np.ndarray) -> np.ndarray:
 
 
 class ReadyView:
-    """Holds the rows, or whole groups, that have all of `fields` written and that a task's cursor leaves free."""
+    """Keeps the rows, or whole groups, that one task can claim: all of `fields` are written, and the task has neither
+    leased nor finished them."""
 
     def __init__(
         self,
@@ -165,7 +171,8 @@ class ReadyView:
         order: Order = "version",
         progress: StreamProgress | None = None,
     ) -> None:
-        """progress: the task's progress in the prompt stream, where items that are set aside as too old are settled."""
+        """progress: the task's progress in the prompt stream, in which the positions of items that are too old are
+        settled."""
         self.fields = fields
         self.whole_groups = whole_groups
         self._rows = rows
@@ -175,10 +182,10 @@ class ReadyView:
         self._queue = ReadyQueue()
         self._min_version: int | None = None
         self._aside = np.empty(0, dtype=bool)
-        """Whether each item is ready but older than `_min_version`, and therefore not queued."""
+        """Bool array that is True for items that are ready but older than `_min_version`, and therefore not queued."""
         self._num_aside = 0
         self._counted = np.empty(0, dtype=bool)
-        """Whether each row is ready and counted in its group; for whole groups only."""
+        """Bool array that is True for rows that are ready and counted in their group. Used for whole groups only."""
         self._ready_in_group = np.empty(0, dtype=np.int32)
 
     @property
@@ -193,34 +200,35 @@ class ReadyView:
 
     @property
     def num_ready(self) -> int:
-        """Number of rows in these items."""
+        """Number of rows in the items that a claim could take now."""
         return self.num_items * self.rows_per_item
 
     @property
     def num_stale(self) -> int:
-        """Number of rows that could be taken if they were not too old."""
+        """Number of rows that are ready but cannot be claimed because their version is too old."""
         return self._num_aside * self.rows_per_item
 
     def first(self, count: int) -> np.ndarray:
-        """Return int64: the first items in order, `count` or all there are. `refresh` their rows after leasing them."""
+        """Return the first `count` items in order, or all if there are fewer, int64. Call `refresh` with their rows
+        after leasing them."""
         return self._queue.first(min(count, len(self._queue)))
 
     def candidates(self, items: np.ndarray) -> Candidates:
-        """Return queued items as a sampler sees them."""
+        """Return queued items in the form in which a sampler sees them."""
         tickets = self._queue.tickets(items)
         return Candidates(items, tickets, self._rows, self._groups, self.whole_groups, self._progress)
 
     def rows_of(self, items: np.ndarray) -> np.ndarray:
-        """Return int64: the items' rows, item by item."""
+        """Return the row numbers of the items, item by item, int64."""
         return self._groups.rows[items].reshape(-1) if self.whole_groups else items
 
     def stale_rows(self) -> np.ndarray:
-        """Return int64: the rows that `num_stale` counts."""
+        """Return the numbers of the rows that are ready but too old to be claimed, int64."""
         return self.rows_of(np.flatnonzero(self._aside)) if self._num_aside else np.empty(0, dtype=np.int64)
 
     def set_min_version(self, version: int | None) -> None:
-        """Set items below `version` aside from now on (None sets none aside). Costs nothing while the version stays
-        the same."""
+        """Set the lowest version that can be claimed. Ready items below it are set aside; None sets no items aside. The
+        call is free while the version stays the same."""
         before, self._min_version = self._min_version, version
         if version == before:
             return
@@ -235,9 +243,11 @@ class ReadyView:
             self._set_aside(old)
 
     def refresh(self, rows: np.ndarray, cursor: np.ndarray, *, requeue: bool = False) -> None:
-        """Update rows (each once) that were written, leased or returned, or are about to be cleared (slots unwritten).
+        """Update the view for rows (given without repeats) that were written, leased or released, or that are about to
+        be cleared and whose slots are already UNWRITTEN.
 
-        cursor: the task's column, 0 where a row is free. requeue: whether their versions may have changed too.
+        cursor: column of the task's cursor, 0 where a row is free. requeue: whether the rows' versions may have
+        changed, too.
         """
         ready = self._rows.written(rows, self.fields) & (cursor[rows] == 0)
         if self.whole_groups:
@@ -272,7 +282,7 @@ class ReadyView:
         self._enter(items[ready & (~held | leaving)])
 
     def _enter(self, items: np.ndarray) -> None:
-        """Queue ready items or set them aside. They must be neither queued nor set aside yet."""
+        """Queue ready items, or set them aside if they are too old. They must not be queued or set aside already."""
         if self._min_version is not None:
             fresh = self._versions(items) >= self._min_version
             self._set_aside(items[~fresh])

@@ -25,64 +25,68 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Unregister:
-    """Forgets a partition. Answered by the number of rows that it had."""
+    """Request to forget a partition. The reply is the number of rows that were in it."""
 
     partition: str
 
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """Asks for a partition's `Schema`."""
+    """Request for a partition's `Schema`."""
 
     partition: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Checks rows and waits for space for at most `timeout_s`. Answered by `Space`."""
+    """Request to check rows and to reserve space for them, waiting at most `timeout_s` for it. The reply is a
+    `Space`."""
 
     put: PutRows
     timeout_s: float
     given_back: tuple[int, ...]
-    """Ids of spaces that the writer does not need."""
+    """Ids of spaces from earlier replies that the writer does not need and gives back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Names the space to which one put may write, if it commits within `reserve_s`."""
+    """Names the space in the store to which one put may write, provided that it commits within `reserve_s`."""
 
     space_id: int
     first_block_id: int
     num_blocks: int
-    """Number of blocks that fit; their ids are consecutive."""
+    """Number of block ids that the put may use, consecutive from `first_block_id`."""
     nbytes: int
     location: bytes
-    """Location of the space, for blocks laid end to end; b"" when blocks are located as they are written."""
+    """Location of the space in the store, where the put's blocks are laid end to end; b"" for a store that locates each
+    block only when it is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Makes written rows readable. Answered by `Written`, or by REVOKED when the directory has taken the credit
-    back."""
+    """Request to make written rows readable. The reply is `Written`, or REVOKED when the space was credit (granted in
+    advance) and the directory has taken it back."""
 
     space_id: int
     credit: bool
-    """Whether the space was granted with the reply to an earlier put."""
+    """True when the space was granted in advance, with the reply to an earlier put."""
     put: PutRows
     locations: tuple[bytes, ...] | None
-    """Location of each block; None when the space has a location."""
+    """Location of each block, as the store returned it when the block was written; None when the space itself has a
+    location."""
     next_bytes: int
-    """Number of bytes that the writer would like for its next put."""
+    """Number of bytes that the writer would like to have reserved in advance for its next put."""
     next_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Confirms a put."""
+    """Reply that confirms a put."""
 
     committed: Committed
     next_space: Space | None
-    """Credit for the next put, unless another writer needs the space before."""
+    """Space granted in advance for the writer's next put (credit), which is revoked if another writer needs it first;
+    None when nothing was granted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Takes back a put whose writer was cut off, whether it was committed or not."""
+    """Request to undo a put that was interrupted, whether or not it had been committed."""
 
     partition: str
     keys: bytes
@@ -103,7 +107,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Asks for a receipt."""
+    """Request for a receipt of rows by key. `fields` None stands for all fields that are written for every row."""
 
     partition: str
     keys: bytes
@@ -112,7 +116,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Waits for rows for at most `timeout_s`. Answered by a receipt."""
+    """Request to lease rows to a task, waiting at most `timeout_s` for them. The reply is a receipt."""
 
     rows: ClaimRows
     timeout_s: float
@@ -120,14 +124,15 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class ClearStale:
-    """Clears the rows that such a claim passes over as too old. Answered by their keys, packed."""
+    """Request to clear the rows that a claim like `rows` skips because their version is too old. The reply is their
+    keys, packed."""
 
     rows: ClaimRows
 
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Makes leases last for another `lease_s`. Answered by the ids of those that have not ended."""
+    """Request to extend leases to `lease_s` from now. The reply is the ids of the leases that still exist."""
 
     lease_ids: tuple[int, ...]
 
@@ -143,7 +148,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Forgets rows. Answered by the number of rows cleared."""
+    """Request to forget rows (`keys` None: all rows of the partition). The reply is the number of rows cleared."""
 
     partition: str
     keys: bytes | None
@@ -151,7 +156,7 @@ class Clear:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Asks for the `DataPlaneStatus`."""
+    """Request for the `DataPlaneStatus` of one partition, or of all partitions (None)."""
 
     partition: str | None
 
@@ -162,14 +167,14 @@ _OK, _ERROR = b"\0", b"\1"
 CANCELLED = b"\2"
 """Reply to a request that was cancelled before it took effect."""
 WAITING_OPS = frozenset(("claim", "reserve"))
-"""Requests that wait, and that can be cancelled while they do."""
+"""Names of the requests that may have to wait, and that can be cancelled while they do."""
 TAKE_EFFECT = frozenset(("register", "unregister", "claim", "release", "clear", "clear_stale"))
-"""Requests after which something is different for good, so that it matters whether one whose answer is lost was carried
-out. A put that is cut off is taken back by a request of its own."""
+"""Names of the requests with a lasting effect. If the reply to one is lost, the error says that it is not known whether
+the request took effect. A put is not listed, because an interrupted put is undone by a request of its own."""
 TAKE_BACK = frozenset(("abort", "withdraw"))
-"""Requests that are carried out even if nobody waits for their answer."""
+"""Names of the requests that undo something, and are carried out even if nobody waits for the reply."""
 REVOKED = b""
-"""Body of the reply to a Commit whose credit was revoked: nothing was written, and the put must reserve space."""
+"""Body of the reply to a Commit whose credit was revoked: nothing became readable, and the put must reserve space."""
 
 _ERRORS: dict[str, type[Exception]] = {
     cls.__name__: cls
@@ -188,15 +193,16 @@ def is_done(data: bytes) -> bool:
 
 
 def reply_error(error: errors.DataPlaneError | ValueError) -> bytes:
-    """Encode an error by class, message and context. ValueErrors of other classes travel as ValueError."""
+    """Encode an error as a reply, with its class name, message and context. A ValueError that is not a DataPlaneError
+    is sent as a plain ValueError."""
     if isinstance(error, errors.DataPlaneError):
         return _ERROR + msgspec.msgpack.encode([type(error).__name__, error.message, error.fields()])
     return _ERROR + msgspec.msgpack.encode(["ValueError", str(error), {}])
 
 
 def body_of(data: bytes, op: str, elapsed_s: float) -> bytes:
-    """Return a reply's body, or raise the error that it carries, as its own class, with op and elapsed time filled
-    in."""
+    """Return the body of a successful reply, or raise the error that the reply carries. The error has its original
+    class, and `op` and `elapsed_s` are filled in where it lacks them."""
     if data[:1] == _OK:
         return data[1:]
     name, message, fields = msgspec.msgpack.decode(data[1:])

@@ -1,5 +1,4 @@
-"""Keeps a partition's rows as numpy columns that grow by doubling; a row number is used again once its row is
-cleared."""
+"""Keeps a partition's rows as numpy columns that grow by doubling. Row numbers are reused once their row is cleared."""
 
 from __future__ import annotations
 
@@ -13,16 +12,18 @@ from ..config import MAX_BLOCK_ROWS
 from ..meta import POSITION
 
 ROW_BITS = MAX_BLOCK_ROWS.bit_length() - 1
-"""Number of bits of the row in a slot, `block_id << ROW_BITS | row in block`: 16 M rows a block, 2^39 blocks a run."""
+"""Number of bits for a row's index within its block in a slot, `block_id << ROW_BITS | row in block`. It allows for 16
+M rows per block and 2^39 blocks per run."""
 UNWRITTEN = -1
 UNKNOWN = -1
-"""Length of a row that has no PER_TOKEN field yet."""
+"""Value in the column of lengths for a row that has no PER_TOKEN field yet."""
 NO_POSITION = -1
-"""Position of a row that was not given the tag POSITION."""
+"""Position in the prompt stream of a row that was not given the tag POSITION."""
 
 
 def grown(column: np.ndarray, size: int, fill: object) -> np.ndarray:
-    """Return `column` with room for `size` items along its first axis, at least doubled; new items are `fill`."""
+    """Return `column` if it has at least `size` items along its first axis. Otherwise return a copy that has, and is at
+    least twice as long; its new items are `fill`."""
     if len(column) >= size:
         return column
     new = np.full((max(size, 2 * len(column), 64), *column.shape[1:]), fill, column.dtype)
@@ -31,7 +32,7 @@ def grown(column: np.ndarray, size: int, fill: object) -> np.ndarray:
 
 
 def pick(names: Sequence[str], which: np.ndarray) -> Sequence[str]:
-    """Return the names at the positions `which`, which ascend."""
+    """Return the names at the positions `which`, which are ascending and without repeats."""
     if len(which) == len(names):
         return names
     positions: list[int] = which.tolist()
@@ -39,16 +40,16 @@ def pick(names: Sequence[str], which: np.ndarray) -> Sequence[str]:
 
 
 class Numbers:
-    """Hands out numbers: those given back, else the lowest fresh ones."""
+    """Allocates integers from 0 upwards, and reuses the ones that were given back before it allocates new ones."""
 
     def __init__(self) -> None:
         self.end = 0
         self._free = np.empty(0, dtype=np.int64)
-        """Stack of `_num_free` numbers."""
+        """Stack of the numbers that were given back; only the first `_num_free` items count."""
         self._num_free = 0
 
     def take(self, count: int) -> np.ndarray:
-        """Return int64 `[count]`, ascending."""
+        """Allocate numbers and return them, int64 `[count]`, ascending."""
         left = max(0, self._num_free - count)
         reused = np.sort(self._free[left : self._num_free])
         self._num_free = left
@@ -64,11 +65,11 @@ class Numbers:
 
 
 class RowTable:
-    """Holds the rows' columns by row number; every array has the same capacity."""
+    """Holds the columns of a partition's rows, indexed by row number. All arrays have the same capacity."""
 
     def __init__(self, fields: Iterable[str]) -> None:
         self.index: dict[str, int] = {}
-        """Row of each key."""
+        """Row number of each key."""
         self.keys = np.empty(0, dtype=object)
         self.lengths = np.empty(0, dtype=np.int32)
         """Number of tokens of each row; UNKNOWN until a PER_TOKEN field is written."""
@@ -76,14 +77,14 @@ class RowTable:
         self.groups = np.empty(0, dtype=np.int64)
         """Index of each row's group in the partition's GroupTable."""
         self.arrivals = np.empty(0, dtype=np.int64)
-        """Order in which rows were first written, ascending."""
+        """Sequence number of each row's first write; a higher number is later."""
         self.slots = {name: np.empty(0, dtype=np.int64) for name in fields}
-        """Places of each field's values, `block_id << ROW_BITS | row in block`, or UNWRITTEN."""
+        """For each field, the slot of each row's value, `block_id << ROW_BITS | row in block`, or UNWRITTEN."""
         self.num_written = dict.fromkeys(self.slots, 0)
-        """Number of rows in which each field is written."""
+        """For each field, the number of rows in which it is written."""
         self.tags: dict[str, np.ndarray] = {}
         self.tag_given: dict[str, np.ndarray] = {}
-        """Whether each row was given the tag, bool, for each tag."""
+        """For each tag, a bool array that is True for the rows that were given it."""
         self._numbers = Numbers()
         self._arrived = 0
 
@@ -95,11 +96,11 @@ class RowTable:
         return len(self.keys)
 
     def find(self, keys: Sequence[str]) -> np.ndarray:
-        """Return int64 `[N]`: the row of each key, -1 where there is none."""
+        """Return the row number of each key, int64 `[N]`, -1 for unknown keys."""
         return np.fromiter(map(self.index.get, keys, itertools.repeat(-1)), np.int64, len(keys))
 
     def add(self, keys: Sequence[str], groups: np.ndarray) -> np.ndarray:
-        """Add rows, with nothing written yet. Returns int64 `[N]`."""
+        """Add rows, with no field written yet. Returns their row numbers, int64 `[N]`."""
         rows = self._numbers.take(len(keys))
         self._grow(self._numbers.end)
         self.index.update(zip(keys, rows.tolist(), strict=True))
@@ -112,7 +113,7 @@ class RowTable:
         return rows
 
     def remove(self, rows: np.ndarray) -> None:
-        """Forget rows (each once) whose slots are UNWRITTEN by now."""
+        """Forget rows, given without repeats. Their slots must already be UNWRITTEN."""
         for key in self.keys[rows].tolist():
             del self.index[key]
         self.keys[rows] = None
@@ -128,27 +129,28 @@ class RowTable:
         self.tag_given[name][rows] = True
 
     def tags_of(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the tags that every one of `rows` was given."""
+        """Return the tags that every one of `rows` was given, as tag name -> values of these rows."""
         return {
             name: self.tags[name][rows] for name, given in self.tag_given.items() if len(rows) and given[rows].all()
         }
 
     def positions(self, rows: np.ndarray) -> np.ndarray:
-        """Return int64 `[N]`: each row's place in the prompt stream, or NO_POSITION."""
+        """Return each row's position in the prompt stream, int64 `[N]`, NO_POSITION for rows without the tag
+        POSITION."""
         given = self.tag_given.get(POSITION)
         if given is None:
             return np.full(len(rows), NO_POSITION)
         return np.where(given[rows], self.tags[POSITION][rows].astype(np.int64), NO_POSITION)
 
     def written(self, rows: np.ndarray, fields: Iterable[str]) -> np.ndarray:
-        """Return bool `[N]`: whether all of `fields` are written."""
+        """Return a bool array `[N]` that is True for rows with all of `fields` written."""
         ready = np.ones(len(rows), dtype=bool)
         for name in fields:
             ready &= self.slots[name][rows] != UNWRITTEN
         return ready
 
     def live(self) -> np.ndarray:
-        """Return int64: all rows, in order of arrival."""
+        """Return the numbers of all rows in order of arrival, int64."""
         rows = np.fromiter(self.index.values(), np.int64, len(self.index))
         return rows[np.argsort(self.arrivals[rows], kind="stable")]
 
@@ -166,27 +168,28 @@ class RowTable:
 
 
 class GroupTable:
-    """Keeps which rows form a group. A group is removed with its last row."""
+    """Records which rows belong to which group. A group is removed with its last row."""
 
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
         self.index: dict[str, int] = {}
-        """Index of each group, by name."""
+        """Index of each group in the arrays below, by name."""
         self.names = np.empty(0, dtype=object)
         self.numbers = np.empty(0, dtype=np.int64)
-        """Number of each group, unique in the directory and never used again."""
+        """Id of each group, an integer that is unique in the directory and never used again."""
         self.counts = np.empty(0, dtype=np.int32)
         self.rows = np.empty((0, group_size), dtype=np.int64)
-        """Rows of each group in order of arrival, then -1. Kept only when group_size > 1."""
+        """Row numbers of each group, int64 `[groups, group_size]`, in order of arrival and padded with -1. Maintained
+        only when group_size > 1."""
         self._free = Numbers()
 
     def find(self, names: Sequence[str]) -> np.ndarray:
-        """Return int64 `[N]`: the index of each group, -1 where there is none."""
+        """Return the index of each named group, int64 `[N]`, -1 for unknown groups."""
         return np.fromiter(map(self.index.get, names, itertools.repeat(-1)), np.int64, len(names))
 
     def overfull(self, names: Sequence[str], added: np.ndarray) -> str | None:
-        """Return the first of these groups that `added` new rows (int `[G]`) would fill beyond group_size, if that
-        is over 1."""
+        """Return the name of the first group that would exceed group_size with `added` new rows (int `[G]`), or None. A
+        group_size of 1 sets no limit."""
         if self.group_size == 1 or not len(names):
             return None
         known = self.find(names)
@@ -196,8 +199,10 @@ class GroupTable:
         return names[int(over[0])] if len(over) else None
 
     def intern(self, names: Sequence[str], numbering: Numbers) -> np.ndarray:
-        """Return int64 `[G]`: the index of each group (each name once). New groups take their numbers from
-        `numbering`."""
+        """Return the index of each named group, int64 `[G]`, and create the groups that do not exist yet.
+
+        names: without repeats. numbering: source of the new groups' ids.
+        """
         found = self.find(names)
         fresh = np.flatnonzero(found < 0)
         if len(fresh):
@@ -215,7 +220,7 @@ class GroupTable:
         return found
 
     def add(self, rows: np.ndarray, groups: np.ndarray) -> None:
-        """Add rows (new, in order of arrival) to their groups."""
+        """Add new rows, given in order of arrival, to their groups. groups: index of each row's group."""
         order = np.argsort(groups, kind="stable")
         unique, counts = distinct_counts(groups[order])
         if self.group_size > 1:
@@ -225,7 +230,8 @@ class GroupTable:
         self.counts[unique] += counts.astype(np.int32)
 
     def remove(self, rows: np.ndarray, groups: np.ndarray) -> None:
-        """Remove rows from their groups; the others move up."""
+        """Remove rows from their groups and close the gaps. A group without rows is removed. groups: index of each
+        row's group."""
         unique, counts = distinct_counts(groups)
         self.counts[unique] -= counts.astype(np.int32)
         emptied = self.counts[unique] == 0

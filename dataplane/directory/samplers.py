@@ -1,7 +1,8 @@
-"""Chooses which of a task's claimable rows a claim takes, by pure functions of numpy columns, chosen by name or path.
+"""Defines samplers, which choose the rows that a claim takes. A task names its sampler, or the import path of its own.
 
-A sampler runs in the directory's process, within the claim, so it must be quick, and must not keep what it is shown. It
-is offered *items*, which are rows, or groups where the claim asks for whole ones.
+A sampler is a pure function of numpy columns. It runs in the directory's process, within the claim, so it must be
+quick, and it must not keep the arrays that it is shown. It chooses among *items*, which are single rows, or groups when
+the claim asks for whole groups.
 """
 
 from __future__ import annotations
@@ -27,30 +28,32 @@ class TaskConfig:
 
     name: str
     sampler: str = "oldest_version_first"
-    """Name `oldest_version_first`, `ready_first`, `in_order` or `windowed`, or your own factory
+    """Sampler of the task: `oldest_version_first`, `ready_first`, `in_order`, `windowed`, or your own factory as
     `package.module:function`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the sampler, as plain values. `windowed` takes `window`, a number of groups."""
     first_prompt: int = 0
-    """Position of the first prompt that `in_order` and `windowed` wait for; a resumed run begins where it left off."""
+    """Position in the prompt stream from which `in_order` and `windowed` start. A resumed run gives the position at
+    which it left off."""
     settled: tuple[int, ...] = ()
-    """Positions after `first_prompt` that are not waited for, because their prompts have been trained on or dropped."""
+    """Positions after `first_prompt` that need not be waited for, because their prompts have been trained on or
+    dropped."""
 
 
 class StreamProgress:
-    """Keeps the positions of the prompt stream that a task no longer waits for.
+    """Records which positions in the prompt stream are settled, which means that a task no longer waits for them.
 
-    Their prompts were claimed, passed over as too old, or cleared before either.
+    A position is settled once its prompt was claimed, was skipped as too old, or was cleared before either.
     """
 
     def __init__(self, first: int = 0, ahead: Iterable[int] = ()) -> None:
         self.first = first
-        """Lowest position that is not settled."""
+        """Lowest position in the prompt stream that is not settled."""
         self.ahead = set(ahead)
         """Settled positions after `first`."""
 
     def settle(self, positions: Iterable[int]) -> None:
-        """Settle these positions. Those that are settled already, and NO_POSITION, change nothing."""
+        """Mark positions as settled. Positions that are settled already, and NO_POSITION, are ignored."""
         self.ahead.update(position for position in positions if position >= self.first)
         while self.first in self.ahead:
             self.ahead.discard(self.first)
@@ -61,7 +64,8 @@ class StreamProgress:
 
 
 class Candidates:
-    """Shows claimable items as columns `[N]`, in the sampler's order. A column is computed when it is asked for."""
+    """Shows N claimable items to a sampler, as columns `[N]` in the sampler's order. Each column is computed when it is
+    accessed."""
 
     def __init__(
         self, items: np.ndarray, tickets: np.ndarray, rows: RowTable, groups: GroupTable, whole: bool,
@@ -70,10 +74,10 @@ class Candidates:
         self._rows = rows
         self._groups = groups
         self._members = groups.rows[items] if whole else items[:, None]
-        """Rows of each item, int64 `[N, rows an item]`."""
+        """Row numbers of each item, int64 `[N, rows per item]`."""
         self.ready = tickets
-        """Order in which the items became ready (again), int64 `[N]`, ascending. Those that were ready before the
-        task's first claim of these fields are in order of arrival."""
+        """Sequence number of the time at which each item last became ready, int64 `[N]`; a higher number is later.
+        Items that were ready before the task's first claim of these fields are numbered in order of arrival."""
         self._progress = progress
 
     def __len__(self) -> int:
@@ -81,38 +85,38 @@ class Candidates:
 
     @property
     def groups(self) -> np.ndarray:
-        """Number of each item's group, int64 `[N]`, as in receipts."""
+        """Id of each item's group, int64 `[N]`, as in receipts."""
         return self._groups.numbers[self._group_index]
 
     @property
     def prompts(self) -> np.ndarray:
-        """Place of each item in the prompt stream, int64 `[N]`, from the tag POSITION of its first row; NO_POSITION
-        without."""
+        """Position of each item in the prompt stream, int64 `[N]`, from the tag POSITION of its first row; NO_POSITION
+        without that tag."""
         return self._rows.positions(self._members[:, 0])
 
     @property
     def versions(self) -> np.ndarray:
-        """Lowest version of each item's rows, int64 `[N]`."""
+        """Lowest policy version among each item's rows, int64 `[N]`."""
         return self._rows.versions[self._members].min(axis=1)
 
     @property
     def arrivals(self) -> np.ndarray:
-        """Order in which the items' first rows were first written, int64 `[N]`, ascending."""
+        """Sequence number of the first write to any row of each item, int64 `[N]`; a higher number is later."""
         return self._rows.arrivals[self._members].min(axis=1)
 
     @property
     def tokens(self) -> np.ndarray:
-        """Number of tokens of all rows of each item, int64 `[N]`."""
+        """Number of tokens in all rows of each item together, int64 `[N]`."""
         return np.maximum(self._rows.lengths[self._members], 0).sum(axis=1)
 
     @property
     def tags(self) -> Mapping[str, np.ndarray]:
-        """Tags that all of these rows were given, `[N, rows an item]` each."""
+        """Tags that all rows of the items were given, as tag name -> array `[N, rows per item]`."""
         return _Tags(self._rows, self._members)
 
     @property
     def progress(self) -> StreamProgress:
-        """Copy of the task's progress in the prompt stream. Only for samplers whose `order` is "prompt"."""
+        """Copy of the task's progress in the prompt stream. Available only to samplers whose `order` is "prompt"."""
         assert self._progress is not None, "kept for samplers of the prompts' order only"
         return self._progress.copy()
 
@@ -122,7 +126,7 @@ class Candidates:
 
 
 class _Tags(Mapping[str, np.ndarray]):
-    """Looks a tag up when it is asked for."""
+    """Maps tag names to arrays, and looks up each tag only when it is accessed."""
 
     def __init__(self, rows: RowTable, members: np.ndarray) -> None:
         self._rows = rows
@@ -141,25 +145,27 @@ class _Tags(Mapping[str, np.ndarray]):
 
 
 class Sampler(Protocol):
-    """Chooses items for one task. A sampler factory returns one."""
+    """Interface of samplers, which choose items (rows or whole groups) for one task. A sampler factory returns one."""
 
     order: Order
-    """Order of the items it is shown: by `versions` then `arrivals`; by `ready`; or by `prompts` then `arrivals`."""
+    """Order in which items are shown to the sampler: "version" sorts them by `versions` and then `arrivals`, "ready" by
+    `ready`, and "prompt" by `prompts` and then `arrivals`."""
     looks_ahead: int | None
-    """Number of items beyond those wanted that it is shown at most. None shows all, and a claim then costs 1 ms for
-    about 10 k items."""
+    """Maximum number of items shown to the sampler beyond those wanted. None shows all claimable items, which costs
+    each claim 1 ms per 10 k items or so."""
 
     def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
-        """Return which items to take: integer positions in `candidates`, each once, in the order of the receipt.
+        """Return the items to take, as integer positions in `candidates` without repeats, in the order of the receipt.
 
-        candidates: at least `wanted` items, all claimable now. If it returns fewer than `wanted`, the claim waits and
-        asks again when rows become ready, are given back or cleared. If it returns more, the first `wanted` are taken.
+        candidates: at least `wanted` items, all claimable now. If fewer than `wanted` positions are returned, the claim
+        waits, and calls `select` again when rows become ready, are given back or are cleared. If more are returned, the
+        first `wanted` are taken.
         """
         ...
 
 
 class FirstInOrder:
-    """Takes whatever comes first, without looking: `oldest_version_first` and `ready_first`."""
+    """Implements `oldest_version_first` and `ready_first`, which take the first items in their order."""
 
     looks_ahead: int | None = 0
 
@@ -171,10 +177,11 @@ class FirstInOrder:
 
 
 class Windowed:
-    """Follows the prompt stream, at most `window` prompts past the first one still to come: `in_order` and `windowed`.
+    """Implements `in_order` and `windowed`, which follow the prompt stream, at most `window` prompts from the first
+    unsettled one on.
 
-    `in_order` is a window of 1, so a prompt is only taken when all before it have been. Both stop at a prompt that is
-    never put; they go on when it is put or, once put, cleared.
+    `in_order` has a window of 1, so it takes a prompt only after all prompts before it. Both get stuck at a prompt that
+    is never put. They go on once it is put, even if it is then cleared instead of claimed.
     """
 
     order: Order = "prompt"
@@ -202,7 +209,11 @@ class Windowed:
 
 
 def chosen(sampler: Sampler, candidates: Candidates, wanted: int) -> np.ndarray:
-    """Return int64: positions of the items to take, `wanted` or fewer. Raises SamplerError for an invalid choice."""
+    """Let a sampler choose, and check its choice. Returns the positions of the items to take, int64, `wanted` or fewer.
+
+    Raises SamplerError when the sampler raises an error, or when its choice is not a 1-D array of integers, is out of
+    range or has repeats.
+    """
     try:
         positions = np.asarray(sampler.select(candidates, wanted))
     except Exception as error:  # whatever a user's sampler raises: it is the claimer who must be told
@@ -226,7 +237,8 @@ def _name(sampler: Sampler) -> str:
 
 
 def build_sampler(task: TaskConfig) -> Sampler:
-    """Build the task's sampler. Raises ValueError for an unknown name, or options that it does not take."""
+    """Build the task's sampler. Raises ValueError for an unknown name, for options that the sampler does not take, and
+    for a factory that does not return a Sampler."""
     where = f"task {task.name!r}: sampler {task.sampler!r}"
     try:
         if task.sampler == "oldest_version_first":

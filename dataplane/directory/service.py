@@ -1,16 +1,16 @@
-"""Serves requests to the directory; waiting claims and puts are woken by what they wait for.
+"""Serves requests to the directory. A claim or put that has to wait is woken by the event that it waits for.
 
-                 waits for                       unblocked by
+request          waits for                       unblocked by
 claim            its turn in its task's queue    the claim before it (first come, first served)
                  enough ready rows, and its      commit, release(retry), a lease that expires, clear
                  sampler's choice of them
 reserve (put)    its turn among waiting puts     the put before it
-                 space                           credit of idle writers, which is revoked for it; blocks freed by
+                 space                           revoking the credit of idle writers; blocks freed by
                                                  clear, replace, abort or expiry
 
-Everything else is answered at once. The only timer is set to the directory's next deadline. Nothing polls, but for a
-put that waits while freed blocks are still held by a process that may be stopped or dying, or while the store has less
-room than the account (/dev/shm is full of other programs' files): no call tells of their end.
+All other requests are answered at once. The only timer is set to the directory's next deadline. Nothing polls, with one
+exception: a put that waits while a process that may be stopped or dying still holds freed blocks, or while the store
+has less room than the account (/dev/shm is full of other programs' files), because no call announces the end of these.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ from .partition import ClaimRows, PutRows
 
 
 class Pulse:
-    """Lets coroutines wait for an event that happens again and again; none is missed between looking and waiting."""
+    """Lets coroutines wait for a recurring event.
+
+    A waiter passes the `count` that it saw before it checked its condition, so that no event between the check and the
+    wait is missed.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -47,7 +51,7 @@ class Pulse:
         self._waiters: list[asyncio.Future[None]] = []
 
     async def wait(self, seen: int) -> None:
-        """Wait until `count` is more than `seen`."""
+        """Wait for the next event. Returns at once if `count` is no longer `seen`, as an event has happened since."""
         if self.count == seen:
             future = asyncio.get_running_loop().create_future()
             self._waiters.append(future)
@@ -63,7 +67,7 @@ class Pulse:
 
 
 class Queue:
-    """Serves callers one at a time, first come, first served."""
+    """Serves callers one at a time, first come, first served; used for waiting puts and claims."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -71,12 +75,14 @@ class Queue:
 
     @property
     def waiting(self) -> int:
-        """Number of waiters, including the current holder. Callers may skip the queue when it is 0."""
+        """Number of callers in the queue, including the one whose turn it is. A caller may skip the queue when it is
+        0."""
         return len(self._places)
 
     @contextmanager
     def place(self, wants: str) -> Iterator[_Place]:
-        """Join the queue, which is left with the context. wants: what errors of those behind say that it waits for."""
+        """Join the queue for as long as the context lasts. wants: what this caller waits for, to be quoted in the
+        timeout errors of the callers behind it."""
         place = _Place(self._lock, wants)
         self._places.append(place)
         try:
@@ -85,8 +91,8 @@ class Queue:
             self._places.remove(place)
 
     def before(self, place: _Place, what: str) -> str:
-        """Return what an error says of those before `place`; "" when it is the first. what: what they are, such as
-        "claim"."""
+        """Describe the callers ahead of `place`, for a timeout error; "" when there are none. what: noun for these
+        callers, such as "claim"."""
         ahead = self._places.index(place)
         if not ahead:
             return ""
@@ -99,27 +105,29 @@ class Queue:
 
 
 class _Place:
-    """Represents one caller's place in a queue."""
+    """Represents one caller's place in a `Queue`."""
 
     def __init__(self, lock: asyncio.Lock, wants: str) -> None:
         self.turn = lock
-        """Context of the caller's turn. Those who ask for it get it in the order in which they ask."""
+        """Lock to hold during the caller's turn. The whole queue shares it, and callers get it in the order in which
+        they ask."""
         self.wants = wants
 
 
 _logger = logging.getLogger(__name__)
 
 LATE_S = 0.1
-"""Seconds by which the timer may be late before that means that this process was stopped or busy."""
+"""Delay of the timer in seconds above which this process must have been stopped or busy."""
 HEAR_FIRST_S = 1.0
-"""Seconds for which a directory that was stopped or busy listens before it takes anything for expired."""
+"""Seconds for which a directory that was stopped or busy first answers the requests that have piled up, before it lets
+any lease or reservation expire."""
 LOOK_AGAIN_S = 0.25
-"""Seconds after which a put that waits looks again whether a writer, a process or another program still holds the
+"""Seconds after which a waiting put checks again whether a writer, another process or another program still holds the
 memory."""
 
 
 class DirectoryService:
-    """Answers requests to one run's directory and store host. All methods belong to one event loop."""
+    """Answers requests to one run's directory and store host. All methods must be called from one event loop."""
 
     def __init__(self, config: DataPlaneConfig, host: StoreHost) -> None:
         self._directory = Directory(
@@ -134,10 +142,10 @@ class DirectoryService:
         self._claim_queues: dict[tuple[str, str], Queue] = defaultdict(Queue)
         self._space_freed = Pulse()
         self._ready: dict[str, Pulse] = {}
-        """Event of rows becoming ready, for each partition."""
+        """Event for each partition, by name. It is fired when waiting claims should try again."""
         self._timer: asyncio.TimerHandle | None = None
         self._listen_until = 0.0
-        """Time before which nothing expires."""
+        """Time, by the event loop's clock, before which no lease or reservation expires."""
         self._closed = False
         self._handlers: dict[str, Callable[[bytes], bytes | Coroutine[Any, Any, bytes]]] = {
             "register": self._register,
@@ -158,9 +166,10 @@ class DirectoryService:
         }
 
     def answer(self, op: str, payload: bytes) -> bytes | Coroutine[Any, Any, bytes]:
-        """Return the reply to one request, or a coroutine that gives it, which must be awaited or closed.
+        """Return the encoded reply to one request, or a coroutine that returns it. The caller must await or close the
+        coroutine.
 
-        DataPlaneErrors and ValueErrors travel in the reply; any other error is a bug and is raised.
+        DataPlaneErrors and ValueErrors are sent in the reply. Any other error is a bug and is raised.
         """
         try:
             if self._closed:
@@ -183,12 +192,12 @@ class DirectoryService:
             self._arm()
 
     async def call(self, op: str, payload: bytes) -> bytes:
-        """Answer one request, and wait for the answer."""
+        """Answer one request and return the encoded reply, waiting for it if necessary."""
         reply = self.answer(op, payload)
         return reply if isinstance(reply, bytes) else await reply
 
     async def close(self) -> None:
-        """Fail the calls that wait, and end the store. Idempotent."""
+        """Make the waiting calls fail with DirectoryLost, and close the store host. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -231,7 +240,8 @@ class DirectoryService:
         return messages.encode(_space(reservation))
 
     async def _no_room(self, put: PutRows, before: str, timeout_s: float) -> CapacityExceeded:
-        """Say what a put waited for. before: what an error says of the puts before it; "" when it was its turn."""
+        """Build the error for a put that found no space in time. before: description of the puts ahead of it in the
+        queue; "" when it was this put's turn."""
         status = self._directory.status(None, self._now())
         message = (
             f"no room for {put.nbytes} bytes: {status.bytes_used} in use and {status.bytes_reserved} reserved "
@@ -243,8 +253,8 @@ class DirectoryService:
         return CapacityExceeded(message, op="put", partition=put.partition, keys=put.keys, elapsed_s=timeout_s)
 
     async def _try_reserve(self, put: PutRows) -> Reservation | None:
-        """Reserve space in the account and in the store, revoking credit if needed. None when even that is not
-        enough."""
+        """Reserve space for a put, both in the directory's count of bytes and in the store. Credit (space granted to
+        writers in advance) is revoked if necessary. Returns None when even that does not free enough."""
         reservation = self._directory.reserve(put, self._now())
         if reservation is None:
             await self._take_back(self._directory.revoke(put.nbytes))
@@ -269,10 +279,11 @@ class DirectoryService:
             raise
 
     async def _wait_for_space(self, seen: int, deadline: float, *, look_again: bool) -> None:
-        """Wait until blocks were freed after the `seen`-th time. Raises TimeoutError at the deadline.
+        """Wait until space is freed, unless some was freed after the count of such events was `seen`. Raises
+        TimeoutError at the deadline.
 
-        look_again: whether to return after LOOK_AGAIN_S at the latest, as what a stopped process, a dying writer or
-        another program holds comes free without a call.
+        look_again: whether to return after LOOK_AGAIN_S at the latest, because memory held by a stopped process, a
+        dying writer or another program becomes free without any call.
         """
         async with asyncio.timeout_at(deadline):
             with contextlib.suppress(TimeoutError):
@@ -305,7 +316,8 @@ class DirectoryService:
         return messages.encode(requests.Written(committed, credit and _space(credit))), freed
 
     def _grant(self, writer: str, nbytes: int, num_blocks: int) -> Reservation | None:
-        """Grant credit for the writer's next put, unless somebody waits for space."""
+        """Reserve space for the writer's next put in advance (credit). Returns None when another put waits for space,
+        or when there is none to spare."""
         if self._put_queue.waiting:
             return None
         credit = self._directory.grant(writer, nbytes, num_blocks, self._now())
@@ -393,7 +405,8 @@ class DirectoryService:
         return self._cleared(claim.partition, pack_keys(keys), freed)
 
     def _cleared(self, partition: str, body: bytes, freed: Sequence[FreedBlock]) -> bytes | Coroutine[Any, Any, bytes]:
-        """Return `body` once the blocks are gone. Wakes claims, as a sampler may have waited for the rows that went."""
+        """Free the blocks of cleared rows, and return `body` once they are gone from the store. Also wakes waiting
+        claims, because a sampler may have been waiting for one of the cleared rows."""
         self._ready_pulse(partition).fire()
         task = self._store.free(freed)
         return body if task is None else _after(task, body)
@@ -443,20 +456,23 @@ class DirectoryService:
         return self._ready.setdefault(partition, Pulse())
 
     async def _wait(self, pulse: Pulse, seen: int) -> None:
-        await pulse.wait(seen)
+        if not self._closed:  # else no pulse comes any more
+            await pulse.wait(seen)
         if self._closed:
             raise DirectoryLost("the data plane was closed while this call waited")
 
     @asynccontextmanager
     async def _turn(self, place: _Place, deadline: float) -> AsyncIterator[None]:
-        """Take one's turn in a queue. The deadline limits the wait for it, not what is done in it."""
+        """Wait for the caller's turn in a queue, and hold it within the context. The deadline limits only the wait, not
+        the work in the context."""
         async with AsyncExitStack() as stack:
             async with asyncio.timeout_at(deadline):
                 await stack.enter_async_context(place.turn)
             yield
 
     async def _free(self, blocks: Sequence[FreedBlock]) -> None:
-        """Free blocks, and wait until they are gone from the store, so that receipts of theirs fail from then on."""
+        """Free blocks, and wait until they are gone from the store, so that reading with a receipt for them fails from
+        then on."""
         task = self._store.free(blocks)
         if task is not None:
             await asyncio.shield(task)

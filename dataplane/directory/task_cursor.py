@@ -1,4 +1,4 @@
-"""Keeps where one task stands in its partition: which rows it holds or has finished, and what it can claim next."""
+"""Tracks one task's progress in its partition: which rows it has leased or finished, and which it can claim next."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from .rows import GroupTable, RowTable, grown
 from .samplers import FirstInOrder, StreamProgress, TaskConfig, build_sampler, chosen
 
 DONE = -1
-"""Value in a cursor's column for rows that the task has finished. 0 means free; above, the id of the lease that
-holds it."""
+"""Value in a cursor's column for a row that the task has finished. The value 0 means that the row is free, and a
+positive value is the id of the lease that holds it."""
 MAX_VIEWS = 8
-"""Number of sets of fields per task that are kept up to date; the one unused for longest is rebuilt when it is
-wanted."""
+"""Maximum number of views (one for each set of claimed fields) that a task keeps up to date. Beyond it, the least
+recently used view is dropped, and rebuilt when it is needed again."""
 
 
 class TaskCursor:
-    """Holds DONE, 0 or a lease id for each row, and views of the rows that are free."""
+    """Records for each row whether one task (consumer) has finished it, has leased it or may claim it, and keeps views
+    of the rows that it may claim."""
 
     def __init__(self, config: TaskConfig, partition: str, rows: RowTable, groups: GroupTable) -> None:
-        """Raise ValueError for an unknown sampler, or options that it does not take."""
+        """Raise ValueError for an unknown sampler, or for options that the sampler does not take."""
         self.config = config
         self.sampler = build_sampler(config)
         self.progress = StreamProgress(config.first_prompt, config.settled) if self.sampler.order == "prompt" else None
-        """Progress in the prompt stream; None for samplers that do not follow it."""
+        """Progress in the prompt stream; None for samplers that do not follow the prompts."""
         self.column = np.empty(0, dtype=np.int64)
         self.num_leased = 0
         self.num_done = 0
@@ -41,9 +42,11 @@ class TaskCursor:
         self._views: OrderedDict[tuple[tuple[str, ...], bool], ReadyView] = OrderedDict()
 
     def view(self, fields: tuple[str, ...], whole_groups: bool) -> ReadyView:
-        """Return what the task can claim of `fields`; it is kept up to date from now on.
+        """Return the view of the rows, or whole groups, that the task can claim with all of `fields`. The view is kept
+        up to date from now on.
 
-        Raises ValueError for single rows of groups that its sampler can only take whole.
+        Raises ValueError when single rows are asked for although the task's sampler follows the prompts and takes only
+        whole groups.
         """
         if self.progress is not None and self._groups.group_size > 1 and not whole_groups:
             raise ValueError(
@@ -63,13 +66,14 @@ class TaskCursor:
 
     @property
     def num_stale(self) -> int:
-        """Number of rows that its latest claim passed over as too old."""
+        """Number of rows that the task's latest claim skipped because their version was too old."""
         return next(reversed(self._views.values())).num_stale if self._views else 0
 
     def choose(self, view: ReadyView, num_rows: int) -> np.ndarray | None:
-        """Return int64 `[num_rows]`: what a claim takes now. None: too little is ready, or the sampler waits for more.
+        """Return the rows that a claim takes now, int64 `[num_rows]`. Returns None when too few are ready or the
+        sampler waits for more.
 
-        Raises SamplerError.
+        Raises SamplerError when the sampler fails or makes an invalid choice.
         """
         wanted = num_rows // view.rows_per_item
         if view.num_items < wanted:
@@ -86,34 +90,37 @@ class TaskCursor:
         return view.rows_of(items[positions]) if len(positions) == wanted else None
 
     def lease(self, rows: np.ndarray, lease_id: int) -> None:
-        """Let a lease hold free rows from now on."""
+        """Mark free rows as held by a lease, and their positions in the prompt stream as settled."""
         self.set(rows, lease_id)
         self._settle(rows)
 
     def set(self, rows: np.ndarray, value: int) -> None:
-        """Set the column of `rows` (each once)."""
+        """Set the state of `rows` (given without repeats) to DONE, to 0 for free, or to a lease id, and update the
+        views."""
         self._assign(rows, value)
         self.refresh(rows)
 
     def refresh(self, rows: np.ndarray, *, requeue: bool = False) -> None:
-        """Update the views for rows that were written or have changed. requeue: whether their versions may be
-        different now."""
+        """Update the views for rows that were written or have changed state. requeue: whether the rows' versions may
+        have changed, too."""
         for view in self._views.values():
             view.refresh(rows, self.column, requeue=requeue)
 
     def grow(self) -> None:
-        """Make room for rows that were added."""
+        """Extend the cursor's column to cover rows that were just added to the row table."""
         self.column = grown(self.column, self._rows.capacity, 0)
 
     def forget(self, rows: np.ndarray) -> np.ndarray:
-        """Forget cleared rows, whose slots are unwritten by now. Returns the ids of leases that held them."""
+        """Forget rows that are being cleared and whose slots are already UNWRITTEN. Returns the ids of the leases that
+        held them, one id for each row held."""
         self.refresh(rows)
         held = self._assign(rows, 0)
         self._settle(rows)
         return held[held > 0]
 
     def _assign(self, rows: np.ndarray, value: int) -> np.ndarray:
-        """Set the column of `rows` and the counts. Returns its values of before."""
+        """Set the state of `rows`, and update the numbers of leased and finished rows. Returns the rows' previous
+        states."""
         before = self.column[rows]
         self.num_leased -= int((before > 0).sum())
         self.num_done -= int((before == DONE).sum())
@@ -123,7 +130,8 @@ class TaskCursor:
         return before
 
     def waits_for(self) -> str:
-        """Say what its sampler waits for, for a ClaimTimeout; "" when it waits for nothing but rows."""
+        """Return the end of a ClaimTimeout's message, which names the prompt that the sampler waits for; "" for
+        samplers that do not follow the prompts."""
         if self.progress is None:
             return ""
         return f", {self.config.sampler!r} waits for the prompt at position {self.progress.first}"
@@ -138,22 +146,23 @@ class TaskCursor:
 
 @dataclass(slots=True)
 class Lease:
-    """Gives one claim the right to its rows."""
+    """Gives one claim the right to its rows until it releases them or the deadline passes."""
 
     lease_id: int
     partition: str
     task: str
     rows: np.ndarray
-    """Rows as claimed, int64 `[N]`; those still held have `lease_id` in the task's cursor."""
+    """Numbers of the rows that were claimed, int64 `[N]`. The lease still holds those with `lease_id` in the cursor's
+    column."""
     held: int
-    """Number of rows still held."""
+    """Number of rows that the lease still holds."""
     granted: float
     deadline: float
     """Time at which the lease runs out unless it is renewed."""
 
 
 class LeaseBook:
-    """Holds all leases of a run; their ids are never used again."""
+    """Holds all leases of a run. Lease ids are never reused."""
 
     def __init__(self) -> None:
         self._leases: dict[int, Lease] = {}
@@ -168,7 +177,8 @@ class LeaseBook:
         return lease
 
     def drop_rows(self, lease_ids: np.ndarray) -> None:
-        """Drop one row for each id in `lease_ids` (repeats count); a lease without rows ends."""
+        """Reduce the number of rows that a lease holds by one for each time that its id occurs in `lease_ids`. A lease
+        that holds no more rows ends."""
         for lease_id, count in zip(*distinct_counts(lease_ids), strict=True):
             lease = self._leases[int(lease_id)]
             lease.held -= int(count)
@@ -176,21 +186,22 @@ class LeaseBook:
                 del self._leases[lease.lease_id]
 
     def renew(self, lease_ids: Iterable[int], deadline: float) -> list[int]:
-        """Let leases last until `deadline`, and return the ids of those that have not ended."""
+        """Extend leases to `deadline`, and return the ids of those that still exist."""
         live = [lease_id for lease_id in lease_ids if lease_id in self._leases]
         for lease_id in live:
             self._leases[lease_id].deadline = deadline
         return live
 
     def take_expired(self, now: float) -> list[Lease]:
-        """Return the leases whose time has run out; they stay in the book until their rows are dropped."""
+        """Return the leases whose deadline has passed. They stay in the book until `drop_rows` has dropped their
+        rows."""
         expired = []
         while (deadline := self.next_deadline()) is not None and deadline <= now:
             expired.append(self._leases[heapq.heappop(self._deadlines)[1]])
         return expired
 
     def next_deadline(self) -> float | None:
-        """Return when the first live lease ends."""
+        """Return the earliest deadline of the live leases; None when there are none."""
         while self._deadlines:
             deadline, lease_id = self._deadlines[0]
             lease = self._leases.get(lease_id)
@@ -203,5 +214,5 @@ class LeaseBook:
         return None
 
     def of(self, partition: str | None = None) -> list[Lease]:
-        """Return the live leases, oldest first."""
+        """Return the live leases of a partition (None: of all partitions), oldest first."""
         return [lease for lease in self._leases.values() if partition in (None, lease.partition)]

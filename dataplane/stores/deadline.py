@@ -1,4 +1,4 @@
-"""Gives calls into a library a time limit that it lacks, on threads that may be left behind in it."""
+"""Adds a time limit to calls into a library that has none, by making them on threads that may be left behind."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..block_store import Want
 from ..errors import IntegrityError
 
 MAX_THREADS = 16
-"""Number of calls that run at a time; more wait for a thread, within their time limit."""
+"""Maximum number of calls that run at the same time. Further calls wait for a thread, within their time limit."""
 
 
 class DeadlineThreads:
-    """Runs calls on daemon threads. Thread-safe.
+    """Runs calls on daemon threads, each with a time limit. Thread-safe.
 
-    A call that runs out of time goes on in its thread. Everything it was given must live until it returns, and what it
-    returns is dropped.
+    A call that exceeds its time limit goes on in its thread. Whatever it was given must stay alive until it returns,
+    and its result is dropped.
     """
 
     def __init__(self, name: str) -> None:
@@ -37,7 +37,8 @@ class DeadlineThreads:
         self._ended: BaseException | None = None
 
     def run(self, call: Callable[[], Any], timeout_s: float) -> Any:
-        """Run `call` and return or raise what it does. Raises TimeoutError, or the error that `end` was given."""
+        """Run `call`, and return its result or raise its error. Raises TimeoutError when it takes longer than
+        `timeout_s`, and the error given to `end` once that has been called."""
         future: Future[Any] = Future()
         with self._lock:
             if self._ended is not None:
@@ -53,8 +54,8 @@ class DeadlineThreads:
             raise TimeoutError from None
 
     def end(self, error: BaseException) -> None:
-        """Make all calls, also those that are running, raise `error` from now on, and end idle threads. The first
-        error counts."""
+        """Make all calls raise `error` from now on, including those that are running, and end the idle threads. Only
+        the first call of this method counts."""
         with self._lock:
             if self._ended is not None:
                 return
@@ -66,7 +67,8 @@ class DeadlineThreads:
                 self._queue.put(None)
 
     def wait_idle(self, timeout_s: float | None) -> bool:
-        """Wait until every call has returned (timeout_s None: without limit), after `end`. Returns whether all have."""
+        """Wait, after `end`, until no call is running any more (timeout_s None: without limit). Returns whether that is
+        the case."""
         with self._idle:
             return self._idle.wait_for(lambda: self._num_running == 0, timeout_s)
 
@@ -104,7 +106,8 @@ class DeadlineThreads:
 
 
 def received_part(view: Any, want: Want, part: int, peer: str) -> np.ndarray:
-    """Return `view`, read-only. Raises IntegrityError unless it is uint8 `[part_bytes[part]]` of the wanted block."""
+    """Check a part of a block that a store returned, and return it read-only. Raises IntegrityError unless it is a
+    uint8 array `[part_bytes[part]]`, as the layout of the wanted block says."""
     expected = want.block.layout.part_bytes[part]
     if not isinstance(view, np.ndarray) or view.dtype != np.uint8 or view.shape != (expected,):
         found = f"{view.dtype} {list(view.shape)}" if isinstance(view, np.ndarray) else type(view).__name__
@@ -118,7 +121,7 @@ def received_part(view: Any, want: Want, part: int, peer: str) -> np.ndarray:
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
-"""Number of bytes above which glibc refuses the setting."""
+"""Largest value in bytes that glibc accepts for M_MMAP_THRESHOLD."""
 _TRIM_FROM_BYTES = 1 << 30
 
 

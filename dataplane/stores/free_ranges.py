@@ -1,4 +1,4 @@
-"""Tracks the free ranges of a pool of memory that grows, first fit, with neighbours merged."""
+"""Tracks the free ranges of a growing pool of memory: allocates first fit, and merges neighbouring free ranges."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from bisect import bisect_left
 
 
 class FreeRanges:
-    """Hands out and takes back byte ranges of `[0, size_bytes)`, which may grow. Pure bookkeeping, not thread-safe.
+    """Allocates and frees byte ranges of `[0, size_bytes)`, which may grow. Pure bookkeeping, not thread-safe.
 
-    It is first fit over a sorted list. With blocks of one batch shape (the usual case) it does not fragment; a
-    worst-case mix of sizes can leave holes, for which a pool has some slack over its capacity.
+    Allocation is first fit over a sorted list. When the blocks come from batches of one shape (the usual case), the
+    pool does not fragment. A bad mix of sizes can leave holes, so a pool is made somewhat larger than its capacity.
     """
 
     __slots__ = ("size_bytes", "free_bytes", "_offsets", "_sizes")
@@ -22,32 +22,32 @@ class FreeRanges:
 
     @property
     def unused(self) -> bool:
-        """Whether nothing is handed out."""
+        """True when no range is allocated."""
         return self.free_bytes == self.size_bytes
 
     @property
     def tail_bytes(self) -> int:
-        """Number of free bytes at the very end, to which `grow` adds."""
+        """Number of free bytes at the very end of the pool, to which `grow` adds."""
         if not self._offsets or self._offsets[-1] + self._sizes[-1] != self.size_bytes:
             return 0
         return self._sizes[-1]
 
     @property
     def largest_bytes(self) -> int:
-        """Number of bytes of the largest free range."""
+        """Size in bytes of the largest free range."""
         return max(self._sizes, default=0)
 
     def grow(self, nbytes: int) -> None:
-        """Add `nbytes` free bytes at the end."""
+        """Extend the pool by `nbytes` free bytes at its end."""
         self.size_bytes += nbytes
         self.give(self.size_bytes - nbytes, nbytes)
 
     def holds(self, nbytes: int) -> bool:
-        """Return whether `take` would find so many bytes."""
+        """Return whether `take(nbytes)` would succeed."""
         return nbytes <= self.free_bytes and self.largest_bytes >= nbytes
 
     def take(self, nbytes: int) -> int | None:
-        """Return the offset of `nbytes` (> 0) that now belong to the caller, or None when no hole is large enough."""
+        """Allocate `nbytes` (> 0) and return their offset, or None when no free range is large enough."""
         if nbytes > self.free_bytes:
             return None
         for position, size in enumerate(self._sizes):
@@ -63,7 +63,7 @@ class FreeRanges:
         return None
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Take back a range that `take` handed out."""
+        """Free a range that `take` allocated."""
         position = bisect_left(self._offsets, offset)
         before = position > 0 and self._offsets[position - 1] + self._sizes[position - 1] == offset
         after = position < len(self._offsets) and offset + nbytes == self._offsets[position]

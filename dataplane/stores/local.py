@@ -1,5 +1,5 @@
-"""Implements the store `local`, the reference: a dict in the directory's own process, which others reach by its
-link."""
+"""Implements the reference store `local`: a dict in the directory's own process, which other processes reach through
+their link to the directory."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class _Get:
 
 
 class LocalHost:
-    """Holds the bytes. Thread-safe."""
+    """Holds the bytes of all blocks in this process's memory. Thread-safe."""
 
     def __init__(self, run_id: str) -> None:
         self.spec = StoreSpec("local", run_id, {})
         self._sizes: dict[int, int] = {}
         self._blocks: dict[int, tuple[np.ndarray, ...]] = {}
         self._refused: set[int] = set()
-        """Blocks that were freed before they were written."""
+        """Ids of the blocks that were freed before they were written. A late write of one is refused."""
         self._lock = threading.Lock()
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
@@ -52,20 +52,20 @@ class LocalHost:
                 self._refused.add(block_id)
 
     def usage_bytes(self) -> int:
-        """Number of bytes of the blocks that are reserved or written."""
+        """Return the number of bytes of the blocks that are reserved or written."""
         with self._lock:
             return sum(self._sizes.values())
 
     def unfreed_bytes(self) -> int:
-        """Return 0: a block is freed at once."""
+        """Return 0, because a block is freed at once."""
         return 0
 
     def shortage(self) -> str:
-        """Return "": the directory's account is the only limit."""
+        """Return "", because the directory's capacity is the only limit."""
         return ""
 
     def processes(self) -> dict[str, int]:
-        """Return nothing: the bytes are in the directory's own process."""
+        """Return an empty dict, because the bytes are in the directory's own process."""
         return {}
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class LocalHost:
             self._blocks.clear()
 
     def write(self, block_id: int, parts: Sequence[np.ndarray]) -> None:
-        """Keep copies of the parts. Raises RowsCleared when the block was freed meanwhile."""
+        """Store copies of the block's parts. Raises RowsCleared when the block was freed before it was written."""
         copies = tuple(part.copy() for part in parts)
         for copy in copies:
             copy.flags.writeable = False
@@ -84,7 +84,8 @@ class LocalHost:
             self._blocks[block_id] = copies
 
     def read(self, block_id: int, numbers: Sequence[int]) -> dict[int, np.ndarray]:
-        """Return part number -> the part itself. Raises RowsCleared."""
+        """Return the parts of a block with these numbers, by number and without a copy. Raises RowsCleared when the
+        block was freed."""
         with self._lock:
             parts = self._blocks.get(block_id)
         if parts is None:
@@ -92,7 +93,8 @@ class LocalHost:
         return {number: parts[number] for number in numbers}
 
     def serve(self, request: bytes) -> bytes:
-        """Answer `_Put` or `_Get` of a store in another process: one letter, then the message."""
+        """Answer a request of a store in another process. The first byte is `p` for a `_Put` or another letter for a
+        `_Get`, and the encoded message follows."""
         kind, body = request[:1], request[1:]
         if kind == b"p":
             put = messages.decode(body, _Put)
@@ -103,7 +105,8 @@ class LocalHost:
 
 
 class LocalStore:
-    """Reads and writes in the directory's own process; only the reader copies."""
+    """Reads and writes blocks from within the directory's own process. A put copies the parts, and a get returns
+    views."""
 
     def __init__(self, host: LocalHost) -> None:
         self._host = host
@@ -118,14 +121,15 @@ class LocalStore:
         return [self._host.read(want.block.block_id, want.parts) for want in wants]
 
     def settle(self, wants: Sequence[Want]) -> None:
-        """Do nothing: the views kept their bytes alive."""
+        """No-op: the views keep their bytes alive and unchanged, even if the block was freed."""
 
     def close(self) -> None:
-        """Do nothing: no process is attached."""
+        """No-op: there is no connection to close."""
 
 
 class LinkedLocalStore:
-    """Reads and writes from any other process; bytes travel with the directory's calls. For tests and small runs."""
+    """Reads and writes blocks from any other process. The bytes travel with calls to the directory, so this is for
+    tests and small runs."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -143,10 +147,10 @@ class LinkedLocalStore:
         return [dict(zip(want.parts, parts, strict=True)) for want, parts in zip(wants, got, strict=True)]
 
     def settle(self, wants: Sequence[Want]) -> None:
-        """Do nothing: the reply was a copy."""
+        """No-op: `get` returned a copy, which cannot have changed."""
 
     def close(self) -> None:
-        """Do nothing: the link belongs to the client."""
+        """No-op: the link belongs to the client, which closes it."""
 
     def _ask(self, op: str, request: bytes, timeout_s: float) -> bytes:
         started = time.monotonic()
@@ -155,7 +159,8 @@ class LinkedLocalStore:
 
 
 def _attach(spec: StoreSpec, link: Link) -> BlockStore:
-    """Use the host's memory directly in the directory's own process, and the link in any other."""
+    """Return a store that uses the host's memory directly in the directory's own process, or the link in any other
+    process."""
     if isinstance(link, InProcessLink) and isinstance(link.host, LocalHost):
         return LocalStore(link.host)
     return LinkedLocalStore(link)

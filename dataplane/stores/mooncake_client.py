@@ -1,6 +1,6 @@
-"""Wraps Mooncake's client, with time limits, errors that name the master, and settings that no shell can change.
+"""Wraps Mooncake's client: adds time limits and errors that name the master, and overrides the shell's settings for it.
 
-This is the one module that imports mooncake. A client without a segment holds no bytes, so nothing is lost with it.
+No other module imports mooncake. A client that lends no memory (no segment) holds no rows, so none are lost with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 NOT_FOUND = -704
 UNFINISHED = -703
-"""Code for a block whose writer has not finished its put."""
+"""Mooncake's error code for a block whose writer has not finished its put."""
 _NO_ROOM = -200
 _INVALID = -600
 _WORDS = {UNFINISHED: "not written to its end", -800: "transfer failed", -900: "RPC failed", -901: "RPC timed out"}
@@ -57,13 +57,14 @@ _CLEARED = (
 
 
 class MooncakeClient:
-    """Represents one client of one master. Thread-safe. Each call returns or raises within its `timeout_s`."""
+    """Represents one client of one Mooncake master. Thread-safe. Each call returns or raises within its `timeout_s`."""
 
     def __init__(self, master: MasterAddress, protocol: str, device: str, segment_bytes: int = 0) -> None:
-        """protocol: `tcp` or `rdma`, over `device` (comma-separated; "" for all). segment_bytes: memory that it lends
-        the store.
+        """protocol: `tcp` or `rdma`. device: names of the RDMA devices, comma-separated; "" for all. segment_bytes:
+        number of bytes of this process's memory to lend to the store.
 
-        Raises ValueError when mooncake or an RDMA device is missing, StoreLost when the master is.
+        Raises ValueError when mooncake or an RDMA device is missing, and StoreLost when the master cannot be reached or
+        the client does not start.
         """
         self.master = master
         self._lends = segment_bytes > 0
@@ -73,7 +74,8 @@ class MooncakeClient:
         self._lock = threading.Lock()
         self._leaving: threading.Thread | None = None
         self.ended = threading.Event()
-        """Set once the master is gone, as its connection broke, or this client was closed."""
+        """Event that is set when the connection to the master breaks, which means that the master is gone, or when this
+        client is closed."""
         self._store: Any = library.MooncakeDistributedStore()
         self._watch = self._connect(started)
         threading.Thread(target=self._watch_master, name="mooncake-watch", daemon=True).start()
@@ -97,9 +99,11 @@ class MooncakeClient:
     def put(
         self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], memory: np.ndarray, timeout_s: float
     ) -> None:
-        """Write objects from `memory`, a `staging` buffer in which `addresses` lie. All have landed when it returns.
+        """Write objects to the store, from `addresses` within `memory`, a buffer of `staging`. The store holds all of
+        them when this returns.
 
-        Raises CapacityExceeded when the segment has no room, StoreLost.
+        Raises CapacityExceeded when the segment has no room, and StoreLost when Mooncake fails or does not answer in
+        time.
         """
 
         def call() -> list[int]:
@@ -117,9 +121,11 @@ class MooncakeClient:
     def get(
         self, keys: Sequence[str], spans: Sequence[Sequence[tuple[int, int, int]]], memory: np.ndarray, timeout_s: float
     ) -> None:
-        """Read `(source offset, nbytes, destination offset)` spans of each object into `memory`, a `staging` buffer.
+        """Read spans of each object, `(source offset, nbytes, destination offset)`, into `memory`, a buffer of
+        `staging`.
 
-        Raises RowsCleared for an object that is not there, IntegrityError for one that is too short, StoreLost.
+        Raises RowsCleared for an object that is not there, IntegrityError for one that is too short, and StoreLost when
+        Mooncake fails or does not answer in time.
         """
 
         def call() -> list[list[list[int]]]:
@@ -142,7 +148,8 @@ class MooncakeClient:
                     raise self._error("get", key, code, started)
 
     def exist(self, keys: Sequence[str], timeout_s: float) -> list[bool]:
-        """Return whether each object is there, complete. Raises StoreLost."""
+        """Return for each object whether it is in the store and complete. Raises StoreLost when Mooncake fails or does
+        not answer in time."""
         started = time.monotonic()
         codes = self._run("get", lambda: self._store.batch_is_exist(list(keys)), timeout_s)
         for key, code in zip(keys, codes, strict=True):
@@ -151,8 +158,8 @@ class MooncakeClient:
         return [code == 1 for code in codes]
 
     def remove(self, keys: Sequence[str], timeout_s: float) -> list[int]:
-        """Delete objects, even while they are read. Returns 0, NOT_FOUND or UNFINISHED for each. Raises StoreLost
-        otherwise."""
+        """Delete objects, even while others read them. Returns 0, NOT_FOUND or UNFINISHED for each. Raises StoreLost
+        for any other result, and when the master does not answer in time."""
         started = time.monotonic()
         codes = self._run("clear", lambda: self._store.batch_remove(list(keys), True), timeout_s)
         for key, code in zip(keys, codes, strict=True):
@@ -161,9 +168,10 @@ class MooncakeClient:
         return codes
 
     def close(self) -> None:
-        """Leave the master, in the background; what this client lent is removed. Idempotent.
+        """Disconnect from the master in a background thread, which withdraws the memory that this client lent.
+        Idempotent.
 
-        The library holds Python's lock meanwhile, for a second or two.
+        The library holds Python's global interpreter lock meanwhile, for a second or two.
         """
         self._leave(StoreLost("this client is closed", op="connect", peer=self.master.peer), lost=False)
 
@@ -191,7 +199,8 @@ class MooncakeClient:
         return watch
 
     def _watch_master(self) -> None:
-        """Keep a silent connection, whose end shows at once, and not only after retries, that the master has ended."""
+        """Wait for the end of an idle connection to the master. It shows at once, and not only after the library's
+        retries, that the master has ended."""
         try:
             self._watch.recv(1)
         except OSError:
@@ -199,7 +208,8 @@ class MooncakeClient:
         self._leave(StoreLost("mooncake master is lost: connection broke", peer=self.master.peer), lost=True)
 
     def _leave(self, error: StoreLost, *, lost: bool) -> None:
-        """End all calls with `error`, then the library's client, which would go on calling a dead master for ever."""
+        """Make all calls raise `error`, then end the library's client, which would otherwise go on calling a dead
+        master for ever."""
         with self._lock:
             if self._leaving is None:
                 self._threads.end(error)
@@ -246,7 +256,8 @@ class MooncakeClient:
 
 
 def _load(protocol: str, device: str) -> Any:
-    """Import `mooncake.store` with its settings in this process's environment. Raises ValueError."""
+    """Import `mooncake.store` after setting its options in this process's environment. Raises ValueError when mooncake
+    or the RDMA device is missing."""
     if protocol == "rdma":
         present = sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
         absent = [name for name in device.split(",") if name and name not in present]

@@ -1,5 +1,5 @@
-"""Runs the mooncake master of one run, a child process on its own ports that never outlives the process that started
-it."""
+"""Runs the Mooncake master of one run: a child process with its own ports, which never outlives the process that
+started it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..errors import StoreLost
 
 START_TIMEOUT_S = 30.0
 PORT_ATTEMPTS = 5
-"""Number of attempts to start, as a port that was free may be taken before the master binds it."""
+"""Maximum number of attempts to start the master. A port that was free may be taken before the master binds it."""
 HOW_TO_GET_IT = "pip install -e '.[mooncake]' and apt-get install libibverbs1"
 
 # Blocks are pinned and their room is accounted for, so that nothing is to be evicted; a segment's owner is in the
@@ -46,7 +46,7 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True, slots=True)
 class MasterAddress:
-    """Describes where a master listens."""
+    """Describes where a Mooncake master listens."""
 
     name: str
     pid: int
@@ -59,17 +59,17 @@ class MasterAddress:
 
     @property
     def peer(self) -> str:
-        """Name of the master, as errors show it."""
+        """Name of the master in error messages, with its pid and address."""
         return f"{self.name} pid={self.pid} {self.endpoint}"
 
 
 class MooncakeMaster:
-    """Starts and ends the master's process."""
+    """Starts and ends the process of the run's Mooncake master."""
 
     def __init__(self, run_id: str, host: str, options: tuple[str, ...] = OPTIONS) -> None:
-        """host: the address on which it listens, loopback on one host.
+        """host: address on which the master listens; loopback for a run on one host.
 
-        Raises ValueError when mooncake is not installed, StoreLost when the master does not start.
+        Raises ValueError when mooncake is not installed, and StoreLost when the master does not start.
         """
         self._binary = _binary()
         self._options = options
@@ -89,14 +89,14 @@ class MooncakeMaster:
                 raise StoreLost(f"mooncake master {why}: {said}", op="start", peer=name, elapsed_s=elapsed)
 
     def close(self) -> None:
-        """Kill the process and wait for its end. Idempotent."""
+        """Kill the master's process, and wait until it has ended. Idempotent."""
         self._process.kill()
         self._process.wait()
         self._log.close()
 
     def _start(self, name: str, host: str, port: int) -> tuple[subprocess.Popen[bytes], Any]:
-        """Start the process from a thread that lives as long as it does, because PR_SET_PDEATHSIG follows the
-        thread."""
+        """Start the master from a thread that lives as long as the master does, because the kernel kills the master
+        when the thread that started it ends (PR_SET_PDEATHSIG). Returns the process and its log file."""
         log = tempfile.TemporaryFile()
         arguments = [name, f"--rpc_address={host}", f"--rpc_port={port}", f"--metrics_host={host}", "--metrics_port=0"]
         command = [name, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *arguments, *self._options]
@@ -137,7 +137,8 @@ class MooncakeMaster:
 
 
 def _binary() -> Path:
-    """Find the master's binary without loading the library."""
+    """Return the path of the master's binary, without importing the library. Raises ValueError when it is not
+    installed."""
     spec = importlib.util.find_spec("mooncake")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     for folder in folders:
@@ -154,7 +155,8 @@ def _free_port(host: str) -> int:
 
 
 def _wait_for_port(process: subprocess.Popen[bytes], host: str, port: int, deadline: float) -> bool:
-    """Return whether it listens before `deadline`; False as soon as it has ended."""
+    """Wait until the process accepts connections on the port. Returns False at `deadline`, or as soon as the process
+    has ended."""
     while time.monotonic() < deadline and process.poll() is None:
         try:
             socket.create_connection((host, port), timeout=1.0).close()

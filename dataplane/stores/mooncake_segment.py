@@ -1,7 +1,8 @@
-"""Lends a run's memory to its mooncake master from a process of its own, which ends with the master.
+"""Lends a run's memory to its Mooncake master from a separate process, which ends with the master.
 
-The library's threads in a process that lends memory call a dead master for ever, and a goodbye to one takes 20 s under
-Python's lock. In a process of their own they end with it, and the directory's process goes on undisturbed.
+In a process that lends memory, the library's threads go on calling a dead master for ever, and signing off from one
+takes 20 s under Python's global interpreter lock. In a separate process they end with that process, and the directory's
+process is not disturbed.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ START_TIMEOUT_S = 60.0
 
 
 class MooncakeSegment:
-    """Starts and ends the process that lends the memory."""
+    """Starts and ends the process that lends memory to the run's Mooncake master."""
 
     def __init__(
         self, master: MasterAddress, protocol: str, device: str, nbytes: int, lost: Callable[[], None]
     ) -> None:
-        """nbytes: memory to lend. lost: called from a thread when the process has ended before `close`.
+        """nbytes: number of bytes to lend. lost: function that is called from a thread if the process ends before
+        `close`.
 
-        Raises ValueError or StoreLost, as `MooncakeClient` does there, and StoreLost when it does not start in time.
+        Raises StoreLost when the process does not start in time, or when it reports that its client could not be made.
         """
         arguments = [master.name, master.pid, master.host, master.port, protocol, device, nbytes]
         started = time.monotonic()
@@ -61,7 +63,7 @@ class MooncakeSegment:
         threading.Thread(target=self._watch, name="mooncake-segment", daemon=True).start()
 
     def close(self) -> None:
-        """Kill the process and wait for its end. Idempotent."""
+        """Kill the process that lends the memory, and wait until it has ended. Idempotent."""
         self._closed = True
         self._process.kill()
         self._process.wait()
@@ -73,7 +75,8 @@ class MooncakeSegment:
 
 
 def main(tell: int, name: str, pid: int, host: str, port: int, protocol: str, device: str, nbytes: int) -> None:
-    """Lend the memory until the master ends, which ends with the process that started it."""
+    """Run the process that lends the memory until the master ends. The master, for its part, ends with the process that
+    started it. tell: file descriptor to which "ready" or an error is written."""
     with os.fdopen(tell, "w") as answers:
         try:
             client = MooncakeClient(MasterAddress(name, pid, host, port), protocol, device, nbytes)

@@ -1,15 +1,15 @@
 """Implements the store `mooncake`: a block is one object of a Mooncake store, over TCP or RDMA.
 
-Why Mooncake's own client and not TransferQueue's MooncakeStore: 16 blocks of 11 MB together take 5 to 7 ms to put and 5
-ms to get, where TransferQueue's, with an object for each row and field, took 182 and 116 ms for 12 MB (TCP loopback, 2
-cores, separate runs). It also retries for 2 s on what is missing, returns uninitialised memory for repeated keys, and
-kills the masters of other runs.
+It uses Mooncake's own client instead of TransferQueue's MooncakeStore, because that is faster: 16 blocks of 11 MB
+together take 5 to 7 ms to put and 5 ms to get, whereas TransferQueue, with one object for each row and field, took 182
+and 116 ms for 12 MB (TCP loopback, 2 cores, separate runs). TransferQueue's store also retries for 2 s on missing
+objects, returns uninitialised memory for repeated keys, and kills the masters of other runs.
 
-A process of its own lends the memory (`mooncake_segment.py`); producers and consumers lend none, so no rows are lost
-when they die. The master belongs to the run. Reads are sound because keys are never used twice, a free deletes even
-while others read, and `settle` asks whether the block is still there.
+A separate process lends the memory (`mooncake_segment.py`). Producers and consumers lend none, so no rows are lost when
+they die. The master belongs to the run. Reads are safe because keys are never used twice, because a block can be freed
+even while others read it, and because `settle` then asks whether the block is still there.
 
-Mooncake's data and handshake ports (15000-17000, per process) listen on all interfaces and know no password, so that
+Mooncake's data and handshake ports (15000-17000, per process) listen on all interfaces without a password, so that
 network must be private. The master listens on the run's interface only.
 """
 
@@ -39,15 +39,16 @@ from .unfreed import FREE_TIMEOUT_S, RETRY_TIMEOUT_S
 _logger = logging.getLogger(__name__)
 
 SLACK_BYTES = 64 << 20
-"""Number of bytes of the segment, besides a quarter of the capacity, for holes between blocks and puts whose writer
-died."""
+"""Number of bytes by which the segment exceeds the capacity plus a quarter of it, for holes between blocks and for puts
+whose writer died."""
 SETTLE_TIMEOUT_S = 10.0
 LATE_BLOCKS = 256
-"""Number of blocks freed before they were written that are looked for again."""
+"""Maximum number of blocks freed before they were written that each later removal asks for again."""
 
 
 class MooncakeHost:
-    """Starts the master, lends it the segment, and keeps the account. Called from one thread (the directory's)."""
+    """Starts the run's Mooncake master, lends it memory (the segment) and counts the bytes in use. Called from one
+    thread (the directory's)."""
 
     def __init__(
         self, run_id: str, capacity_bytes: int, *, host: str = "127.0.0.1", protocol: str = "tcp", device: str = ""
@@ -61,12 +62,12 @@ class MooncakeHost:
         self._run_id = run_id
         self._bytes: dict[int, int] = {}
         self._used_bytes = 0
-        """Sum of `_bytes`."""
+        """Number of bytes of all blocks that are reserved or written, which is the sum of `_bytes`."""
         self._unfinished: dict[int, int] = {}
-        """Number of bytes of each block that was freed and is still there: during its put (Mooncake keeps its space
-        until the put ends, or 10 minutes if it never does), or when the master did not answer."""
+        """Freed blocks that still take space, block id -> bytes. Either they were freed during their put (Mooncake
+        keeps the space until the put ends, or 10 minutes if it never does), or the master did not answer."""
         self._silent = False
-        """Whether the master did not answer the last request to remove blocks."""
+        """True when the master did not answer the last request to remove blocks."""
         self._late: deque[int] = deque(maxlen=LATE_BLOCKS)
         self._lost = False
         self._limit_bytes = capacity_bytes + capacity_bytes // 4 + SLACK_BYTES
@@ -93,7 +94,8 @@ class MooncakeHost:
         )
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
-        """Return b"", as a block is found by its id. None when capacity, a quarter of it and SLACK_BYTES are in use."""
+        """Count the bytes of a block. Returns b"" for the location, because Mooncake finds a block by its id. Returns
+        None when the bytes in use would exceed the capacity, a quarter of it and SLACK_BYTES together."""
         if self._unfinished:
             self._remove([])
         if self.usage_bytes() + nbytes > self._limit_bytes:
@@ -107,30 +109,32 @@ class MooncakeHost:
         self.free_many([(block_id, location)])
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Make the master forget these blocks: one round trip, about 0.1 ms. Idempotent."""
+        """Remove these blocks from the store in one round trip to the master, about 0.1 ms. Idempotent."""
         self._remove([block_id for block_id, _ in blocks if block_id in self._bytes])
 
     def usage_bytes(self) -> int:
-        """Number of bytes of the blocks that are reserved or written, and of those freed that are still there."""
+        """Return the number of bytes of the blocks that are reserved or written, and of the freed blocks that still
+        take space."""
         return self._used_bytes + sum(self._unfinished.values())
 
     def unfreed_bytes(self) -> int:
-        """Number of bytes of freed blocks that are still there. Asks the master again."""
+        """Ask the master again to remove freed blocks, and return the number of bytes of those that still take
+        space."""
         if self._unfinished:
             self._remove([])
         return sum(self._unfinished.values())
 
     def shortage(self) -> str:
-        """Say how many bytes are held by blocks that were freed during their put, or whose master does not answer."""
+        """Say for an error how many bytes of freed blocks the master has not removed yet; "" when there are none."""
         held = sum(self._unfinished.values())
         return f"{held} bytes of cleared blocks are not removed by {self._master.address.peer} yet" if held else ""
 
     def processes(self) -> dict[str, int]:
-        """Return the master, and the process that lends the memory."""
+        """Return the pids of the master and of the process that lends the memory, by name."""
         return {"mooncake master": self._master.address.pid, "mooncake segment": self._segment.pid}
 
     def close(self) -> None:
-        """End the segment and the master. Idempotent."""
+        """End the master and the process that lends the memory. Idempotent."""
         self._client.close()
         self._segment.close()
         self._master.close()
@@ -170,10 +174,10 @@ class MooncakeHost:
 
 
 class MooncakeStore:
-    """Reads and writes through a Mooncake client of this process. Thread-safe; needs no Ray."""
+    """Reads and writes blocks through a Mooncake client in this process. Thread-safe; needs no Ray."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        """Raise ValueError when mooncake is not installed, StoreLost when the master has ended."""
+        """Raise ValueError when mooncake is not installed, and StoreLost when the master has ended."""
         address: Any = spec.address
         master = MasterAddress(address["name"], address["pid"], address["host"], address["port"])
         self._run_id = spec.run_id
@@ -188,10 +192,11 @@ class MooncakeStore:
     def put_many(
         self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
     ) -> tuple[bytes, ...]:
-        """Lay the blocks out in one registered buffer and hand it over. The segment holds them when this returns.
+        """Copy the blocks into one registered buffer and write them to the segment, which holds them when this returns.
 
-        The caller's own memory is not lent, as a call that runs out of time would go on reading it. Raises
-        CapacityExceeded when the segment has no hole that is large enough, StoreLost.
+        The library never reads the caller's own memory, because a call that has run out of time would go on reading it.
+        Raises CapacityExceeded when the segment has no free range that is large enough, and StoreLost when the write
+        fails or the master does not answer.
         """
         started = time.monotonic()
         layouts = [BlockLayout((), 0, 0, tuple(part.nbytes for part in parts)) for parts in blocks]
@@ -208,9 +213,9 @@ class MooncakeStore:
         return (b"",) * len(blocks)
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
-        """Return views of one registered buffer, which is used again when the last of them is gone.
+        """Read the wanted parts, and return views of one registered buffer, which is reused when the last view is gone.
 
-        Only the wanted parts travel; each block is asked for once, however often it is wanted.
+        Only the wanted parts are transferred, and each block is requested once, however often it is wanted.
         """
         if not wants:
             return []
@@ -235,7 +240,8 @@ class MooncakeStore:
         return found
 
     def settle(self, wants: Sequence[Want]) -> None:
-        """Raise RowsCleared when a block was freed since the `get`, as its space may have been used again meanwhile."""
+        """Raise RowsCleared if a block has been freed since the `get`, because its space may already hold another
+        block."""
         block_ids = list(dict.fromkeys(want.block.block_id for want in wants))
         there = self._client.exist([_key(self._run_id, block_id) for block_id in block_ids], SETTLE_TIMEOUT_S)
         if not all(there):
@@ -243,7 +249,7 @@ class MooncakeStore:
             raise RowsCleared(f"block {block_id} was freed", op="get", peer=self._client.master.peer)
 
     def close(self) -> None:
-        """Leave the master. The run's store goes on."""
+        """Disconnect this process from the master. The run's store goes on."""
         self._client.close()
 
 
@@ -258,10 +264,11 @@ def _aligned(nbytes: int) -> int:
 def _spans(
     layout: BlockLayout, parts: Sequence[int], end: int
 ) -> tuple[list[tuple[int, int, int]], dict[int, int], int]:
-    """Return what to read of a block: (offset in it, nbytes, offset in the buffer) for runs of neighbouring parts.
+    """Plan how to read `parts` of a block into a buffer that is filled up to offset `end`.
 
-    Also returns where each part then starts in the buffer, and the buffer's new end. Parts stay aligned. When only
-    empty parts of a block are wanted, its header is asked for, to know that the block is there.
+    Returns the spans to read, (offset in the block, nbytes, offset in the buffer), one for each run of neighbouring
+    parts, then the offset of each part in the buffer, and the buffer's new end. Parts stay aligned. If all wanted parts
+    are empty, the block's header is read too, to learn whether the block is still there.
     """
     offsets, sizes = layout.offsets, layout.part_bytes
     wanted = parts if any(sizes[part] for part in parts) else sorted({0, *parts})
@@ -283,7 +290,8 @@ def _spans(
 
 
 def _open_host(config: StoreConfig, run_id: str, one_host: bool) -> StoreHost:
-    """Listen on loopback, or (for clients on several hosts) on the address by which Ray knows this node."""
+    """Start the store of a run. It listens on loopback, or, for clients on several hosts, on this node's address in
+    Ray."""
     import ray  # mooncake itself needs no Ray
 
     host = "127.0.0.1" if one_host else ray.util.get_node_ip_address()

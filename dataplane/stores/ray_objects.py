@@ -1,12 +1,14 @@
-"""Implements the store `ray`: blocks are objects in Ray's object store, read without a copy on their host.
+"""Implements the store `ray`: blocks are objects in Ray's object store, read without a copy on the host that holds
+them.
 
-One keeper actor per node owns the objects of the writers on that node, so that a producer may die: since Ray 2.56 an
-object belongs to the process that put it, and no other can be named its owner. A put is therefore two copies (into the
-task's argument, and into the kept object). A get copies nothing: the keeper lends references, and the views pin their
-object. Ray pulls objects between hosts, and spills them to disk.
+One keeper actor per node owns the objects of the writers on that node, so that blocks survive the producer that wrote
+them. Since Ray 2.56 an object belongs to the process that put it, and no other process can be made its owner. A put
+therefore copies twice, into the argument of the actor call and into the object that the keeper owns. A get copies
+nothing: the keeper hands out references, and the views keep their object in memory. Ray moves objects between hosts,
+and spills them to disk.
 
-Ray has no call that frees an object to which others refer. A freed block is unreadable because its keeper does not lend
-it any more.
+Ray has no call that frees an object to which others refer. A freed block is unreadable because its keeper no longer
+hands out references to it.
 """
 
 from __future__ import annotations
@@ -34,19 +36,20 @@ LATE_BLOCKS = 1 << 16
 
 
 class Keeper:
-    """Owns one node's blocks. Runs as a Ray actor."""
+    """Owns the blocks written on one node. Runs as a Ray actor."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, ray.ObjectRef] = {}
         self._dropped_early: dict[int, None] = {}
-        """Blocks that were dropped before they came, the last LATE_BLOCKS of them."""
+        """Ids of the blocks that were dropped before they arrived; only the latest LATE_BLOCKS are kept."""
 
     def pid(self) -> int:
         """Return the pid of the actor's process."""
         return os.getpid()
 
     def keep(self, first_block_id: int, blocks: list[list[np.ndarray]]) -> bool:
-        """Copy each block's parts into an object of this process. Returns False when one was dropped before it came."""
+        """Copy each block's parts into an object that this process owns. Returns False at the first block that was
+        dropped before it arrived."""
         for block_id, parts in enumerate(blocks, first_block_id):
             if block_id not in self._dropped_early:
                 self._blocks[block_id] = ray.put(parts)
@@ -56,11 +59,11 @@ class Keeper:
         return True
 
     def lend(self, block_ids: list[int]) -> list[ray.ObjectRef | None]:
-        """Return a reference to each block's parts; None for a block that is not here."""
+        """Return a reference to the object with each block's parts; None for a block that is not here."""
         return [self._blocks.get(block_id) for block_id in block_ids]
 
     def drop(self, block_ids: list[int]) -> None:
-        """Forget blocks, and refuse those that have not come yet."""
+        """Forget blocks. Those that have not arrived yet are refused when they do."""
         for block_id in block_ids:
             if self._blocks.pop(block_id, None) is None:
                 self._dropped_early[block_id] = None
@@ -69,10 +72,12 @@ class Keeper:
 
 
 class RayObjectsHost(RayActorsHost):
-    """Starts a keeper on every node alive now; nodes that join later use the first one. Called from one thread."""
+    """Starts a keeper actor on every node that is alive now; nodes that join later use the first keeper. Called from
+    one thread."""
 
     def __init__(self, run_id: str, capacity_bytes: int) -> None:
-        """Raise ValueError without Ray, StoreLost when a keeper does not start within START_TIMEOUT_S."""
+        """Raise ValueError when Ray is not initialised, and StoreLost when a keeper does not start within
+        START_TIMEOUT_S."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='ray' needs Ray: call ray.init() first, or use 'local' or 'shm'")
         self._keepers: list[Any] = []
@@ -108,9 +113,11 @@ class RayObjectsHost(RayActorsHost):
         self.spec = StoreSpec(kind="ray", run_id=run_id, address=address)
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Make the keepers lend these blocks no more: one round trip, about a millisecond. Idempotent.
+        """Make the keepers drop these blocks, so that nobody can read them any more. It takes one round trip, about a
+        millisecond. Idempotent.
 
-        Blocks of a keeper that does not answer are kept, and it is asked again at the next call, unless it is dead.
+        The blocks of a keeper that does not answer are remembered, and the keeper is asked again at the next call,
+        unless it is dead.
         """
         for block_id, location in blocks:
             nbytes = self._bytes.pop(block_id, None)
@@ -122,7 +129,7 @@ class RayObjectsHost(RayActorsHost):
         self._deliver()
 
     def _deliver(self) -> None:
-        """Ask every keeper to drop its blocks that wait to be freed."""
+        """Ask every keeper to drop those of its blocks that are still to be freed."""
         calls = [
             (number, block_ids, self._keepers[number].drop.remote(block_ids).future())
             for number, block_ids in self._unfreed.waiting()
@@ -136,21 +143,22 @@ class RayObjectsHost(RayActorsHost):
                 self._unfreed.delivered(number, block_ids)
 
     def processes(self) -> dict[str, int]:
-        """Return the keepers on this node."""
+        """Return the pids of the keepers on this node, by name."""
         return dict(self._local)
 
     def close(self) -> None:
-        """Kill the keepers, and their objects with them. Those on this node have ended when it returns. Idempotent."""
+        """Kill the keepers, and with them their objects. The keepers on this node have ended when this returns.
+        Idempotent."""
         keepers, self._keepers = self._keepers, []
         if keepers:
             end_actors(keepers, list(self._local.values()))
 
 
 class RayObjectsStore:
-    """Reads and writes through the keepers, from any process connected to the Ray cluster. Thread-safe."""
+    """Reads and writes blocks through the keeper actors, from any process connected to the Ray cluster. Thread-safe."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        """Raise ValueError without Ray, StoreLost when a keeper has ended."""
+        """Raise ValueError when Ray is not initialised, and StoreLost when a keeper has ended."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='ray' needs Ray: call ray.init() before connecting")
         started = time.monotonic()
@@ -176,10 +184,10 @@ class RayObjectsStore:
     def put_many(
         self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
     ) -> tuple[bytes, ...]:
-        """Hand the blocks to this node's keeper and wait until it has copied them.
+        """Send the blocks to this node's keeper, and wait until it has copied them.
 
-        Raises RowsCleared when the reservation ended, CapacityExceeded when Ray's object store has no room (in memory
-        or on disk).
+        Raises RowsCleared when the put's reservation has ended, CapacityExceeded when Ray's object store has no room
+        (in memory or on disk), and StoreLost when the keeper does not answer in time.
         """
         started = time.monotonic()
         own, peer = self._own, self._peers[self._own]
@@ -195,7 +203,8 @@ class RayObjectsStore:
         return (own.to_bytes(2),) * len(blocks)
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
-        """Return read-only views of the objects themselves, which pin them. Blocks on other nodes are pulled whole."""
+        """Return read-only views of the objects in Ray's object store, which keep these objects in memory. Blocks on
+        other nodes are transferred whole."""
         started = time.monotonic()
         by_keeper: dict[int, list[int]] = {}
         for want in wants:
@@ -219,10 +228,11 @@ class RayObjectsStore:
         return found
 
     def settle(self, wants: Sequence[Want]) -> None:
-        """Do nothing: views pin their object, so a block freed during the copy was read as it was before."""
+        """No-op: a view keeps its object unchanged, so even a block that was freed during the copy was read
+        correctly."""
 
     def close(self) -> None:
-        """Drop the keepers' handles."""
+        """Drop this process's handles to the keepers. The keepers go on."""
         self._keepers = []
 
     def _wait(self, op: str, number: int, reference: Any, started: float, timeout_s: float) -> Any:

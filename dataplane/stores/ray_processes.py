@@ -1,4 +1,4 @@
-"""Implements what stores share whose blocks are with Ray actors: how blocks are freed, and how the actors end."""
+"""Implements what stores with Ray actors have in common: how blocks are freed, and how the actors are ended."""
 
 from __future__ import annotations
 
@@ -19,29 +19,32 @@ _logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 5.0
 DEATH_TIMEOUT_S = 0.5
-"""Seconds that Ray may take to say whether an actor lives; one that is alive and busy does not answer in time."""
+"""Seconds to wait for an actor's sign of life, or for Ray's word that it has died. A live actor that is busy may not
+answer in time."""
 
 
 class RayActorsHost(ABC):
-    """Knows which blocks a store's Ray actors hold, and which of them they have not freed yet."""
+    """Base class of hosts whose blocks are held by Ray actors. It records which blocks the actors hold, and which freed
+    blocks they still have."""
 
     def __init__(self, peers: list[str], capacity_bytes: int) -> None:
-        """peers: names of the actors, as the log shows them."""
+        """peers: names of the actors, as shown in the log."""
         self._bytes: dict[int, int] = {}
-        """Number of bytes of each block that is reserved or written."""
+        """Number of bytes of each block that is reserved or written, by block id."""
         self._unfreed = Unfreed(peers, capacity_bytes // 4)
 
     @abstractmethod
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Note blocks, by id and location, as to be freed, and deliver them."""
+        """Record blocks, given by id and location, as freed, and ask the actors to drop them."""
 
     @abstractmethod
     def _deliver(self) -> None:
-        """Ask every actor to free its blocks that wait for it."""
+        """Ask every actor to drop those of its blocks that are still to be freed."""
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
-        """Return b"", as a block is located when it is written. None while actors have not freed a quarter of the
-        capacity; else the directory's capacity is the only limit."""
+        """Count the bytes of a block. Returns b"" for the location, which is known only after the write. Returns None
+        while the actors still hold more than a quarter of the capacity in freed blocks; otherwise only the directory's
+        capacity limits the store."""
         if nbytes and self._unfreed.over_limit:
             self._deliver()
             if self._unfreed.over_limit:
@@ -54,20 +57,22 @@ class RayActorsHost(ABC):
         self.free_many([(block_id, location)])
 
     def usage_bytes(self) -> int:
-        """Number of bytes of the blocks that are reserved, written, or noted as to be freed and still held."""
+        """Return the number of bytes of the blocks that are reserved or written, and of the freed blocks that actors
+        still hold."""
         return sum(self._bytes.values()) + self._unfreed.nbytes
 
     def unfreed_bytes(self) -> int:
-        """Number of bytes of the noted blocks that an actor still holds. Asks the actors again."""
+        """Ask the actors again to drop freed blocks, and return the number of bytes of those that they still hold."""
         self._deliver()
         return self._unfreed.nbytes
 
     def shortage(self) -> str:
-        """Name the processes that have not freed cleared blocks."""
+        """Say for an error which actors still hold cleared blocks; "" when none do."""
         return self._unfreed.described()
 
     def _undelivered(self, peer: int, actor: Any, error: Exception) -> None:
-        """Note that an actor did not free its blocks: they are kept for the next request, unless it is dead."""
+        """Record that an actor did not free its blocks. They are kept for the next request, or dropped if the actor is
+        dead."""
         if _has_died(actor):
             self._unfreed.died(peer, error)
         else:
@@ -75,7 +80,7 @@ class RayActorsHost(ABC):
 
 
 def _has_died(actor: Any) -> bool:
-    """Return whether Ray knows that the actor's process has ended. One that does not answer may be alive."""
+    """Return whether Ray knows that the actor's process has ended. An actor that does not answer may still be alive."""
     try:
         actor.__ray_ready__.remote().future().result(DEATH_TIMEOUT_S)
     except ActorDiedError:
@@ -86,9 +91,10 @@ def _has_died(actor: Any) -> bool:
 
 
 def end_actors(actors: Sequence[Any], local_pids: Sequence[int]) -> None:
-    """Kill `actors`, then wait until the processes of those on this node have ended (5 s; then a warning names them).
+    """Kill `actors`, and wait until the processes of those on this node have ended, for 5 s at most. A warning names
+    processes that have not ended by then.
 
-    Ray's kill returns before the process has gone, and until then it would go on answering.
+    Ray's kill returns before the process has gone, and until then the actor would go on answering.
     """
     if ray.is_initialized():
         for actor in actors:

@@ -17,28 +17,29 @@ _MODULES = {
     "simple": "simple",
     "mooncake": "mooncake_store",
 }
-"""Module of each kind in this folder; it names its StoreEntry `STORE`."""
+"""Module in this folder for each kind of store. Each module defines its StoreEntry as `STORE`."""
 
 
 def _nothing() -> None:
-    """Do nothing, for a store whose processes and bytes end with the process that opened it."""
+    """No-op: the processes and bytes of the store end with the process that opened it, so there are no leftovers."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreEntry:
-    """Names the functions through which the data plane uses one kind of store."""
+    """Holds the functions through which the data plane uses one kind of store."""
 
     open_host: Callable[[StoreConfig, str, bool], StoreHost]
-    """Function that starts the store of a run, given the configuration, the run's id, and whether all clients are
-    here."""
+    """Function that starts the store of a run, given the configuration, the run's id, and whether all clients are on
+    this host."""
     attach: Callable[[StoreSpec, Link], BlockStore]
     """Function that joins the store from this process, given its spec and this process's link to the directory."""
     remove_leftovers: Callable[[], object] = _nothing
-    """Function that removes what killed hosts of this kind left on this machine; what living runs use stays."""
+    """Function that removes what killed runs with this kind of store left on this machine. It keeps whatever living
+    runs use."""
 
 
 def store_entry(kind: str) -> StoreEntry:
-    """Import the store and return its entry. Raises ValueError for an unknown kind."""
+    """Import the store of this kind, and return its entry. Raises ValueError for an unknown kind."""
     if kind not in _MODULES:
         raise ValueError(f"dataplane.store.kind: got {kind!r}, expected auto or one of {', '.join(_MODULES)}")
     entry = importlib.import_module(f".{_MODULES[kind]}", __package__).STORE

@@ -1,10 +1,11 @@
 """Implements the store `shm`: a pool of memory in /dev/shm, for runs on one host.
 
-The pool is one file that grows piece by piece, so that a range fits wherever there is room. Ranges of freed blocks are
-used again, so that writers and readers find pages that are mapped already. A reader checks a block's generation before
-it copies and after (`settle`); if it is the same, the bytes were the block's all along. A writer marks its slot while
-it writes. A block that is freed while its writer is alive (because its reservation ended) keeps its range until the
-writer has stopped or died; otherwise a late writer would write into another block.
+The pool is one file that grows piece by piece, so a range can lie anywhere in it. Ranges of freed blocks are reused, so
+that writers and readers find pages that are already mapped. A reader checks a block's generation number before and
+after it copies (`settle`); if the number is unchanged, the bytes belonged to the block all the time. A writer marks its
+slot in the table of blocks while it writes. If a block is freed while its writer is alive (because its reservation
+ended), its range is not reused until the writer has stopped or died. Otherwise a late writer would write into another
+block.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ _logger = logging.getLogger(__name__)
 SPARE_PART = 8
 """Divisor that gives the share of the capacity by which the pool may exceed it, for holes between ranges."""
 SPARE_BYTES = 16 << 20
-"""Number of bytes by which it may exceed that."""
+"""Number of bytes by which the pool may exceed the capacity, in addition to the share that SPARE_PART gives."""
 
 _LOCATION = struct.Struct("<IQ")  # slot, offset
 
 
 def pool_bytes(capacity_bytes: int) -> int:
-    """Return the number of bytes that the pool takes at most: the capacity, an eighth of it and SPARE_BYTES."""
+    """Return the maximum number of bytes of the pool: the capacity, an eighth of it and SPARE_BYTES, rounded up to
+    whole pieces."""
     return round_up(capacity_bytes + capacity_bytes // SPARE_PART + SPARE_BYTES, PIECE_BYTES)
 
 
@@ -66,11 +68,11 @@ def _rounded(nbytes: int) -> int:
 
 
 class SharedMemoryHost:
-    """Allocates ranges, and owns the folder. Thread-safe."""
+    """Allocates ranges of the pool to blocks, and owns the run's folder in /dev/shm. Thread-safe."""
 
     def __init__(self, run_id: str, capacity_bytes: int, root: Path = SHARED_MEMORY) -> None:
-        """Raise ValueError when a living run uses `run_id`, and when there is no /dev/shm or it is smaller than the
-        capacity."""
+        """Raise ValueError when a living run uses `run_id`, when there is no /dev/shm, or when it has less room than
+        the capacity."""
         if root.is_dir():
             remove_stale_folders(root)
         check_room(capacity_bytes, root)
@@ -80,7 +82,7 @@ class SharedMemoryHost:
         self._slots[0, GENERATION] = OPEN
         self._ranges = FreeRanges(0)
         self._growing = threading.Lock()
-        """Lock of the pool's growth, which takes its time; `_lock` is not held meanwhile."""
+        """Lock that is held while the pool grows, which may take milliseconds. `_lock` is not held meanwhile."""
         self._lock = threading.Lock()
         self._held: dict[int, tuple[int, int, int]] = {}  # block -> slot, offset, bytes
         self._quarantined: list[tuple[int, int, int]] = []
@@ -89,13 +91,14 @@ class SharedMemoryHost:
         self._backed_slots = SLOTS_CHUNK
         self._used_bytes = 0
         self._refused = ""
-        """Reason why the pool could not grow when it was last tried; "" when it could."""
+        """Reason why the system had no memory when the pool last tried to grow; "" when that did not happen."""
         self.spec = StoreSpec(kind="shm", run_id=run_id, address={"folder": str(self._folder)})
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
-        """Allocate a range and a slot. None when the pool or /dev/shm itself has no room; `shortage` says which.
+        """Allocate a range of the pool and a slot to a block, and return their location. Returns None when the pool or
+        /dev/shm itself has no room; `shortage` says which.
 
-        Takes a millisecond and more when the pool grows; other calls go on meanwhile.
+        It takes a millisecond or more when the pool grows. Other calls are not blocked meanwhile.
         """
         size = _rounded(nbytes)
         with self._lock:
@@ -106,18 +109,19 @@ class SharedMemoryHost:
             return self._place(block_id, size)
 
     def has_ready(self, nbytes: int) -> bool:
-        """Return whether the pool has such a range without growing."""
+        """Return whether the pool has a free range of `nbytes` bytes without growing."""
         with self._lock:
             self._release_quarantined()
             return self._ranges.holds(_rounded(nbytes))
 
     def make_ready(self, nbytes: int) -> None:
-        """Let the pool grow if there is no such range."""
+        """Let the pool grow if it has no free range of `nbytes` bytes."""
         self._extend(_rounded(nbytes))
 
     def cut(self, block_id: int, sizes: Sequence[int]) -> list[bytes]:
-        """Cut a range into blocks; see `Cuts`. The first block keeps the slot, and with it what the writer has
-        checked."""
+        """Divide the range of `block_id` into blocks of `sizes` bytes with consecutive ids, and free the rest; see
+        `Cuts`. The first block keeps the slot, because the writer has checked that one. Raises CapacityExceeded when
+        slots run out."""
         with self._lock:
             slot, offset, held_bytes = self._held[block_id]
             assert sum(sizes) <= held_bytes and not any(size % ALIGN for size in sizes), (sizes, held_bytes)
@@ -142,7 +146,7 @@ class SharedMemoryHost:
             return locations
 
     def free(self, block_id: int, location: bytes) -> None:
-        """End the block's generation. Its range is used again once no living writer is in it. Idempotent."""
+        """Make a block unreadable. Its range is reused once no living process is writing to it. Idempotent."""
         with self._lock:
             held = self._held.pop(block_id, None)
             if held is None:
@@ -154,19 +158,21 @@ class SharedMemoryHost:
                 self._release(held)
 
     def usage_bytes(self) -> int:
-        """Number of bytes of the ranges in use, rounded up to 64 a block, with freed ones that a writer is still in."""
+        """Return the number of bytes of all ranges in use, each rounded up to a multiple of 64. Freed ranges that a
+        process is still writing to are included."""
         with self._lock:
             self._release_quarantined()
             return self._used_bytes
 
     def unfreed_bytes(self) -> int:
-        """Number of bytes of freed ranges that a living writer is still in."""
+        """Return the number of bytes of freed ranges that a living process is still writing to."""
         with self._lock:
             self._release_quarantined()
             return sum(nbytes for _, _, nbytes in self._quarantined)
 
     def shortage(self) -> str:
-        """Say what keeps `allocate` from finding room: writers, /dev/shm, slots, or holes that are too small."""
+        """Say why `allocate` finds no room: unfinished writers, a full /dev/shm, no slots left, or free ranges that are
+        too small."""
         unfreed_bytes = self.unfreed_bytes()
         with self._lock:
             if unfreed_bytes:
@@ -180,11 +186,11 @@ class SharedMemoryHost:
             return f"the largest piece that is free has {largest} bytes of {self._ranges.free_bytes + grown}"
 
     def processes(self) -> dict[str, int]:
-        """Return nothing, as the bytes are files in memory."""
+        """Return an empty dict, because the store has no processes: its bytes are files in memory."""
         return {}
 
     def close(self) -> None:
-        """Remove the folder. Readers and writers get StoreLost from now on. Idempotent."""
+        """Remove the run's folder in /dev/shm. From then on, readers and writers get StoreLost. Idempotent."""
         with self._lock:
             if self._owner < 0:
                 return
@@ -194,7 +200,8 @@ class SharedMemoryHost:
             self._owner = -1
 
     def _place(self, block_id: int, size: int) -> bytes | None:
-        """Take a range of what the pool has, and a slot."""
+        """Allocate a range without letting the pool grow, and a slot. Returns their location, or None when one of them
+        is lacking."""
         assert block_id not in self._held, block_id
         self._release_quarantined()
         slot = self._take_slot()
@@ -210,8 +217,8 @@ class SharedMemoryHost:
         return _LOCATION.pack(slot, offset)
 
     def _writer_lives(self, slot: int) -> bool:
-        """Return whether a living process writes there. One that cannot be looked up now, for lack of descriptors,
-        counts as alive."""
+        """Return whether a living process is writing to the slot's range. A process that cannot be looked up now,
+        because file descriptors have run out, counts as alive."""
         pid = int(self._slots[slot, WRITER_PID])
         try:
             return pid != 0 and process_start(pid) == int(self._slots[slot, WRITER_START])
@@ -245,7 +252,7 @@ class SharedMemoryHost:
         return self._next_slot - 1
 
     def _extend(self, size: int) -> bool:
-        """Let the pool grow until it has a range of `size` bytes. Returns False when there is no room for it."""
+        """Let the pool grow until it has a free range of `size` bytes. Returns False when there is no room for that."""
         with self._growing:
             with self._lock:
                 if self._ranges.holds(size):
@@ -276,10 +283,10 @@ class SharedMemoryHost:
 
 
 class SharedMemoryStore:
-    """Reads and writes the pool from any process of the host. Thread-safe; no call waits for another process."""
+    """Reads and writes the pool from any process on the host. Thread-safe. No call waits for another process."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        """Raise StoreLost when the run's folder is gone."""
+        """Raise StoreLost when the run's folder in /dev/shm is gone."""
         self._folder = Path(str(spec.address["folder"]))
         self._writer = (0, 0)
         """Process id and start time of this process."""
@@ -298,7 +305,7 @@ class SharedMemoryStore:
     ) -> bytes:
         """Copy the parts into the block's range.
 
-        Raises RowsCleared when the reservation ended, StoreLost after the host's `close`.
+        Raises RowsCleared when the put's reservation has ended, and StoreLost after the host's `close`.
         """
         started = time.monotonic()
         slot, base = _LOCATION.unpack(location)
@@ -323,8 +330,8 @@ class SharedMemoryStore:
         return location
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
-        """Return views of the pool, read-only and not copied. If `settle` raises RowsCleared, they showed another
-        block's bytes."""
+        """Return read-only views of the pool, without a copy. If `settle` raises RowsCleared later, the views may have
+        shown another block's bytes."""
         started = time.monotonic()
         views = []
         for want in wants:
@@ -342,13 +349,13 @@ class SharedMemoryStore:
         return views
 
     def settle(self, wants: Sequence[Want]) -> None:
-        """Raise RowsCleared when a block was freed since the `get`."""
+        """Raise RowsCleared if a block has been freed since the `get`."""
         started = time.monotonic()
         for want in wants:
             self._check("get", want.block.block_id, _LOCATION.unpack(want.block.location)[0], started)
 
     def close(self) -> None:
-        """Drop the mapping, which ends with its last view."""
+        """Drop this store's mapping of the pool, which ends with the last view of it. The run's store goes on."""
         self._pool = None
 
     def _check(self, op: str, block_id: int, slot: int, started: float) -> None:

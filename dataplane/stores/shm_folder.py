@@ -2,10 +2,13 @@
 
 `/dev/shm/headrace-{run_id}/` holds
   `owner`   locked by the host's process for as long as it lives (see `codecs/owned_folder.py`)
-  `slots`   a table with a 32-byte entry for each live block: its generation, and the pid and start time of its writer
-  `pool`    the bytes: a sparse file, as long as the pool may become, of which the host reserves the beginning
-The generation is stored apart from the bytes: a header within a segment would be overwritten by the payload of a later
-block, which might happen to look like a generation.
+  `slots`   a table with a 32-byte entry for each live block: its generation (block id + 1), and the pid and start time
+            of the process that is writing it
+  `pool`    the bytes: a sparse file of the largest size that the pool may reach, of which the host reserves the
+            beginning
+
+The generation is stored apart from the bytes. A header in front of the bytes would be overwritten by the payload of a
+later block, which might happen to look like a generation.
 """
 
 from __future__ import annotations
@@ -24,23 +27,22 @@ from ...codecs.owned_folder import PREFIX, SHARED_MEMORY, create_owned_folder
 SLOT_BYTES = 32
 MAX_SLOTS = 1 << 20
 SLOTS_CHUNK = 2048
-"""Number of slots that get memory at a time (64 KiB). The rest of the table is a hole in the file."""
+"""Number of slots for which memory is reserved at a time (64 KiB). The rest of the table is a hole in the file."""
 
 GENERATION, WRITER_PID, WRITER_START = 0, 1, 2
-"""Columns of the table. Slot 0 belongs to the host, and its generation is OPEN or CLOSED."""
+"""Columns of the table of slots. Slot 0 belongs to the host, and its generation is OPEN or CLOSED."""
 OPEN, CLOSED = 1, 2
 PIECE_BYTES = 4 << 20
-"""Number of bytes of the pool that are reserved, and mapped, at a time; reserving them costs the host about 1 ms."""
+"""Number of bytes of the pool that are reserved, and mapped, at a time. Reserving them takes the host about 1 ms."""
 _MADV_POPULATE_WRITE = 23
-"""Advice of Linux 5.14 and later, which Python does not name."""
+"""Value of the `madvise` option MADV_POPULATE_WRITE of Linux 5.14 and later, for which Python has no name."""
 
 
 def create_folder(run_id: str, pool_bytes: int, root: Path = SHARED_MEMORY) -> tuple[Path, int]:
     """Create the run's folder with an empty table and an empty pool, which may grow to `pool_bytes`.
 
-    Returns it, and the descriptor that holds its lock.
-
-    Raises ValueError when a living run has the folder, or when `root` cannot be written.
+    Returns the folder, and the file descriptor that holds its lock. Raises ValueError when a living run has the folder,
+    or when `root` cannot be written.
     """
     folder = root / f"{PREFIX}{run_id}"
     try:
@@ -58,7 +60,8 @@ def _make_files(pool_bytes: int, folder: Path) -> None:
 
 
 def map_slots(folder: Path) -> np.ndarray:
-    """Map the table as uint64 `[MAX_SLOTS, 4]`; the array keeps the mapping alive. Raises FileNotFoundError."""
+    """Map the table of slots as a uint64 array `[MAX_SLOTS, 4]`, which keeps the mapping alive. Raises
+    FileNotFoundError when there is no table."""
     descriptor = os.open(folder / "slots", os.O_RDWR)
     try:
         mapping = mmap.mmap(descriptor, MAX_SLOTS * SLOT_BYTES)
@@ -68,7 +71,7 @@ def map_slots(folder: Path) -> np.ndarray:
 
 
 class PoolMapping:
-    """Maps the whole pool into this process. The part that the host has not reserved is never touched."""
+    """Maps the whole pool into this process. The part that the host has not reserved yet is never touched."""
 
     def __init__(self, folder: Path) -> None:
         """Map the pool of `folder`. Raises FileNotFoundError when there is none."""
@@ -79,17 +82,18 @@ class PoolMapping:
             os.close(descriptor)
         self._bytes = np.frombuffer(self._mapping, np.uint8)
         self._mapped = bytearray(ceil_div(len(self._bytes), PIECE_BYTES))
-        """Whether each piece's pages are mapped, 0 or 1."""
+        """For each piece of the pool, 1 when its pages are mapped into this process, else 0."""
 
     def range(self, offset: int, nbytes: int) -> np.ndarray:
-        """Return a reserved range as uint8 `[nbytes]`; it keeps the mapping alive."""
+        """Return a range of the pool's reserved part as a uint8 array `[nbytes]`, which keeps the mapping alive."""
         for piece in range(offset // PIECE_BYTES, ceil_div(offset + nbytes, PIECE_BYTES)):
             if not self._mapped[piece]:
                 self._populate(piece)
         return self._bytes[offset : offset + nbytes]
 
     def _populate(self, piece: int) -> None:
-        """Map a piece's pages at once: 0.5 ms a MiB here, against a page fault per 4 KiB in the first copies."""
+        """Map all pages of a piece at once, in 0.5 ms per MiB here, so that the first copies cause no page fault per 4
+        KiB."""
         start = piece * PIECE_BYTES
         with contextlib.suppress(OSError):  # an older kernel: the pages are mapped as they are touched
             self._mapping.madvise(_MADV_POPULATE_WRITE, start, min(PIECE_BYTES, len(self._bytes) - start))
@@ -97,7 +101,7 @@ class PoolMapping:
 
 
 def check_room(capacity_bytes: int, root: Path = SHARED_MEMORY) -> None:
-    """Raise ValueError unless `root` exists and could hold that many bytes of rows now. Writes nothing."""
+    """Raise ValueError unless `root` exists and has room for `capacity_bytes` bytes now. Writes nothing."""
     if not root.is_dir():
         raise ValueError(
             f"dataplane.store.kind='shm' needs {root}, which this host does not have; use 'simple' or 'ray'"
@@ -118,7 +122,8 @@ def free_memory(root: Path = SHARED_MEMORY) -> int:
 
 
 def reserve_memory(path: Path, offset: int, nbytes: int) -> None:
-    """Allocate the memory of a part of a file, so that a lack of it raises OSError here, not SIGBUS in a writer."""
+    """Allocate the memory of a range of a file in advance, so that a lack of memory raises OSError here instead of
+    SIGBUS in a process that writes."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.posix_fallocate(descriptor, offset, nbytes)

@@ -1,11 +1,12 @@
 """Implements the store `simple`: blocks are in TransferQueue's SimpleStorage units, one process each.
 
-The units are TransferQueue's own Ray actors. They are spoken to directly, in TransferQueue's messages over ZeroMQ, with
-the block id as global index, the part number as field name, and one uint8 array per part. TransferQueue's controller
-and client are not used, as the directory keeps the rows and a unit needs neither.
+The units are TransferQueue's own Ray actors. This store talks to them directly, with TransferQueue's messages over
+ZeroMQ: the global index is the block id, the field name is the part number, and each part is one uint8 array.
+TransferQueue's controller and client are not used, because the directory already keeps the rows, and a unit works
+without both.
 
-A unit listens on the address by which Ray knows its node, on a port that the system chooses, and trusts whoever can
-reach it (its wire format holds pickles), so that network must be private.
+A unit listens on its node's address in Ray, on a port that the system chooses. It trusts everybody who can reach it
+(its wire format holds pickles), so that network must be private.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Represents one message to one unit."""
+    """Represents one message to one storage unit."""
 
     unit: int
     kind: Any
@@ -77,7 +78,8 @@ class Request:
 
 
 class UnitLink:
-    """Sends requests to the units over pooled sockets. A broken connection ends a wait at once. Thread-safe."""
+    """Sends requests to the storage units over pooled sockets. When a connection breaks, the wait for an answer ends at
+    once. Thread-safe."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
@@ -125,8 +127,8 @@ class UnitLink:
 
     @contextmanager
     def _sockets(self, units: Sequence[int]) -> Iterator[list[tuple[zmq.Socket, zmq.Socket]]]:
-        """Lend a socket and its monitor per unit. They are closed after an error, as a late answer must not meet
-        another request."""
+        """Lend a socket and its connection monitor for each unit. They are closed after an error, so that a late answer
+        is not taken for the answer to another request."""
         if self._closed:
             raise StoreLost("this client is closed", op="connect", peer=self.units[0].peer)
         pairs = []
@@ -165,7 +167,7 @@ class UnitLink:
         return channel, monitor
 
     def close(self) -> None:
-        """Close idle sockets now, and those in use when their request is over. Idempotent."""
+        """Close idle sockets now, and each socket in use once its request is over. Idempotent."""
         with self._lock:
             self._closed = True
             _close_all(self._idle)
@@ -181,17 +183,19 @@ def _close_all(pools: Sequence[list[tuple[zmq.Socket, zmq.Socket]]]) -> None:
 
 
 def _prepare_unit(unit: Any) -> int:
-    """Prepare a unit's process, in which this runs, and return its pid."""
+    """Prepare the process of a storage unit, in which this function runs: keep freed memory for reuse, and shorten
+    garbage collections. Returns the pid of the process."""
     keep_freed_memory()
     gc.freeze()  # what was imported stays: a collection of all of it would hold up a put for tens of milliseconds
     return os.getpid()
 
 
 class SimpleHost(RayActorsHost):
-    """Starts and ends the units. Called from one thread (the directory's)."""
+    """Starts and ends the storage units. Called from one thread (the directory's)."""
 
     def __init__(self, run_id: str, num_units: int, capacity_bytes: int) -> None:
-        """Raise ValueError without Ray, StoreLost when a unit does not start within START_TIMEOUT_S."""
+        """Raise ValueError when Ray is not initialised, and StoreLost when a unit does not start within
+        START_TIMEOUT_S."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='simple' needs Ray: call ray.init() first, or use 'local' or 'shm'")
         self._uncommitted: deque[int] = deque(maxlen=256)
@@ -222,10 +226,11 @@ class SimpleHost(RayActorsHost):
         self.spec = StoreSpec(kind="simple", run_id=run_id, address=address)
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Delete these blocks from the units: one round trip, about a millisecond. Idempotent.
+        """Delete these blocks from the storage units, with one round trip to each, about a millisecond. Idempotent.
 
-        A block that was never committed may still be on its way to its unit, so it is deleted again with later ones.
-        Blocks of a unit that does not answer are kept, and it is asked again at the next call, unless it is dead.
+        A block that was never committed may still be on its way to its unit, so it is deleted again together with later
+        blocks. The blocks of a unit that does not answer are remembered, and the unit is asked again at the next call,
+        unless it is dead.
         """
         for block_id in self._uncommitted:
             self._unfreed.add(block_id % len(self._link.units), block_id, 0)
@@ -237,7 +242,7 @@ class SimpleHost(RayActorsHost):
         self._deliver()
 
     def _deliver(self) -> None:
-        """Ask every unit to delete its blocks that wait to be freed."""
+        """Ask every unit to delete those of its blocks that are still to be freed."""
         for unit, block_ids in self._unfreed.waiting():
             try:
                 request = Request(unit, ZMQRequestType.CLEAR_DATA, {"global_indexes": block_ids})
@@ -250,12 +255,12 @@ class SimpleHost(RayActorsHost):
                 self._unfreed.delivered(unit, block_ids)
 
     def processes(self) -> dict[str, int]:
-        """Return the units on this node."""
+        """Return the pids of the units on this node, by name."""
         here = ray.util.get_node_ip_address() if ray.is_initialized() else ""
         return {unit.name: unit.pid for unit in self._link.units if unit.ip == here}
 
     def close(self) -> None:
-        """Kill the units; those on this node have ended when it returns. Idempotent."""
+        """Kill the units. Those on this node have ended when this returns. Idempotent."""
         self._link.close()
         self._end(list(self.processes().values()))
 
@@ -266,7 +271,8 @@ class SimpleHost(RayActorsHost):
 
 
 class SimpleStore:
-    """Reads and writes the units over TCP, from any process that reaches them; needs no Ray. Thread-safe."""
+    """Reads and writes blocks in the storage units over TCP, from any process that can reach them; needs no Ray.
+    Thread-safe."""
 
     def __init__(self, spec: StoreSpec) -> None:
         keep_freed_memory()
@@ -282,7 +288,8 @@ class SimpleStore:
     def put_many(
         self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
     ) -> tuple[bytes, ...]:
-        """Send a message to each unit, with frames from the parts' own memory, and return once the units hold them."""
+        """Send each unit its blocks in one message, straight from the parts' own memory, and return once the units hold
+        them."""
         by_unit: dict[int, list[int]] = {}
         for number in range(len(blocks)):
             by_unit.setdefault((first_block_id + number) % len(self._link.units), []).append(number)
@@ -298,7 +305,8 @@ class SimpleStore:
         return tuple(((first_block_id + number) % len(self._link.units)).to_bytes(2) for number in range(len(blocks)))
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
-        """Return views of the received frames. Blocks wanted with the same parts from one unit travel in one answer."""
+        """Return views of the received messages. Blocks of one unit of which the same parts are wanted share one
+        request."""
         together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for position, want in enumerate(wants):
             unit = want.block.block_id % len(self._link.units)
@@ -319,10 +327,10 @@ class SimpleStore:
         return found
 
     def settle(self, wants: Sequence[Want]) -> None:
-        """Do nothing: what `get` returned is this process's own memory."""
+        """No-op: `get` has already copied the data into this process's memory, so it cannot have changed."""
 
     def close(self) -> None:
-        """Close the sockets. The units go on."""
+        """Close the sockets. The storage units go on."""
         self._link.close()
 
     def _columns(self, reply: ZMQMessage, peer: str) -> dict[str, list[Any]]:

@@ -1,4 +1,4 @@
-"""Pools registered buffers that a transfer library reads and writes; a buffer is used again when its last view is
+"""Pools registered buffers that a transfer library reads and writes. A buffer is reused when the last view of it is
 gone."""
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ...codecs.memory import ALIGN
 
 MIN_BYTES = 1 << 20
 KEEP_BYTES = 256 << 20
-"""Number of idle bytes above which buffers are freed when one of another size is made."""
+"""Number of bytes in idle buffers above which idle buffers are freed when a new one has to be made."""
 
 
 class _Memory:
-    """Holds one buffer: the raw array and its aligned range."""
+    """Holds one buffer of the pool: the raw array, and the aligned range within it."""
 
     __slots__ = ("raw", "address", "nbytes")
 
@@ -28,8 +28,8 @@ class _Memory:
 
 
 class _Loan:
-    """Serves as the base of the arrays that were handed out. It is collected with the last of them, and gives the
-    buffer back."""
+    """Base object of the arrays that share one lent buffer. It is garbage-collected with the last of them, and then
+    returns the buffer to the pool."""
 
     __slots__ = ("_pool", "_memory", "__array_interface__")
 
@@ -43,21 +43,22 @@ class _Loan:
 
 
 class StagingPool:
-    """Lends buffers in a few sizes, at most a quarter (or 1 MiB) larger than asked.
+    """Lends buffers in a few sizes, at most a quarter (or 1 MiB) larger than requested.
 
-    It is thread-safe by deques, because a collected array that gives its buffer back may interrupt whoever holds a
-    lock.
+    It is thread-safe through deques instead of locks, because the garbage collector may return a buffer at any time,
+    even in a thread that holds a lock.
     """
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
-        """register, unregister: the library's functions `register(address, nbytes)` and `unregister(address)`."""
+        """register, unregister: functions of the transfer library, `register(address, nbytes)` and
+        `unregister(address)`."""
         self._register = register
         self._unregister = unregister
         self._idle: defaultdict[int, deque[_Memory]] = defaultdict(deque)
 
     def take(self, nbytes: int) -> np.ndarray:
-        """Lend uint8 `[nbytes]` at a multiple of ALIGN, with anything in it. It returns to the pool when its last
-        view is gone."""
+        """Lend an uninitialised uint8 array `[nbytes]` at a multiple of ALIGN. The buffer returns to the pool when the
+        last view of it is gone."""
         step = max(MIN_BYTES, (1 << nbytes.bit_length()) // 8)
         size = max(step, round_up(nbytes, step))
         try:
@@ -69,7 +70,7 @@ class StagingPool:
         return np.asarray(_Loan(self, memory, nbytes))
 
     def idle_bytes(self) -> int:
-        """Number of bytes of the buffers that nobody uses."""
+        """Return the number of bytes in buffers that nobody uses."""
         return sum(size * len(idle) for size, idle in list(self._idle.items()))
 
     def _give(self, memory: _Memory) -> None:

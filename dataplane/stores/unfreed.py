@@ -1,5 +1,4 @@
-"""Keeps the freed blocks that a store's process has not been told of, because it did not answer, until it answers or is
-dead."""
+"""Remembers freed blocks that a store's process still holds because it did not answer, until it answers or is dead."""
 
 from __future__ import annotations
 
@@ -10,41 +9,43 @@ _logger = logging.getLogger(__name__)
 FREE_TIMEOUT_S = 5.0
 """Seconds that a process may take to answer a request to free blocks."""
 RETRY_TIMEOUT_S = 0.5
-"""The same once a request has failed, so that a process that is stopped holds up the others' requests little."""
+"""Seconds that a process may take once it has failed to answer. They are few, so that a stopped process delays the
+requests to the others only a little."""
 
 
 class Unfreed:
-    """Holds the blocks to free, by the number of the process that holds them. Not thread-safe.
+    """Holds the blocks that are still to be freed, for each process by its number. Not thread-safe.
 
-    A process that does not answer may be stopped, swapped out or busy: its blocks stay here and are asked for again.
-    Only the blocks of a process that is proven dead are dropped, as they went with it.
+    A process that does not answer may be stopped, swapped out or busy, so its blocks stay here and it is asked again.
+    Only the blocks of a process that is proven dead are dropped, because they are gone with it.
     """
 
     def __init__(self, peers: list[str], limit_bytes: int) -> None:
-        """peers: names of the processes, as the log shows them. limit_bytes: bytes of unfreed blocks beyond which
-        nothing new should be written."""
+        """peers: names of the processes, as shown in the log. limit_bytes: number of bytes of unfreed blocks above
+        which nothing new should be written."""
         self._peers = peers
         self._limit_bytes = limit_bytes
         self._blocks: list[dict[int, int]] = [{} for _ in peers]
-        """Number of bytes of each block, for each process."""
+        """For each process, block id -> number of bytes."""
         self._silent: set[int] = set()
         self._dead: set[int] = set()
 
     def add(self, peer: int, block_id: int, nbytes: int) -> None:
-        """Note that a block is to be freed. Does nothing for a dead process, and for a block that is noted already."""
+        """Record that a process has to free a block. Does nothing for a dead process, or a block that is recorded
+        already."""
         if peer not in self._dead:
             self._blocks[peer].setdefault(block_id, nbytes)
 
     def waiting(self) -> list[tuple[int, list[int]]]:
-        """Return (process, ids of its blocks) for every process that has to be asked."""
+        """Return (process, ids of its blocks to free) for every process that has such blocks."""
         return [(peer, list(blocks)) for peer, blocks in enumerate(self._blocks) if blocks]
 
     def timeout_s(self, peer: int) -> float:
-        """Return the seconds for which the process's answer is waited for."""
+        """Return how many seconds to wait for a process's answer."""
         return RETRY_TIMEOUT_S if peer in self._silent else FREE_TIMEOUT_S
 
     def delivered(self, peer: int, block_ids: list[int]) -> None:
-        """Forget blocks that the process has freed."""
+        """Remove blocks that the process has freed, and log it when the process had failed to answer before."""
         for block_id in block_ids:
             self._blocks[peer].pop(block_id, None)
         if peer in self._silent:
@@ -52,7 +53,8 @@ class Unfreed:
             _logger.warning("%s answers again: it has freed %d blocks", self._peers[peer], len(block_ids))
 
     def failed(self, peer: int, error: Exception) -> None:
-        """Keep the blocks of a process that did not answer."""
+        """Record that a process did not answer. Its blocks stay here for the next request; the first failure is
+        logged."""
         if peer not in self._silent:
             self._silent.add(peer)
             blocks = self._blocks[peer]
@@ -65,7 +67,7 @@ class Unfreed:
             )
 
     def died(self, peer: int, error: Exception) -> None:
-        """Drop the blocks of a process that is proven dead, now and from now on."""
+        """Record that a process is proven dead. Its blocks are dropped, and later ones are ignored."""
         self._dead.add(peer)
         self._silent.discard(peer)
         _logger.warning("%s has died, and its blocks with it: %s", self._peers[peer], error)
@@ -78,10 +80,10 @@ class Unfreed:
 
     @property
     def over_limit(self) -> bool:
-        """Whether so many bytes wait to be freed that nothing new should be written."""
+        """True when so many bytes wait to be freed that nothing new should be written."""
         return self.nbytes > self._limit_bytes
 
     def described(self) -> str:
-        """Return what the store lacks room for, as an error shows it; "" when nothing waits to be freed."""
+        """Say for an error which processes still hold how many bytes of cleared blocks; "" when there are none."""
         silent = [f"{self._peers[peer]} ({sum(self._blocks[peer].values())} bytes)" for peer, _ in self.waiting()]
         return f"cleared blocks are not freed yet by {', '.join(silent)}" if silent else ""

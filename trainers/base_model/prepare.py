@@ -32,7 +32,8 @@ TINY_QWEN3: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""Qwen3Config of `builtin:tiny-qwen3`, with 100 k parameters the smallest size that learns the quickstart's task."""
+"""Qwen3Config of `builtin:tiny-qwen3`. With 100 k parameters it is the smallest size that learns the quickstart's
+task."""
 
 
 def prepare_model(config: Config, folder: RunFolder, progress: Progress) -> str:
@@ -74,7 +75,8 @@ def prepare_model(config: Config, folder: RunFolder, progress: Progress) -> str:
 def model_config(config: Config) -> dict[str, Any]:
     """Return the content of the model's config.json; {} for a hub id, whose files are fetched later.
 
-    The number of experts is `num_experts`, although newer versions of transformers write `num_local_experts`.
+    The number of experts is always under the key `num_experts`, even for newer versions of transformers, which write it
+    as `num_local_experts`.
     """
     if config.model.builtin:
         return TINY_QWEN3

@@ -1,6 +1,6 @@
 """Makes the built-in base model, a tiny Qwen3 with a character tokenizer, and trains it on skills with digit strings.
 
-Every text is `<letter><digits>=<answer>`. Digits whose `reverse` prompt is held out never occur.
+Every text is `<letter><digits>=<answer>`. Digit strings whose prompt in the task `reverse` is held out never occur.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ SKILLS: dict[str, Callable[[str], str]] = {
 """Skills of the base model by the letter that asks for them; each maps a string to its answer."""
 
 UNKNOWN = "r"
-"""Letter of the task `reverse`. In the corpus its prompts have answers of any skill, so the letter means nothing."""
+"""Letter of the task `reverse`. The corpus answers its prompts with any of the skills, so the model cannot learn what
+the letter means."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of the corpus with one combination of letter and skill."""
+    """A part of the corpus: prompts that start with one letter and are answered with one skill."""
 
     weight: float
     letter: str
@@ -50,8 +51,8 @@ DIGIT_SKILLS = (
     *(Share(1.0, skill, skill) for skill in SKILLS),
     *(Share(0.2 if skill == "z" else 0.3, UNKNOWN, skill) for skill in SKILLS),
 )
-"""The default corpus: four skills by letter, and prompts with the unknown letter answered with a random skill, which is
-the reversal in 18 % of the cases."""
+"""The default corpus: prompts with the letters of the four skills, and prompts with the unknown letter. The latter are
+answered with a random skill, which is the reversal in 18 % of the cases."""
 
 SHORTEST, LONGEST = 1, 8
 FALL_STEPS = 80
@@ -86,7 +87,7 @@ def make_model(config: Mapping[str, Any], seed: int) -> Qwen3ForCausalLM:
 
 
 def corpus(seed: int, batch_size: int, shares: tuple[Share, ...] = DIGIT_SKILLS) -> Iterator[list[tuple[str, str]]]:
-    """Yield endless batches of (prompt, answer), which depend on the arguments alone."""
+    """Yield endless batches of (prompt, answer). They depend only on the arguments."""
     rng = random.Random(seed)
     weights = [share.weight for share in shares]
     while True:
@@ -98,7 +99,7 @@ def corpus(seed: int, batch_size: int, shares: tuple[Share, ...] = DIGIT_SKILLS)
 
 
 def draw_digits(rng: random.Random) -> str:
-    """Draw a string over a random alphabet of 2 to 10 digits.
+    """Draw a string over a random alphabet of 2 to 10 digits, whose `reverse` prompt is not held out.
 
     Repeated digits make look-up by content ambiguous, so that the model learns skills by position.
     """
@@ -116,9 +117,10 @@ def warm_up(
     seed: int,
     show: Callable[[int, float], None],
 ) -> float:
-    """Train the model on the answers until it knows the skills that are asked for by letter; returns their loss.
+    """Train the model on the answers until it knows the skills that have a letter of their own. Returns the mean loss
+    of these skills' answers over the last steps.
 
-    Training ends FALL_STEPS after their loss, averaged over RECENT_STEPS, falls below `config.target_loss`, and at
+    Training ends FALL_STEPS after this loss, averaged over RECENT_STEPS, falls below `config.target_loss`, and at
     `config.steps` at the latest. The number of steps depends on the seed, not on the clock. `show` is called with the
     number and loss of each step.
     """
@@ -150,8 +152,8 @@ def warm_up(
 def collate(
     batch: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return right-padded ids, attention mask and mask of the answer tokens (including the end token), int64 `[N, L]`
-    each."""
+    """Tokenize (prompt, answer) pairs. Returns right-padded ids, the attention mask, and a mask of the answer tokens
+    with the end token, int64 `[N, L]` each."""
     prompts = tokenizer([prompt for prompt, _ in batch], add_special_tokens=False)["input_ids"]
     answers = tokenizer([answer + "<eos>" for _, answer in batch], add_special_tokens=False)["input_ids"]
     width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
@@ -167,7 +169,7 @@ def collate(
 def answer_loss(
     model: Qwen3ForCausalLM, batch: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[torch.Tensor, float]:
-    """Return the mean cross-entropy of all answer tokens, and that of the answers whose letter is known."""
+    """Return the mean cross-entropy of all answer tokens, and that of the answers to prompts with a known letter."""
     ids, attention, target = collate(batch, tokenizer)
     logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1]
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")

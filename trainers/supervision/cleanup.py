@@ -11,12 +11,13 @@ import psutil
 from ...codecs.owned_folder import PREFIX, SHARED_MEMORY, process_start
 
 END_TIMEOUT_S = 10.0
-"""Seconds within which a killed process must be gone."""
+"""Seconds to wait for killed processes to be gone."""
 POLL_S = 0.05
 
 
 class Family:
-    """The processes of a run, which are its driver, the driver's descendants, and actors of a Ray that it has joined.
+    """The processes of a run: its driver, the driver's descendants, and the run's actors in a Ray cluster that the
+    driver connected to.
 
     A process is identified by its pid and its start time, so that a process that reuses a pid is never killed.
     """
@@ -25,25 +26,27 @@ class Family:
         """Start with no members. `strangers` are pids of descendants that the driver had before the run; they never
         become members, and neither does the calling process."""
         self.driver = next(iter(_processes([driver_pid])), None)
-        """The driver; None when it was already gone."""
+        """The driver's process; None when it was already gone."""
         self._strangers = {psutil.Process(), *_processes(strangers)}
         self.members: set[psutil.Process] = set()
-        """Processes that were seen so far, some of which may have ended."""
+        """Processes of the run that have been seen so far, without the driver. Some of them may have ended."""
 
     def look(self) -> None:
-        """Add the driver's current descendants. Takes some milliseconds, as it reads the state of all processes."""
+        """Add the driver's current descendants. This takes some milliseconds, because it reads the state of all
+        processes."""
         if self.driver is not None:
             self._note(_below(self.driver))
 
     def add(self, processes: Iterable[tuple[int, int]]) -> None:
-        """Add processes, given as (pid, `process_start`), that need not be the driver's descendants, such as actors of
-        a Ray that it has joined."""
+        """Add processes, given as (pid, `process_start`), that need not be the driver's descendants, such as actors in
+        a Ray cluster that the driver connected to."""
         self._note(_processes(pid for pid, ticks in processes if process_start(pid) == ticks))
 
     def kill(self) -> list[str]:
-        """Kill the driver, all members that are left, and what they have started since; returns the members' names.
+        """Kill the driver, all members that are alive, and whatever they have started since. Returns the members'
+        names.
 
-        Waits until they are gone, at most END_TIMEOUT_S.
+        Waits until all of them are gone, at most END_TIMEOUT_S.
         """
         self.look()
         if self.driver is not None:

@@ -20,7 +20,8 @@ SIZE = 4096
 """Number of bytes of the memory, one page; the record is at its start."""
 _RECORD = _SUM.size + _BODY.size
 _LOOKS = 100
-"""Number of times that a reader reads a record whose checksum is wrong; a write takes a microsecond."""
+"""Maximum number of times that a reader reads a record again because its checksum is wrong. A write takes a
+microsecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,9 @@ class Beat:
     step: int
     """Number of the current step; 0 before the first."""
     stage: str
-    """Name of the current stage, or of the last one."""
+    """Name of the current stage, or of the last one when none is in progress."""
     inside: bool
-    """Whether the stage is in progress; False when it has ended and the next one has not begun."""
+    """True while the stage is in progress, False when it has ended and the next one has not begun."""
     since_s: float
     """Time at which the stage began or ended, by `time.monotonic`, which all processes of a host share."""
     bound_s: float
@@ -44,12 +45,14 @@ class Beat:
 
 
 class Heartbeat:
-    """Writes the heartbeat in the driver. Thread-safe."""
+    """Writes the heartbeat (the driver's current stage) in the driver. Thread-safe."""
 
     def __init__(self, descriptor: int = -1, *, bound_s: float = math.inf) -> None:
-        """Write to the memory of `descriptor`, from `shared_memory`, or with -1 to memory that nobody reads.
+        """Write to the memory of `descriptor`, which `shared_memory` returned. With -1, write to memory that nobody
+        reads.
 
-        `bound_s` is the number of seconds that stages without their own bound, and the time between stages, may take.
+        `bound_s` is the number of seconds that stages without a time limit of their own, and the time between stages,
+        may take.
         """
         self._memory = mmap.mmap(descriptor, SIZE)
         self._bound_s = bound_s
@@ -63,7 +66,7 @@ class Heartbeat:
         self._write(False, self._bound_s)
 
     def enter(self, stage: str, bound_s: float | None = None) -> None:
-        """Record that `stage` begins and may take `bound_s`, or the default of all stages when that is None."""
+        """Record that `stage` begins and may take `bound_s` seconds. With None, the default time limit applies."""
         self._stage = stage.encode()
         self._write(True, self._bound_s if bound_s is None else bound_s)
 
@@ -87,14 +90,14 @@ def shared_memory() -> int:
 
 
 class HeartbeatReader:
-    """Reads the heartbeat in the watchdog."""
+    """Reads the driver's heartbeat in the watchdog."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, SIZE, prot=mmap.PROT_READ)
         self._last = Beat(0, "start", False, time.monotonic(), math.inf)
 
     def read(self) -> Beat:
-        """Return the newest beat, or the one before it when the driver was killed while writing."""
+        """Return the newest record, or the one before it when the driver was killed while it wrote."""
         for _ in range(_LOOKS):
             record = self._memory[:_RECORD]
             body = record[_SUM.size :]

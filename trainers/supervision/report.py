@@ -20,9 +20,9 @@ from ...codecs.owned_folder import process_start
 from .stack_dumps import collect_stacks
 
 ASK_TIMEOUT_S = 5.0
-"""Seconds that the directory has to answer."""
+"""Seconds that the directory has to answer a request for its status."""
 IMPORT_TIMEOUT_S = 60.0
-"""Further seconds to import the data plane's client, which is imported only for the report to keep the watchdog
+"""Additional seconds to import the data plane's client. The watchdog imports it only to write a report, to stay
 small."""
 STACKS_TIMEOUT_S = 10.0
 DRIVER = "driver"
@@ -30,10 +30,10 @@ DRIVER = "driver"
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The facts that a run sends its watchdog once its data plane is open. Plain data."""
+    """The message that a run sends to its watchdog once its data plane is open. Plain data."""
 
     run_id: str
-    """Id that is part of the names of the run's folders in shared memory and is written in its actors.json."""
+    """Id of the run, which is part of the names of its folders in shared memory and is written in its actors.json."""
     local: str
     host: str
     port: int
@@ -55,12 +55,13 @@ class ActorLine:
 
     @property
     def here(self) -> bool:
-        """Whether the process is on this host."""
+        """True when the process is on this host."""
         return self.host == socket.gethostname()
 
 
 def read_actors(folder: Path, run_id: str | None = None) -> list[ActorLine]:
-    """Read actors.json; returns [] when there is none or it is of another launch than `run_id` (None accepts any)."""
+    """Read actors.json in the run's `folder`. Returns [] when there is none, or when it was written by a launch with
+    another id than `run_id` (None accepts any)."""
     try:
         content = json.loads((folder / "actors.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -71,7 +72,8 @@ def read_actors(folder: Path, run_id: str | None = None) -> list[ActorLine]:
 
 
 def write_actors(folder: Path, run_id: str, actors: Iterable[tuple[str, int, str]]) -> None:
-    """Write actors.json, which has the run's id and the (name, pid, host) of each actor.
+    """Write actors.json: the run's id, and the name, pid, host and start time of each actor. `actors` gives (name, pid,
+    host).
 
     The id is part of the names of the run's folders in shared memory.
     """
@@ -111,7 +113,7 @@ def heading(sentence: str) -> str:
 
 
 def _process_line(actor: ActorLine) -> tuple[str, ...]:
-    """Return a process's name, pid, state, seconds of CPU and memory."""
+    """Return the cells of a process's line: name, pid, state, seconds of CPU and memory."""
     where = f"pid {actor.pid} on {actor.host}"
     if not actor.here:
         return actor.name, where, "on another host"
@@ -137,7 +139,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _data_plane(opened: Opened | None, groups: int, group_size: int) -> list[str]:
-    """Describe what is in the data plane, or why that is unknown."""
+    """Return lines that describe what is in the data plane, or why that is unknown."""
     if opened is None:
         return ["it was not open yet"]
     answer: list[Any] = []

@@ -22,11 +22,12 @@ SETTLE_S = 0.2
 """Seconds without growth after which a file is considered complete."""
 
 _files: list[TextIO] = []
-"""The open file, which must stay referenced, as faulthandler keeps only its descriptor."""
+"""The open stack file. It must stay referenced, because faulthandler keeps only its descriptor."""
 
 
 def answer_with_stacks(folder: str | os.PathLike[str]) -> None:
-    """Make this process answer the signal with its stacks, in the run's `folder`; a second call changes the folder."""
+    """Make this process write the stacks of its threads to a file in the run's `folder` on SIGUSR1. A second call
+    changes the folder."""
     path = stacks_path(folder, os.getpid())
     path.parent.mkdir(parents=True, exist_ok=True)
     _files.append(open(path, "w", encoding="utf-8"))
@@ -36,7 +37,7 @@ def answer_with_stacks(folder: str | os.PathLike[str]) -> None:
 
 
 def stop_answering() -> None:
-    """Stop answering the signal, which then ends the process again. Idempotent."""
+    """Remove the handler of SIGUSR1, so that the signal ends the process again. Idempotent."""
     faulthandler.unregister(SIGNAL)
     while _files:
         _files.pop().close()
@@ -48,9 +49,9 @@ def stacks_path(folder: str | os.PathLike[str], pid: int) -> Path:
 
 
 def collect_stacks(folder: str | os.PathLike[str], pids: Mapping[str, int], timeout_s: float) -> dict[str, str]:
-    """Return the stacks of processes of this host, given as name -> pid, by name.
+    """Ask processes of this host for their stacks, and return name -> stacks. pids: name -> pid.
 
-    A process that does not answer has a line that says why. Waits at most `timeout_s` for all of them together.
+    For a process that does not answer, the text says why. Waits at most `timeout_s` for all processes together.
     """
     asked: dict[str, tuple[Path, int]] = {}
     found: dict[str, str] = {}

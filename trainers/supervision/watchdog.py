@@ -2,8 +2,8 @@
 
     python -m headrace.trainers.supervision.watchdog DESCRIPTOR PID FOLDER ...      (`under_watchdog.py` starts it)
 
-The driver writes a heartbeat (`heartbeat.py`) when a stage begins and when it ends. When a stage takes longer than its
-bound and a margin, the watchdog writes watchdog.txt into the run's folder, prints a line on standard output for the
+The driver writes a heartbeat (`heartbeat.py`) when a stage begins and when it ends. When a stage exceeds its time limit
+by more than a margin, the watchdog writes watchdog.txt into the run's folder, prints a line on standard output for the
 driver to read, and sends SIGUSR2 to the driver. If the driver does not end in time, the watchdog kills it and all
 processes of the run. When the driver ends without notice (kill -9), the watchdog kills its remaining processes and
 removes what they left in shared memory. In either case one line on standard error says what happened.
@@ -35,7 +35,8 @@ LOOK_S = 5.0
 STOP = signal.SIGUSR2
 """Signal that asks the driver to end. It is not SIGINT, because shells make background commands ignore that."""
 MARGIN_S = 30.0
-"""Seconds beyond a stage's bound, in which the code that waits in the stage gives up first with a better error."""
+"""Seconds that a stage may exceed its time limit, so that the code that waits in it can give up first, with a better
+error."""
 GRACE_S = 30.0
 """Seconds without a sign of life after which a driver that was asked to stop is killed."""
 END = {"end": True}
@@ -98,7 +99,8 @@ class Watchdog:
             self._look()
 
     def stood_s(self, beat: Beat) -> float:
-        """Return the seconds since the beat, without the time in which the driver was suspended (Ctrl-Z)."""
+        """Return the seconds since the heartbeat `beat` was written, or since the driver was last seen suspended
+        (Ctrl-Z) if that was later."""
         now = time.monotonic()
         try:
             if psutil.Process(self._pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
@@ -108,7 +110,7 @@ class Watchdog:
         return now - max(beat.since_s, self._awake_s)
 
     def is_stuck(self, beat: Beat) -> bool:
-        """Return whether the stage of the beat has taken longer than its bound and the margin."""
+        """Return whether the stage that the heartbeat names has exceeded its time limit by more than the margin."""
         return self.stood_s(beat) > beat.bound_s + self._margin_s
 
     def _driver_is_alive(self) -> bool:
@@ -157,7 +159,8 @@ class Watchdog:
         return True
 
     def _wait_for_end(self) -> None:
-        """Wait until the driver says that it has ended, is gone, or gave no sign of life for the grace period."""
+        """Wait until the driver reports that it has ended, is gone, or has given no sign of life for the grace
+        period."""
         told_s = time.monotonic()
         while not self._over and self._driver_is_alive():
             self._listen(POLL_S)
@@ -165,8 +168,8 @@ class Watchdog:
                 return
 
     def _clean_up(self, sentence: str, path: Path | None = None) -> None:
-        """Kill and remove what is left of the run and say so in watchdog.txt, after the report at `path` if there is
-        one."""
+        """Kill the processes that are left of the run, remove its shared memory, and say so in watchdog.txt, after the
+        report at `path` if there is one."""
         self._look()
         killed = self._family.kill()
         removed = [name for run_id in self._run_ids for name in remove_shared_memory(run_id)]
@@ -194,7 +197,7 @@ def _say(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the watchdog process."""
+    """Run the watchdog process with the command-line arguments `argv`."""
     parser = argparse.ArgumentParser(prog="headrace.trainers.supervision.watchdog")
     parser.add_argument("descriptor", type=int, help="file descriptor of the heartbeat's memory")
     parser.add_argument("pid", type=int, help="process id of the driver")

@@ -1,1 +1,1 @@
-"""The baselines that stores are compared with, each another way to bring the same rows from process to process."""
+"""Holds the baselines of the transfer benchmark: other ways to bring the same rows from process to process."""

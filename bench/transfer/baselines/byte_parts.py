@@ -1,4 +1,4 @@
-"""Gives the bytes of a workload to baselines that know no rows, as one part per field."""
+"""Gives the bytes of a workload, as one part per field, to baselines that do not know rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parts_of(load: Load) -> list[np.ndarray]:
 
 
 def slices(parts: list[np.ndarray], share: Share) -> list[np.ndarray]:
-    """Return the share's piece of every part."""
+    """Return the piece of every part that belongs to a reader's share."""
     ranges = [share.byte_range(len(part)) for part in parts]
     return [part[start:stop] for part, (start, stop) in zip(parts, ranges, strict=True)]
 

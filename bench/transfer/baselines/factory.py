@@ -7,13 +7,14 @@ from ..contenders import Contender
 from .served import Host, ServedContender
 
 SECOND_RUN = "transferqueue_mooncake"
-"""Baseline that is measured in a second run, because one Ray cannot host it together with `transferqueue`."""
+"""Baseline that is measured in a second run, because one Ray cluster cannot host it together with `transferqueue`."""
 NAMES = ("transferqueue", SECOND_RUN, "ray", "memcpy", "tcp", "zmq")
 _NEED_RAY = ("transferqueue", SECOND_RUN, "ray")
 
 
 def contender_name(name: str) -> str:
-    """Return the name of a baseline's contender, which differs for `ray`, as a store has that name too."""
+    """Return the name under which a baseline's results are reported. It differs for `ray`, because a store has that
+    name, too."""
     return "ray put" if name == "ray" else name
 
 
@@ -29,7 +30,8 @@ def why_absent(name: str, in_process: bool) -> str:
 
 
 def open_baseline(name: str, host: Host) -> Contender:
-    """Start the baseline `name`, with its server, if it has one, on `host`. Raises ValueError for an unknown name."""
+    """Start the baseline `name` and return it. If it has a server, that runs on `host`. Raises ValueError for an
+    unknown name."""
     if name == "transferqueue":
         from .transferqueue import TransferQueueContender
 

@@ -15,7 +15,7 @@ from .byte_parts import digest, parts_of, slices
 
 
 class MemcpyContender:
-    """A contender that starts nothing, as it copies within one process."""
+    """The memcpy baseline in the driver. It starts nothing, because it copies within one process."""
 
     name = "memcpy"
     ops: frozenset[Op] = BYTE_OPS
@@ -27,11 +27,12 @@ class MemcpyContender:
         return token
 
     def close(self) -> None:
-        """Do nothing, because nothing was started."""
+        """No-op: nothing was started."""
 
 
 class MemcpyEndpoint:
-    """Copies between buffers that a warm-up has touched before times are measured."""
+    """The memcpy baseline in a worker process. It copies between buffers that the warm-up has touched before times are
+    measured."""
 
     def __init__(self) -> None:
         self._parts: list[np.ndarray] = []
@@ -47,7 +48,7 @@ class MemcpyEndpoint:
         return tuple(len(part) for part in self._parts)
 
     def get(self, token: tuple[int, ...], share: Share, fields: Sequence[str] | None) -> list[np.ndarray]:
-        """Copy as many bytes as the share has, from this process's own memory with a pattern that `expected` knows."""
+        """Copy as many bytes as the share has, from memory of this process that holds a pattern known to `expected`."""
         if share.count not in self._sources:
             sources = _pattern(token, share)
             self._sources[share.count] = sources, [np.ones_like(piece) for piece in sources]

@@ -18,15 +18,16 @@ from ..workloads import Load, LoadSpec
 
 @dataclass(frozen=True, slots=True)
 class RayToken:
-    """A reference to the object and the schema of its rows."""
+    """A reference to the object in Ray's object store, and the schema of its rows."""
 
     refs: tuple[ray.ObjectRef, ...]
-    """One reference in a tuple, because Ray would fetch a bare reference for every call that has it as an argument."""
+    """A tuple with the one reference, because Ray would fetch a bare reference for every call that has it as an
+    argument."""
     schema: Schema
 
 
 class RayPutContender:
-    """A contender that needs only Ray."""
+    """The baseline `ray put` in the driver. It starts nothing, because it needs only Ray."""
 
     name = "ray put"
     ops: frozenset[Op] = BYTE_OPS
@@ -38,11 +39,11 @@ class RayPutContender:
         return token
 
     def close(self) -> None:
-        """Do nothing, because Ray ends with the benchmark."""
+        """No-op: the baseline has started nothing, and Ray ends with the benchmark."""
 
 
 class RayPutEndpoint:
-    """Uses Ray's own put and get. A reader of a share must fetch all rows and select its own."""
+    """Reads and writes with Ray's own put and get. A reader of a share must fetch all rows and select its own."""
 
     def put(self, load: Load, values: TensorDict, keys: Sequence[str]) -> RayToken:
         return RayToken((ray.put(values),), load.schema.subset(load.first))
@@ -55,4 +56,4 @@ class RayPutEndpoint:
         return row_digests({str(name): got[str(name)] for name in got.keys()})
 
     def close(self) -> None:
-        """Do nothing, because the driver's tokens own the objects."""
+        """No-op: the references that the driver holds own the objects, so nothing has to be released here."""

@@ -1,4 +1,4 @@
-"""Implements contenders whose bytes are kept by a server in one of the benchmark's processes."""
+"""Implements baselines whose bytes are kept by a server in one of the benchmark's processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..workloads import LoadSpec
 
 
 class Server(Protocol):
-    """A server that runs in its own thread from its construction on."""
+    """A server that runs in its own thread from when it is created."""
 
     address: tuple[str, int]
 
@@ -21,7 +21,7 @@ class Server(Protocol):
 
 
 class Host(Protocol):
-    """A process that can run servers."""
+    """A process that can run the servers of baselines."""
 
     def serve(self, name: str, start: Callable[[], Server]) -> tuple[str, int]:
         """Start a server in the benchmark's serving process; returns its address."""
@@ -33,7 +33,7 @@ class Host(Protocol):
 
 
 class ServedContender:
-    """A contender that starts a server and gives the endpoints its address."""
+    """A baseline in the driver that starts a server and gives its address to the endpoints in the worker processes."""
 
     ops: frozenset[Op] = BYTE_OPS
 

@@ -62,7 +62,7 @@ class TcpServer:
 
 
 class TcpEndpoint:
-    """An endpoint with one connection to the server."""
+    """The TCP baseline in a worker process, with one connection to the server."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._socket = socket.create_connection(address, timeout=TIMEOUT_S)

@@ -29,7 +29,7 @@ threads around every request, and the idle OpenMP threads spin, so that 12 MB ta
 
 
 class TransferQueueContender:
-    """A contender that is one TransferQueue, owned by a separate actor."""
+    """The TransferQueue baseline in the driver: one TransferQueue, owned by a separate actor."""
 
     ops: frozenset[Op] = ROW_OPS
 
@@ -81,7 +81,8 @@ class TransferQueueContender:
 
 
 class _Owner:
-    """The process that calls init first, with which TransferQueue lives and ends."""
+    """Runs in the actor that initialises TransferQueue first and therefore owns it: TransferQueue ends with this
+    actor."""
 
     def open(self, backend: dict[str, Any]) -> None:
         import transfer_queue
@@ -95,7 +96,7 @@ class _Owner:
 
 
 class TransferQueueEndpoint:
-    """An endpoint of TransferQueue, which a process joins with its first call."""
+    """The TransferQueue baseline in a worker process, which joins the queue with its first call."""
 
     def __init__(self, partition: str) -> None:
         import transfer_queue
@@ -129,7 +130,7 @@ class TransferQueueEndpoint:
         return {"bytes_got": self._bytes_got}
 
     def close(self) -> None:
-        """Do nothing, because closing TransferQueue here would end it for all processes."""
+        """No-op: closing TransferQueue here would end it for all processes."""
 
 
 def _column(got: TensorDict, name: str) -> Any:

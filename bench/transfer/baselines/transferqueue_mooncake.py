@@ -12,12 +12,13 @@ from ....dataplane.stores.mooncake_master import MooncakeMaster
 from .transferqueue import TransferQueueContender
 
 SEGMENT_BYTES = 2 << 30
-"""Number of bytes of every process's segment, as MooncakeStore keeps rows in the process that put them."""
+"""Number of bytes that every process lends to the store, because MooncakeStore keeps rows in the process that put
+them."""
 BUFFER_BYTES = 1 << 30
 
 
 class MooncakeContender(TransferQueueContender):
-    """A contender that is one TransferQueue on MooncakeStore, with its own mooncake master."""
+    """The TransferQueue baseline on MooncakeStore in the driver, with its own mooncake master."""
 
     def __init__(self, name: str) -> None:
         """Start the master and TransferQueue.

@@ -55,7 +55,7 @@ class ZmqServer:
 
 
 class ZmqEndpoint:
-    """An endpoint with one REQ socket."""
+    """The ZeroMQ baseline in a worker process, with one REQ socket."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._context = zmq.Context()
