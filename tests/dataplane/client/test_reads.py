@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,3 +102,12 @@ def test_damage_is_noticed_and_named(plane: DataPlane) -> None:
             client.get(receipt)
         assert caught.value.keys == ("k4.0", "k5.0", "k6.0", "k7.0")
         assert client.get(receipt.select([0, 3])).num_rows == 2
+
+
+def test_a_receipt_of_rows_that_its_blocks_do_not_have_is_damage(plane: DataPlane, client: DataPlaneClient) -> None:
+    receipt = client.put("p", [f"k{i}.0" for i in range(4)], {"score": torch.zeros(4)})
+    [source] = receipt.sources
+    beyond = replace(receipt, sources=(replace(source, row=source.row[::-1] + 4),))
+    with pytest.raises(IntegrityError) as caught:
+        client.get(beyond)
+    assert caught.value.keys == beyond.keys
