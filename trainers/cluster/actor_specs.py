@@ -133,13 +133,13 @@ def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle
 
 
 def engine_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str) -> EngineSetup:
-    """Return what engine actor `index` is built from."""
+    """Return the settings from which engine actor `index` builds itself."""
     name = f"engine {index}"
     return EngineSetup(name, threads(config), engine_config(config, name, model, handle, device))
 
 
 def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str | None) -> RolloutSetup:
-    """Return what rollout actor `index` is built from.
+    """Return the settings from which rollout actor `index` builds itself.
 
     device: device of its embedded engine; None when engines are actors of their own.
     """
@@ -203,12 +203,13 @@ def _fingerprint(config: Config) -> str:
 
 
 def reward_weights(config: Config) -> dict[str, float]:
-    """Return each reward's name -> its weight in the rubric."""
+    """Return reward name -> its weight in the rubric, the weighted sum of all rewards."""
     return {function.label: function.weight for function in config.reward.functions}
 
 
 def tagged_rewards(config: Config) -> frozenset[str]:
-    """Return the names of the rewards that the advantage estimator or dynamic sampling reads one by one."""
+    """Return the names of the rewards that the advantage estimator or dynamic sampling reads one by one. Each row then
+    carries them as tags."""
     one_by_one = set(build_advantages(config.advantage, reward_weights(config)).components)
     if config.algorithm.dynamic_sampling.enabled:
         one_by_one |= {name for name, _ in signal_terms(config)}
@@ -218,7 +219,7 @@ def tagged_rewards(config: Config) -> frozenset[str]:
 def worker_setup(
     config: Config, rank: int, model: str, handle: DataPlaneHandle, *, host: str, one_host: bool, device: str
 ) -> WorkerSetup:
-    """Return what train worker `rank` is built from. host: address at which engines reach it."""
+    """Return the settings from which train worker `rank` builds itself. host: address at which engines reach it."""
     sync, kind = config.sync, transport(config, one_host=one_host)
     folder = sync.dir or os.path.join(config.run.dir or ".", "weights")
     sender = SenderConfig(handle.run_id, sync, host=host, folder=folder, data_plane=handle, device=device)

@@ -68,7 +68,7 @@ class Call(Generic[T_co]):
     reference: ray.ObjectRef
     """Ray's reference to the encoded result."""
     started: float
-    """Time of the call by `time.monotonic`."""
+    """`time.monotonic` time at which the call was sent."""
     pid: int
     """Id of the process that was called; another process may have replaced it since."""
 
@@ -89,7 +89,7 @@ class ActorHandle:
         self.info = ActorInfo(name, 0, "not up yet")
         """Name, process id and host of the actor, from the last `ping` whose answer was stored here."""
         self.ray_actor = start()
-        """Ray's own handle of the actor's present process."""
+        """Ray's own handle of the actor's current process."""
 
     def restart(self) -> None:
         """Start a new process for the actor, without waiting for it. Its `build` must then be called."""

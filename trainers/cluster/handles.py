@@ -29,8 +29,8 @@ from .calls import ActorHandle, Call
 
 
 class TrainHandle(ActorHandle):
-    """Handle of one train rank. Its calls run one at a time in the order in which they were sent, except those that
-    TrainWorker marks, which run in threads of their own."""
+    """Handle of one train rank. Its calls run one at a time in the order in which they were sent, except those of
+    methods with the decorator `in_thread_of`, which run in threads of their own."""
 
     def ping(self) -> Call[ActorInfo]:
         """Ask who the actor is, which also shows that it answers."""

@@ -48,7 +48,7 @@ class ProgressWatch:
         """Collect the answers that have arrived and send new queries, without waiting for their answers.
 
         only: actors to query again; None queries all that are watched. Returns whether any actor has made progress, and
-        the failures to answer: actor -> failure.
+        actor -> failure for the queries that failed.
         """
         moved, failed = False, dict[ActorHandle, ActorFailed]()
         by_call = {call: actor for actor, call in self._asked.items()}

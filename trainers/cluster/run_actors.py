@@ -48,7 +48,7 @@ class RunActors:
     host: str
     """Address at which train workers reach rank 0."""
     max_replaced: int
-    """Limit on `replaced`."""
+    """Largest number of rollout actors and engines that may be replaced."""
     data_notes: tuple[str, ...]
     """Sentences for the user about the prompts: what was chosen or left out."""
     start_timeout_s: float
@@ -56,7 +56,7 @@ class RunActors:
     replaced: int = 0
     """Number of rollout actors and engines that died and were replaced."""
     on_replaced: list[Callable[[], None]] = field(default_factory=list)
-    """Callbacks after the process of an actor was replaced by another."""
+    """Callbacks that run after the process of an actor was replaced by another."""
     on_death: list[Callable[[str], None]] = field(default_factory=list)
     """Callbacks that receive a sentence about what died, before the actor is replaced."""
 
@@ -175,7 +175,7 @@ def start_actors(
 
 
 class _ActorStarter:
-    """Starts actors, one per call, and has the exit stack of the caller kill them."""
+    """Starts actors, one per call. The exit stack of the caller kills them when it is closed."""
 
     def __init__(
         self, config: Config, model: str, plane: DataPlane, cluster: Cluster, meter: DriverMeter, stack: ExitStack

@@ -28,7 +28,8 @@ def contradictions(config: Config) -> list[str]:
 
 
 def cautions(config: Config) -> list[str]:
-    """Return one line for each choice that is allowed, but that trains differently than a reader may expect."""
+    """Return one line for each choice that is allowed, but makes the run train on something else than a reader may
+    expect."""
     algorithm, loss = config.algorithm, config.loss
     stale = algorithm.mode == "async" and algorithm.max_staleness > 0 and config.trainer.backend != "scripted"
     if stale and loss.kind == "reinforce" and loss.correction == "none":

@@ -27,7 +27,7 @@ class DynamicSamplingConfig(Section):
 
     enabled: bool = False
     """Whether groups whose rewards are all equal are cleared and other prompts are generated in their place. The
-    rewards that are compared leave out `overlong`, which only shapes the others."""
+    comparison leaves out the reward `overlong`, which only shapes the others."""
     max_factor: float = Field(default=4.0, ge=1.0)
     """Largest number of prompts that are generated for a step, as a multiple of `algorithm.prompts_per_step`. When it
     is reached, groups with equal rewards are trained on too, so that each step has its full size."""
@@ -37,7 +37,8 @@ class DynamicSamplingConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The size and number of steps, the order in which groups are trained on, and how far rollouts may be ahead."""
+    """The size and number of steps, the order in which groups are trained on, and how far rollouts may run ahead of
+    training."""
 
     mode: Literal["sync", "async", "streaming"] = "sync"
     """Overlap of rollouts and training. In `sync` mode rollout, training and weight sync take turns. In `async` mode
@@ -59,8 +60,8 @@ class AlgorithmConfig(Section):
     """Options of the sampler. `windowed` takes `{window: number of groups}`; your own sampler takes keyword
     arguments."""
     chunk_groups: Count | None = None
-    """Number of groups that are trained on together. Unset: a quarter of `algorithm.prompts_per_step`, but at least
-    `trainer.dp`."""
+    """Number of groups in a chunk, the groups that `streaming` mode trains on together. Unset: a quarter of
+    `algorithm.prompts_per_step`, but at least `trainer.dp`."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     """Replacement of groups whose rewards are all equal."""
     steps: Count = 100
@@ -155,11 +156,11 @@ class ValidationConfig(Section):
     """Number of steps between validations. There is also one before the first step and one after the last; 0 turns
     validation off."""
     num_prompts: Count = 128
-    """Number of prompts of a validation."""
+    """Number of prompts in each validation."""
     n: Count = 1
     """Number of samples of each prompt. `val/reward` and the other means are over all samples (avg@n). With more than
     one sample, `val/best@K` gives the expected reward of the best of K samples, and `val/pass@K` the probability that
-    one of K samples is an exact match. K is each power of two up to n, and n itself."""
+    one of K samples is an exact match. K is each power of two from 2 up to n, and n itself."""
     temperature: NonNegative = 0.0
     """Sampling temperature of validation; 0 decodes greedily. Above 0, `rollout.top_p` and `rollout.top_k` apply here,
     too."""
@@ -251,18 +252,18 @@ class Config(Section):
 
     @property
     def figures(self) -> list[str]:
-        """Keys of the figures that `validation.metric` can name."""
+        """Keys of the metrics of a validation that `validation.metric` can name."""
         return figure_names([function.label for function in self.reward.functions], self.validation.n)
 
     @property
     def judged_figure(self) -> str:
-        """Key of the figure that `validation.metric` stands for; the value of `validation.metric` itself when there is
-        no such figure."""
+        """Key of the metric that `validation.metric` stands for; the value of `validation.metric` itself when there is
+        no such metric."""
         return find_figure(self.validation.metric, self.figures) or self.validation.metric
 
     @property
     def traced_step(self) -> int:
-        """First step whose timeline is written; 0 when none is."""
+        """Number of the first step whose timeline is written; 0 when none is."""
         return min(self.run.trace_step, self.algorithm.steps)
 
 

@@ -23,7 +23,7 @@ class Need:
     """The condition in words, such as `algorithm.mode=async`."""
     holds: Callable[[Config], bool]
     values: tuple[Any, ...] = ()
-    """Values of `key` with which the condition holds; () when the condition is no list of values."""
+    """Values of `key` with which the condition holds; () when the condition is not a list of values."""
     switch: bool = False
     """Whether `key` turns a part of the run on and off, rather than choosing between two ways of doing it."""
 

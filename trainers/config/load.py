@@ -1,4 +1,4 @@
-"""Loads a Config from a YAML file and `key.sub=value` overrides and checks it; each mistake is told in one sentence."""
+"""Loads a Config from a YAML file and `key.sub=value` overrides, and reports each mistake in one sentence."""
 
 from __future__ import annotations
 

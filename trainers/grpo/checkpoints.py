@@ -23,8 +23,8 @@ ATTEMPTS = 2
 
 
 class Checkpoints:
-    """Writes, loads and prunes the checkpoints in one folder. After each one, trims the rollout actors' journal of
-    finished groups to those that the checkpoint does not cover.
+    """Writes, loads and prunes the checkpoints in one folder. Once a checkpoint is complete, it also trims the rollout
+    actors' journal, which keeps finished groups on disk, to the groups that the checkpoint does not cover.
 
     The checkpoint of step 100 consists of `step_000100.json`, the driver's numbers, and `step_000100/`, the train
     workers' state. The workers write the folder in the background under another name and rename it once it is complete.
@@ -101,9 +101,9 @@ class Checkpoints:
             self._prune()
 
     def finish(self, run: Run, state: State) -> None:
-        """Make sure that a complete checkpoint of `state` exists, with at most two attempts. A run that writes no
-        checkpoints (run.checkpoint_every and run.checkpoint_minutes are 0) gets none. Raises ActorFailed as `save`
-        does."""
+        """Make sure that a complete checkpoint of `state` exists, with at most two attempts, and wait for it. A run
+        that writes no checkpoints (run.checkpoint_every and run.checkpoint_minutes are 0) gets none. Raises ActorFailed
+        as `save` does."""
         for _ in range(ATTEMPTS if run.config.run.saves_checkpoints and state.step else 0):
             newest = self._writing or self._whole
             if newest is None or newest.step != state.step:

@@ -109,7 +109,7 @@ class Rollouts(Protocol):
         ...
 
     def leave_out(self, engine: str, reason: str) -> None:
-        """Send no more requests to the engine of this name. reason: why, for the log."""
+        """Send no more requests to the engine of this name. reason: why, for the log and for error messages."""
         ...
 
     def replace(self, actor: RolloutHandle, pid: int, failure: ActorFailed, version: int) -> None:
@@ -120,7 +120,7 @@ class Rollouts(Protocol):
 
 @dataclass(slots=True)
 class FeedTally:
-    """Counts what happened to groups in one step."""
+    """Counts what happened to the groups of one step."""
 
     reports: list[RolloutReport] = field(default_factory=list)
     """Reports of the rollout calls that ended in the step."""
@@ -131,7 +131,7 @@ class FeedTally:
     reissued: int = 0
     """Number of groups that were issued again because their rollout actor died before it put them."""
     surplus: int = 0
-    """Number of groups in flight that were given up because oversampling had issued more than the step needed."""
+    """Number of groups in flight that were given up, because more were issued (oversampling) than the step needed."""
     generated: list[Busy] = field(default_factory=list)
     """Periods in which rollout actors generated: those of calls that ended in the step, and of calls still in
     flight."""
@@ -175,8 +175,8 @@ class Feed:
         sampling: SamplingParams,
         partition: str = PARTITION,
     ) -> None:
-        """Registers `partition`, which no other feed may have used. The prompts in `state.outstanding`, which were in
-        flight at the checkpoint, are issued first."""
+        """Registers `partition` in the data plane; no other feed may have used it. The prompts in `state.outstanding`,
+        which were in flight at the checkpoint, are issued first."""
         algorithm = config.algorithm
         self._config = config
         self._state = state
@@ -231,8 +231,7 @@ class Feed:
                 self._look_for_progress()
 
     def commit(self) -> None:
-        """Record in the state that the open step was trained on, so that its prompts are not issued again after a
-        resume."""
+        """Record in `state` that the open step was trained on, so that a resume issues its prompts no more."""
         self._claimed.clear()
         self._state.position = self._next
         self._state.outstanding = sorted([*self._in_flight, *(position for position, _ in self._again)])
@@ -259,10 +258,10 @@ class Feed:
         """Claim `count` whole groups for the open step and return the receipt of their rows, which are then leased. The
         rows are in the order of their prompts, so that a step does not depend on which actor put first.
 
-        With dynamic sampling, groups without a training signal are cleared and other prompts issued in their place, up
-        to `max_factor`. Waits for as long as rollout actors make progress, or up to resources.stage_timeout_s when no
-        rollout is in flight. Raises ActorFailed, ClaimTimeout, NoEngineLeft or TooManyFailedRows, and LeaseLost when it
-        receives rows that the open step has claimed before.
+        With dynamic sampling, groups without a training signal are cleared and other prompts issued in their place, as
+        far as `max_factor` allows. Waits for as long as rollout actors make progress, or up to
+        resources.stage_timeout_s when no rollout is in flight. Raises ActorFailed, ClaimTimeout, NoEngineLeft or
+        TooManyFailedRows, and LeaseLost when it receives rows that the open step has claimed before.
         """
         parts, wanted = [], count
         while wanted:

@@ -30,7 +30,7 @@ class StepTally:
     started: float
     """`time.perf_counter` time at which the step began."""
     rows: list[KVBatchMeta] = field(default_factory=list)
-    """Receipts of the step's rows, one for each chunk."""
+    """Receipts of the step's rows, one for each chunk, the groups that are trained on together."""
     passes: list[WorkerReport] = field(default_factory=list)
     """Reports of the train workers, one pass after the other, each in rank order."""
 
@@ -52,7 +52,8 @@ class Steps:
     """Begins and ends the training steps of a run, from `state` to the last; updates `state`."""
 
     def __init__(self, run: Run, state: State, after_step: AfterStep) -> None:
-        """At step 0, validates the initial model and passes the metrics to `after_step`, unless validation is off."""
+        """At step 0, validates the initial model and passes the metrics to `after_step`, unless validation is off or an
+        engine serves a later version."""
         self._run = run
         self._state = state
         self._after_step = after_step

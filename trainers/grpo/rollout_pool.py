@@ -18,7 +18,7 @@ class RolloutPool:
     """The rollout actors and engines of one run, with the means to watch and replace them."""
 
     def __init__(self, actors: RunActors, weights: WeightSync, stages: Stages, timeout_s: float) -> None:
-        """timeout_s: seconds within which an actor must make progress."""
+        """timeout_s: seconds within which an actor must make progress (resources.stage_timeout_s)."""
         self._actors = actors
         self._weights = weights
         self._stages = stages
@@ -87,7 +87,7 @@ class RolloutPool:
         return [] if self._actors.engines.embedded else self._actors.engines.engines
 
     def leave_out(self, engine: str, reason: str) -> None:
-        """Send no more requests to the engine of this name. reason: why, for the log."""
+        """Send no more requests to the engine of this name. reason: why, for the log and for error messages."""
         self._actors.engines.leave_out(self._actors.engines.named(engine), reason)
 
     def replace(self, actor: EngineHandle, pid: int, failure: ActorFailed, version: int) -> None:
@@ -127,8 +127,8 @@ class RolloutPool:
             self._weights.sync(version, broken)
 
     def replace_dead(self, version: int) -> bool:
-        """Replace the engines that died, as often as run.max_restarts allows. An engine that has not answered for as
-        long as an actor may take is killed and replaced, too. Returns whether there were any and all of them were
+        """Replace the engines that died, as often as run.max_restarts allows. An engine that has not answered for
+        resources.stage_timeout_s is killed and replaced, too. Returns whether there were any and all of them were
         replaced."""
         engines = self._actors.engines.engines
         gone = [engine for engine in engines if engine.dead or engine.silent_s >= self._timeout_s]

@@ -17,7 +17,7 @@ from .steps import Run, State
 from .weight_sync import SyncReport
 
 MANY = 5
-"""Staleness, in versions, from which on rows are counted in one common share."""
+"""Staleness, in versions, from which on all rows are counted in one share, `staleness/share_5_or_more`."""
 
 
 def step_metrics(

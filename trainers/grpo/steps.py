@@ -161,7 +161,7 @@ def group_tokens(meta: KVBatchMeta) -> np.ndarray:
 
 def write_logprobs(run: Run) -> list[WorkerReport]:
     """Have the train workers compute the reference model's log-probs and write them back as a column. Returns their
-    reports, or [] when loss.kl_coef is 0 and the loss does not need them.
+    reports, or [] when loss.kl_coef is 0, which needs no reference.
 
     The policy's own log-probs need no separate pass: a step takes one optimizer step, so the training pass itself
     computes them with the weights from before the update.

@@ -1,6 +1,6 @@
 """Validates the policy on held-out prompts, keeps the best model, and ends the run at its target.
 
-`validation.metric` names the figure that decides. The validation before step 1 only sets the value that later ones must
+`validation.metric` names the metric that decides. The validation before step 1 only sets the value that later ones must
 exceed: the initial model is never exported, and neither is one that equals the best so far.
 """
 
@@ -26,8 +26,8 @@ from .steps import Run, State
 
 _log = logging.getLogger(__name__)
 BEST = "best"
-"""Name of the best model's folder in the run folder. The file of the same name with .json says how good that model is;
-as long as it says step 0, no validation has exceeded the first one, and there is no model folder."""
+"""Name of the best model's folder in the run folder; `best.json` beside it says how good that model is. As long as the
+file says step 0, no validation has exceeded the first one, and there is no model folder."""
 
 
 class Validation:
@@ -43,13 +43,13 @@ class Validation:
         """Step and version of the policy that is validated."""
         self._started = 0.0
         self.reached = False
-        """Whether the judged figure has reached validation.stop_at."""
+        """Whether the metric that `validation.metric` names has reached `validation.stop_at`."""
         self._metric = run.config.judged_figure
         self._best = self._best_before()
 
     def _best_before(self) -> float:
         """Return the best value that an earlier validation of this run has reached, or -inf when there is none or when
-        it was of another figure."""
+        it was the value of another metric."""
         path = self._folder / f"{BEST}.json"
         best = json.loads(path.read_text()) if path.exists() else {}
         if best.get("metric") == self._metric:
@@ -89,7 +89,8 @@ class Validation:
 
         The wait lasts for as long as the actors make progress. An actor that dies, or makes no progress for
         resources.stage_timeout_s, is replaced, and its share of the prompts is validated again. Raises ActorFailed when
-        an actor fails otherwise, UserError when the validation does not have the figure of validation.metric.
+        an actor fails otherwise, and UserError when the validation does not yield the metric that `validation.metric`
+        names.
         """
         if not self._calls:
             return {}

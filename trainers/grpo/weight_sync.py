@@ -76,7 +76,7 @@ class SyncReport:
 
 
 class WeightSync:
-    """The driver's side of weight updates. One sync at a time."""
+    """The driver's side of weight updates: brings engines to the train workers' version. Runs one sync at a time."""
 
     def __init__(
         self, config: SyncConfig, workers: Sequence[TrainHandle], engines: EnginePool, *, lasting: bool
@@ -282,8 +282,8 @@ class WeightSync:
         return [engine for engine in engines if not engine.left_out or engine in alive]
 
     def _alive(self, engines: Sequence[Engine]) -> list[Engine]:
-        """Return those of `engines` that answer a `ping`. Notes which others are dead, and keeps the unanswered
-        pings."""
+        """Return those of `engines` that answer a `ping`. Marks the others that are found dead, and keeps the pings
+        without an answer so that later calls can receive it."""
         asked = [engine for engine in engines if engine.ping is None]
         for engine in asked:
             engine.ping = engine.handle.ping()

@@ -52,13 +52,13 @@ def time_split(record: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def judged_label(judged: str) -> str:
-    """Return the label that readers see for `judged`, the key of the figure that judges validations."""
+    """Return the label that readers see for `judged`, the key of the metric that `validation.metric` names."""
     return f"held-out {judged.removeprefix('val/').replace('_', ' ')}"
 
 
 def judged_format(judged: str) -> str:
-    """Return the format in which `judged`, the figure that judges validations, is written: percent for shares of exact
-    matches, three decimals for rewards."""
+    """Return the format for values of `judged`, the key of the metric that `validation.metric` names: percent for
+    shares of exact matches, three decimals for rewards."""
     return ".1%" if needs_answers(judged) else ".3f"
 
 

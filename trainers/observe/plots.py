@@ -69,7 +69,8 @@ class Plot:
 def all_plots(records: Sequence[Record], judged: str = REWARD) -> list[Plot]:
     """Draw every plot for which the records have metrics.
 
-    records: one per step, ascending, as `read_metrics` returns them. judged: key of the figure that judges validations.
+    records: one per step, ascending, as `read_metrics` returns them. judged: key of the metric that `validation.metric`
+    names.
     """
     makers = (partial(_learning, judged), _responses, _times, _data_plane, _overlap, _optimisation)
     return [plot for plot in (make(records) for make in makers) if plot is not None]

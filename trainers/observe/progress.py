@@ -43,8 +43,8 @@ LOSSES = (
 step only)."""
 
 LINE_EVERY_S = 60.0
-"""Seconds after the last printed line after which the next step is printed where there is no terminal, however many
-steps the run has."""
+"""Seconds without a printed line after which the next step is printed where there is no terminal, however many steps
+the run has."""
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 40
@@ -62,9 +62,9 @@ class Progress:
         console: Console | None = None,
         judged: str = REWARD,
     ) -> None:
-        """Prepare the display of a run of `num_steps` steps. Without a terminal it prints about twenty lines, but at
-        least one a minute when steps finish, and one for each validation. judged: key of the figure that judges
-        validations."""
+        """Prepare the display of a run of `num_steps` steps. Without a terminal it prints about twenty lines over the
+        run, a further one for a step that ends a minute or more after the last line, and one for each validation.
+        judged: key of the metric that `validation.metric` names."""
         self._title = title
         self._judged = judged
         self._num_steps = num_steps

@@ -83,7 +83,7 @@ class RunCollector(Collector):
     """Collects the metrics for each scrape. Thread-safe, because every scrape has its own thread."""
 
     def __init__(self, run_name: str, judged: str) -> None:
-        """judged: key of the figure that judges validations."""
+        """judged: key of the metric that `validation.metric` names, which is exported as `headrace_validation`."""
         self._run_name = run_name
         self._judged = judged
         self._lock = threading.Lock()
@@ -216,7 +216,7 @@ def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> 
 
 
 class PrometheusEndpoint:
-    """Context manager that serves a run's metrics until it ends, if `logging.prometheus_port` is set."""
+    """Context manager that serves a run's metrics while it is open, if `logging.prometheus_port` is set."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         """Start listening, and write the address to `folder`/prometheus.txt, which is deleted on closing.

@@ -176,7 +176,7 @@ def render(records: Sequence[Record], events: Sequence[Record], config_text: str
 
 def summary_cards(records: Sequence[Record], judged: str = REWARD) -> list[tuple[str, str, str]]:
     """Return the cards at the top of the page, as (label, value, small print), for the metrics that the records have.
-    judged: key of the figure that judges validations."""
+    judged: key of the metric that `validation.metric` names."""
     cards = []
     held_out = (judged_label(judged).capitalize(), judged, judged_format(judged))
     for label, key, form in (held_out, ("Reward", "reward/mean", ".3f")):
@@ -306,8 +306,8 @@ def _validations_html(records: Sequence[Record], judged: str) -> str:
 
 
 def _judged(config: dict[str, Any], records: Sequence[Record]) -> str:
-    """Return the key of the figure that judged the run's validations. For runs from before `validation.metric` existed
-    it is exact match."""
+    """Return the key of the metric that `validation.metric` named in the run. For runs from before that config key
+    existed it is exact match."""
     keys = {key for record in records for key in record}
     return find_figure(_at(config, "validation.metric") or EXACT_MATCH, keys) or REWARD
 

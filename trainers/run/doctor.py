@@ -43,13 +43,13 @@ class State(enum.Enum):
 
     OK = ("ok", "green")
     NOTE = ("-", "bright_black")
-    """Something is absent that nothing needs."""
+    """State of something that is absent but not needed."""
     FIX = ("fix", "red")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's table."""
+    """One line of the table that `headrace doctor` prints."""
 
     area: str
     name: str

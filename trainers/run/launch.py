@@ -290,8 +290,8 @@ def launched(
     folder: Path,
     watch: WatchdogProcess | None = None,
 ) -> Iterator[grpo.Run]:
-    """Context manager that starts Ray, data plane and actors, ready to train, and ends all of them at its end, however
-    that comes about.
+    """Context manager that starts Ray, data plane and actors, ready to train, and ends all of them on leaving, also
+    after an error.
 
     watch: the watchdog, which is told about the processes; None for a run without one.
     """
