@@ -1,8 +1,8 @@
 """The command `headrace`: train, simulate, replay, doctor, report and bench.
 
-Exit codes: 0 done, 1 failed, 2 the user's mistake (one sentence each, no traceback), 130 interrupted (Ctrl-C), 143
-terminated (SIGTERM).
-Heavy packages (torch, ray, transformers, matplotlib) are imported by the commands that need them, once they need them.
+Exit codes: 0 done, 1 failed, 2 a mistake of the user (one sentence each, no traceback), 130 interrupted (Ctrl-C), 143
+terminated (SIGTERM). Heavy packages (torch, ray, transformers, matplotlib) are imported only by the commands that need
+them.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _leave_report(config: Config) -> None:
-    """Write the report of a run that did not finish. A report that cannot be built is mentioned and hides no error."""
+    """Write the report of a run that did not finish. When the report cannot be built, print why; no error is raised, so
+    that the run's own error is shown."""
     from .trainers.observe.report import write_report
     from .trainers.observe.run_folder import has_figures
 
@@ -315,14 +316,16 @@ def _gpu_weights(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _status(first: str) -> Iterator[tuple[Console, Callable[[str], None]]]:
-    """A console that shows one changing line while the work runs, and the function that changes the line."""
+    """Context manager that shows one changing line on a console while the work runs. Yields the console, and a function
+    that changes the line."""
     console = Console()
     with console.status(first) as status:
         yield console, lambda line: status.update(line)
 
 
 def _print_table(console: Console, table: Table) -> None:
-    """Print a table whole: as wide as it is where the output is no terminal, and row by row where it is too narrow."""
+    """Print a table in full. Where the output is no terminal it is as wide as it needs; on a terminal that is too
+    narrow, each row is printed as a block of lines."""
     needed = console.measure(table, options=console.options.update(width=10_000)).maximum
     if needed <= console.width:
         console.print(table)
@@ -355,13 +358,13 @@ def _known(option: str, given: tuple[str, ...], every: Sequence[str]) -> tuple[s
 
 
 def _chosen(given: Iterable[str] | None, every: Iterable[str]) -> tuple[str, ...]:
-    """The names that were given, separated by spaces or commas, each once; all names when none was given."""
+    """Return the given names, separated by spaces or commas, each once; all of `every` when none was given."""
     names = every if given is None else [name for item in given for name in item.split(",") if name]
     return tuple(dict.fromkeys(names))
 
 
 def _folder(arguments: argparse.Namespace, what: str) -> Path:
-    """The folder for a benchmark's results. Raises UserError when the path leads to something else."""
+    """Return the folder for a benchmark's results. Raises UserError when the path leads to something else."""
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = arguments.out or Path("runs") / f"bench-{what}-{now}"
     if folder.exists() and not folder.is_dir():
@@ -373,7 +376,7 @@ def _folder(arguments: argparse.Namespace, what: str) -> Path:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are one sentence."""
+    """Argument parser that reports an error in one sentence and exits with code 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(MISTAKE, f"headrace: {message} (`{self.prog} --help` shows what is expected)\n")
@@ -552,11 +555,11 @@ def _failure(error: Exception) -> int:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, by which schedulers and containers end a process."""
+    """Raised when the process receives SIGTERM, with which schedulers and containers end a process."""
 
 
 def _stop_on_sigterm() -> None:
-    """Let SIGTERM unwind like Ctrl-C, so that the run ends its processes and removes its files."""
+    """Have SIGTERM unwind the stack as Ctrl-C does, so that the run ends its processes and removes its files."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
 
@@ -566,7 +569,8 @@ def _terminate(_signum: int, _frame: FrameType | None) -> None:
 
 
 def _import_from_here() -> None:
-    """Let rewards, tools and samplers be imported from the working folder, as the run's actors import them."""
+    """Add the working folder to the import path, so that rewards, tools and samplers in it can be imported, as in the
+    run's actors."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.append(here)

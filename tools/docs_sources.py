@@ -2,7 +2,7 @@
 
     python tools/docs_sources.py
 
-Run it after a module, a config key or a page has come, gone or changed its first line. A test compares the files.
+Run it after adding or removing a module, a config key or a page, or changing its first line. A test compares the files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def generated() -> dict[Path, str]:
-    """The text that each generated file should have."""
+    """Return file -> the text that it should have, for every generated file."""
     architecture = DOCS / "architecture.md"
     before, _, rest = architecture.read_text(encoding="utf-8").partition(TREE_BEGIN)
     _, _, after = rest.partition(TREE_END)
@@ -47,7 +47,7 @@ def generated() -> dict[Path, str]:
 
 
 def tree_markdown() -> str:
-    """Every module of the package with the first line of its docstring, folder by folder."""
+    """Return a Markdown list of every module of the package with the first line of its docstring, folder by folder."""
     parts = [
         f"\n### The root\n\nThe root of the repository is the package itself.\n\n{_files(sorted(ROOT.glob('*.py')))}"
     ]
@@ -67,7 +67,7 @@ def _files(modules: list[Path]) -> str:
 
 
 def first_line(path: Path) -> str:
-    """The first line of a module's docstring."""
+    """Return the first line of a module's docstring. Raises ValueError when the module has none."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     if not docstring:
         raise ValueError(f"{path}: has no docstring, expected one that says what the module does")
@@ -78,7 +78,8 @@ def first_line(path: Path) -> str:
 
 
 def config_markdown() -> str:
-    """Every key of a run's YAML file with its type, default, meaning and effect, made from the sections' classes."""
+    """Return a Markdown page with every key of a run's YAML file: its type, default, meaning and effect, from the
+    sections' classes."""
     from headrace.trainers.config.reference import reference_markdown
     from headrace.trainers.simulation.config import SimulationConfig
 
@@ -94,7 +95,7 @@ below its section in a YAML file; `null` stands for None. `headrace train CONFIG
 
 
 def llms_text() -> str:
-    """An index of the pages for language models (https://llmstxt.org): titles, links and first sentences."""
+    """Return an index of the pages for language models (https://llmstxt.org): titles, links and first sentences."""
     title, summary = _title_and_summary(DOCS / "index.md")
     parts = [f"# {title}\n\n> {summary}\n"]
     for heading, patterns in PAGES.items():
@@ -107,7 +108,7 @@ def llms_text() -> str:
 
 
 def _title_and_summary(page: Path) -> tuple[str, str]:
-    """A page's title, and its first paragraph in one line."""
+    """Return a page's title, and its first paragraph on one line."""
     head, _, body = page.read_text(encoding="utf-8").partition("\n")
     paragraph = next(part for part in body.split("\n\n") if part.strip() and not part.strip().startswith(("!", "<")))
     return head.removeprefix("# "), " ".join(paragraph.split())

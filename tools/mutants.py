@@ -1,10 +1,11 @@
-"""Breaks the code in known ways, one at a time, and says which of them the tests notice.
+"""Breaks the code in known ways, one at a time, and reports which of them the tests notice (mutation testing).
 
-    python tools/mutants.py [words of names]
+    python tools/mutants.py [words that the names of mutants must contain]
 
-Each mutant is one replacement of text in a copy of the checkout, where the tests that should notice it run. It is
-killed when one of them fails. Prints one line for each and a total. Exits with 1 when more than MAX_SURVIVORS survive,
-and with 2 when a mutant's text is not in its file exactly once, or a test fails without any mutant.
+A mutant replaces one piece of text in a copy of the checkout, where the tests that should notice the change then run.
+It is killed when one of them fails, else it survives. Prints a line for each mutant and a total. Exits with 1 when more
+than MAX_SURVIVORS survive, and with 2 when a mutant's text is not in its file exactly once or tests fail without any
+mutant.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 MAX_SURVIVORS = 2
 TEST_TIMEOUT_S = 60
-"""Seconds after which a test that hangs because of a mutant has failed."""
+"""Seconds after which a test that hangs because of a mutant counts as failed."""
 LEFT_OUT = (".*", "build", "__pycache__", "*.egg-info")
-"""Names in the checkout that are not copied."""
+"""Patterns of names in the checkout that are not copied."""
 MARKS = "not slow and not drill and not gpu and not vllm and not megatron"
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """Is one way to break the code."""
+    """One way to break the code: a replacement of text in one file."""
 
     name: str
-    """What is broken then, as the report says it."""
+    """Description of what the mutant breaks, for the report."""
     path: str
-    """File in the checkout."""
+    """Path of the file, relative to the checkout."""
     old: str
     """Text that is in the file exactly once."""
     new: str
-    """Text that takes its place."""
+    """Text that replaces `old`."""
     tests: str
-    """Files and folders of the tests that should notice, separated by spaces."""
+    """Files and folders of the tests that should notice the change, separated by spaces."""
     select: str = ""
-    """Expression that selects some of these tests, as pytest's `-k` takes it."""
+    """Expression that selects some of these tests, for pytest's `-k`; "" selects all."""
 
 
 SHM, SHM_TESTS = "dataplane/stores/shared_memory.py", "tests/dataplane/stores/test_shared_memory.py"
@@ -248,7 +249,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def try_mutant(checkout: Path, mutant: Mutant) -> tuple[int, str]:
-    """Run the mutant's tests on its code; returns as `run_tests`."""
+    """Run the mutant's tests on the changed code, and change it back. Returns what `run_tests` returns."""
     path = checkout / mutant.path
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
@@ -259,7 +260,7 @@ def try_mutant(checkout: Path, mutant: Mutant) -> tuple[int, str]:
 
 
 def run_tests(checkout: Path, tests: str, select: str) -> tuple[int, str]:
-    """Run tests until one fails; returns (pytest's exit code, the test that failed or pytest's last line)."""
+    """Run tests until one fails. Returns (pytest's exit code, the test that failed or else pytest's last line)."""
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "--tb=no", "-rf", "-p", "no:cacheprovider"]
     command += ["-m", MARKS, "-k", select, f"--timeout={TEST_TIMEOUT_S}", *tests.split()]
     environment = {**os.environ, "PYTHONPATH": str(checkout.parent)}

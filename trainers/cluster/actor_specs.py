@@ -1,4 +1,4 @@
-"""Derives what each process of a run is built from: names, devices and sizes beside the sections themselves."""
+"""Derives the settings of each process of a run: its config sections, and next to them names, devices and sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from ..config.config import Config
 
 
 def transport(config: Config, *, one_host: bool) -> str:
-    """Return the kind of weight transport; `auto` depends on where the run's processes are."""
+    """Return the kind of weight transport that the run uses; `auto` is resolved by whether all processes are on one
+    host."""
     return resolve_kind(config.sync.transport, one_host=one_host)
 
 
@@ -43,9 +44,9 @@ def is_lasting(config: Config, *, one_host: bool, gpus: bool) -> bool:
 
 
 TASK = "train"
-"""Name of the task (a consumer of the data plane) by which the train workers' rows are claimed."""
+"""Name of the data plane's task (a named consumer of rows) through which the driver claims rows for training."""
 SAMPLERS = {"sync": "oldest_version_first", "streaming": "ready_first", "async": "in_order"}
-"""Sampler that `algorithm.sampler: auto` stands for, by mode."""
+"""Value of `algorithm.mode` -> the sampler that `algorithm.sampler: auto` stands for."""
 
 
 def sampler(config: Config) -> str:
@@ -57,10 +58,10 @@ def sampler(config: Config) -> str:
 
 
 def task(config: Config, next_prompt: int, outstanding: Sequence[int]) -> TaskConfig:
-    """Return the settings of the train task, which claims the rows.
+    """Return the settings of the train task, through which the driver claims rows.
 
-    next_prompt: position of the first prompt that no step has used. outstanding: positions before it whose groups are
-    still to come.
+    next_prompt: position in the prompt stream of the first prompt that was never issued. outstanding: earlier positions
+    whose groups were not trained on yet.
     """
     first = min(outstanding, default=next_prompt)
     settled = tuple(sorted(set(range(first, next_prompt)) - set(outstanding)))
@@ -68,9 +69,9 @@ def task(config: Config, next_prompt: int, outstanding: Sequence[int]) -> TaskCo
 
 
 def signal_terms(config: Config) -> list[tuple[str, float]]:
-    """Return (name, weight) of the rewards whose sum decides whether a group has a signal.
+    """Return the rewards whose weighted sum decides whether a group has a training signal, as (name, weight).
 
-    These are all rewards with a weight, except `overlong`, which shapes the others.
+    These are all rewards with a weight other than 0, except `overlong`, which only shapes the others.
     """
     return [(f.label, f.weight) for f in config.reward.functions if f.weight and f.kind != "overlong"]
 
@@ -132,13 +133,13 @@ def engine_config(config: Config, name: str, model: str, handle: DataPlaneHandle
 
 
 def engine_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str) -> EngineSetup:
-    """Return what engine actor `index` is built from."""
+    """Return the settings from which engine actor `index` builds itself."""
     name = f"engine {index}"
     return EngineSetup(name, threads(config), engine_config(config, name, model, handle, device))
 
 
 def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandle, device: str | None) -> RolloutSetup:
-    """Return what rollout actor `index` is built from.
+    """Return the settings from which rollout actor `index` builds itself.
 
     device: device of its embedded engine; None when engines are actors of their own.
     """
@@ -163,7 +164,8 @@ def rollout_setup(config: Config, index: int, model: str, handle: DataPlaneHandl
 
 
 def journal(config: Config) -> JournalConfig | None:
-    """Return where finished groups are kept, or are read from; None for a run that does neither."""
+    """Return the settings of the journal that finished groups are written to or read from; None for a run without a
+    journal."""
     run = config.run
     if not (run.record or run.replay or (run.journal and run.saves_checkpoints)):
         return None
@@ -173,7 +175,7 @@ def journal(config: Config) -> JournalConfig | None:
 
 
 def _fingerprint(config: Config) -> str:
-    """Return a text of everything that decides how groups come out.
+    """Return a text, in JSON, with all settings that decide what the rollouts generate.
 
     Journals of older runs hold it, so the text for a given configuration must never change.
     """
@@ -201,12 +203,13 @@ def _fingerprint(config: Config) -> str:
 
 
 def reward_weights(config: Config) -> dict[str, float]:
-    """Return each reward's name -> its weight in the rubric."""
+    """Return reward name -> its weight in the rubric, the weighted sum of all rewards."""
     return {function.label: function.weight for function in config.reward.functions}
 
 
 def tagged_rewards(config: Config) -> frozenset[str]:
-    """Return the names of the rewards that the advantage estimator or dynamic sampling reads one by one."""
+    """Return the names of the rewards that the advantage estimator or dynamic sampling reads one by one. Each row then
+    carries them as tags."""
     one_by_one = set(build_advantages(config.advantage, reward_weights(config)).components)
     if config.algorithm.dynamic_sampling.enabled:
         one_by_one |= {name for name, _ in signal_terms(config)}
@@ -216,7 +219,7 @@ def tagged_rewards(config: Config) -> frozenset[str]:
 def worker_setup(
     config: Config, rank: int, model: str, handle: DataPlaneHandle, *, host: str, one_host: bool, device: str
 ) -> WorkerSetup:
-    """Return what train worker `rank` is built from. host: address at which engines reach it."""
+    """Return the settings from which train worker `rank` builds itself. host: address at which engines reach it."""
     sync, kind = config.sync, transport(config, one_host=one_host)
     folder = sync.dir or os.path.join(config.run.dir or ".", "weights")
     sender = SenderConfig(handle.run_id, sync, host=host, folder=folder, data_plane=handle, device=device)
@@ -260,10 +263,10 @@ def backend_config(config: Config, model: str) -> BackendConfig:
 
 
 def budget(config: Config) -> Budget:
-    """Return the budget of a microbatch.
+    """Return the limit on a microbatch's tokens, and the cost of a row by its length.
 
-    In a row of L tokens, attention costs L / (6 · hidden size) of what the matrix products cost, which are 4·h·L and
-    24·h² FLOPs per token and layer.
+    For a row of L tokens, attention takes 4·h·L FLOPs per token and layer, and the matrix products 24·h², where h is
+    the hidden size; so attention costs L / (6·h) of what the matrix products cost.
     """
     hidden = model_config(config).get("hidden_size")
     return Budget(

@@ -1,4 +1,4 @@
-"""The driver's calls of its actors: small messages only, every byte counted, every failure naming actor and stage.
+"""Sends the driver's calls to its actors: small messages, whose bytes are counted. Errors name actor and stage.
 
     handle.begin(shard) -> Call ---+
     handle.begin(shard) -> Call ---+--> gather(calls, "plan", timeout_s) -> results, or the first ActorFailed
@@ -26,18 +26,19 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 RESULT_TIMEOUT_S = 60.0
-"""Seconds in which Ray must hand over a result that it has announced."""
+"""Seconds within which Ray must deliver a result that it has announced as ready."""
 
 
 class ActorFailed(RuntimeError):
-    """An actor died, raised, or did not answer in time: the message names the actor, the stage and the seconds."""
+    """An actor died, raised an exception, or did not answer in time. The message names the actor, the stage and the
+    seconds."""
 
     def __init__(self, message: str, cause: BaseException | None = None, *, died: bool = False) -> None:
         super().__init__(message)
         self.cause = cause
         """The exception that the actor raised; None when it died or did not answer in time."""
         self.died = died or isinstance(cause, EngineDied)
-        """Whether the actor's process is gone, or that of the engine that it hosts, without which it is of no use."""
+        """Whether the actor's process died, or that of the engine that it hosts, without which the actor is useless."""
 
 
 @dataclass(slots=True)
@@ -59,45 +60,48 @@ class Call(Generic[T_co]):
 
     actor: ActorHandle
     method: Callable[..., Any]
-    """The host's method, unbound."""
+    """Method that is called, unbound, of the class that the actor hosts, such as `TrainWorker.begin`."""
     message: bytes
     """The encoded arguments."""
     actors: Sequence[Any]
-    """Ray handles that follow the encoded arguments."""
+    """Ray handles of other actors that are passed after the encoded arguments."""
     reference: ray.ObjectRef
     """Ray's reference to the encoded result."""
     started: float
-    """Time of the call by `time.monotonic`."""
+    """`time.monotonic` time at which the call was sent."""
     pid: int
-    """Process id that was called; another process may have taken the actor's place since."""
+    """Id of the process that was called; another process may have replaced it since."""
 
     def again(self) -> Call[T_co]:
-        """Send the same call once more, to the process that has the actor's place now."""
+        """Send the same call once more, to the process that the actor has now."""
         return self.actor.send(self.method, self.message, self.actors)
 
 
 class ActorHandle:
-    """One actor of the run, as the driver calls it. Its process may be replaced by another; the handle stays."""
+    """The driver's handle of one actor of the run. When the actor's process is replaced by another, the handle stays
+    the same."""
 
     def __init__(self, start: Callable[[], Any], name: str, meter: DriverMeter) -> None:
-        """Starts the actor's process without waiting for it. start: starts one and returns Ray's handle."""
+        """Starts the actor's process without waiting for it. start: function that starts a process and returns Ray's
+        handle of it."""
         self._start = start
         self._meter = meter
         self.info = ActorInfo(name, 0, "not up yet")
-        """Name, process id and host of the actor, as the last `ping` that was noted here told them."""
+        """Name, process id and host of the actor, from the last `ping` whose answer was stored here."""
         self.ray_actor = start()
-        """Ray's own handle of the actor's present process."""
+        """Ray's own handle of the actor's current process."""
 
     def restart(self) -> None:
-        """Start another process in the actor's place, without waiting for it; it is not built yet."""
+        """Start a new process for the actor, without waiting for it. Its `build` must then be called."""
         self.ray_actor = self._start()
 
     def kill(self) -> None:
-        """Kill the actor's process, whatever it does; returns at once."""
+        """Kill the actor's process, whatever it is doing; does not wait until it is gone."""
         ray.kill(self.ray_actor, no_restart=True)
 
     def run(self, function: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Have the actor's process call `function` with the actor and `args` between two calls; nobody waits for it."""
+        """Have the actor's process call `function` with the actor and the arguments, between two other calls. Does not
+        wait for it."""
         self.ray_actor.__ray_call__.remote(function, *args, **kwargs)
 
     @overload
@@ -109,19 +113,20 @@ class ActorHandle:
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Call[Any]:
         """Call a method of the actor's host class with all its arguments, by position.
 
-        Raises TypeError for an argument that may not pass through the driver, as a tensor.
+        Raises TypeError for an argument that may not pass through the driver, such as a tensor.
         """
         assert not kwargs, "a message has no names"
         return self.send(method, encode_arguments(args))
 
     def send(self, method: Callable[..., Any], message: bytes, actors: Sequence[Any] = ()) -> Call[Any]:
-        """Call a method with encoded arguments. actors: Ray handles that follow them, see `remote_methods.submit`."""
+        """Send a call of `method` with encoded arguments. actors: Ray handles to pass after them, see
+        `remote_methods.submit`."""
         self._meter.num_bytes += len(message)
         reference = submit(self.ray_actor, method, message, actors)
         return Call(self, method, message, actors, reference, time.monotonic(), self.info.pid)
 
     def receive(self, call: Call[T], stage: str) -> T:
-        """The result of a call that has ended. Raises ActorFailed."""
+        """Return the result of a call that has ended. Raises ActorFailed."""
         elapsed = time.monotonic() - call.started
         try:
             reply: Any = ray.get(call.reference, timeout=RESULT_TIMEOUT_S)
@@ -144,8 +149,8 @@ class ActorHandle:
 def gather(calls: Sequence[Call[T]], stage: str, timeout_s: float, *, bound: str = "") -> list[T]:
     """Wait for all calls; returns their results in order. The first failure of any call ends the wait at once.
 
-    bound: name of the configuration's key that sets `timeout_s`, for the message.
-    Raises ActorFailed when an actor died, raised (see its `cause`), or did not answer within `timeout_s`.
+    bound: name of the config key that sets `timeout_s`, for the error message. Raises ActorFailed when an actor died,
+    raised an exception (see its `cause`), or did not answer within `timeout_s`.
     """
     results = dict[Call[T], T]()
     for call, outcome in settled(calls, stage, timeout_s):
@@ -160,7 +165,7 @@ def gather(calls: Sequence[Call[T]], stage: str, timeout_s: float, *, bound: str
 
 
 def gather_each(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[T | ActorFailed]:
-    """Wait for all calls; returns, in order, each call's result or its ActorFailed."""
+    """Wait for all calls, at most `timeout_s`; returns, in order, each call's result or its ActorFailed."""
     results = dict[Call[T], T | ActorFailed](settled(calls, stage, timeout_s))
     for call in calls:
         if call not in results:
@@ -169,7 +174,8 @@ def gather_each(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[
 
 
 def ended(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[tuple[Call[T], T | ActorFailed]]:
-    """The calls that have ended, each with its result or ActorFailed; waits up to `timeout_s` for the first one."""
+    """Return the calls that have ended, each with its result or ActorFailed. Waits up to `timeout_s` for the first
+    one."""
     by_reference = {call.reference: call for call in calls}
     if not by_reference:
         return []
@@ -180,7 +186,8 @@ def ended(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[tuple[
 
 
 def settled(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> Iterator[tuple[Call[T], T | ActorFailed]]:
-    """Yield each call with its outcome when it ends, until all have or `timeout_s` is over."""
+    """Yield each call with its result or ActorFailed as soon as it ends, until all have ended or `timeout_s` has
+    passed."""
     deadline = time.monotonic() + timeout_s
     pending = list(calls)
     while pending and (found := ended(pending, stage, max(0.0, deadline - time.monotonic()))):
@@ -206,11 +213,11 @@ _DEATHS = (
     ("SIGKILL", "its process was killed (SIGKILL, as the kernel does when memory runs out) or crashed"),
     ("connection error", "its process was killed (SIGKILL, as the kernel does when memory runs out) or crashed"),
 )
-"""Words in Ray's account of a death -> what they mean, in one sentence; the first that is found counts."""
+"""Text in Ray's message about a death -> what it means, in one sentence; the first text that is found counts."""
 
 
 def death_in_words(account: str) -> str:
-    """Ray's account of an actor's death, a paragraph, as one sentence."""
+    """Return Ray's message about an actor's death, which is a paragraph, as one sentence."""
     for words, meaning in _DEATHS:
         if words in account:
             return meaning

@@ -1,4 +1,4 @@
-"""The engines of a run: which version each serves, and which get no requests and why."""
+"""Tracks the engines of a run: which version each serves, and which get no requests and why."""
 
 from __future__ import annotations
 
@@ -16,32 +16,34 @@ _log = logging.getLogger(__name__)
 
 
 class NoEngineLeft(RuntimeError):
-    """Every engine of the run is left out: the message gives the reason for each."""
+    """Every engine of the run is left out, so none can get requests. The message gives the reason for each."""
 
 
 @dataclass(slots=True)
 class Engine:
-    """One engine and what the driver knows of it."""
+    """One engine and what the driver knows about it."""
 
     handle: EngineHandle
-    """Handle of the actor that hosts it: an EngineActor, or the RolloutActor that embeds it."""
+    """Handle of the actor that hosts the engine: an EngineActor, or the RolloutActor that embeds it."""
     num_workers: int
-    """Number of its processes that receive weights."""
+    """Number of the engine's processes that receive weights."""
     version: int = 0
-    """Version of the weights that it serves."""
+    """Version of the weights that the engine serves."""
     left_out: str = ""
-    """Reason why it gets no requests; "" while it gets some."""
+    """Reason why the engine gets no requests; "" while it gets requests."""
     dead: bool = False
-    """Whether the actor's process is gone, or that of the engine within it."""
+    """Whether the actor's process died, or that of the engine within it."""
     broken: bool = False
-    """Whether a failed commit has left the engine without a whole version: its requests wait for the next one."""
+    """Whether a failed commit has left the engine without a complete version; its requests then wait for the next
+    update."""
     joins: bool | None = None
-    """Whether the engine received its last update straight into its parameters; None before the first."""
+    """Whether the engine received its last update straight into its parameters, without staging it first; None before
+    the first update."""
     ping: Call[ActorInfo] | None = None
-    """The `ping` that it has not answered yet; None when it owes no answer."""
+    """The `ping` that the engine has not answered yet; None when no answer is outstanding."""
 
     def renew(self) -> None:
-        """Note that a new process has taken its place, with the run's first weights."""
+        """Record that a new process has replaced the engine's, with the run's first weights (version 0)."""
         self.version, self.dead, self.broken, self.joins, self.ping = 0, False, False, None, None
 
     @property
@@ -50,7 +52,7 @@ class Engine:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the `ping` that it has not answered; 0.0 when it owes no answer."""
+        """Seconds since the `ping` that the engine has not answered was sent; 0.0 when no answer is outstanding."""
         return 0.0 if self.ping is None else time.monotonic() - self.ping.started
 
     @property
@@ -65,9 +67,10 @@ class EnginePool:
 
     engines: list[Engine]
     embedded: bool
-    """Whether each engine lives in a rollout actor of its own, so that leaving it out leaves that actor out."""
+    """Whether each engine is embedded in a rollout actor of its own, so that leaving out the engine leaves out that
+    actor."""
     on_change: list[Callable[[Engine], None]] = field(default_factory=list)
-    """Functions that are called with an engine when it was left out or taken back."""
+    """Callbacks that receive an engine after it was left out or taken back."""
 
     @property
     def active(self) -> list[Engine]:
@@ -79,15 +82,17 @@ class EnginePool:
         return found
 
     def ahead_of(self, version: int) -> bool:
-        """Whether an engine serves a later version, as happens after the train workers went back to a checkpoint."""
+        """Return whether an engine serves a later version than `version`, as happens after the train workers went back
+        to a checkpoint."""
         return any(engine.version > version for engine in self.engines)
 
     def named(self, name: str) -> Engine:
-        """The engine called `name`. Raises KeyError."""
+        """Return the engine called `name`, which must exist."""
         return next(engine for engine in self.engines if engine.name == name)
 
     def leave_out(self, engine: Engine, reason: str) -> None:
-        """Give `engine` no more requests until `take_back`. When it is left out already, the first reason stays."""
+        """Send no more requests to `engine` until `take_back`. When it is left out already, this is a no-op and the
+        first reason stays."""
         if engine.left_out:
             return
         engine.left_out = reason
@@ -95,7 +100,7 @@ class EnginePool:
         self._changed(engine)
 
     def take_back(self, engine: Engine) -> None:
-        """Give `engine` requests again. Idempotent."""
+        """Send requests to `engine` again. Idempotent."""
         if engine.left_out:
             engine.left_out = ""
             _log.warning("engine taken back: %s, version %d", engine.handle.info, engine.version)

@@ -1,4 +1,4 @@
-"""The driver's handles of its actors: one class for each kind of actor, one typed method for each call it answers.
+"""Defines the driver's handles of its actors: a class for each kind of actor, a typed method for each call.
 
     ActorHandle          every actor: `ping`
       TrainHandle        one train rank (`TrainActor` and the `TrainWorker` that it hosts)
@@ -6,7 +6,7 @@
         RolloutHandle    a rollout actor (`RolloutActor` and the `RolloutWorker` that it hosts)
 
 Every method sends its call and returns at once with a `Call`, whose result `gather` (calls.py) waits for. What a call
-does is said once, at the function that it names.
+does is documented at the method of the actor's class that its body names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from .calls import ActorHandle, Call
 
 
 class TrainHandle(ActorHandle):
-    """One train rank. Calls run one at a time in the order they were sent; those marked in TrainWorker run beside."""
+    """Handle of one train rank. Its calls run one at a time in the order in which they were sent, except those of
+    methods with the decorator `in_thread_of`, which run in threads of their own."""
 
     def ping(self) -> Call[ActorInfo]:
         """Ask who the actor is, which also shows that it answers."""
@@ -91,7 +92,7 @@ class TrainHandle(ActorHandle):
 
 
 class EngineHandle(ActorHandle):
-    """An actor with a generation engine. Calls run concurrently."""
+    """Handle of an actor with a generation engine. Its calls run concurrently."""
 
     def ping(self) -> Call[ActorInfo]:
         """Ask who the actor is, which also shows that it answers."""
@@ -126,7 +127,7 @@ class EngineHandle(ActorHandle):
 
 
 class RolloutHandle(EngineHandle):
-    """A rollout actor. Calls run concurrently."""
+    """Handle of a rollout actor. Its calls run concurrently."""
 
     def set_engines(self, engines: Sequence[EngineHandle]) -> Call[None]:
         names = encode_arguments([[engine.info.name for engine in engines]])

@@ -1,7 +1,7 @@
-"""Tells actors that are slow from those that are stuck: asks them how far they are while they work on long calls.
+"""Tells slow actors from stuck ones: asks them about their progress while they work on long calls.
 
 `gather_moving` waits for calls of which some may fail, and returns each one's outcome. `gather_slow` waits for calls of
-train workers that are of use only together, and raises the first failure.
+train workers that are useful only together, and raises the first failure.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .handles import TrainHandle
 T = TypeVar("T")
 
 ASK_EVERY_S = 1.0
-"""Seconds between two questions to the same actor."""
+"""Seconds between two progress queries to the same actor."""
 
 
 class ProgressWatch:
-    """Asks actors how far they are, one question at a time to each, and knows for how long each has stood still."""
+    """Queries actors about their progress, one query at a time for each, and tracks for how long each has made none."""
 
     def __init__(
         self,
@@ -28,27 +28,27 @@ class ProgressWatch:
         ask: Callable[[Any], Call[int]] = lambda actor: actor.progress(),
         ask_every_s: float = ASK_EVERY_S,
     ) -> None:
-        """Begin to watch. Nobody is asked before the first `look`.
+        """Begin to watch `actors`. No actor is queried before the first `look`.
 
-        ask: asks an actor for a number that changes whenever it gets on. ask_every_s: seconds between two questions to
-        the same actor.
+        ask: function that queries an actor for a number that changes whenever it makes progress. ask_every_s: seconds
+        between two queries to the same actor.
         """
         now = time.monotonic()
         self._ask = ask
         self._ask_every_s = ask_every_s
         self._asked = dict[ActorHandle, Call[int]]()
-        """The question that each actor has not answered yet."""
+        """Actor -> the query that it has not answered yet."""
         self._figures = dict[ActorHandle, int]()
         self._moved_s = dict.fromkeys(actors, now)
         self._answered_s = dict.fromkeys(self._moved_s, now)
         self._next_s = dict.fromkeys(self._moved_s, now)
-        """Time at which each actor may be asked again."""
+        """Actor -> `time.monotonic` time from which it may be queried again."""
 
     def look(self, only: Collection[ActorHandle] | None = None) -> tuple[bool, dict[ActorHandle, ActorFailed]]:
-        """Take the answers that are there, and ask again; waits for nothing.
+        """Collect the answers that have arrived and send new queries, without waiting for their answers.
 
-        only: the actors that are asked again; None asks all that are watched. Returns whether any actor has moved, and
-        the actors that failed to answer, with how they failed.
+        only: actors to query again; None queries all that are watched. Returns whether any actor has made progress, and
+        actor -> failure for the queries that failed.
         """
         moved, failed = False, dict[ActorHandle, ActorFailed]()
         by_call = {call: actor for actor, call in self._asked.items()}
@@ -71,11 +71,11 @@ class ProgressWatch:
         return moved, failed
 
     def still_s(self, actor: ActorHandle) -> float:
-        """Seconds in which `actor` has made no progress; 0.0 for one that is not watched."""
+        """Return the seconds for which `actor` has made no progress; 0.0 for an actor that is not watched."""
         return self._since(self._moved_s, actor)
 
     def silent_s(self, actor: ActorHandle) -> float:
-        """Seconds since `actor` last answered; 0.0 for one that is not watched."""
+        """Return the seconds since `actor` last answered a query; 0.0 for an actor that is not watched."""
         return self._since(self._answered_s, actor)
 
     def _since(self, times: dict[ActorHandle, float], actor: ActorHandle) -> float:
@@ -87,8 +87,8 @@ def gather_moving(
 ) -> list[T | ActorFailed]:
     """Wait for all calls; returns, in order, each call's result or its ActorFailed.
 
-    The wait ends `timeout_s` after the last sign of progress of those that have not answered, however long it has taken
-    until then. ask: asks an actor for a number that changes whenever it gets on.
+    The wait ends once the actors that have not answered make no progress for `timeout_s`, however long it has lasted
+    until then. ask: function that queries an actor for a number that changes whenever it makes progress.
     """
     results: dict[Call[T], T | ActorFailed] = {}
     look_s, moved_s = min(ASK_EVERY_S, timeout_s / 4), time.monotonic()
@@ -115,13 +115,14 @@ def gather_slow(
     num_bytes: Callable[[], int] = lambda: 0,
     on_look: Callable[[], None] = lambda: None,
 ) -> list[T]:
-    """Wait for calls of train workers that may take hours, as long as the workers get on with them.
+    """Wait for calls of train workers that may take hours, for as long as the workers make progress; returns their
+    results in order. The first failure of any call ends the wait at once.
 
-    silence_s: seconds for which a worker may leave questions unanswered. stall_s: seconds in which something must move:
-    a worker's figure of progress, or `num_bytes`, the bytes that are written so far. on_look is called after each look,
-    about once a second, at which nobody was found stuck. The first failure of any call ends the wait at once.
+    silence_s: seconds for which a worker may leave a progress query unanswered. stall_s: seconds within which some
+    worker's progress number must change, or `num_bytes`, which returns the number of bytes written so far. on_look:
+    callback after each check, about once a second, that found no worker stuck.
 
-    Raises ActorFailed when a worker died, raised (see its `cause`), or does not get on.
+    Raises ActorFailed when a worker died, raised an exception (see its `cause`), or makes no progress.
     """
     watch = ProgressWatch(workers)
     results = dict[Call[T], T]()

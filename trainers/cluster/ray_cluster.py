@@ -1,4 +1,4 @@
-"""Ray for a run: it is joined or started, checked before anything waits for it, and ended with all it started."""
+"""Connects a run to Ray: joins or starts a cluster, checks its CPUs, and finally ends everything that was started."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..errors import UserError
 
 _log = logging.getLogger(__name__)
 MIN_OBJECT_STORE_MIB = 128
-"""MiB of the object store that Ray itself needs."""
+"""Size in MiB of the object store that Ray needs for itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The logical CPUs that a run's actors ask of Ray: one for each actor, or for each process of an engine."""
+    """The logical CPUs that a run's actors request from Ray: one for each actor, or for each process of an engine."""
 
     rollout_actors: int
     """Number of rollout actors that embed no engine."""
@@ -35,7 +35,7 @@ class Demand:
 
     @property
     def cpus(self) -> int:
-        """Number of logical CPUs in all."""
+        """Total number of logical CPUs."""
         return self.rollout_actors + self.engines + self.train_workers
 
     def __str__(self) -> str:
@@ -48,7 +48,8 @@ class Demand:
 
 
 class Cluster:
-    """A connection to Ray. `close` ends what this process started and waits until it is gone."""
+    """A connection to a Ray cluster, which is joined or started here. `close` disconnects; a Ray that was started here
+    is then ended, and `close` waits until its processes are gone."""
 
     def __init__(
         self, *, address: str | None, num_cpus: int | None, demand: Demand, namespace: str, object_store_mib: int
@@ -93,7 +94,8 @@ class Cluster:
             )
 
     def close(self) -> None:
-        """Leave Ray; end a Ray that was started here, by process id if need be. Idempotent."""
+        """Disconnect from Ray. When Ray was started here, its processes end with it, and those that still run after 10
+        seconds are killed. Idempotent."""
         worker.print_to_stdstream = self._print
         if not ray.is_initialized():
             return
@@ -107,16 +109,16 @@ class Cluster:
 
 
 def _log_what_ray_says(data: dict[str, Any], ignore_prefix: bool) -> None:
-    """Log the paragraphs that Ray would print on a death, of which the run tells in a sentence of its own."""
+    """Log what Ray would print when a process dies. The run reports deaths itself, in one sentence each."""
     _log.info("Ray: %s", " ".join(data["lines"]))
 
 
 @contextmanager
 def any_agent_port() -> Iterator[None]:
-    """Have a Ray that starts meanwhile take any free port for its agent.
+    """Context manager: a Ray that is started within it uses any free port for its dashboard agent.
 
-    Its default is port 52365, for which it waits 3 seconds when another Ray on this host has it; `ray.init` has no
-    argument for it.
+    Ray's default is port 52365. When another Ray on this host uses that port, the start waits 3 seconds for it.
+    `ray.init` has no argument for the port.
     """
     original = parameter.RayParams
     parameter.RayParams = partial(original, dashboard_agent_listen_port=0)
@@ -128,10 +130,10 @@ def any_agent_port() -> Iterator[None]:
 
 @contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Have SIGTERM and SIGINT handled afterwards as before.
+    """Context manager that restores the handlers of SIGTERM and SIGINT at its end. A no-op outside the main thread.
 
-    Ray installs handlers of its own, in Python and in C++, where SIGTERM aborts the process, and takes them away again
-    when it ends.
+    Ray installs handlers of its own, in Python and in C++, where SIGTERM aborts the process, and removes them when it
+    shuts down.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -146,7 +148,7 @@ def _own_signal_handlers() -> Iterator[None]:
 
 
 def _family(root: psutil.Process) -> list[psutil.Process]:
-    """A process and all its descendants; empty when it is gone."""
+    """Return a process and all its descendants; an empty list when the process is gone."""
     try:
         return [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:

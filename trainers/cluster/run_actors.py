@@ -1,4 +1,4 @@
-"""The actors of a run: started, built at the same time, introduced to one another, ended by the stack of the caller."""
+"""Starts the actors of a run, builds them in parallel, connects engines with rollout actors, and replaces the dead."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 BY_START_TIMEOUT = "resources.start_timeout_s"
-"""Key that bounds every wait for an actor that starts; messages about such a wait name it."""
+"""Config key that bounds every wait for an actor that starts; error messages about such a wait name it."""
 ASK_AGAIN_S = 0.2
-"""Seconds between two questions to actors that may be dying."""
+"""Seconds between two queries to actors that may be dying."""
 
 
 @dataclass(slots=True)
 class RunActors:
-    """All actors of a run."""
+    """All actors of a run, with the means to replace them."""
 
     engines: EnginePool
     rollouts: list[RolloutHandle]
-    """The rollout actors; the hosts of `engines` when those are embedded."""
+    """The rollout actors. When engines are embedded, these actors are also the hosts of `engines`."""
     workers: list[TrainHandle]
-    """The train workers by rank."""
+    """The train workers, in rank order."""
     host: str
     """Address at which train workers reach rank 0."""
     max_replaced: int
-    """Largest number of `replaced`."""
+    """Largest number of rollout actors and engines that may be replaced."""
     data_notes: tuple[str, ...]
     """Sentences for the user about the prompts: what was chosen or left out."""
     start_timeout_s: float
@@ -56,13 +56,13 @@ class RunActors:
     replaced: int = 0
     """Number of rollout actors and engines that died and were replaced."""
     on_replaced: list[Callable[[], None]] = field(default_factory=list)
-    """Functions that are called when an actor is another process than before."""
+    """Callbacks that run after the process of an actor was replaced by another."""
     on_death: list[Callable[[str], None]] = field(default_factory=list)
-    """Functions that are called with a sentence that says what died, before an actor is replaced."""
+    """Callbacks that receive a sentence about what died, before the actor is replaced."""
 
     @property
     def handles(self) -> list[EngineHandle | TrainHandle]:
-        """Every actor once."""
+        """Handles of all actors, each once."""
         hosts = [] if self.engines.embedded else [engine.handle for engine in self.engines.engines]
         return [*hosts, *self.rollouts, *self.workers]
 
@@ -74,15 +74,16 @@ class RunActors:
 
     @property
     def may_replace(self) -> bool:
-        """Whether one more actor that dies may be replaced."""
+        """Whether another actor that dies may be replaced."""
         return self.replaced < self.max_replaced
 
     def replace(self, handle: EngineHandle, failure: ActorFailed) -> None:
-        """Start and build another process for a rollout actor or engine that died; `handle` then stands for that one.
+        """Start and build a new process for a rollout actor or engine that died; `handle` then stands for the new
+        process.
 
-        Whatever is left of the actor is killed: where only its engine's process died, the actor itself is still there.
-        The new engine, if it has one, serves version 0. Raises `failure` when no more may be replaced, ActorFailed when
-        the new process does not come up.
+        The old actor is killed first, because it may still run when only its engine's process died. The new engine, if
+        there is one, serves version 0. Raises `failure` when no more actors may be replaced or all of Ray is gone, and
+        ActorFailed when the new process does not start.
         """
         if not self.may_replace:
             raise failure
@@ -102,9 +103,10 @@ class RunActors:
         self._tell()
 
     def find_dead(self, wait_s: float, *, insist: bool) -> list[ActorInfo]:
-        """The actors that are dead as far as Ray knows, on whichever host; waits up to `wait_s` for the first death.
+        """Return the actors, on any host, that Ray knows to be dead. Waits up to `wait_s` for the first death.
 
-        insist: whether actors that answer are asked again until the time is over; else one answer of each is enough.
+        insist: whether to ask actors that have answered again until the time is over; otherwise one answer of each is
+        enough.
         """
         deadline = time.monotonic() + wait_s
         asked = {handle.progress(): handle for handle in self.handles}
@@ -120,9 +122,10 @@ class RunActors:
         return []
 
     def restart_workers(self) -> None:
-        """End all train workers and build others, with the run's first weights; the handles then stand for those.
+        """Kill all train workers and start and build new ones with the run's first weights; the handles then stand for
+        the new ones.
 
-        Raises ActorFailed when they do not come up.
+        Raises ActorFailed when they do not start.
         """
         for worker in self.workers:
             worker.kill()
@@ -137,7 +140,7 @@ class RunActors:
 
 
 def demand(config: Config) -> Demand:
-    """The logical CPUs that the actors ask of Ray."""
+    """Return the logical CPUs that the actors request from Ray."""
     rollout = config.rollout
     return Demand(rollout.num_actors or 0, rollout.num_engines * rollout.tp, config.trainer.topology.world)
 
@@ -147,7 +150,8 @@ def start_actors(
 ) -> RunActors:
     """Start and build all actors. model: a local folder or hub id. stack: kills the actors when it is closed.
 
-    Raises UserError for a user's mistake that shows only in an actor (a path, a dataset, a reward), ActorFailed.
+    Raises UserError for a user's mistake that only an actor can notice (a path, a dataset, a reward), and ActorFailed
+    when an actor does not start.
     """
     starter = _ActorStarter(config, model, plane, cluster, meter, stack)
     hosts: Sequence[EngineHandle]
@@ -171,7 +175,7 @@ def start_actors(
 
 
 class _ActorStarter:
-    """Starts actors, one at a call."""
+    """Starts actors, one per call. The exit stack of the caller kills them when it is closed."""
 
     def __init__(
         self, config: Config, model: str, plane: DataPlane, cluster: Cluster, meter: DriverMeter, stack: ExitStack
@@ -189,24 +193,24 @@ class _ActorStarter:
         """Address at which the run's processes reach this host."""
 
     def engine(self, index: int) -> EngineHandle:
-        """The engine actor `index`."""
+        """Start engine actor `index`; returns its handle."""
         tp = self._config.rollout.tp
         setup = actor_specs.engine_setup(self._config, index, self._model, self._data_plane, self._device)
         return self._start(EngineHandle, EngineActor, setup, tp, self._gpus * tp, max_concurrency=CONCURRENCY)
 
     def embedding_rollout(self, index: int) -> RolloutHandle:
-        """The rollout actor `index`, which embeds engine `index`."""
+        """Start rollout actor `index`, which embeds engine `index`; returns its handle."""
         tp = self._config.rollout.tp
         setup = actor_specs.rollout_setup(self._config, index, self._model, self._data_plane, self._device)
         return self._start(RolloutHandle, RolloutActor, setup, tp, self._gpus * tp)
 
     def rollout(self, index: int) -> RolloutHandle:
-        """The rollout actor `index`, without an engine."""
+        """Start rollout actor `index`, which embeds no engine; returns its handle."""
         setup = actor_specs.rollout_setup(self._config, index, self._model, self._data_plane, None)
         return self._start(RolloutHandle, RolloutActor, setup, 1, 0.0)
 
     def worker(self, rank: int) -> TrainHandle:
-        """The train worker of `rank`."""
+        """Start the train worker of `rank`; returns its handle."""
         setup = actor_specs.worker_setup(
             self._config,
             rank,
@@ -228,17 +232,18 @@ class _ActorStarter:
 
 
 def host_address(cluster: Cluster) -> str:
-    """The address at which the run's processes reach this host."""
+    """Return the address at which the run's processes reach this host."""
     return ray.util.get_node_ip_address() if cluster.num_nodes > 1 else "127.0.0.1"
 
 
 def _started(calls: Sequence[Call[T]], stage: str, timeout_s: float) -> list[T]:
-    """The results of calls that belong to the start of actors. Raises ActorFailed."""
+    """Wait for calls that are part of the start of actors; returns their results in order. Raises ActorFailed, whose
+    message names `resources.start_timeout_s` when that time is up."""
     return gather(calls, stage, timeout_s, bound=BY_START_TIMEOUT)
 
 
 def _identify(handles: Sequence[EngineHandle | TrainHandle], stage: str, timeout_s: float) -> None:
-    """Wait until all processes are up, and note who they are."""
+    """Wait until the processes of all `handles` answer, and store their names, process ids and hosts."""
     infos = _started([handle.ping() for handle in handles], stage, timeout_s)
     for handle, info in zip(handles, infos, strict=True):
         handle.info = info
@@ -258,7 +263,8 @@ def _build(host: str, generators: Sequence[EngineHandle], workers: Sequence[Trai
 
 
 def _introduce(engines: EnginePool, rollouts: Sequence[RolloutHandle], timeout_s: float) -> None:
-    """Give every rollout actor's router the engines, and from then on tell it which are left out and taken back."""
+    """Pass the engines to the router of every rollout actor, and tell the routers from then on which engines are left
+    out or taken back."""
     handles = [engine.handle for engine in engines.engines]
     _started([rollout.set_engines(handles) for rollout in rollouts], "start", timeout_s)
 

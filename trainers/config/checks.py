@@ -11,22 +11,25 @@ from ..backends.model_split import mesh_problems
 from .config import Config
 
 ROLLOUT_TOKEN_BYTES = 9
-"""Number of bytes of a token that a rollout writes: input_ids int32, response_mask uint8, rollout_logprobs float32."""
+"""Number of bytes that a rollout writes for each token: input_ids int32, response_mask uint8, rollout_logprobs
+float32."""
 WHOLE_STEP_ADVANTAGES = ("gdpo", "reinforce_pp")
-"""Values of `advantage.kind` whose estimators have `whole_step`."""
+"""Values of `advantage.kind` that need all rows of a step at once (their estimators set `whole_step`)."""
 ROLLOUT_ROW_BYTES = 64
-"""Number of bytes of a row's version_spans, which are a few pairs (first token, version) of int32."""
+"""Number of bytes of a row's version_spans: a few pairs (first token, version) of int32."""
 LOGPROB_BYTES = 4
-"""Number of bytes of a token in the column that the train workers write back."""
+"""Number of bytes for each token of the column that the train workers write back, the reference log-probs in
+float32."""
 
 
 def contradictions(config: Config) -> list[str]:
-    """Return one sentence for each contradiction."""
+    """Return one sentence for each contradiction between the keys of `config`; [] when there is none."""
     return size_problems(config) + mesh_problems(config.trainer) + capacity_problems(config) + meaning_problems(config)
 
 
 def cautions(config: Config) -> list[str]:
-    """Return one line for each choice that works, but trains on something else than a reader may expect."""
+    """Return one line for each choice that is allowed, but makes the run train on something else than a reader may
+    expect."""
     algorithm, loss = config.algorithm, config.loss
     stale = algorithm.mode == "async" and algorithm.max_staleness > 0 and config.trainer.backend != "scripted"
     if stale and loss.kind == "reinforce" and loss.correction == "none":
@@ -45,13 +48,15 @@ def step_bytes(config: Config) -> int:
 
 
 def steps_in_store(config: Config) -> float:
-    """Return how many steps' rows may be in the store at the same time, as rollouts may run ahead or oversample."""
+    """Return the number of steps whose rows may be in the store at the same time, because rollouts may run ahead or
+    oversample. It may be a fraction."""
     algorithm = config.algorithm
     return 1 + algorithm.max_staleness if algorithm.mode == "async" else algorithm.dynamic_sampling.oversample
 
 
 def capacity_problems(config: Config) -> list[str]:
-    """Return a sentence when a step of the longest rows does not fit into the store, which would stop the run."""
+    """Return a sentence when the rows of the steps that are in the store at the same time may not fit into it, which
+    would stop the run; else []."""
     capacity = config.dataplane.store.capacity_mib
     needed = math.ceil(step_bytes(config) * steps_in_store(config))
     if needed <= capacity << 20:
@@ -64,7 +69,8 @@ def capacity_problems(config: Config) -> list[str]:
 
 
 def size_problems(config: Config) -> list[str]:
-    """Return sentences about sizes that do not fit each other."""
+    """Return one sentence for each pair of sizes that do not fit each other: groups and replicas, groups and rollout
+    actors, rows and microbatches."""
     problems = []
     prompts, dp = config.algorithm.prompts_per_step, config.trainer.dp
     if prompts % dp:
@@ -92,7 +98,8 @@ def size_problems(config: Config) -> list[str]:
 
 
 def meaning_problems(config: Config) -> list[str]:
-    """Return sentences about choices that contradict each other."""
+    """Return one sentence for each choice that makes no sense together with another, such as a delta without
+    staging."""
     problems = []
     rollout, data = config.rollout, config.data
     if config.algorithm.prev_logprobs == "rollout" and (rollout.top_p < 1 or rollout.top_k > 0):
@@ -141,7 +148,8 @@ def meaning_problems(config: Config) -> list[str]:
 
 
 def metric_problems(config: Config) -> list[str]:
-    """Return sentences about the figure that judges validations."""
+    """Return a sentence when `validation.metric` names no known figure, or one that needs answers which the data lacks;
+    else []."""
     metric, known, data = config.validation.metric, config.figures, config.data
     key = find_figure(metric, known)
     if key is None:
@@ -152,7 +160,8 @@ def metric_problems(config: Config) -> list[str]:
 
 
 def admission_problems(config: Config) -> list[str]:
-    """Return sentences about where a step's groups come from."""
+    """Return one sentence for each sampler or oversampling that conflicts with the order in which a step must take its
+    groups."""
     problems = []
     algorithm = config.algorithm
     over, in_order = algorithm.dynamic_sampling.oversample > 1, algorithm.sampler in ("in_order", "windowed")
@@ -172,7 +181,8 @@ def admission_problems(config: Config) -> list[str]:
 
 
 def replay_problems(config: Config) -> list[str]:
-    """Return sentences about a run that trains on the groups of another run."""
+    """Return one sentence for each key that cannot be combined with `run.replay`, which trains on the recorded groups
+    of another run."""
     run, algorithm = config.run, config.algorithm
     if run.replay is None:
         return []
@@ -200,7 +210,7 @@ def replay_problems(config: Config) -> list[str]:
 
 
 def objective_problems(config: Config) -> list[str]:
-    """Return sentences about choices of loss and advantages that contradict each other."""
+    """Return one sentence for each contradiction between the keys of loss, advantages and rewards."""
     problems = []
     loss, advantage = config.loss, config.advantage
     if loss.correction != "none":

@@ -1,4 +1,4 @@
-"""`Config` holds all sections of a run's YAML file; those that concern the whole run are declared here."""
+"""Defines `Config`, all sections of a run's YAML file, and declares those sections that concern the whole run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DynamicSamplingConfig(Section):
 
     enabled: bool = False
     """Whether groups whose rewards are all equal are cleared and other prompts are generated in their place. The
-    rewards that are compared leave out `overlong`, which only shapes the others."""
+    comparison leaves out the reward `overlong`, which only shapes the others."""
     max_factor: float = Field(default=4.0, ge=1.0)
     """Largest number of prompts that are generated for a step, as a multiple of `algorithm.prompts_per_step`. When it
     is reached, groups with equal rewards are trained on too, so that each step has its full size."""
@@ -37,7 +37,8 @@ class DynamicSamplingConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The size and number of steps, the order in which groups are trained on, and how far rollouts may be ahead."""
+    """The size and number of steps, the order in which groups are trained on, and how far rollouts may run ahead of
+    training."""
 
     mode: Literal["sync", "async", "streaming"] = "sync"
     """Overlap of rollouts and training. In `sync` mode rollout, training and weight sync take turns. In `async` mode
@@ -59,8 +60,8 @@ class AlgorithmConfig(Section):
     """Options of the sampler. `windowed` takes `{window: number of groups}`; your own sampler takes keyword
     arguments."""
     chunk_groups: Count | None = None
-    """Number of groups that are trained on together. Unset: a quarter of `algorithm.prompts_per_step`, but at least
-    `trainer.dp`."""
+    """Number of groups in a chunk, the groups that `streaming` mode trains on together. Unset: a quarter of
+    `algorithm.prompts_per_step`, but at least `trainer.dp`."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     """Replacement of groups whose rewards are all equal."""
     steps: Count = 100
@@ -71,9 +72,9 @@ class AlgorithmConfig(Section):
     """Number of samples of each prompt, which form a group. At least 2."""
     prev_logprobs: Literal["rollout", "recompute"] = "rollout"
     """Source of the old policy's log-probs in the probability ratio. `rollout` takes those that the engine reported, so
-    that the ratio also contains what the policy has changed since. `recompute` takes the trainer's own from before the
-    step; as a step updates the policy once, the ratio is then 1 at every token, nothing is clipped, and what the engine
-    sampled from an older policy needs a `loss.correction`."""
+    that the ratio also reflects how the policy has changed since. `recompute` takes the trainer's own from before the
+    step. As a step updates the policy once, the ratio is then 1 at every token and nothing is clipped, and rows that an
+    older policy sampled need a `loss.correction`."""
 
     @field_validator("group_size")
     @classmethod
@@ -93,12 +94,13 @@ class RunConfig(Section):
     seed: CountOrZero = 0
     """Seed of the prompts, the sampling and the weights of the built-in model."""
     checkpoint_every: CountOrZero = 0
-    """Number of steps between checkpoints, beside those by time; 0 writes none by steps."""
+    """Number of steps between checkpoints, which are written in addition to those of `run.checkpoint_minutes`; 0 writes
+    none by steps."""
     checkpoint_minutes: float = Field(default=15.0, ge=0.0)
-    """Minutes between checkpoints; 0 writes none by time. Unless this and `run.checkpoint_every` are 0, there is also
-    one at the end of the run and one when it is interrupted (Ctrl-C, SIGTERM)."""
+    """Minutes between checkpoints; 0 writes none by time. Unless both this and `run.checkpoint_every` are 0, a
+    checkpoint is also written at the end of the run and when the run is interrupted (Ctrl-C, SIGTERM)."""
     keep_checkpoints: CountOrZero = 3
-    """Number of checkpoints that are kept; older ones are removed once a newer one is whole. With 0 all are kept."""
+    """Number of checkpoints to keep; older ones are removed once a newer one is complete. 0 keeps all."""
     journal: bool = True
     """Whether finished groups are kept on disk until a checkpoint covers them, so that a resumed run does not generate
     them again."""
@@ -106,9 +108,9 @@ class RunConfig(Section):
     """Whether all finished groups are kept on disk, even after a checkpoint covers them, so that `run.replay` can train
     on them again."""
     replay: str | None = None
-    """Folder of a run with `run.record`, whose groups this run trains on instead of generating any. The model, data,
-    sampling, rewards and seed, which decide how groups come out, must be those of that run; loss, trainer and mesh may
-    differ."""
+    """Folder of a recorded run (`run.record`) whose groups this run trains on instead of generating any. The model,
+    data, sampling, rewards and seed decide what is generated, so they must be those of that run; loss, trainer and mesh
+    may differ."""
     keep_best: bool = False
     """Whether the model with the best validation, judged by `validation.metric`, is exported to `best/` in the run
     folder. The validation before the first step is what later ones must beat, and is never exported itself."""
@@ -154,18 +156,18 @@ class ValidationConfig(Section):
     """Number of steps between validations. There is also one before the first step and one after the last; 0 turns
     validation off."""
     num_prompts: Count = 128
-    """Number of prompts of a validation."""
+    """Number of prompts in each validation."""
     n: Count = 1
     """Number of samples of each prompt. `val/reward` and the other means are over all samples (avg@n). With more than
-    one there are also `val/best@K` and `val/pass@K`: the expected reward, and the chance of an exact match, of the best
-    of K samples, for the powers of two up to n and for n itself."""
+    one sample, `val/best@K` gives the expected reward of the best of K samples, and `val/pass@K` the probability that
+    one of K samples is an exact match. K is each power of two from 2 up to n, and n itself."""
     temperature: NonNegative = 0.0
-    """Sampling temperature of validation; 0 decodes greedily. Above 0, `rollout.top_p` and `rollout.top_k` hold here,
+    """Sampling temperature of validation; 0 decodes greedily. Above 0, `rollout.top_p` and `rollout.top_k` apply here,
     too."""
     metric: str = REWARD
-    """Figure that tells how good a policy is, the higher the better; `run.keep_best`, `validation.stop_at`, the report
-    and Prometheus go by it. It is `val/reward`, `val/exact_match`, the name of a reward function, or with
-    `validation.n` above 1 one of `val/best@K`, `val/pass@K` and `val/reward/NAME/best@K`."""
+    """Figure that tells how good a policy is, the higher the better. `run.keep_best`, `validation.stop_at`, the report
+    and Prometheus use it. It is `val/reward`, `val/exact_match`, the name of a reward function, or with `validation.n`
+    above 1 one of `val/best@K`, `val/pass@K` and `val/reward/NAME/best@K`."""
     max_new_tokens: Count | None = None
     """Largest number of tokens of an answer. Unset: `rollout.max_new_tokens`."""
     background: bool = False
@@ -177,7 +179,7 @@ class ValidationConfig(Section):
 
 
 class ResourcesConfig(Section):
-    """The CPUs and the Ray cluster of the run's processes, and the time that they may take."""
+    """CPUs, Ray cluster and time limits of the run's processes."""
 
     ray_address: str | None = None
     """Address of a Ray cluster to join. Unset: the run starts its own Ray and stops it at the end."""
@@ -188,13 +190,14 @@ class ResourcesConfig(Section):
     workers, whichever is larger."""
     stage_timeout_s: Positive = 300.0
     """Seconds after which a stage of a step (train, log-probs, sync) fails. Rollouts, validation and checkpoints may
-    take longer: an actor fails there when it makes no progress for so many seconds (no token, no group, no answer)."""
+    take longer: there an actor fails when it makes no progress (no token, no group, no answer) for this many
+    seconds."""
     start_timeout_s: Positive = 300.0
     """Seconds that each part of the start may take: Ray, the data plane, and the actors with their models. It also
     bounds the start of an actor that replaces another."""
     collective_timeout_s: Positive = 300.0
-    """Seconds after which a collective operation between train workers (NCCL, gloo) fails, and the meeting of the train
-    workers at the start. It bounds how long one train worker may wait for another."""
+    """Seconds after which a collective operation between train workers (NCCL, gloo) fails, as does their rendezvous at
+    the start. It bounds how long one train worker may wait for another."""
     watchdog: bool = True
     """Whether a separate process ends the run, with a report, when a stage takes longer than
     `resources.stage_timeout_s` and a margin."""
@@ -211,12 +214,12 @@ class LoggingConfig(Section):
     """Port of an HTTP endpoint for Prometheus, which is open while the run lasts. With 0 the system picks a free port,
     and the address is printed and written to prometheus.txt in the run folder. Unset: there is no endpoint."""
     prometheus_host: str = Field(default="127.0.0.1", min_length=1)
-    """Address on which the Prometheus endpoint listens. Whoever reaches it can read the run's metrics."""
+    """Address on which the Prometheus endpoint listens. Anyone who can reach it can read the run's metrics."""
 
 
 class Config(Section):
-    """All sections of one run. A section is declared beside the code that reads it; this file declares those of the
-    whole run."""
+    """All sections of one run's configuration. A section is declared beside the code that reads it; this file declares
+    those of the whole run."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
@@ -235,7 +238,8 @@ class Config(Section):
     logging: LoggingConfig = LoggingConfig()
     scripted: ScriptedConfig = ScriptedConfig()
     simulation: dict[str, Any] = {}
-    """Keys of `headrace simulate`, which checks them against `SimulationConfig`. A run reads none of them."""
+    """Settings of `headrace simulate`, which checks them against `SimulationConfig`. A training run reads none of
+    them."""
 
     @property
     def rows_per_step(self) -> int:
@@ -248,17 +252,18 @@ class Config(Section):
 
     @property
     def figures(self) -> list[str]:
-        """Keys of the figures that `validation.metric` can choose from."""
+        """Keys of the metrics of a validation that `validation.metric` can name."""
         return figure_names([function.label for function in self.reward.functions], self.validation.n)
 
     @property
     def judged_figure(self) -> str:
-        """Key of the figure that `validation.metric` means; the name itself when there is no such figure."""
+        """Key of the metric that `validation.metric` stands for; the value of `validation.metric` itself when there is
+        no such metric."""
         return find_figure(self.validation.metric, self.figures) or self.validation.metric
 
     @property
     def traced_step(self) -> int:
-        """First step whose timeline is written; 0 when none is."""
+        """Number of the first step whose timeline is written; 0 when none is."""
         return min(self.run.trace_step, self.algorithm.steps)
 
 

@@ -15,21 +15,21 @@ from .config import Config
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A condition that a key's effect depends on."""
+    """One condition that must hold for a config key to have an effect."""
 
     key: str
-    """Dotted name of the other key that decides."""
+    """Dotted name of the other key that the condition is about."""
     words: str
-    """The condition for readers, such as `algorithm.mode=async`."""
+    """The condition in words, such as `algorithm.mode=async`."""
     holds: Callable[[Config], bool]
     values: tuple[Any, ...] = ()
-    """Values of `key` with which there is an effect; () where the condition is no list of values."""
+    """Values of `key` with which the condition holds; () when the condition is not a list of values."""
     switch: bool = False
-    """Whether `key` turns a part of the run on and off, instead of choosing between two ways of doing it."""
+    """Whether `key` turns a part of the run on and off, rather than choosing between two ways of doing it."""
 
 
 def value_of(config: Config, key: str) -> Any:
-    """Return the value of a dotted key."""
+    """Return the value of the dotted key `key` in `config`."""
     here: Any = config
     for name in key.split("."):
         here = getattr(here, name)
@@ -37,7 +37,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a sentence shows it."""
+    """Return a value as error messages and tables show it."""
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if type(value) is float else repr(value)
 
 
@@ -184,7 +184,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "scripted.train_row_s": (_is("trainer.backend", "scripted"),),
     "scripted.train_step_s": (_is("trainer.backend", "scripted"),),
 }  # fmt: skip
-"""Each key that has an effect only in some runs -> the conditions that must all hold."""
+"""Config key that has an effect only in some runs -> the conditions that must all hold."""
 
 _DEFAULTS = Config()
 
@@ -193,8 +193,8 @@ def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[
     """Return one sentence for each key that is set where it has no effect.
 
     A key with its default value is never a problem, because a resolved configuration, which has all keys, must load
-    again. overridden: dotted keys given on the command line. A key of the file that only such an override leaves
-    without effect is no problem either, nor is any key of a part of the run that an override turns off, so that
+    again. overridden: dotted keys given on the command line. There is no problem either when such an override is what
+    leaves a key of the file without effect, or when it turns off the part of the run that the key belongs to:
     `validation.every=0` requires no other change.
     """
     problems = []
@@ -216,7 +216,7 @@ def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[
 
 
 def _doubtful(config: Config, overridden: Collection[str]) -> list[str]:
-    """Return one sentence for each choice that has an effect, but not the one that its name promises."""
+    """Return one sentence for each setting that has an effect, but not the one that its name promises."""
     problems = []
     algorithm, loss, trainer = config.algorithm, config.loss, config.trainer
     # An override that shortens the run requires no other change.
@@ -250,12 +250,12 @@ def _among(key: str, overridden: Collection[str]) -> bool:
 # ---------------- The table for readers.
 
 COLUMNS = {"algorithm.mode": ("sync", "async", "streaming"), "trainer.backend": ("fsdp", "megatron", "scripted")}
-"""Keys -> their values, each of which is a column of the table."""
+"""Config key -> its values, each of which gets a column in the table of effects."""
 
 
 def effect_rows(keys: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each dotted key: the key, a mark in each column with which it has an effect, and the other
-    conditions in words."""
+    """Yield a row of the table of effects for each dotted key: the key, an `x` in each column with which it has an
+    effect, and the other conditions in words."""
     for key in keys:
         needs = EFFECTS.get(key, ())
         marks = [

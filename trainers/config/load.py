@@ -1,4 +1,4 @@
-"""Loads a checked Config from a YAML file and `key.sub=value` overrides, or raises one sentence for each mistake."""
+"""Loads a Config from a YAML file and `key.sub=value` overrides, and reports each mistake in one sentence."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 RENAMED: Mapping[str, str] = {}
-"""Former dotted name of a key -> its present name. The former name still works, with a warning."""
+"""Former dotted name of a config key -> its present name. The former name still works, with a warning."""
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, of_old_run: bool = False) -> Config:
-    """Read `path`, apply `overrides` (`key.sub=value`, the value parsed as YAML, later ones win), check all.
+    """Return the configuration from the YAML file `path`, with `overrides` applied and everything checked. An override
+    is `key.sub=value`, where the value is YAML; later ones win.
 
     of_old_run: True for the configuration of an existing run. A key that it sets without effect is then only a warning,
-    because the version that began the run may have accepted it.
-    Raises ConfigError with one sentence for each problem.
+    because the version that began the run may have accepted it. Raises ConfigError with one sentence for each problem.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -53,12 +53,14 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
 
 
 def build_config(data: Mapping[str, Any]) -> Config:
-    """Return a checked Config from plain nested data. Raises ConfigError."""
+    """Return a checked Config from nested dicts of plain values. Raises ConfigError with one sentence for each
+    problem."""
     return _checked(data)
 
 
 def validated(root: type[SectionT], data: Mapping[str, Any]) -> SectionT:
-    """Return `data` as a `root`. Raises ConfigError with one sentence for each key that does not fit its section."""
+    """Return `data` as a section of the class `root`. Raises ConfigError with one sentence for each key that does not
+    fit its section."""
     try:
         return root.model_validate(data)
     except ValidationError as error:
@@ -82,9 +84,10 @@ def _checked(data: Mapping[str, Any], overridden: Collection[str] = (), of_old_r
 
 
 def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
-    """Return `data` with the values of former names under the present ones, and warn of each.
+    """Return a copy of `data` in which the values of keys with a former name stand under the present name, and warn
+    about each.
 
-    Raises ConfigError when both names are set.
+    renamed: former dotted name -> present one. Raises ConfigError when both names are set.
     """
     moved = copy.deepcopy(dict(data))
     for old, new in renamed.items():
@@ -114,9 +117,9 @@ def renamed_keys(data: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[st
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads scalars as YAML 1.2 does and refuses a key that appears twice.
+    """YAML loader that reads scalars as YAML 1.2 does, and refuses a key that appears twice.
 
-    PyYAML's YAML 1.1 reads `off` as false, `1e-3` as text and `1:30` as 90.
+    PyYAML itself follows YAML 1.1, which reads `off` as false, `1e-3` as text and `1:30` as 90.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -160,7 +163,8 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
-    """Set `key.sub=value` in the nested data. A number as a key is the index of an entry of a list."""
+    """Apply the override `key.sub=value` to the nested data in place. A number as a key is the index of a list's entry.
+    Raises ConfigError."""
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
@@ -193,7 +197,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
 
 
 def _sentences(problem: Mapping[str, Any], root: type[BaseModel]) -> list[str]:
-    """Return a pydantic error in `root` as sentences that name the key, the value and what was expected."""
+    """Translate a pydantic error about `root` into sentences that name the key, the value and what was expected."""
     key = ".".join(str(part) for part in problem["loc"])
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "value_error":
@@ -231,7 +235,7 @@ _PLAIN_EXPECTATIONS = {
     "string_too_short": "text of at least {min_length} characters",
     "string_pattern_mismatch": "text that matches {pattern}",
 }
-"""Type of pydantic's error -> what was expected, formatted with the error's context."""
+"""Type of a pydantic error -> what was expected, to be formatted with the error's context."""
 
 
 def _expected(kind: str, value: Any, context: Mapping[str, Any], message: str) -> str:
@@ -251,8 +255,8 @@ def _shown(value: Any) -> str:
 
 
 SIMILAR, SIMILAR_ELSEWHERE = 0.7, 0.75
-"""Least similarity (`difflib`, 0 to 1) of two names of which one is taken for a misspelling of the other, in one
-section and in different ones."""
+"""Smallest similarity of two names (`difflib`, 0 to 1) at which an unknown name counts as a misspelling of a key: of a
+key in the same section, and of one in another section."""
 
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "adv_estimator": ("advantage.kind",),
@@ -307,14 +311,14 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "val_files": ("data.validation",),
     "warmup_ratio": ("trainer.warmup_steps",),
 }
-"""Names that TRL and verl have for a key -> the keys here that do the same; () where nothing here does."""
+"""Name of a setting in TRL or verl -> the keys here that do the same; () when nothing here does."""
 
 
 def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
-    """Return a hint at the key that was probably meant, or the keys that there are.
+    """Return a hint for an unknown key: the key that was probably meant, or else the keys of the section.
 
-    The keys that do what this name means in other libraries come first, then the same name in another section, then
-    the most similar name in this section, then one elsewhere.
+    Keys that do what this name means in other libraries come first, then the same name in another section, then the
+    most similar name in this section, then one elsewhere.
     """
     *parents, name = (str(part) for part in location)
     model = _model_at(location[:-1], root)
@@ -339,7 +343,7 @@ def _suggestion(location: Sequence[str | int], root: type[BaseModel]) -> str:
 
 
 def _all_keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, its last name) for every key outside lists."""
+    """Yield (dotted key, last part of its name) for every key that is not below a list."""
     for name, field in model.model_fields.items():
         yield prefix + name, name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -361,7 +365,7 @@ def _model_at(location: Sequence[str | int], root: type[BaseModel]) -> type[Base
 
 
 def _missing_paths(config: Config) -> list[str]:
-    """Return sentences about values that can only be local paths and do not exist."""
+    """Return one sentence for each value that can only be a local path but does not exist."""
     problems = []
     model = config.model.path
     if _only_a_path(model) and not Path(model).expanduser().is_dir():

@@ -25,15 +25,15 @@ class Key:
     """One key of the configuration, or one section."""
 
     name: str
-    """Dotted name; `N` stands for the number of a list's entry."""
+    """Dotted name, in which `N` stands for the index of a list's entry."""
     type: str
-    """Type and bounds for readers; empty for a section."""
+    """Type and bounds in words; empty for a section."""
     default: str
     """Default as YAML shows it; empty for a section, or for a key that must be set."""
     description: str
     """Docstring of the key or section, on one line."""
     effect: str
-    """Conditions of its effect in words; empty: it has an effect in every run."""
+    """Conditions under which the key has an effect, in words; empty when it has one in every run."""
 
 
 def walk_keys(sections: Mapping[str, type[BaseModel]]) -> Iterator[Key]:
@@ -50,9 +50,10 @@ def run_sections() -> dict[str, type[BaseModel]]:
 
 
 def reference_markdown(tools: Mapping[str, type[BaseModel]] = types.MappingProxyType({})) -> str:
-    """Return the reference as Markdown, with a table for each section and one of the keys without effect in some runs.
+    """Return the reference as Markdown, with a table for each section and one of the keys that have no effect in some
+    runs.
 
-    tools: further sections of the file that a run does not read, such as `{"simulation": SimulationConfig}`.
+    tools: further sections of the file, which only tools read, such as `{"simulation": SimulationConfig}`.
     """
     lines: list[str] = []
     for key in walk_keys({**run_sections(), **tools}):
@@ -107,7 +108,7 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 @functools.cache
 def descriptions(section: type[BaseModel]) -> Mapping[str, str]:
-    """Return key -> its docstring in one line, for the keys of a section."""
+    """Return, for the keys of a section, key -> its docstring on one line."""
     body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]).body
     found = {}
     for declared, text in zip(body, body[1:], strict=False):

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the train workers' sharded state and the driver's few numbers, whole or not at all."""
+"""Saves and loads whole checkpoints of a run: the train workers' sharded state and the driver's few numbers."""
 
 from __future__ import annotations
 
@@ -19,35 +19,39 @@ from .steps import Run, State
 
 _log = logging.getLogger(__name__)
 ATTEMPTS = 2
-"""Number of times that the last checkpoint of a run is tried."""
+"""Maximum number of attempts to write the final checkpoint of a run."""
 
 
 class Checkpoints:
-    """Writes and reads checkpoints in one folder, and trims the rollout actors' journal to what they do not cover.
+    """Writes, loads and prunes the checkpoints in one folder. Once a checkpoint is complete, it also trims the rollout
+    actors' journal, which keeps finished groups on disk, to the groups that the checkpoint does not cover.
 
-    `step_000100.json` holds the driver's numbers. `step_000100/`, which the train workers write behind the training,
-    makes the checkpoint count: the folder appears when it is whole.
+    The checkpoint of step 100 consists of `step_000100.json`, the driver's numbers, and `step_000100/`, the train
+    workers' state. The workers write the folder in the background under another name and rename it once it is complete.
+    A checkpoint without this folder does not count.
     """
 
     def __init__(self, folder: Path, *, keep: int = 0, warn: Callable[[str], None] = _log.warning) -> None:
-        """keep: number of whole checkpoints that are kept, 0 for all. warn: is called with a sentence when a checkpoint
-        could not be written."""
+        """keep: number of complete checkpoints to keep; 0 keeps all. warn: function that is called with a sentence when
+        a checkpoint could not be written."""
         self.folder = folder
         self._keep = keep
         self._warn = warn
         self._whole: State | None = None
-        """State of the newest checkpoint that is known to be whole."""
+        """State of the newest checkpoint that is known to be complete."""
         self._writing: State | None = None
-        """State of the checkpoint that is being written."""
+        """State of the checkpoint that the train workers are writing; None when they write none."""
         self._failed = False
-        """Whether the last checkpoint could not be written, so that the next step tries again."""
+        """Whether the last checkpoint could not be written, so that another attempt follows the next step."""
         self._begun_s = time.monotonic()
-        """Time at which the last checkpoint was begun or loaded."""
+        """`time.monotonic` time at which the last checkpoint was begun or loaded."""
         self._trims: list[Call[None]] = []
-        """Calls that trim the journal; nobody waits for them before the next checkpoint."""
+        """Pending calls to rollout actors that trim the journal. The next checkpoint, or `finish`, waits for their
+        results."""
 
     def is_due(self, run: RunConfig, step: int) -> bool:
-        """Whether a checkpoint follows `step`: by the number of steps, by the time, or as the last one failed."""
+        """Return whether a checkpoint must be written after `step`: because so many steps or minutes have passed, or
+        because the last checkpoint could not be written. Always False at step 0 and in runs without checkpoints."""
         if not run.saves_checkpoints or not step:
             return False
         by_step = run.checkpoint_every > 0 and step % run.checkpoint_every == 0
@@ -55,11 +59,12 @@ class Checkpoints:
         return self._failed or by_step or 0 < run.checkpoint_minutes <= minutes
 
     def save(self, run: Run, state: State) -> None:
-        """Start a checkpoint of `state`. Training goes on once the workers have copied their part; a kill leaves the
-        earlier checkpoints. A checkpoint that cannot be written is a warning.
+        """Start writing a checkpoint of `state`. Returns once the train workers have copied their state, which they
+        then write in the background while training goes on. A kill at any moment leaves the earlier checkpoints intact,
+        and a checkpoint that cannot be written only causes a warning.
 
-        Collective over the workers. Raises ActorFailed for a worker that died or does not get on, and for a rollout
-        actor that could not trim its journal.
+        Collective over the train workers. Raises ActorFailed when a train worker dies or makes no progress, or when a
+        rollout actor could not trim its journal.
         """
         self.settle(run)
         path = self._path(state.step)
@@ -78,8 +83,9 @@ class Checkpoints:
         self._writing = replace(state, outstanding=list(state.outstanding))
 
     def settle(self, run: Run) -> None:
-        """Wait until the checkpoint that was begun last is written, as long as the workers get on with it; then older
-        ones, which are not to be kept, are removed. Raises ActorFailed as `save` does."""
+        """Wait until the checkpoint that was begun last is complete, for as long as the train workers make progress;
+        then trim the journal and delete old checkpoints. Returns at once when no checkpoint is being written. Raises
+        ActorFailed as `save` does."""
         state, self._writing = self._writing, None
         if state is None:
             return
@@ -95,8 +101,9 @@ class Checkpoints:
             self._prune()
 
     def finish(self, run: Run, state: State) -> None:
-        """Leave a whole checkpoint of `state`, unless run.checkpoint_every and run.checkpoint_minutes are 0; it is
-        tried twice. Raises ActorFailed as `save` does."""
+        """Make sure that a complete checkpoint of `state` exists, with at most two attempts, and wait for it. A run
+        that writes no checkpoints (run.checkpoint_every and run.checkpoint_minutes are 0) gets none. Raises ActorFailed
+        as `save` does."""
         for _ in range(ATTEMPTS if run.config.run.saves_checkpoints and state.step else 0):
             newest = self._writing or self._whole
             if newest is None or newest.step != state.step:
@@ -108,7 +115,7 @@ class Checkpoints:
         self._expect_trimmed(run)
 
     def latest_state(self) -> State:
-        """The state of the newest whole checkpoint. Raises UserError when there is none."""
+        """Return the state of the newest complete checkpoint. Raises UserError when there is none."""
         steps = self._steps()
         if not steps:
             raise UserError(
@@ -119,9 +126,11 @@ class Checkpoints:
         return State(**json.loads(self._path(steps[-1]).with_suffix(".json").read_text()))
 
     def load(self, run: Run, state: State) -> None:
-        """Bring all workers, which are newly built, to `state`: that of a whole checkpoint, or of the run's start.
+        """Load `state` into all train workers, which must be newly built. The state is that of a complete checkpoint,
+        or that of the run's start, for which nothing needs to be read.
 
-        Collective; the number of ranks may be another than when it was saved.
+        Collective over the train workers; their number may differ from when the checkpoint was saved. Raises
+        ActorFailed.
         """
         self._trims = []  # the actors that were called may be gone with all others
         self._whole = self._writing = None
@@ -133,7 +142,8 @@ class Checkpoints:
             self._whole = replace(state, outstanding=list(state.outstanding))
 
     def _trim_journal(self, run: Run) -> None:
-        """Have the rollout actors forget the groups that the newest whole checkpoint covers."""
+        """Tell the rollout actors to delete from their journal the groups that the newest complete checkpoint covers.
+        Waits for the previous such calls, but not for these."""
         last = self._whole
         if last is None or actor_specs.journal(run.config) is None:
             return
@@ -141,16 +151,16 @@ class Checkpoints:
         self._trims = [rollout.trim_journal(last.position, last.outstanding) for rollout in run.rollouts.active]
 
     def _expect_trimmed(self, run: Run) -> None:
-        """Raises ActorFailed for a rollout actor that could not trim. An actor that died does not matter, as others
-        trim its part of the journal."""
+        """Wait for the pending calls that trim the journal. Raises ActorFailed when a rollout actor could not trim its
+        part. An actor that died is ignored, because the other actors trim its part."""
         trims, self._trims = self._trims, []
         for answer in gather_each(trims, "checkpoint", run.config.resources.stage_timeout_s):
             if isinstance(answer, ActorFailed) and not answer.died:
                 raise answer
 
     def _give_up(self, state: State, error: ActorFailed | OSError) -> None:
-        """Warn that the checkpoint of `state` could not be written, and remove what there is of it. Raises `error` when
-        it is no worker's own but its death, or its silence."""
+        """Warn that the checkpoint of `state` could not be written, and delete its partial files. Raises `error`
+        instead when the cause is a worker that died or did not answer, rather than an exception while writing."""
         if isinstance(error, ActorFailed) and (error.died or error.cause is None):
             raise error
         self._failed = True
@@ -163,13 +173,14 @@ class Checkpoints:
         )
 
     def _steps(self) -> list[int]:
-        """The steps of the whole checkpoints, ascending."""
+        """Return the steps that have a complete checkpoint, ascending."""
         names = {path.name for path in self.folder.iterdir()}
         found = (re.fullmatch(r"step_(\d+)", name) for name in names if f"{name}.json" in names)
         return sorted(int(match[1]) for match in found if match)
 
     def _prune(self) -> None:
-        """Remove all checkpoints but the newest ones, and what is left of older drafts."""
+        """Delete all but the newest complete checkpoints, and the unfinished files of older ones. A no-op when all are
+        kept."""
         kept = self._steps()[-self._keep :]
         if not self._keep or not kept:
             return
@@ -189,5 +200,5 @@ class Checkpoints:
 
 
 def _draft_of(path: Path) -> Path:
-    """The folder that the train workers write before they rename it to `path`."""
+    """Return the folder that the train workers write before they rename it to `path`."""
     return path.with_name(f"{path.name}.tmp")

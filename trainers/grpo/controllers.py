@@ -1,4 +1,4 @@
-"""The controllers: one loop over a training step for each `algorithm.mode`, with what each stage waits for.
+"""Runs the training steps, by one loop (a controller) for each `algorithm.mode`; says what each stage waits for.
 
 Every wait is bounded by resources.stage_timeout_s or dataplane.timeout_s; an actor that dies or fails ends it at once.
 """
@@ -15,14 +15,15 @@ from .steps import Run, State
 
 
 def run_sync(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
-    """Train in lock-step from `state` to `algorithm.steps`: roll out, train, sync, and again. Strictly on-policy.
+    """Train from `state` to step `algorithm.steps`, one stage after the other: roll out, train, sync weights, repeat.
+    Strictly on-policy.
 
-    rollouts -> claim -> advantages -> plan -> log-probs (prev, ref) -> train -> sync weights -> clear
-        ^                                                                              |
-        +------------------------------ next version ---------------------------------+
+    rollouts -> claim -> advantages -> plan -> reference log-probs -> train -> sync weights -> clear
+        ^                                                                           |
+        +------------------------------ next version -------------------------------+
 
     stage       waits for                                unblocked by
-    rollout     all rollout actors (oversampled: not)    the last group being put
+    rollout     all rollout actors, unless oversampled   the last group being put
     claim       prompts_per_step whole groups            the commit of the last group (already there)
     plan        all train workers have their shard       -
     log-probs   all train workers                        the columns being written back
@@ -43,7 +44,7 @@ def run_sync(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
 
 
 def run_streaming(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
-    """Train from `state` to `algorithm.steps` on groups as they become ready. Strictly on-policy, like sync.
+    """Train from `state` to step `algorithm.steps` on groups as they become ready. Strictly on-policy, like `sync`.
 
     rollouts of the step ---- group ---- group ------- group ---> put one by one
                                 |          |             |
@@ -57,8 +58,8 @@ def run_streaming(run: Run, state: State, feed: Feed, after_step: AfterStep) -> 
     finish      the last chunk                           the optimizer step
     sync        all engines serve the new version        every bucket being verified
 
-    Training hides under the long tail of generation. The gradient is that of sync for the same rows: losses are sums,
-    and their N is counted over all chunks.
+    Training overlaps with the generation of the step's longest responses. For the same rows the gradient equals that of
+    `sync`, because losses are sums that are divided once, by a count over all chunks.
     """
     algorithm = run.config.algorithm
     steps = Steps(run, state, after_step)
@@ -78,7 +79,7 @@ def run_streaming(run: Run, state: State, feed: Feed, after_step: AfterStep) -> 
 
 
 def run_async(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None:
-    """Train from `state` to `algorithm.steps` while rollouts run up to `algorithm.max_staleness` versions ahead.
+    """Train from `state` to step `algorithm.steps` while rollouts run up to `algorithm.max_staleness` versions ahead.
 
     rollouts of step s     issued as soon as version s - 1 - max_staleness is served
     rollouts of step s+1   ...                          |
@@ -89,9 +90,10 @@ def run_async(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None
     train       all train workers                        the optimizer step
     sync        all engines serve the new version        the engines' pause (sync.in_flight); later rollouts go on
 
-    No token of a step's rows is more than max_staleness versions older than the policy that is trained
-    (`staleness/max`). In the prompts' order groups are admitted so that this holds. With a sampler that lets some
-    overtake others, groups that grow too old are cleared, and rolled out again or dropped (`algorithm.stale_groups`).
+    No token of a step's rows is more than max_staleness versions older than the policy that is trained on it
+    (`staleness/max`). When groups are trained on in the order of their prompts, this holds because prompts are not
+    issued too early. Other samplers let groups overtake each other: a group that grows too old is then cleared, and
+    `algorithm.stale_groups` says whether the same prompt or another one is rolled out in its place.
     """
     steps = Steps(run, state, after_step)
     while steps.go_on:
@@ -105,7 +107,7 @@ def run_async(run: Run, state: State, feed: Feed, after_step: AfterStep) -> None
 
 
 def controller(config: Config) -> Callable[[Run, State, Feed, AfterStep], None]:
-    """The loop of `algorithm.mode`. Raises ValueError for an unknown mode."""
+    """Return the training loop of `algorithm.mode`. Raises ValueError for an unknown mode."""
     if config.algorithm.mode == "sync":
         return run_sync
     if config.algorithm.mode == "async":

@@ -1,4 +1,4 @@
-"""The feed issues prompts to rollout actors and claims finished groups for the trainer; what is lost is issued again.
+"""Issues prompts to rollout actors and claims finished groups for the trainer; prompts that got lost are issued again.
 
     position --issue--> rollout actor --put--> ready --claim--> trained on
                  ^          |  died              |  too old, or no signal (dynamic sampling)
@@ -8,8 +8,8 @@ stage       waits for                              unblocked by
 claim       groups, by the task's sampler          the commit of the last one, or a rollout that failed
 drain       all rollouts in flight                 their last group being put
 
-Both wait for as long as rollout actors make progress. An actor that makes none for resources.stage_timeout_s is killed
-and replaced.
+Both waits last for as long as rollout actors make progress. An actor that makes none for resources.stage_timeout_s is
+killed and replaced.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ from .steps import State
 # ---------------- What the feed reads from a group's tags: whether it has a signal.
 
 ALIKE = 1e-6
-"""Smallest difference between the rewards of a group that gives a signal."""
+"""Smallest spread (largest minus smallest reward) at which a group has a training signal."""
 
 
 def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> list[int]:
-    """Numbers of the groups without a signal, in the receipt's order: their valid rows all have the same raw reward, or
-    fewer than two rows are valid. components: (name, weight) of each reward that the raw reward sums up."""
+    """Return the numbers of the groups without a training signal, in the receipt's order: groups whose valid rows all
+    have the same raw reward, or that have fewer than two valid rows. components: (name, weight) of each reward that the
+    raw reward sums up."""
     raw = np.zeros(len(meta))
     for name, weight in components:
         raw += weight * meta.tags[reward_tag(name)]
@@ -65,17 +66,17 @@ def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> l
 
 _log = logging.getLogger(__name__)
 PARTITION = "train"
-"""Partition of the data plane in which rollouts and training meet."""
+"""Name of the data plane's partition that rollouts write to and training reads from."""
 LOOK_AFTER_S = 1.0
-"""Seconds between two looks at the rollout calls while groups are waited for."""
+"""Seconds between two checks on the rollout calls during a wait for groups."""
 
 
 class TooManyFailedRows(RuntimeError):
-    """More rewards raised in one step than `reward.max_error_share` allows."""
+    """The reward function or the episode failed for more rows of a step than `reward.max_error_share` allows."""
 
 
 class Rollouts(Protocol):
-    """The calls that the feed makes of the run's rollout actors; `RolloutPool` provides them."""
+    """The operations on a run's rollout actors and engines that the feed needs; `RolloutPool` implements them."""
 
     @property
     def active(self) -> Sequence[RolloutHandle]:
@@ -85,77 +86,83 @@ class Rollouts(Protocol):
     def ended(
         self, calls: Sequence[Call[RolloutReport]], timeout_s: float
     ) -> list[tuple[Call[RolloutReport], RolloutReport | ActorFailed]]:
-        """The rollout calls that have ended, with their outcomes; waits up to `timeout_s` for the first one."""
+        """Return the rollout calls that have ended, with their outcomes. Waits up to `timeout_s` for the first one."""
         ...
 
     def end_rollouts(self, actors: Iterable[RolloutHandle]) -> None:
-        """Have the rollout calls in flight return with the groups that are finished by now."""
+        """Ask `actors` to end their rollout calls in flight; each call then returns with the groups that it has
+        finished."""
         ...
 
     def begin_watch(self) -> None:
-        """Begin a wait for rollouts: from now on progress counts."""
+        """Begin a new wait for rollouts: how long an actor has made no progress is measured from now on."""
         ...
 
     def look(self, version: int) -> bool:
-        """Ask the actors how far they are; returns whether any has got on. Engines that died are replaced by others
-        that serve `version`. Waits for no answer. Raises NoEngineLeft."""
+        """Ask the actors how far they are, without waiting for their answers. Replaces engines that died by others that
+        serve the weights of `version`. Returns whether any actor has made progress or all dead engines were replaced.
+        Raises NoEngineLeft."""
         ...
 
     def still_s(self, actor: RolloutHandle) -> float:
-        """Seconds of the present wait in which `actor` has made no progress."""
+        """Return the seconds of the current wait for which `actor` has made no progress."""
         ...
 
     def leave_out(self, engine: str, reason: str) -> None:
-        """Give the engine of this name no more requests."""
+        """Send no more requests to the engine of this name. reason: why, for the log and for error messages."""
         ...
 
     def replace(self, actor: RolloutHandle, pid: int, failure: ActorFailed, version: int) -> None:
-        """Replace an actor whose process `pid` died; nothing when it was replaced before. Raises `failure`."""
+        """Replace an actor whose process `pid` died by one that serves `version`; a no-op when that process was
+        replaced before. Raises `failure` when no more actors may be replaced."""
         ...
 
 
 @dataclass(slots=True)
 class FeedTally:
-    """Counts what happened to groups in one step."""
+    """Counts what happened to the groups of one step."""
 
     reports: list[RolloutReport] = field(default_factory=list)
     """Reports of the rollout calls that ended in the step."""
     dropped: int = 0
-    """Number of groups that were cleared as they had no signal."""
+    """Number of groups that were cleared because they had no training signal (dynamic sampling)."""
     stale: int = 0
-    """Number of groups that were cleared as they were too old."""
+    """Number of groups that were cleared because they were too old."""
     reissued: int = 0
-    """Number of groups that a dead rollout actor had not put."""
+    """Number of groups that were issued again because their rollout actor died before it put them."""
     surplus: int = 0
-    """Number of groups of oversampling that were not needed."""
+    """Number of groups in flight that were given up, because more were issued (oversampling) than the step needed."""
     generated: list[Busy] = field(default_factory=list)
-    """Times in which rollout actors generated: calls that ended in the step, and calls in flight."""
+    """Periods in which rollout actors generated: those of calls that ended in the step, and of calls still in
+    flight."""
     since_s: float = 0.0
-    """`time.monotonic` up to which earlier steps' calls generated."""
+    """`time.monotonic` time at which the last of the calls that earlier steps counted ended."""
 
 
 @dataclass(slots=True, eq=False)
 class _Issue:
-    """A rollout call in flight."""
+    """A rollout call in flight, with the prompts that it rolls out."""
 
     actor: RolloutHandle
     call: Call[RolloutReport]
     positions: list[int]
     """Positions of the call's prompts in the prompt stream."""
     version: int
-    """Version that was served when the prompts were issued."""
+    """Policy version that the engines served when the prompts were issued."""
     fresh: bool
-    """Whether the groups are generated even if they were finished before."""
+    """Whether to generate the groups even if the journal holds them from an earlier rollout."""
     killed_s: float = math.inf
-    """`time.monotonic` at which the actor was killed, as it made no progress; infinite when it was not."""
+    """`time.monotonic` time at which the actor was killed because it made no progress; infinite when it was not
+    killed."""
 
     def busy_until(self, end_s: float) -> Busy:
-        """The time in which the actor was busy with the call, up to `end_s`."""
+        """Return the period in which the actor was busy with the call, up to `end_s`."""
         return Busy(self.actor.info.name, self.call.started, end_s)
 
 
 class Feed:
-    """The driver's side of all rollouts of a run. Keeps `state.position` and `state.outstanding`."""
+    """The driver's side of a run's rollouts: issues prompts, claims finished groups, and replaces actors that died or
+    hang. Updates `state.position` and `state.outstanding`."""
 
     def __init__(
         self,
@@ -168,8 +175,8 @@ class Feed:
         sampling: SamplingParams,
         partition: str = PARTITION,
     ) -> None:
-        """Registers `partition`, which no other feed has had. Prompts that a checkpoint says were outstanding are the
-        first to be issued."""
+        """Registers `partition` in the data plane; no other feed may have used it. The prompts in `state.outstanding`,
+        which were in flight at the checkpoint, are issued first."""
         algorithm = config.algorithm
         self._config = config
         self._state = state
@@ -182,15 +189,17 @@ class Feed:
         client.register(partition, ROLLOUT_SCHEMA, [task], group_size=algorithm.group_size)
         self._next = state.position
         self._again = deque((position, False) for position in state.outstanding)
-        """Prompts to issue before new ones, (position, fresh) each; fresh: generate it even if the journal has it."""
+        """Prompts to issue before new ones, as (position, fresh); fresh: generate the group even if the journal holds
+        it."""
         self._in_flight: dict[int, _Issue] = {}
-        """The call that rolls a prompt out, by position; only prompts that are neither claimed nor given up."""
+        """Position of a prompt -> the call that rolls it out, without the prompts that were claimed or given up."""
         self._claimed: set[int] = set()
-        """Positions of the prompts that the open step has claimed."""
+        """Positions of the prompts whose groups the open step has claimed."""
         self._issues: list[_Issue] = []
         self._staleness = algorithm.max_staleness if algorithm.mode == "async" else 0
         self._overtaking = algorithm.mode == "async" and actor_specs.sampler(config) != "in_order"
-        """Whether a group can grow too old: in the prompts' order none does, as rollouts are admitted in time."""
+        """Whether a group can grow too old because others overtake it. With the sampler `in_order` none does, because
+        prompts are not issued too early."""
         self._components = actor_specs.signal_terms(config)
         self._timeout_s = config.resources.stage_timeout_s
         self._tally = FeedTally()
@@ -198,19 +207,20 @@ class Feed:
     # ---------------------------------------------------------------- out
 
     def top_up(self) -> None:
-        """Issue all prompts that may be in flight now: those of the open step, and in `async` those of as many later
-        steps as `max_staleness` allows. A step's groups are then at most so many versions older than what it trains, as
-        they come in order, or are too old and cleared."""
+        """Issue all prompts that may be in flight now: those of the open step and, in `async` mode, those of up to
+        `max_staleness` later steps. A group is then at most `max_staleness` versions older than the policy that trains
+        on it; one that others have overtaken for too long is cleared."""
         self._look_after(0.0)  # an actor whose call has ended has nothing to do
         self._fill(math.ceil(self._admitted * self._config.algorithm.dynamic_sampling.oversample))
 
     @property
     def in_flight(self) -> int:
-        """Number of groups that were issued and are neither claimed nor given up."""
+        """Number of groups whose prompts were issued and that are neither claimed nor given up."""
         return len(self._in_flight)
 
     def drain(self) -> None:
-        """Wait until all that was issued is put, as long as actors make progress; one that makes none is replaced.
+        """Wait until all rollout calls in flight have ended, for as long as their actors make progress; an actor that
+        makes none is killed and replaced.
 
         Raises ActorFailed, NoEngineLeft, TooManyFailedRows.
         """
@@ -221,13 +231,13 @@ class Feed:
                 self._look_for_progress()
 
     def commit(self) -> None:
-        """Note in the state that the open step was trained on, and its prompts are done with."""
+        """Record in `state` that the open step was trained on, so that a resume issues its prompts no more."""
         self._claimed.clear()
         self._state.position = self._next
         self._state.outstanding = sorted([*self._in_flight, *(position for position, _ in self._again)])
 
     def settle(self) -> FeedTally:
-        """Close the open step, which was trained on; returns what happened to groups in it."""
+        """Close the open step once it was trained on; returns the tally of what happened to its groups."""
         self._look_after(0.0)
         self.commit()
         tally, self._tally = self._tally, FeedTally()
@@ -236,8 +246,8 @@ class Feed:
         return tally
 
     def give_up(self) -> None:
-        """End the feed without another step: wait for the rollouts in flight, so that the journal has their groups, and
-        clear all rows. Raises ActorFailed, TooManyFailedRows."""
+        """End the feed without another step: wait until the rollouts in flight have ended, so that the journal has
+        their groups, and clear all rows of the partition. Raises ActorFailed, NoEngineLeft, TooManyFailedRows."""
         self._client.clear(self._partition)  # puts may be waiting for room
         self.drain()
         self._client.clear(self._partition)
@@ -245,13 +255,13 @@ class Feed:
     # ---------------------------------------------------------------- in
 
     def claim(self, count: int) -> KVBatchMeta:
-        """Lease `count` whole groups for the open step, their rows in the order of their prompts (so that a step does
-        not depend on which actor put first).
+        """Claim `count` whole groups for the open step and return the receipt of their rows, which are then leased. The
+        rows are in the order of their prompts, so that a step does not depend on which actor put first.
 
-        With dynamic sampling, groups without a signal are cleared and other prompts issued instead, up to `max_factor`.
-        Waits as long as rollout actors make progress, or up to resources.stage_timeout_s for each claim. Raises
-        ActorFailed, ClaimTimeout, NoEngineLeft, TooManyFailedRows, and LeaseLost when rows come that the open step has
-        claimed before.
+        With dynamic sampling, groups without a training signal are cleared and other prompts issued in their place, as
+        far as `max_factor` allows. Waits for as long as rollout actors make progress, or up to
+        resources.stage_timeout_s when no rollout is in flight. Raises ActorFailed, ClaimTimeout, NoEngineLeft or
+        TooManyFailedRows, and LeaseLost when it receives rows that the open step has claimed before.
         """
         parts, wanted = [], count
         while wanted:
@@ -270,9 +280,10 @@ class Feed:
         return meta.select(np.argsort(meta.tags[POSITION], kind="stable"))  # groups are put and claimed by sample
 
     def give_up_surplus(self) -> None:
-        """End the rollouts that are still in flight and clear what they put: the step has its groups.
+        """End the rollouts that are still in flight and clear their groups, because the step has all the groups that it
+        needs.
 
-        Raises ActorFailed, TooManyFailedRows.
+        Raises ActorFailed, NoEngineLeft, TooManyFailedRows.
         """
         if not self._in_flight:
             return
@@ -287,12 +298,13 @@ class Feed:
 
     @property
     def _oldest(self) -> int:
-        """Lowest version of the rows that may be trained on now."""
+        """Oldest policy version whose rows may be trained on now."""
         return self._state.version - self._staleness
 
     @property
     def _admitted(self) -> int:
-        """Number of groups of the open step and of the later steps that may be rolled out now."""
+        """Largest number of groups that may be claimed or in flight now: those of the open step and of the later steps
+        that `max_staleness` allows."""
         algorithm = self._config.algorithm
         return min(1 + self._staleness, algorithm.steps - self._state.step) * algorithm.prompts_per_step
 
@@ -301,8 +313,8 @@ class Feed:
         return self._config.algorithm.group_size
 
     def _fill(self, groups: int) -> None:
-        """Issue prompts until so many groups are claimed by the open step, or in flight and can still be trained on:
-        first the prompts that are to be issued again, then new ones."""
+        """Issue prompts until `groups` groups are claimed by the open step, or are in flight and still young enough to
+        train on. Prompts that have to be issued again come first, then new ones."""
         oldest = self._oldest
         present = len(self._claimed) + sum(issue.version >= oldest for issue in self._in_flight.values())
         chosen: dict[bool, list[int]] = {False: [], True: []}
@@ -317,7 +329,8 @@ class Feed:
             self._issue(positions, fresh)
 
     def _issue(self, positions: Sequence[int], fresh: bool) -> None:
-        """Have prompts rolled out, each by the actor that has the fewest."""
+        """Send prompts to rollout actors, each to the actor with the fewest prompts in flight. fresh: generate the
+        groups even if the journal holds them."""
         actors = self._rollouts.active if positions else []
         shares: list[list[int]] = [[] for _ in actors]
         loads = [(self._load(actor), number) for number, actor in enumerate(actors)]
@@ -335,14 +348,15 @@ class Feed:
                 self._in_flight.update(dict.fromkeys(share, issue))
 
     def _load(self, actor: RolloutHandle) -> int:
-        """Number of prompts that `actor` has in flight."""
+        """Return the number of prompts that `actor` has in flight."""
         mine = [issue for issue in self._issues if issue.actor is actor]
         return sum(self._in_flight.get(position) is issue for issue in mine for position in issue.positions)
 
     # ---------------------------------------------------------------- look after
 
     def _look_after(self, timeout_s: float) -> None:
-        """Take the outcomes of calls that have ended, waiting for the first."""
+        """Handle the rollout calls that have ended: count and trace their reports, and replace actors that died. Waits
+        up to `timeout_s` for the first one."""
         outcomes = self._rollouts.ended([issue.call for issue in self._issues], timeout_s)
         for call, outcome in outcomes:
             issue = next(issue for issue in self._issues if issue.call is call)
@@ -355,10 +369,10 @@ class Feed:
             self._stages.gets_on()
 
     def _look_for_progress(self) -> bool:
-        """Kill the actors that have made no progress for resources.stage_timeout_s, so that their calls end as those of
-        actors that died; returns whether any other has made progress, or one was killed.
+        """Kill the actors that have made no progress for resources.stage_timeout_s; their calls then fail like those of
+        actors that died. Returns whether any actor has made progress or was killed.
 
-        Raises ActorFailed when nobody notices that an actor was killed.
+        Raises ActorFailed when Ray has still not noticed a kill after another resources.stage_timeout_s.
         """
         got_on = self._rollouts.look(self._state.version)
         now = time.monotonic()
@@ -389,8 +403,8 @@ class Feed:
         self._expect_few_errors()
 
     def _expect_few_errors(self) -> None:
-        """Raise TooManyFailedRows when more of the step's rows have failed than reward.max_error_share allows: of those
-        that its calls reported so far, or of those that a step has, if these are more."""
+        """Raise TooManyFailedRows when failed rows exceed the share reward.max_error_share of the step's rows: of those
+        reported so far, or of a whole step's rows, whichever number is larger."""
         reports, share = self._tally.reports, self._config.reward.max_error_share
         failed = sum(report.failed for report in reports)
         rows = max(self._config.rows_per_step, sum(report.rows for report in reports))
@@ -402,15 +416,16 @@ class Feed:
             )
 
     def _lost(self, issue: _Issue) -> None:
-        """Count and trace a call that will never report: its actor was busy with it until now."""
+        """Count and trace a call whose actor died, so that it will never report. The actor counts as busy with it until
+        now."""
         taken_s = time.monotonic() - issue.call.started
         self._tally.generated.append(issue.busy_until(issue.call.started + taken_s))
         span = Span(f"generate {issue.positions[0]}-{issue.positions[-1]} lost", time.time() - taken_s, taken_s)
         self._stages.tracer.add(issue.actor.info.name, (span,))
 
     def _replace(self, issue: _Issue, failure: ActorFailed) -> None:
-        """Replace an actor that died and issue again what it had not put. Raises `failure` when it did not die, or when
-        no more actors may be replaced."""
+        """Replace an actor that died, and issue the prompts again whose groups it had not put. Raises `failure` when
+        the actor did not die or no more actors may be replaced."""
         if not failure.died:
             raise failure
         self._lost(issue)
@@ -420,7 +435,8 @@ class Feed:
         self._issue(missing, issue.fresh)
 
     def _not_put(self, positions: Iterable[int]) -> list[int]:
-        """The positions whose groups are not in the data plane; a group is put as a whole."""
+        """Return those of `positions` whose groups are not in the data plane. Looks up one row of each, because a group
+        is put as a whole."""
         keys = {row_key(base36(position), 0): position for position in positions}
         missing: list[int] = []
         while keys:
@@ -458,7 +474,8 @@ class Feed:
                         raise
 
     def _clear_stale(self) -> None:
-        """Clear groups that are too old; their prompts, or others instead, are to be rolled out."""
+        """Clear groups that are too old. With `algorithm.stale_groups` at `requeue` their prompts are queued to be
+        issued again; else other prompts take their place."""
         keys = set(self._client.clear_stale(self._partition, TASK, TRAIN_FIELDS, self._oldest, whole_groups=True))
         if not keys:
             return
@@ -470,8 +487,8 @@ class Feed:
             self._again.extend((position, True) for position in positions)
 
     def _useful(self, meta: KVBatchMeta) -> np.ndarray:
-        """Which rows to train on, bool `[N]`: with dynamic sampling, those of groups with a signal, and all others too
-        once the step may drop no more groups."""
+        """Return which rows to train on, bool `[N]`. With dynamic sampling these are the rows of groups with a training
+        signal, and all others too once the step may drop no more groups."""
         keep = np.ones(len(meta), dtype=bool)
         dynamic = self._config.algorithm.dynamic_sampling
         if not dynamic.enabled:
@@ -482,7 +499,7 @@ class Feed:
         return keep
 
     def _drop(self, meta: KVBatchMeta) -> None:
-        """Clear claimed groups without a signal."""
+        """Clear groups that were claimed but have no training signal."""
         positions = set(meta.tags[POSITION].tolist())
         with self._stages.timed("clear"):
             self._client.clear(meta.partition, meta.keys)
@@ -491,7 +508,8 @@ class Feed:
         self._tally.dropped += len(positions)
 
     def _refuse_held(self, meta: KVBatchMeta) -> None:
-        """Raise LeaseLost when the open step holds some of these rows already, as it must not train on them twice."""
+        """Raise LeaseLost when the open step has claimed some of these rows before, because it must not train on them
+        twice."""
         held = np.isin(meta.tags[POSITION], list(self._claimed))
         if held.any():
             keys = meta.select(np.flatnonzero(held)).keys

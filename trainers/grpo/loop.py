@@ -16,27 +16,27 @@ from .steps import Run, State
 from .validation import Validation
 
 AfterStep = Callable[[State, dict[str, float]], None]
-"""Function that is called with the state and the step's metrics when a step is done: it logs, saves and shows."""
+"""Callback that receives the run's state and the step's metrics after each step, to log, save and show them."""
 
 
 MOST_SKIPPED = 10
-"""Number of steps in a row without an optimizer step at which a run ends."""
+"""Number of consecutive steps without an optimizer step after which a run ends with an error."""
 
 
 @dataclass(slots=True)
 class StepTally:
-    """Collects what a step has done so far."""
+    """Collects the receipts and reports of one step."""
 
     started: float
-    """`time.perf_counter` at its start."""
+    """`time.perf_counter` time at which the step began."""
     rows: list[KVBatchMeta] = field(default_factory=list)
-    """Receipts of the step's rows, one for each chunk."""
+    """Receipts of the step's rows, one for each chunk, the groups that are trained on together."""
     passes: list[WorkerReport] = field(default_factory=list)
-    """Reports of the train workers, pass by pass, in order of ranks."""
+    """Reports of the train workers, one pass after the other, each in rank order."""
 
 
 def open_feed(run: Run, state: State, partition: str = PARTITION) -> Feed:
-    """A feed of `run` from `state` on; see `Feed`."""
+    """Return a new `Feed` that issues the prompts of `run` from `state` on."""
     return Feed(
         run.config,
         state,
@@ -49,31 +49,34 @@ def open_feed(run: Run, state: State, partition: str = PARTITION) -> Feed:
 
 
 class Steps:
-    """The steps of a run from `state` to the last; updates `state`."""
+    """Begins and ends the training steps of a run, from `state` to the last; updates `state`."""
 
     def __init__(self, run: Run, state: State, after_step: AfterStep) -> None:
-        """Validates the model that the run starts from."""
+        """At step 0, validates the initial model and passes the metrics to `after_step`, unless validation is off or an
+        engine serves a later version."""
         self._run = run
         self._state = state
         self._after_step = after_step
         self._skipped = 0
-        """Number of steps in a row, up to the last, without an optimizer step."""
+        """Number of consecutive steps, up to the last one, without an optimizer step."""
         self._validation = Validation(run)
         if run.config.validation.every and state.step == 0 and not run.engines.ahead_of(state.version):
             after_step(state, {**self._validation.validate(state), "policy/version": float(state.version)})
 
     @property
     def go_on(self) -> bool:
-        """Whether there is another step."""
+        """Whether another step follows: steps are left, and validation has not reached its target."""
         return self._state.step < self._run.config.algorithm.steps and not self._validation.reached
 
     def begin(self) -> StepTally:
-        """Start timing and tracing the next step."""
+        """Start timing and tracing the next step; returns its empty tally."""
         self._run.stages.begin_step(self._state.step + 1)
         return StepTally(time.perf_counter())
 
     def end(self, tally: StepTally, feed: Feed) -> None:
-        """Take the optimizer step, sync weights and clear the rows; then the step counts and its metrics are logged."""
+        """Finish the open step: take the optimizer step, sync weights, clear the rows, validate if that is due, and
+        pass the metrics to `after_step`. Raises UserError after MOST_SKIPPED consecutive steps without an optimizer
+        step."""
         run, state = self._run, self._state
         validated = self._validation.finish()  # while the workers still have the weights that are validated
         state.ahead = True
@@ -104,7 +107,7 @@ class Steps:
         self._stop_if_nothing_is_trained(metrics)
 
     def _stop_if_nothing_is_trained(self, metrics: dict[str, float]) -> None:
-        """Raise UserError when this step is the last of MOST_SKIPPED in a row without an optimizer step."""
+        """Raise UserError when this is the last of MOST_SKIPPED consecutive steps without an optimizer step."""
         self._skipped = self._skipped + 1 if metrics.get("train/skipped") else 0
         if self._skipped < MOST_SKIPPED:
             return

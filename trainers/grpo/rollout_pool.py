@@ -1,4 +1,4 @@
-"""The rollout actors and engines of a run as its steps use them: those that die are replaced while the others go on."""
+"""Manages a run's rollout actors and engines for its steps: those that die are replaced while the others go on."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .weight_sync import HEALTH_S, WeightSync
 
 
 class RolloutPool:
-    """The rollout actors and engines of one run."""
+    """The rollout actors and engines of one run, with the means to watch and replace them."""
 
     def __init__(self, actors: RunActors, weights: WeightSync, stages: Stages, timeout_s: float) -> None:
-        """timeout_s: seconds within which an actor must make progress."""
+        """timeout_s: seconds within which an actor must make progress (resources.stage_timeout_s)."""
         self._actors = actors
         self._weights = weights
         self._stages = stages
@@ -33,25 +33,27 @@ class RolloutPool:
     def ended(
         self, calls: Sequence[Call[RolloutReport]], timeout_s: float
     ) -> list[tuple[Call[RolloutReport], RolloutReport | ActorFailed]]:
-        """The rollout calls that have ended, with their outcomes; waits up to `timeout_s` for the first one."""
+        """Return the rollout calls that have ended, with their outcomes. Waits up to `timeout_s` for the first one."""
         return ended(calls, "rollout", timeout_s)
 
     def end_rollouts(self, actors: Iterable[RolloutHandle]) -> None:
-        """Have the rollout calls in flight return with the groups that are finished by now. Who does not answer soon is
-        found by whoever waits for those calls."""
+        """Ask `actors` to end their rollout calls in flight; each call then returns with the groups that it has
+        finished. Waits up to HEALTH_S for the answers and ignores failures, which show in the rollout calls
+        themselves."""
         gather_each([actor.end_rollouts() for actor in actors], "surplus", HEALTH_S)
 
     def begin_watch(self) -> None:
-        """Begin a wait for rollouts: from now on progress counts."""
+        """Begin a new wait for rollouts: how long an actor has made no progress is measured from now on."""
         rollouts, engines = self._actors.rollouts, self._actors.engines
         self._watch = ProgressWatch(rollouts if engines.embedded else [*rollouts, *_hosts(engines.engines)])
 
     def look(self, version: int) -> bool:
-        """Ask the actors that are waited for how far they are; returns whether any has got on. Waits for no answer.
+        """Ask the actors how far they are, without waiting for their answers. Returns whether any has made progress or
+        all failed engines were replaced.
 
-        Engine actors that died, whose engine died, or that do not answer in time are replaced by others that serve
-        `version`, as often as run.max_restarts allows. What becomes of a rollout actor, its calls tell. Raises
-        NoEngineLeft.
+        An engine actor that died, whose engine died, or that does not answer in time is replaced by another that serves
+        `version`, as often as run.max_restarts allows. The failure of a rollout actor shows in its calls and is not
+        handled here. Raises NoEngineLeft.
         """
         moved, failed = self._watch.look()
         gone = dict[str, str]()
@@ -71,8 +73,8 @@ class RolloutPool:
         return moved
 
     def still_s(self, actor: RolloutHandle) -> float:
-        """Seconds of the present wait in which `actor` has made no progress, nor has any engine that may work for it;
-        or in which it has not answered."""
+        """Return the seconds of the current wait for which `actor` is stuck: the time since it, or any engine that may
+        work for it, last made progress, or the time since it last answered, whichever is longer."""
         others = [self._watch.still_s(engine.handle) for engine in self._separate if not engine.left_out]
         return max(self._watch.silent_s(actor), min([self._watch.still_s(actor), *others]))
 
@@ -81,18 +83,18 @@ class RolloutPool:
 
     @property
     def _separate(self) -> list[Engine]:
-        """The engines that are actors of their own."""
+        """The engines that run in actors of their own; none when each engine is embedded in a rollout actor."""
         return [] if self._actors.engines.embedded else self._actors.engines.engines
 
     def leave_out(self, engine: str, reason: str) -> None:
-        """Give the engine of this name no more requests."""
+        """Send no more requests to the engine of this name. reason: why, for the log and for error messages."""
         self._actors.engines.leave_out(self._actors.engines.named(engine), reason)
 
     def replace(self, actor: EngineHandle, pid: int, failure: ActorFailed, version: int) -> None:
         """Replace a rollout actor or engine whose process `pid` died by another that serves `version`.
 
-        Takes as long as starting one. Does nothing when that process was replaced before. Raises `failure` when
-        run.max_restarts are used up.
+        Takes as long as starting one. A no-op when that process was replaced before. Raises `failure` when
+        run.max_restarts allows no more replacements.
         """
         if actor.info.pid != pid:
             return
@@ -110,10 +112,11 @@ class RolloutPool:
         self.begin_watch()  # the others have made no progress that anybody has seen meanwhile
 
     def mend(self, version: int) -> None:
-        """Give the engines that a sync left without a whole version `version`, the train workers' present one.
+        """Sync the train workers' weights, which are of `version`, to the engines that a failed sync left without
+        complete weights.
 
-        Their requests in flight go on with it. Where it is older than what made their first tokens, all rollouts are
-        ended first: no row goes back to an older policy.
+        Their requests in flight go on with these weights. If such an engine had generated with a later version, all
+        rollouts are ended first, so that no row continues with an older policy.
         """
         broken = [engine for engine in self._actors.engines.engines if engine.broken and not engine.dead]
         if not broken:
@@ -124,8 +127,9 @@ class RolloutPool:
             self._weights.sync(version, broken)
 
     def replace_dead(self, version: int) -> bool:
-        """Replace the engines that died, as often as run.max_restarts allows; returns whether there were any and all
-        were replaced. An engine that has not answered for as long as an actor may take is killed and replaced, too."""
+        """Replace the engines that died, as often as run.max_restarts allows. An engine that has not answered for
+        resources.stage_timeout_s is killed and replaced, too. Returns whether there were any and all of them were
+        replaced."""
         engines = self._actors.engines.engines
         gone = [engine for engine in engines if engine.dead or engine.silent_s >= self._timeout_s]
         for engine in gone:
@@ -140,5 +144,5 @@ class RolloutPool:
 
 
 def _hosts(engines: Sequence[Engine]) -> list[EngineHandle]:
-    """The actors that host `engines`."""
+    """Return the handles of the actors that host `engines`."""
     return [engine.handle for engine in engines]

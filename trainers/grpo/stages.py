@@ -1,4 +1,4 @@
-"""The stages of a step: each is timed for the metrics, drawn in the trace and bounded by the watchdog."""
+"""Times each stage of a step for the metrics, draws it in the trace, and has the watchdog bound it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ..supervision.heartbeat import Heartbeat
 
 
 class Stages:
-    """The stages of the driver's current step."""
+    """The stages of the driver's current step, such as claim, train and sync."""
 
     def __init__(self, tracer: Tracer, heartbeat: Heartbeat) -> None:
         self.tracer = tracer
         self.heartbeat = heartbeat
-        """Tells the watchdog where the run stands."""
+        """Tells the watchdog which step and stage the run is in."""
         self.seconds: dict[str, float] = {}
-        """Wall seconds of each stage of the current step."""
+        """Name of each stage of the current step -> the wall-clock seconds it took."""
         self._current: tuple[str, float | None] | None = None
-        """Name and bound of the stage that is in progress; None between stages."""
+        """Name and bound in seconds of the stage that is in progress; None between stages."""
 
     def begin_step(self, step: int) -> None:
         """Start timing and tracing `step`."""
@@ -29,8 +29,8 @@ class Stages:
 
     @contextmanager
     def timed(self, name: str, bound_s: float | None = None) -> Iterator[None]:
-        """Time a stage, which may have others in it. bound_s: seconds after which the watchdog takes it for stuck,
-        unless `gets_on` is called meanwhile; None: the bound of any stage."""
+        """Context manager that times a stage; stages may be nested. bound_s: seconds after which the watchdog considers
+        the stage stuck, unless `gets_on` is called meanwhile; None: the watchdog's default bound."""
         outer, self._current = self._current, (name, bound_s)
         self.heartbeat.enter(name, bound_s)
         try:
@@ -45,6 +45,6 @@ class Stages:
         self.seconds[name] = self.seconds.get(name, 0.0) + span.dur_s
 
     def gets_on(self) -> None:
-        """Note that the stage in progress has made progress: the watchdog counts its bound from now on."""
+        """Report progress in the current stage: its bound for the watchdog starts anew."""
         if self._current is not None:
             self.heartbeat.enter(*self._current)

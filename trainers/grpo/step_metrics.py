@@ -17,7 +17,7 @@ from .steps import Run, State
 from .weight_sync import SyncReport
 
 MANY = 5
-"""Staleness in versions from which on rows are counted together in the staleness shares."""
+"""Staleness, in versions, from which on all rows are counted in one share, `staleness/share_5_or_more`."""
 
 
 def step_metrics(
@@ -29,11 +29,12 @@ def step_metrics(
     step_s: float,
     sync: SyncReport,
 ) -> dict[str, float]:
-    """All metrics of a finished step, by name.
+    """Return all metrics of a finished step, by name.
 
     fed: what happened to the step's groups. passes: every train worker's report of every pass. meta: receipt of the
-    rows that were trained on; metrics of rewards and lengths are theirs. What only rollout actors know is of the
-    rollout calls that ended in the step, and absent when none did.
+    rows that were trained on, from which the metrics of rewards and lengths are computed. step_s: seconds that the step
+    took. Metrics that only rollout actors know come from the rollout calls that ended in the step, and are absent when
+    none did.
     """
     end_s = time.monotonic()
     rollouts, seconds = fed.reports, run.stages.seconds
@@ -75,7 +76,8 @@ def step_metrics(
 
 
 def row_metrics(meta: KVBatchMeta) -> dict[str, float]:
-    """Metrics of rows by their tags; the mean reward is NaN when no row is valid."""
+    """Return the metrics of rewards and lengths, from the tags of the rows; the mean reward is NaN when no row is
+    valid."""
     valid, lengths = meta.tags["valid"] > 0, meta.tags["response_length"]
     rewards = meta.tags["reward"][valid]
     return {
@@ -87,9 +89,9 @@ def row_metrics(meta: KVBatchMeta) -> dict[str, float]:
 
 
 def rollout_metrics(fed: FeedTally) -> dict[str, float]:
-    """Metrics of the rollout calls that ended in the step.
+    """Return the metrics of the rollout calls that ended in the step.
 
-    Tokens a second are NaN when the calls ended no later than those of earlier steps.
+    `rollout/tokens_per_s` is NaN when the calls ended no later than those of earlier steps.
     """
     rollout = merge_reports(fed.reports)
     # Calls run over the ends of steps: their tokens are of the time since the calls that were counted before.
@@ -105,7 +107,7 @@ def rollout_metrics(fed: FeedTally) -> dict[str, float]:
 
 
 def sync_metrics(sync: SyncReport, seconds: float) -> dict[str, float]:
-    """Metrics of the step's weight sync."""
+    """Return the metrics of the step's weight sync. seconds: time that the sync stage took."""
     return {
         "sync/seconds": seconds,
         "sync/bytes": float(sync.bytes_sent),
@@ -119,9 +121,11 @@ def sync_metrics(sync: SyncReport, seconds: float) -> dict[str, float]:
 
 
 def staleness_metrics(staleness: np.ndarray, bound: int) -> dict[str, float]:
-    """Metrics of the rows' staleness in versions, int64 `[N]`: mean, largest, and the share of rows with each value.
+    """Return metrics of the rows' staleness, which is int64 `[N]` in versions: the mean, the maximum, and the share of
+    rows with each value.
 
-    bound: the largest staleness that is expected. Every step has the same keys, so that a share of 0 is drawn too.
+    bound: the largest staleness that is expected. Shares up to it are returned even when they are 0, so that every step
+    has the same keys and plots show the zeros.
     """
     # A journal may hold groups of a later policy than the one that a resumed run trains again.
     staleness = np.maximum(staleness, 0)
@@ -134,11 +138,11 @@ def staleness_metrics(staleness: np.ndarray, bound: int) -> dict[str, float]:
 
 
 def idle_shares(generating_s: float, seconds: Mapping[str, float], wait_s: float, step_s: float) -> dict[str, float]:
-    """The shares of a step in which the rollout actors (their mean) generated nothing and the train workers computed
-    nothing; a worker that waits for rows is idle.
+    """Return the shares of a step in which the rollout actors, on average, generated nothing, and in which the train
+    workers computed nothing. A worker that waits for rows counts as idle.
 
-    generating_s: seconds that the mean rollout actor generated. seconds: of each stage. wait_s: seconds that the train
-    workers waited for rows.
+    generating_s: seconds in which a rollout actor generated, on average. seconds: name of a stage -> its seconds.
+    wait_s: seconds that the train workers waited for rows. step_s: seconds that the step took.
     """
     computing_s = seconds.get("logprob", 0.0) + seconds.get("train", 0.0) - wait_s
     busy = {"rollout": generating_s, "train": computing_s}

@@ -1,7 +1,7 @@
-"""The steps of GRPO (DeepSeekMath, arXiv:2402.03300): functions on metadata that the controllers string together.
+"""Implements the steps of GRPO (DeepSeekMath, arXiv:2402.03300) as functions on metadata, which the controllers call.
 
-Nothing here touches a row: rollout actors put rows and train workers get them. What passes through the driver are
-receipts, plans, numbers for each row, and reports.
+Nothing here touches the content of a row: rollout actors put rows and train workers get them. Only receipts, plans, a
+few numbers for each row, and reports pass through the driver.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from .weight_sync import SyncReport, WeightSync
 T = TypeVar("T")
 
 STALL_S = 1800.0
-"""Seconds in which train workers that save, load or export a model must write a byte or compute something: what a
-shared file system may take to come back."""
+"""Seconds within which train workers that save, load or export a model must write a byte or compute something. A shared
+file system that hangs may need as long to recover."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Everything that the steps work with: actors, clients and settings, no rows."""
+    """Everything that the steps of a run work with: actors, clients and settings, but no rows."""
 
     config: Config
     client: DataPlaneClient
@@ -61,11 +61,11 @@ class Run:
     validating: SamplingParams
     """Sampling parameters of validation."""
     budget: Budget
-    """Largest size of a microbatch."""
+    """Limit on the tokens of a microbatch, and the cost of a row."""
 
     @property
     def workers(self) -> list[TrainHandle]:
-        """The train workers by rank."""
+        """The train workers, in rank order."""
         return self.actors.workers
 
     @property
@@ -74,12 +74,12 @@ class Run:
         return self.actors.engines
 
     def gather(self, calls: Sequence[Call[T]], stage: str) -> list[T]:
-        """Wait for `calls` up to resources.stage_timeout_s; returns their results. Raises ActorFailed."""
+        """Wait for `calls` up to resources.stage_timeout_s; returns their results in order. Raises ActorFailed."""
         return gather(calls, stage, self.config.resources.stage_timeout_s)
 
     def gather_slow(self, calls: Sequence[Call[T]], stage: str, draft: Path | None = None) -> list[T]:
-        """Wait for calls of the train workers that read or write whole models, for as long as they get on with it;
-        returns their results. draft: the folder that they write. Raises ActorFailed."""
+        """Wait for train workers that read or write whole models, for as long as they make progress; returns the
+        results of `calls`. draft: folder that they write, whose growth counts as progress. Raises ActorFailed."""
         return gather_slow(
             calls,
             self.workers,
@@ -93,44 +93,46 @@ class Run:
 
 @dataclass(slots=True)
 class State:
-    """The progress of a run. With the train workers' checkpoint it is all that a resume needs."""
+    """The progress of a run. Together with the train workers' checkpoint it is all that a resumed run needs."""
 
     step: int = 0
     """Number of finished steps."""
     version: int = 0
     """Policy version that the engines serve."""
     position: int = 0
-    """Position in the prompt stream of the next prompt that was never issued."""
+    """Position in the prompt stream of the next new prompt to issue."""
     outstanding: list[int] = field(default_factory=list)
-    """Positions of the prompts that were issued and not yet trained on; a resumed run issues them first."""
+    """Positions of the prompts that were issued but not yet trained on; a resumed run issues them first."""
     ahead: bool = False
-    """Whether the train workers' weights may be a step ahead of these numbers, so that no checkpoint may have both."""
+    """Whether the train workers' weights may be one step ahead of these numbers. No checkpoint may then be saved,
+    because its two parts would not match."""
 
     def go_back(self, earlier: State) -> None:
-        """Take over all values of `earlier`."""
+        """Overwrite all values with those of `earlier`."""
         self.step, self.version, self.position = earlier.step, earlier.version, earlier.position
         self.outstanding, self.ahead = list(earlier.outstanding), earlier.ahead
 
 
 def with_advantages(estimate: AdvantageEstimator, meta: KVBatchMeta) -> KVBatchMeta:
-    """The receipt with the tag `advantage`, estimated from the tags `reward` and `valid`, and from the tags of single
-    rewards if the estimator asks for them."""
+    """Return the receipt with an added tag `advantage`. It is estimated from the tags `reward` and `valid`, and from
+    the tags of single rewards if the estimator needs them."""
     components = {name: meta.tags[reward_tag(name)] for name in estimate.components}
     advantage = estimate(RewardRows(meta.tags["reward"], meta.tags["valid"] > 0, meta.groups, components))
     return meta.with_tags(advantage=advantage)
 
 
 def ship_plan(run: Run, meta: KVBatchMeta, step: int) -> None:
-    """Plan the rows of `meta` and send each rank its shard."""
+    """Plan which rank reads which rows of `meta` in which microbatch, and send each rank its shard."""
     with run.stages.timed("plan"):
         shards = plan_step(run.config, run.budget, meta, step, traced=run.stages.tracer.recording)
         run.gather([worker.begin(shard) for worker, shard in zip(run.workers, shards, strict=True)], "plan")
 
 
 def plan_step(config: Config, budget: Budget, meta: KVBatchMeta, step: int, *, traced: bool) -> list[TrainShard]:
-    """Deal rows to replicas and microbatches; returns every rank's shard.
+    """Assign rows to data-parallel replicas and microbatches; returns one shard for each rank.
 
-    Only the shards of ranks that read or write rows hold a receipt: the others learn of their rows from their leader.
+    Only the shards of ranks that read or write rows hold a receipt; the other ranks learn of their rows from the leader
+    of their replica. traced: whether the workers record spans for the trace.
     """
     trainer = config.trainer
     topology = trainer.topology
@@ -150,17 +152,20 @@ def plan_step(config: Config, budget: Budget, meta: KVBatchMeta, step: int, *, t
 
 
 def group_tokens(meta: KVBatchMeta) -> np.ndarray:
-    """Response tokens that each row's whole group trains on, float32 `[N]`; failed rows have none."""
+    """Return, for each row, the number of response tokens that its whole group trains on, float32 `[N]`. Failed rows
+    contribute no tokens."""
     _, group = np.unique(meta.groups, return_inverse=True)
     trained = meta.tags["response_length"] * (meta.tags["valid"] > 0)
     return np.bincount(group, weights=trained)[group].astype(np.float32)
 
 
 def write_logprobs(run: Run) -> list[WorkerReport]:
-    """Have the train workers write the column that the loss needs beside those of the rollouts: reference log-probs.
+    """Have the train workers compute the reference model's log-probs and write them back as a column. Returns their
+    reports, or [] when loss.kl_coef is 0, which needs no reference.
 
-    The policy's own log-probs need no pass: a step takes one optimizer step, so those of the pass that trains are the
-    ones from before it."""
+    The policy's own log-probs need no separate pass: a step takes one optimizer step, so the training pass itself
+    computes them with the weights from before the update.
+    """
     if not run.config.loss.kl_coef:
         return []
     with run.stages.timed("logprob"):
@@ -169,35 +174,39 @@ def write_logprobs(run: Run) -> list[WorkerReport]:
 
 
 def accumulate(run: Run) -> list[WorkerReport]:
-    """Add the gradients of the train workers' shards to the open step; opens one if none is."""
+    """Have the train workers add the gradients of their shards to the open optimizer step, which begins with the first
+    such call. Returns their reports."""
     with run.stages.timed("train"):
         reports = run.gather([worker.accumulate() for worker in run.workers], "train")
     return _traced(run, reports)
 
 
 def finish(run: Run) -> list[WorkerReport]:
-    """Take the optimizer step over all that was accumulated."""
+    """Have the train workers take the optimizer step with all gradients that were accumulated. Returns their
+    reports."""
     with run.stages.timed("train"):
         reports = run.gather([worker.finish() for worker in run.workers], "train")
     return _traced(run, reports)
 
 
 def train_on(run: Run, meta: KVBatchMeta, step: int) -> list[WorkerReport]:
-    """Work on rows of `step`, all of them or a chunk: advantages, plan, log-probs, gradients."""
+    """Process rows of `step`, all of them or a chunk: compute advantages, plan, compute log-probs, accumulate
+    gradients. Returns the train workers' reports."""
     ship_plan(run, with_advantages(run.estimate, meta), step)
     return write_logprobs(run) + accumulate(run)
 
 
 def _traced(run: Run, reports: list[WorkerReport]) -> list[WorkerReport]:
-    """Draw the spans of the reports, which are in order of ranks, in the trace; returns the reports."""
+    """Add the spans of the reports, which are in rank order, to the trace; returns the reports."""
     for worker, report in zip(run.workers, reports, strict=True):
         run.stages.tracer.add(worker.info.name, report.spans.to_spans())
     return reports
 
 
 def sync_weights(run: Run, state: State) -> SyncReport:
-    """Bring all engines to `state.version`, except those that are ahead of it (`WeightSync.sync`), and replace those
-    that died or hang. Raises NoEngineLeft when none is left and none could be replaced."""
+    """Bring all engines to the weights of `state.version`, except those that serve a later version (see
+    `WeightSync.sync`), and replace engines that died or hang. Raises NoEngineLeft when none is left and none could be
+    replaced."""
     with run.stages.timed("sync"):
         try:
             report = run.weights.sync(state.version)
@@ -210,13 +219,15 @@ def sync_weights(run: Run, state: State) -> SyncReport:
 
 
 def export_model(run: Run, path: str) -> None:
-    """Write the trained policy as a Hugging Face model folder, which may take as long as it gets on."""
+    """Write the trained policy to `path` as a Hugging Face model folder. Waits for as long as the train workers make
+    progress."""
     with run.stages.timed("export"):
         run.gather_slow([worker.export_model(path) for worker in run.workers], "export", Path(f"{path}.tmp"))
 
 
 def size_of(folder: Path) -> int:
-    """Number of bytes of the files below `folder`, some of which may be renamed meanwhile; 0 when it does not exist."""
+    """Return the total bytes of the files below `folder`, or 0 when it does not exist. Files may be renamed
+    meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):
@@ -225,6 +236,6 @@ def size_of(folder: Path) -> int:
 
 
 def retire(run: Run, meta: KVBatchMeta) -> None:
-    """Clear rows that are trained on, which ends their leases."""
+    """Clear rows that were trained on from the data plane, which also ends their leases."""
     with run.stages.timed("clear"):
         run.client.clear(meta.partition, meta.keys)

@@ -1,7 +1,7 @@
 """Validates the policy on held-out prompts, keeps the best model, and ends the run at its target.
 
-`validation.metric` names the figure that decides. The validation before step 1 is only what later ones must beat: the
-model that the run starts from is never exported, and neither is one that equals the best so far.
+`validation.metric` names the metric that decides. The validation before step 1 only sets the value that later ones must
+exceed: the initial model is never exported, and neither is one that equals the best so far.
 """
 
 from __future__ import annotations
@@ -26,28 +26,30 @@ from .steps import Run, State
 
 _log = logging.getLogger(__name__)
 BEST = "best"
-"""Name of the best model's folder in the run's folder, and (with .json) of the file that says how good it is. As long
-as the file has step 0, no validation has beaten the start's, and there is no folder."""
+"""Name of the best model's folder in the run folder; `best.json` beside it says how good that model is. As long as the
+file says step 0, no validation has exceeded the first one, and there is no model folder."""
 
 
 class Validation:
-    """The validations of one run, one at a time: in the foreground, or beside a step up to its optimizer."""
+    """Runs the validations of one run, one at a time: while the run waits, or in the background of a step until its
+    optimizer step."""
 
     def __init__(self, run: Run) -> None:
-        """Reads how good the best model in the run's folder is: a resumed run still has it."""
+        """Reads from the run folder how good the best model is, because a resumed run still has it."""
         self._run = run
         self._folder = Path(run.config.run.dir or ".")
         self._calls: list[tuple[RolloutHandle, Call[ValidationReport]]] = []
         self._state = State()
-        """State of the run whose policy is validated."""
+        """Step and version of the policy that is validated."""
         self._started = 0.0
         self.reached = False
-        """Whether the judged figure has reached validation.stop_at."""
+        """Whether the metric that `validation.metric` names has reached `validation.stop_at`."""
         self._metric = run.config.judged_figure
         self._best = self._best_before()
 
     def _best_before(self) -> float:
-        """Return the best figure that a validation of this run had before, -inf without one."""
+        """Return the best value that an earlier validation of this run has reached, or -inf when there is none or when
+        it was the value of another metric."""
         path = self._folder / f"{BEST}.json"
         best = json.loads(path.read_text()) if path.exists() else {}
         if best.get("metric") == self._metric:
@@ -61,12 +63,14 @@ class Validation:
         return -math.inf
 
     def validate(self, state: State) -> dict[str, float]:
-        """Validate the policy of `state`, which all engines serve; returns metrics. Raises ActorFailed."""
+        """Validate the policy of `state`, which all engines must serve; returns the metrics. Raises ActorFailed,
+        UserError."""
         self.start(state)
         return self.finish()
 
     def start(self, state: State) -> None:
-        """Have the engines answer beside whatever else they do, until `finish`."""
+        """Start a validation of the policy of `state` in the background; `finish` waits for it. Engines answer its
+        prompts along with all other requests."""
         assert not self._calls, "one validation at a time"
         run, total = self._run, self._run.config.validation.num_prompts
         rollouts = run.rollouts.active
@@ -80,11 +84,13 @@ class Validation:
         self._started = time.perf_counter()
 
     def finish(self) -> dict[str, float]:
-        """Wait for what `start` began, before the train workers change their weights; returns metrics, or {} when
-        nothing was begun.
+        """Wait for the validation that `start` began; returns its metrics, or {} when there is none. It must be called
+        before the train workers change their weights.
 
-        It waits as long as the actors get on. One that dies, or makes no progress for resources.stage_timeout_s, is
-        replaced, and its part asked for again. Raises ActorFailed.
+        The wait lasts for as long as the actors make progress. An actor that dies, or makes no progress for
+        resources.stage_timeout_s, is replaced, and its share of the prompts is validated again. Raises ActorFailed when
+        an actor fails otherwise, and UserError when the validation does not yield the metric that `validation.metric`
+        names.
         """
         if not self._calls:
             return {}
@@ -126,7 +132,8 @@ class Validation:
         }
 
     def _end_stuck(self, calls: Sequence[tuple[RolloutHandle, Call[ValidationReport]]]) -> None:
-        """Kill the actors that have made no progress in time, so that their calls end as those of actors that died."""
+        """Kill the actors that have made no progress for resources.stage_timeout_s; their calls then fail like those of
+        actors that died."""
         bound_s = self._run.config.resources.stage_timeout_s
         for rollout, call in calls:
             if self._run.rollouts.still_s(rollout) >= bound_s and rollout.info.pid == call.pid:

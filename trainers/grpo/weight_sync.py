@@ -1,21 +1,21 @@
-"""Weight sync: brings any set of engines to the train workers' version of the weights, whole or not at all.
+"""Syncs weights: brings any set of engines to the train workers' version of the weights, whole or not at all.
 
     open update -> [gather, send | prepare in every engine] -> commit in the engines that have all of it
                           |
                           +-- an engine that failed is tried once more, then left out: it gets no requests
 
 stage       waits for                                     unblocked by
-hold        engines without staging, with `wait`          the end of their running requests
+hold        engines without staging, if in_flight=wait    the end of their running requests
 open        train rank 0                                  the announcement; nothing is sent yet
 transfer    all train workers and all engines             every bucket verified, or a failure that names its engine
 commit      the engines that have the whole version       each engine's pause, load and resume
 
-An engine with room for a second version stages it whole before the commit. One without (`staging: none`) only joins the
-transfer and receives during the commit: a failure then leaves it without a whole version, and its requests wait for the
-next attempt.
+An engine with room for a second version stages it completely before the commit. One without (`staging: none`) only
+joins the transfer and receives during the commit: if that fails, the engine has no complete version, and its requests
+wait for the next attempt.
 
-Every wait ends sync.timeout_s and a margin after the last progress: tokens of requests that are waited for, buckets,
-weights. An engine that fails does not hold up the others; the run ends when no engine is left.
+A wait ends sync.timeout_s and a margin after the last progress. Progress is a token of a request that is waited for, or
+a bucket or weight that arrives. An engine that fails does not hold up the others; the run ends when no engine is left.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ..cluster.progress import gather_moving
 from ..config.config import SyncConfig
 
 MARGIN_S = 10.0
-"""Seconds that the driver waits for progress beyond sync.timeout_s, after which both ends of a transfer give up by
-themselves."""
+"""Seconds that the driver waits for progress beyond sync.timeout_s, after which the sender and the receivers of a
+transfer give up by themselves."""
 HEALTH_S = 5.0
-"""Seconds that a sync waits for an engine's answer to a `ping`. A sync does not wait again for the same answer: an
-engine that is late takes part again in the first sync after it has answered."""
+"""Seconds that a sync waits for an engine's answer to a `ping`. Later syncs do not wait for the same answer again: a
+late engine takes part in the first sync after it has answered."""
 ATTEMPTS = 2
-"""Number of times that an engine may fail to receive one version."""
+"""Number of failed attempts to receive one version after which an engine is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +55,34 @@ class SyncReport:
     num_bytes: int
     """Number of bytes of the weights."""
     gathers: int
-    """Number of times that the train workers gathered the weights."""
+    """Number of times that the train workers gathered the full weights."""
     gather_s: float
-    """Seconds that train rank 0 waited for weights."""
+    """Seconds for which train rank 0 waited for gathered weights."""
     pause_s: float
-    """The longest that an engine took until it stood still, in seconds."""
+    """Largest number of seconds that an engine took to pause."""
     load_s: float
-    """The longest that an engine took from staged bytes to its parameters, in seconds."""
+    """Largest number of seconds that an engine took to load the staged bytes into its parameters."""
     kept: int
-    """Number of requests in flight that went on under the new weights."""
+    """Number of requests in flight that continued with the new weights."""
     aborted: int
     """Number of requests in flight that were ended."""
     engines: int
     """Number of engines that now serve the version or a later one."""
     left_out: int
-    """Number of the run's other engines."""
+    """Number of engines that serve neither the version nor a later one."""
     spans: tuple[tuple[str, tuple[Span, ...]], ...]
-    """Pause and load of each engine for the trace, as if every engine had begun at once; (engine, spans) each."""
+    """Spans of each engine's pause and load for the trace, as (engine name, spans). Their times assume that every
+    engine began at the same moment."""
 
 
 class WeightSync:
-    """The driver's side of weight updates. One sync at a time."""
+    """The driver's side of weight updates: brings engines to the train workers' version. Runs one sync at a time."""
 
     def __init__(
         self, config: SyncConfig, workers: Sequence[TrainHandle], engines: EnginePool, *, lasting: bool
     ) -> None:
-        """lasting: whether the transport's last versions stay readable, so that another attempt needs no trainer."""
+        """lasting: whether engines can still read the last versions from the transport after they were sent, so that
+        another attempt needs no train worker."""
         self._config = config
         self._workers = workers
         self._engines = engines
@@ -89,17 +91,18 @@ class WeightSync:
         """Whether train rank 0 keeps the last versions in host memory."""
         self._bound_s = config.timeout_s + MARGIN_S
         self._last: WeightUpdate | None = None
-        """Announcement of the version that was gathered last; None when there is none to send again."""
+        """Announcement of the version that was gathered last; None when no version can be sent again."""
         self._whole = False
-        """Whether that version was sent to its end, so that a lasting transport still has it."""
+        """Whether the version of `_last` was sent completely, so that a lasting transport still holds it."""
 
     def sync(self, version: int, engines: Sequence[Engine] | None = None) -> SyncReport:
-        """Bring `engines` (None: all of the run) to `version`, the train workers' present weights.
+        """Bring `engines` (None: all engines of the run) to `version`, which is that of the train workers' current
+        weights.
 
-        Engines that were left out earlier are tried again if they answer. An engine that has the version already, or a
-        later one, keeps it: no engine's version ever falls, but that of an engine without a whole version. Raises
-        NoEngineLeft when no engine of the run serves the version afterwards, ActorFailed when a train worker died or
-        failed on its own; engines that the death left without a whole version are then `broken`.
+        Engines that were left out earlier are tried again if they answer. An engine that serves the version already, or
+        a later one, keeps it: an engine only goes back to an older version when it has no complete one. Raises
+        NoEngineLeft when all engines of the run are left out afterwards, and ActorFailed when a train worker died or
+        failed by itself; engines without a complete version are then marked `broken`.
         """
         asked = self._engines.engines if engines is None else engines
         waiting = self._answering([engine for engine in asked if engine.version < version or engine.broken])
@@ -137,14 +140,17 @@ class WeightSync:
         )
 
     def forget(self) -> None:
-        """Forget what was sent: the train workers were replaced, and what the former ones sent is gone."""
+        """Forget the version that was sent last, because the train workers that sent it were replaced and can no longer
+        provide it."""
         self._last = None
 
     def catch_up(self, engine: Engine) -> None:
-        """Bring one engine (new, woken, or left out) to the newest version while the train workers do something else.
+        """Bring one engine (new, woken, or left out) to the newest version that was sent, while the train workers do
+        something else.
 
         The weights come from what a lasting transport still holds, or from train rank 0's host memory (`sync.cache`).
-        Raises ActorFailed when that fails, and the engine stays as it was; ValueError when there are no such weights.
+        Raises ActorFailed when that fails, and the engine stays as it was. Raises ValueError when no version was ever
+        sent, or when neither source has it.
         """
         if self._last is None:
             raise ValueError("weights: no version was ever sent, nothing to catch up with")
@@ -159,8 +165,9 @@ class WeightSync:
     def _attempt(
         self, version: int, engines: Sequence[Engine], tally: _Tally, *, again: bool
     ) -> dict[str, ActorFailed]:
-        """Hold, announce, transfer and commit. Returns, by engine, why it does not serve the version; an engine without
-        staging may be in neither state, when another one's failure ended the transfer before it began."""
+        """Make one attempt at a sync: hold, announce, transfer and commit. Returns the engines that failed: name ->
+        failure. When one engine's failure ends the transfer before it began, an engine without staging may neither
+        serve the version nor be among the failures."""
         tally.blamed = set()
         held = [engine for engine in engines if self._must_be_held(engine)]
         started = time.monotonic()
@@ -203,18 +210,21 @@ class WeightSync:
         return failures
 
     def _must_be_held(self, engine: Engine) -> bool:
-        """Whether the engine's requests must end before a transfer begins: under `wait`, an engine that receives during
-        its commit would keep the sender waiting for as long as they run. Before its first update that is unknown."""
+        """Return whether the engine's requests must end before a transfer begins. They must when in_flight is `wait`
+        and the engine receives during its commit, because the sender would otherwise wait for them. Before an engine's
+        first update it counts as such an engine unless `sync.staging` is `full`."""
         may_join = self._config.staging != "full" if engine.joins is None else engine.joins
         return self._config.in_flight == "wait" and may_join
 
     def _hold(self, engines: Sequence[Engine]) -> dict[str, ActorFailed]:
-        """Let the running requests of `engines` end, and new ones wait. Returns, by engine, why that failed."""
+        """Let the running requests of `engines` end while new ones wait. Returns the engines where that failed: name ->
+        failure."""
         pauses = [engine.handle.pause("wait") for engine in engines]
         return _failures(engines, gather_moving(pauses, "hold", self._bound_s, EngineHandle.progress))
 
     def _notice_late(self, version: int, engines: Sequence[Engine]) -> None:
-        """Find out which of `engines`, whose answers failed or came too late, serve the version all the same."""
+        """Ask `engines`, whose answers failed or came too late, for their version. Those that serve `version` get
+        requests again."""
         answers = gather_each([engine.handle.version() for engine in engines], "version", HEALTH_S)
         for engine, answer in zip(engines, answers, strict=True):
             if answer == version:
@@ -224,7 +234,8 @@ class WeightSync:
     def _announce(
         self, version: int, engines: Sequence[Engine], tally: _Tally, again: bool
     ) -> tuple[WeightUpdate, Sequence[Call[SendReport | None]]]:
-        """The announcement of `version`, and the calls that send it. again: without another gather where possible."""
+        """Return the announcement of `version` and the calls that send it. again: whether this is another attempt,
+        which avoids another gather where possible."""
         receivers = [engine.group for engine in engines]
         tally.announced = True
         if again and self._lasting and self._whole and self._last is not None and self._last.base is None:
@@ -241,13 +252,15 @@ class WeightSync:
         return self._last, [first.send_weights(self._last), *others]
 
     def _base(self, engines: Sequence[Engine]) -> int | None:
-        """The version that a delta may refer to: the one that the trainer sent last, if all of `engines` serve it."""
+        """Return the version that a delta may refer to: the one that was sent last, if all of `engines` serve it; else
+        None."""
         if not self._config.delta or self._last is None:
             return None
         return self._last.version if {engine.version for engine in engines} == {self._last.version} else None
 
     def _commit(self, version: int, engines: Sequence[Engine], tally: _Tally) -> dict[str, ActorFailed]:
-        """Have engines serve what they have prepared. Returns, by engine, why it does not."""
+        """Have `engines` load and serve what they have prepared. Returns the engines where that failed: name ->
+        failure."""
         wall = time.time()
         calls = [engine.handle.commit_weights(version, self._config.in_flight) for engine in engines]
         outcomes = gather_moving(calls, "commit", self._bound_s, EngineHandle.progress)
@@ -264,12 +277,13 @@ class WeightSync:
         return _failures(engines, outcomes)
 
     def _answering(self, engines: Sequence[Engine]) -> list[Engine]:
-        """The engines in use, and those of the left-out ones that answer."""
+        """Return those of `engines` that are in use, and those that were left out but answer again."""
         alive = self._alive([engine for engine in engines if engine.left_out])
         return [engine for engine in engines if not engine.left_out or engine in alive]
 
     def _alive(self, engines: Sequence[Engine]) -> list[Engine]:
-        """The engines that answer; notes which of the others are dead, and since when an engine owes an answer."""
+        """Return those of `engines` that answer a `ping`. Marks the others that are found dead, and keeps the pings
+        without an answer so that later calls can receive it."""
         asked = [engine for engine in engines if engine.ping is None]
         for engine in asked:
             engine.ping = engine.handle.ping()
@@ -289,12 +303,13 @@ class WeightSync:
         return [engine for engine in engines if engine in alive]
 
     def _drop(self, version: int, engines: Sequence[Engine]) -> None:
-        """Have engines forget what they have of `version`; an engine that does not answer has nothing to forget."""
+        """Have engines discard what they hold of `version`. Failures are ignored: an engine that does not answer holds
+        nothing."""
         gather_each([engine.handle.drop_weights(version) for engine in engines], "drop weights", HEALTH_S)
 
 
 def _failures(engines: Sequence[Engine], outcomes: Sequence[object]) -> dict[str, ActorFailed]:
-    """The failures among the outcomes of calls of `engines`, by engine."""
+    """Return the failures among the outcomes of calls to `engines`: name of the engine -> failure."""
     return {
         engine.name: outcome
         for engine, outcome in zip(engines, outcomes, strict=True)
@@ -303,12 +318,12 @@ def _failures(engines: Sequence[Engine], outcomes: Sequence[object]) -> dict[str
 
 
 def _died(failure: ActorFailed) -> bool:
-    """Whether the actor is gone, or the engine within it."""
+    """Return whether the actor's process died, or that of the engine within it."""
     return failure.died or isinstance(failure.cause, EngineDied)
 
 
 def _blamed(sent: Sequence[object]) -> set[str]:
-    """Names of the engines that a sender found at fault."""
+    """Return the names of the engines that a sender blamed for its failure."""
     causes = [outcome.cause for outcome in sent if isinstance(outcome, ActorFailed)]
     return {engine for cause in causes if isinstance(cause, WeightTransferError) for engine in cause.engines}
 
@@ -322,8 +337,8 @@ class _Tally:
         self.spans: list[tuple[str, tuple[Span, ...]]] = []
         self.gathers = 0
         self.announced = False
-        """Whether an attempt has got as far as announcing its update."""
+        """Whether an attempt has announced the update."""
         self.held: dict[str, float] = {}
-        """Seconds until the engines that were held before the last attempt's announcement stood still, by name."""
+        """Name of each engine that the last attempt held -> seconds until its requests had ended."""
         self.blamed: set[str] = set()
-        """Names of the engines that the last attempt's sender found at fault."""
+        """Names of the engines that the sender of the last attempt blamed for its failure."""

@@ -23,18 +23,19 @@ STATUS_FIELDS = (
     "waiting_claims",
     "waiting_puts",
 )
-"""Fields of the directory's status that become a step's metrics, as `dataplane/<name>`."""
+"""Fields of the directory's status that become metrics of each step, as `dataplane/<name>`."""
 
 
 class DataPlaneWatch:
-    """Sums up the calls that processes report. Thread-safe, because a metrics endpoint reads while the driver adds.
+    """Sums up the data-plane calls that processes report to the driver. Thread-safe, because a metrics endpoint reads
+    while the driver adds.
 
     Processes report the calls since their last report in messages that they send the driver anyway, so a step's metrics
     count exactly the calls that were made for the step.
     """
 
     def __init__(self, client: DataPlaneClient) -> None:
-        """Start with no calls; `client` is the driver's own."""
+        """Start with no calls. client: the driver's own data-plane client."""
         self._client = client
         self._lock = threading.Lock()
         self._step = Traffic()
@@ -42,7 +43,8 @@ class DataPlaneWatch:
         self._seen_bytes = 0
 
     def add(self, report: bytes) -> None:
-        """Add another process's calls since its last report, which is `ClientStats.take().to_bytes()`.
+        """Add the calls that another process made since its last report. report: result of
+        `ClientStats.take().to_bytes()`.
 
         Raises ValueError for other bytes.
         """
@@ -52,10 +54,11 @@ class DataPlaneWatch:
             self._total.merge(traffic)
 
     def end_step(self, group_size: int) -> tuple[dict[str, float], int]:
-        """Return the metrics of the calls since the last `end_step`, and the directory bytes of the driver's own calls.
+        """Return the metrics of the calls since the last `end_step`, and the number of bytes that the driver's own
+        calls exchanged with the directory since then.
 
-        `group_size` is the number of rows of a group, which are put together. One call to the directory finds out what
-        is in the data plane now. Raises DataPlaneError when it fails.
+        group_size: number of rows of a group, which are put together. Calls the directory once for what is in the data
+        plane now. Raises DataPlaneError when that fails.
         """
         status = self._client.status()
         own = self._client.stats.take()
@@ -69,7 +72,7 @@ class DataPlaneWatch:
         return metrics, self._seen_bytes - seen
 
     def total(self) -> Traffic:
-        """Return all calls reported so far, and the driver's own up to the end of the last step."""
+        """Return the sum of all calls reported so far, including the driver's own up to the end of the last step."""
         copy = Traffic()
         with self._lock:
             copy.merge(self._total)
@@ -118,7 +121,7 @@ def status_metrics(status: DataPlaneStatus) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """One piece of work of an actor; several may overlap."""
+    """One piece of work of an actor, such as a rollout call; several may overlap."""
 
     actor: str
     start_s: float

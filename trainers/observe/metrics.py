@@ -23,7 +23,7 @@ from ...codecs.imports import MissingExtra
 FINISHED = "finished"
 RESUMED = "resumed"
 REPLACED = "replaced"
-"""Names of three events; an event is a line that reports something other than a step."""
+"""Names of events. An event is a line of metrics.jsonl that reports something other than a step."""
 ELAPSED = "time/elapsed_s"
 Record = dict[str, Any]
 """A line of metrics.jsonl."""
@@ -52,21 +52,22 @@ def time_split(record: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def judged_label(judged: str) -> str:
-    """Return how readers are told of the validation's figure `judged`."""
+    """Return the label that readers see for `judged`, the key of the metric that `validation.metric` names."""
     return f"held-out {judged.removeprefix('val/').replace('_', ' ')}"
 
 
 def judged_format(judged: str) -> str:
-    """Return how the validation's figure `judged` is written: shares in percent, rewards as they are."""
+    """Return the format for values of `judged`, the key of the metric that `validation.metric` names: percent for
+    shares of exact matches, three decimals for rewards."""
     return ".1%" if needs_answers(judged) else ".3f"
 
 
 class MetricsWriter:
-    """Appends to metrics.jsonl, flushing every line, and to TensorBoard, from one thread of one process."""
+    """Appends metrics to metrics.jsonl, flushing every line, and to TensorBoard. For one thread of one process."""
 
     def __init__(self, path: str | os.PathLike[str], tensorboard_dir: str | os.PathLike[str] | None = None) -> None:
-        """Open `path` to append to it. `tensorboard_dir` None writes no TensorBoard events and does not import
-        torch."""
+        """Open `path` to append to it. With `tensorboard_dir` None, no TensorBoard events are written and torch is not
+        imported."""
         self._start = time.monotonic()
         self.begun = False
         """Whether a step has been logged."""
@@ -97,11 +98,12 @@ class MetricsWriter:
                     self._board.add_scalar(key, value, step)
 
     def event(self, name: str, step: int, **fields: Any) -> None:
-        """Write the event `{"event": name, "step": step, ...}`, which belongs to no step; `fields` are JSON values."""
+        """Append the event `{"event": name, "step": step, ...}`, a line that is not the metrics of a step. fields: JSON
+        values."""
         self._append({"event": name, "step": step, ELAPSED: self.elapsed_s, **fields})
 
     def finish(self, step: int, **fields: Any) -> None:
-        """Write the last line of a run that reached its end."""
+        """Append the `finished` event, the last line of a run that reached its end."""
         self.event(FINISHED, step, **fields)
 
     @property
@@ -138,7 +140,8 @@ def _number(key: str, value: Any) -> float | int | None:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut off the partial line that a dying process left, so that the next line starts on its own."""
+    """Cut off the partial line at the end of the file, which a process left when it died, so that the next line is
+    separate."""
     data = path.read_bytes()
     if data and not data.endswith(b"\n"):
         os.truncate(path, data.rfind(b"\n") + 1)

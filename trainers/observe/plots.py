@@ -48,7 +48,7 @@ MAX_BARS = 80
 """Largest number of stacked bars; the steps of a longer run are averaged into this many."""
 
 SMOOTH_SHARE = 1 / 30
-"""Share of the steps that a smoothed line averages over on either side."""
+"""Number of steps on either side that a smoothed line averages over, as a share of all steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Plot:
     note: str
     """Explanation of how to read the plot; "" when the title is enough."""
     legend: tuple[tuple[str, str], ...]
-    """Legend as (label, colour name of the page) of each series."""
+    """Entries of the legend, as (label, name of the page's colour)."""
     svg: str
     """The `<svg>` element, with a viewBox and without a size."""
     wide: bool = False
@@ -67,8 +67,11 @@ class Plot:
 
 
 def all_plots(records: Sequence[Record], judged: str = REWARD) -> list[Plot]:
-    """Draw every plot that `records` (ascending steps, as `read_metrics` returns them) have metrics for. judged: key of
-    the figure that judges validations."""
+    """Draw every plot for which the records have metrics.
+
+    records: one per step, ascending, as `read_metrics` returns them. judged: key of the metric that `validation.metric`
+    names.
+    """
     makers = (partial(_learning, judged), _responses, _times, _data_plane, _overlap, _optimisation)
     return [plot for plot in (make(records) for make in makers) if plot is not None]
 
@@ -153,7 +156,8 @@ def _data_plane(records: Sequence[Record]) -> Plot | None:
 
 
 def _overlap(records: Sequence[Record]) -> Plot | None:
-    """Plot queue, staleness and idle shares; None for a run in lock-step, which has nothing queued or stale."""
+    """Plot queue, staleness and idle shares. Returns None for a run in which rollouts and training take turns, because
+    nothing is then queued or stale."""
     flight, ready = _series(records, "queue/groups_in_flight"), _series(records, "queue/groups_ready")
     mean, most = _series(records, "staleness/mean"), _series(records, "staleness/max")
     rollout, train = _series(records, "idle/rollout"), _series(records, "idle/train")
@@ -214,7 +218,7 @@ def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[float]
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Return the centred moving average, whose window is cut off at both ends."""
+    """Return the centred moving average; near both ends its window is cut off."""
     reach = round(len(values) * SMOOTH_SHARE)
     windows = (values[max(0, at - reach) : at + reach + 1] for at in range(len(values)))
     return [sum(window) / len(window) for window in windows]
@@ -226,7 +230,7 @@ def _figure() -> tuple[Figure, Axes]:
 
 
 def _figures(count: int, *, wide: bool = False) -> tuple[Figure, list[Axes]]:
-    """Make a figure with `count` axes over the steps, side by side."""
+    """Return a figure and its `count` axes side by side, all with steps on the x-axis."""
     # The sizes in inches cover half of the page or all of it and make 9 pt as large as the page's small print.
     figure = Figure(figsize=(12.0, 2.4) if wide else (5.8, 2.9), layout="constrained")
     places = [figure.add_subplot(1, count, index + 1) for index in range(count)]
@@ -246,7 +250,7 @@ def _figures(count: int, *, wide: bool = False) -> tuple[Figure, list[Axes]]:
 
 
 def _finish(axes: Axes, title: str, values: Sequence[float] = ()) -> None:
-    """Set a small title; with `values`, let the axis start at 0."""
+    """Set a small title. With `values`, the y-axis starts at 0 and reaches a little above the largest."""
     axes.set_title(title, loc="left", fontsize=9, color=_STAND_INS["ink"])
     if values and max(values) > 0:
         axes.set_ylim(0, 1.08 * max(values))

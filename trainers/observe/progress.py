@@ -25,10 +25,10 @@ COLOURS = {
     "sync": "yellow",
     "other": "bright_black",
 }
-"""Colour of each stage's part of the time bar, by stage."""
+"""Stage -> colour of its part of the time bar."""
 
 SMOOTHING = 0.2
-"""Weight of the newest step in metrics that are averaged over steps."""
+"""Weight of the newest step in the running averages of metrics."""
 
 LOSSES = (
     ("groups dropped", "rollout/groups_dropped", True),
@@ -39,10 +39,12 @@ LOSSES = (
     ("restarts", "run/restarts", False),
     ("engines left out", "sync/engines_left_out", False),
 )
-"""Metrics of losses that a run survives, shown when above 0: label, key, and whether the value counts one step only."""
+"""Metrics of losses that a run survives, shown when they are above 0. Each is (label, key, whether the value counts one
+step only)."""
 
 LINE_EVERY_S = 60.0
-"""Seconds after which the next step is printed where there is no terminal, however many steps the run has."""
+"""Seconds without a printed line after which the next step is printed where there is no terminal, however many steps
+the run has."""
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 40
@@ -60,8 +62,9 @@ class Progress:
         console: Console | None = None,
         judged: str = REWARD,
     ) -> None:
-        """Prepare the view of a run of `num_steps` steps. Without a terminal it prints about twenty lines, one a minute
-        where steps are long or many, and one for each validation. judged: key of the figure that judges validations."""
+        """Prepare the display of a run of `num_steps` steps. Without a terminal it prints about twenty lines over the
+        run, a further one for a step that ends a minute or more after the last line, and one for each validation.
+        judged: key of the metric that `validation.metric` names."""
         self._title = title
         self._judged = judged
         self._num_steps = num_steps
@@ -76,9 +79,9 @@ class Progress:
         self._metrics: dict[str, float] = {}
         self._rewards: list[float] = []
         self._lost: dict[str, float] = {}
-        """Counts of LOSSES so far, by label."""
+        """Label of each of LOSSES -> its count so far."""
         self._ahead = self._overlapping = False
-        """Whether rollouts have run ahead of the training so far, and whether they have run at the same time."""
+        """Whether rollouts have run ahead of training so far, and whether they have overlapped with it."""
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
@@ -95,7 +98,8 @@ class Progress:
             self._live = None
 
     def phase(self, name: str, done: int = 0, total: int = 0, note: str = "") -> None:
-        """Show what the run does outside its steps, such as starting, warm-up or saving; `total` 0 shows no count."""
+        """Show what the run does outside its steps, such as starting, warm-up or saving. done, total: progress as a
+        count; `total` 0 shows none."""
         new = name != self._phase.partition(":")[0]
         self._phase = f"{name}: {note}" if note else name
         self._phase_share = done / total if total else None
@@ -130,7 +134,7 @@ class Progress:
             self._print(self._line(metrics))
 
     def message(self, text: str) -> None:
-        """Print a line above the panel."""
+        """Print a line, which on a terminal appears above the panel."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     # ------------------------------------------------------------ plain lines
@@ -158,7 +162,8 @@ class Progress:
         return "  ".join(parts + ([f"left {_clock(left)}"] if left is not None else []))
 
     def _flow(self) -> list[tuple[str, str]]:
-        """Return (label, values) of the queue, staleness and idle shares; nothing for a run in lock-step."""
+        """Return (label, text) of the queue, staleness and idle shares; nothing for a run in which rollouts and
+        training take turns."""
         if not self._overlapping:
             return []
         metrics = self._metrics
@@ -170,11 +175,12 @@ class Progress:
         return [*((queue, staleness) if self._ahead else ()), *([("idle", ", ".join(idle))] if idle else [])]
 
     def _losses(self) -> list[tuple[str, str]]:
-        """Return (label, count) of the losses so far."""
+        """Return (label, count) of the losses so far that are above 0."""
         return [(label, f"{count:.0f}") for label, count in self._lost.items() if count]
 
     def _left_s(self) -> float | None:
-        """Estimate the seconds to the last step from the pace since the first; None while the pace is unknown."""
+        """Estimate the seconds until the last step ends, from the pace since the first step; None while the pace is
+        unknown."""
         if self._first_step is None or self._step <= self._first_step[0]:
             return None
         first, since = self._first_step
@@ -225,7 +231,8 @@ class Progress:
         return table
 
     def _time_bar(self) -> list[Text]:
-        """Return a bar of a step's time in its stages' colours, and its legend."""
+        """Return a bar that shows a step's time in the colours of its stages, and the bar's legend; [] when no times
+        are known."""
         split = {stage: seconds for stage, seconds in time_split(self._metrics).items() if seconds > 0}
         width, total = max(20, self._console.width - 4), sum(split.values())
         bar, legend, at, drawn = Text(no_wrap=True), Text(), 0.0, 0
@@ -239,14 +246,15 @@ class Progress:
 
 
 def _overlap(metrics: Mapping[str, float | None]) -> bool:
-    """Return whether rollouts and training of a step overlapped. If they take turns, their idle shares add up to 1."""
+    """Return whether the rollouts and the training of a step overlapped. If they take turns, their idle shares add up
+    to 1."""
     rollout, train = metrics.get("idle/rollout"), metrics.get("idle/train")
     return rollout is not None and train is not None and rollout + train < 1
 
 
 def _sparkline(values: list[float]) -> str:
-    """Draw the whole history in at most SPARK_WIDTH characters, each the mean of its part, scaled from lowest to
-    highest."""
+    """Draw all values in at most SPARK_WIDTH characters. Each character is the mean of its part of the values, scaled
+    between the lowest and the highest mean."""
     count = min(SPARK_WIDTH, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]

@@ -26,7 +26,8 @@ from .data_plane_watch import DataPlaneWatch
 from .metrics import time_split
 
 STATUS_TIMEOUT_S = 2.0
-"""Seconds that a scrape waits for the directory; with the link's grace period it stays below Prometheus' usual 10 s."""
+"""Seconds that a scrape waits for the directory. Together with the RPC link's grace period this stays below Prometheus'
+usual timeout of 10 s."""
 END_TIMEOUT_S = 5.0
 
 STEP_GAUGES = (
@@ -48,7 +49,7 @@ STEP_GAUGES = (
     ("headrace_restarts", "run/restarts", "Times that the run restarted from its last checkpoint by itself."),
     ("headrace_driver_bytes_per_row", "driver/bytes_per_row", "Bytes through the driver for each row of the step."),
 )
-"""Gauges as (name, key in metrics.jsonl, help); each has the value of the last step with that key."""
+"""Gauges as (name, key in metrics.jsonl, help text). Each shows the value of the last step that has the key."""
 
 GROUP_COUNTS = {
     "dropped": "rollout/groups_dropped",
@@ -56,7 +57,7 @@ GROUP_COUNTS = {
     "surplus": "rollout/groups_surplus",
     "reissued": "rollout/groups_reissued",
 }
-"""Keys in metrics.jsonl of a step's groups that were not trained on or were issued again, by label.
+"""Label -> key in metrics.jsonl of the number of a step's groups that were not trained on or were issued again.
 
 They are exported as counters, because a scrape would miss most steps.
 """
@@ -75,14 +76,14 @@ STATUS_GAUGES = (
     ("headrace_dataplane_credit_bytes", "bytes_credit", "Bytes set aside for writers' next puts."),
     ("headrace_dataplane_capacity_bytes", "bytes_capacity", "Bytes that the data plane can hold."),
 )
-"""Gauges of the data plane as (name, field of DataPlaneStatus, help)."""
+"""Gauges of the data plane as (name, field of DataPlaneStatus, help text)."""
 
 
 class RunCollector(Collector):
-    """Collects the metrics that a scrape gets. Thread-safe, because every scrape has its own thread."""
+    """Collects the metrics for each scrape. Thread-safe, because every scrape has its own thread."""
 
     def __init__(self, run_name: str, judged: str) -> None:
-        """judged: key of the figure that judges validations."""
+        """judged: key of the metric that `validation.metric` names, which is exported as `headrace_validation`."""
         self._run_name = run_name
         self._judged = judged
         self._lock = threading.Lock()
@@ -92,13 +93,13 @@ class RunCollector(Collector):
         self._watch: DataPlaneWatch | None = None
 
     def watch(self, watch: DataPlaneWatch) -> None:
-        """Show this data plane in all later scrapes."""
+        """Include the data plane of `watch` in all later scrapes."""
         with self._lock:
             self._watch = watch
 
     def publish(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Publish the metrics of a finished step; metrics that the step lacks, such as a validation's, stay as they
-        were."""
+        """Publish the metrics of a finished step. Metrics that the step lacks, such as those of a validation, keep
+        their last value."""
         with self._lock:
             self._metrics.update({key: value for key, value in metrics.items() if value is not None})
             for fate, key in GROUP_COUNTS.items():
@@ -128,7 +129,7 @@ class RunCollector(Collector):
 
 
 def step_families(metrics: Mapping[str, float]) -> Iterator[Metric]:
-    """Yield the metrics of the last step, which are given by their keys in metrics.jsonl."""
+    """Yield the metrics of the last step. metrics: its values by their keys in metrics.jsonl."""
     for name, key, text in STEP_GAUGES:
         if key in metrics:
             yield GaugeMetricFamily(name, text, metrics[key])
@@ -138,9 +139,9 @@ def step_families(metrics: Mapping[str, float]) -> Iterator[Metric]:
 
 
 def group_families(metrics: Mapping[str, float], counts: Mapping[str, float]) -> Iterator[Metric]:
-    """Yield metrics of the groups in the queue, the staleness of rows, and groups that were not trained on.
+    """Yield the metrics of the groups in the queue, of the rows' staleness, and of groups that were not trained on.
 
-    `counts` has the number of such groups since the run started, by the labels of GROUP_COUNTS.
+    counts: number of such groups since the run started, by the labels of GROUP_COUNTS.
     """
     yield _labelled(
         "headrace_queue_groups",
@@ -160,7 +161,8 @@ def group_families(metrics: Mapping[str, float], counts: Mapping[str, float]) ->
 
 
 def call_families(total: Traffic) -> Iterator[Metric]:
-    """Yield metrics of the calls of all clients: their seconds, their bytes, and the cost of a call and of a byte."""
+    """Yield metrics of all clients' data-plane calls: their seconds, their bytes, and the fitted cost of a call and of
+    a byte."""
     seconds = HistogramMetricFamily(
         "headrace_dataplane_call_seconds", "Seconds of data-plane calls, waits included.", labels=["op"]
     )
@@ -192,8 +194,8 @@ def call_families(total: Traffic) -> Iterator[Metric]:
 
 
 def status_families(watch: DataPlaneWatch) -> Iterator[Metric]:
-    """Yield metrics of what is in the data plane now, or only `headrace_dataplane_up` 0 when the directory does not
-    answer."""
+    """Yield metrics of what is in the data plane now. When the directory does not answer, yield only
+    `headrace_dataplane_up` with the value 0."""
     try:
         status = watch.status(STATUS_TIMEOUT_S)
     except DataPlaneError:
@@ -214,10 +216,10 @@ def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> 
 
 
 class PrometheusEndpoint:
-    """A context manager that serves a run's metrics while it is open, if `logging.prometheus_port` is set."""
+    """Context manager that serves a run's metrics while it is open, if `logging.prometheus_port` is set."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        """Listen, and keep the address in `folder`/prometheus.txt as long as the endpoint listens.
+        """Start listening, and write the address to `folder`/prometheus.txt, which is deleted on closing.
 
         Raises UserError when it cannot listen on the port.
         """

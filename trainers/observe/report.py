@@ -116,7 +116,7 @@ SUMMARY_KEYS = (
     "sync.transport",
     "run.seed",
 )
-"""Keys that the settings table shows; the whole config.yaml is at the end of the page."""
+"""Config keys that the settings table shows. The whole config.yaml is at the end of the page."""
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
@@ -148,7 +148,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def render(records: Sequence[Record], events: Sequence[Record], config_text: str, *, title: str) -> str:
-    """Return the page's HTML. `config_text` is the resolved config.yaml, "" when there is none."""
+    """Return the HTML of the report. config_text: the resolved config.yaml, "" when there is none."""
     from .plots import all_plots  # matplotlib is slow to import, and an extra
 
     config = yaml.safe_load(config_text) or {}
@@ -175,8 +175,8 @@ def render(records: Sequence[Record], events: Sequence[Record], config_text: str
 
 
 def summary_cards(records: Sequence[Record], judged: str = REWARD) -> list[tuple[str, str, str]]:
-    """Return (label, value, small print) of the cards at the top, for the metrics that the records have. judged: key of
-    the figure that judges validations."""
+    """Return the cards at the top of the page, as (label, value, small print), for the metrics that the records have.
+    judged: key of the metric that `validation.metric` names."""
     cards = []
     held_out = (judged_label(judged).capitalize(), judged, judged_format(judged))
     for label, key, form in (held_out, ("Reward", "reward/mean", ".3f")):
@@ -215,7 +215,7 @@ def summary_cards(records: Sequence[Record], judged: str = REWARD) -> list[tuple
 
 
 def _losses(records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """Return the cards of losses that the run survived, those above 0."""
+    """Return the cards of the losses that the run survived and whose count is above 0."""
     cards = []
     for label, key, small in (
         ("Groups dropped", "rollout/groups_dropped", "no signal; other prompts in their place"),
@@ -259,7 +259,7 @@ def _count(value: float) -> str:
 
 
 def _at(config: Any, dotted: str) -> Any:
-    """Return the value at the dotted key; None where it is missing."""
+    """Return the value of a dotted config key; None when it is missing."""
     for key in dotted.split("."):
         config = config.get(key) if isinstance(config, dict) else None
     return config
@@ -284,7 +284,8 @@ def _plot_html(plot: Plot) -> str:
 
 
 def _phases_html(events: Sequence[Record]) -> str:
-    """Return a table of what the run did besides its steps (warm-up, a resume), one line per event."""
+    """Return a table of the run's events, which are what it did besides its steps (warm-up, a resume), one line
+    each."""
     lines = []
     for event in events:
         facts = [f"step {event['step']}", f"at {_seconds(event[ELAPSED])}"]
@@ -305,8 +306,8 @@ def _validations_html(records: Sequence[Record], judged: str) -> str:
 
 
 def _judged(config: dict[str, Any], records: Sequence[Record]) -> str:
-    """Return the key of the figure that judged the run's validations; runs without `validation.metric` went by exact
-    match."""
+    """Return the key of the metric that `validation.metric` named in the run. For runs from before that config key
+    existed it is exact match."""
     keys = {key for record in records for key in record}
     return find_figure(_at(config, "validation.metric") or EXACT_MATCH, keys) or REWARD
 

@@ -1,4 +1,4 @@
-"""Tells why rewards failed: each kind of failure once on the terminal, all of them in reward_errors.jsonl."""
+"""Reports why rewards failed: each kind of failure once on the terminal, all of them in reward_errors.jsonl."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import re
 from pathlib import Path
 
 MAX_TOLD = 10
-"""Number of kinds of failures that a run tells on the terminal."""
+"""Largest number of kinds of failures that a run reports on the terminal."""
 
 _log = logging.getLogger(__name__)
 
 
 class RewardErrors:
-    """Keeps the first failure of each rollout call, in a file that is made with the first of them."""
+    """Records the first failure of each rollout call in reward_errors.jsonl, which is created with the first record."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """folder: the run folder."""
@@ -23,7 +23,8 @@ class RewardErrors:
         self._told: set[str] = set()
 
     def note(self, step: int, failed: int, rows: int, error: str) -> None:
-        """Note that `failed` of a call's `rows` had no valid reward in `step`; error: the first one's own words."""
+        """Record that `failed` of the `rows` rows of a rollout call had no valid reward in `step`. error: message of
+        the first failure. A no-op when `failed` is 0."""
         if not failed:
             return
         line = {"step": step, "failed_rows": failed, "rows": rows, "first_error": error}
@@ -39,6 +40,7 @@ class RewardErrors:
 
 
 def kind_of(error: str) -> str:
-    """Return the error without what differs from row to row: a reward's name and exception, or words without quotes."""
+    """Return the kind of an error message, without what differs from row to row. For a reward that raised, this is its
+    name and the exception's type; else the message with quoted text and numbers replaced by `*`."""
     reward = re.match(r"reward '[^']*' raised \w+", error)
     return reward[0] if reward else re.sub(r"'[^']*'|\d+", "*", error)

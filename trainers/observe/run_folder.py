@@ -15,7 +15,7 @@ from ..errors import UserError
 from .metrics import RESUMED, MetricsWriter
 
 _DRAFTS = ("checkpoints/*.tmp", "*.new", "*.tmp")
-"""Patterns of files and folders that are written under these names first, and count only once they are renamed."""
+"""Glob patterns of drafts: files and folders that are written under such names and renamed once they are complete."""
 
 
 def has_figures(folder: str | os.PathLike[str]) -> bool:
@@ -57,12 +57,12 @@ class RunFolder:
         self.error_path = self.path / "error.txt"
         self.watchdog_path = self.path / "watchdog.txt"
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-        """Folders that this start makes, from the deepest."""
+        """Folders that this start of the run creates, the deepest first."""
         if resume and not self.holds_run:
             raise UserError(f"run.dir: {self.path} holds no run to resume, expected the folder of an earlier run")
         self._lock = self._acquire()
         self._before = set() if self._made else {path.name for path in self.path.iterdir()}
-        """Names of the files that were in the folder before this start."""
+        """Names of what was in the folder before this start of the run."""
         try:
             if not resume and self.holds_run:
                 raise UserError(
@@ -109,7 +109,8 @@ class RunFolder:
         return descriptor
 
     def _write_config(self, config: Config) -> None:
-        """Write config.yaml atomically. When a resumed run changes it, the earlier one is kept beside it."""
+        """Write config.yaml atomically. When a resumed run changes it, the earlier one is kept as
+        config.before-resume-N.yaml."""
         text = resolved_yaml(config)
         if self.holds_run and self.config_path.exists():
             before = self.config_path.read_text(encoding="utf-8")
@@ -122,9 +123,9 @@ class RunFolder:
         new.replace(self.config_path)
 
     def resumed(self, step: int, *, died: str = "") -> None:
-        """Write an event to the metrics that training goes on after `step`; records of later steps no longer count.
+        """Record in the metrics that training goes on after `step`; records of later steps no longer count.
 
-        died: what was lost before, in a sentence; "" when it is not this process that was at work before.
+        died: sentence about what was lost before; "" when the run was resumed by the user in a new process.
         """
         self.metrics.event(RESUMED, step, **({"died": died} if died else {}))
 
@@ -158,7 +159,8 @@ class RunFolder:
         self.close()
 
     def _write_traceback(self, error: Exception) -> None:
-        """Write error.txt and note its place on the error, or why it cannot be written."""
+        """Write the traceback to error.txt, and add a note to `error` that says where it is or why it could not be
+        written."""
         try:
             self.error_path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         except OSError as full:
@@ -169,14 +171,14 @@ class RunFolder:
             error.add_note(f"The traceback is in {self.error_path}")
 
     def _remove_drafts(self) -> None:
-        """Remove what was being written when the run failed. The run's processes have ended."""
+        """Delete the drafts that were being written when the run failed. The run's processes have ended by then."""
         for pattern in _DRAFTS:
             for draft in self.path.glob(pattern):
                 _remove(draft)
 
     def _remove_what_was_made(self) -> None:
-        """Remove what a start that failed by the user's mistake has made, so that the next one finds the folder as this
-        one did. The lock is still held."""
+        """Delete what this start of the run has created, because it failed by the user's mistake. The next start then
+        finds the folder as this one did. The lock is still held."""
         for path in list(self.path.iterdir()):
             if path.name not in self._before:
                 _remove(path)
@@ -186,7 +188,7 @@ class RunFolder:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder with all it holds; one that cannot be removed stays."""
+    """Delete a file, or a folder with everything in it. What cannot be deleted stays, without an error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return

@@ -14,7 +14,7 @@ from ...actors.protocols import Span
 DRIVER = "driver"
 STEP = "step"
 JITTER_S = 2e-5
-"""Overlap of neighbouring spans, in seconds, that is attributed to differences between clocks."""
+"""Largest overlap of neighbouring spans, in seconds, that is attributed to differences between clocks."""
 
 LANES = {
     STEP: "steps",
@@ -35,11 +35,11 @@ LANES = {
     "pause": "sync",
     "load": "sync",
 }
-"""Lane that a span is drawn in, by its kind, which is the first word of its name. All other spans, the driver's stages,
-are drawn in `stages`. The lanes of a process have this order."""
+"""Kind of a span, which is the first word of its name -> the lane it is drawn in. All other spans, the driver's stages,
+are drawn in the lane `stages`. The lanes of a process have this order."""
 STAGES = "stages"
 PARTS = ("first", "tail")
-"""Kinds of spans that are parts of the generation before them in a report."""
+"""Kinds of spans that are parts of a generation span, which precedes them in the same report."""
 COLOURS = {
     "generation": "thread_state_running",
     "reward": "olive",
@@ -49,12 +49,12 @@ COLOURS = {
     "compute": "good",
     "sync": "yellow",
 }
-"""Colour of a lane's spans in chrome://tracing, by lane. Perfetto chooses colours itself, by the name without
+"""Lane -> colour of its spans in chrome://tracing. Perfetto chooses colours itself, by the span's name without
 digits."""
 
 
 class OpenSpan:
-    """A span in progress, as a context manager that sets `dur_s` at its end. It costs about a microsecond."""
+    """Context manager for a span in progress; sets `dur_s` at its end. It costs about a microsecond."""
 
     __slots__ = ("name", "start_s", "dur_s", "_clock", "_tracer")
 
@@ -78,28 +78,29 @@ class OpenSpan:
 
 
 class Tracer:
-    """Times every span and keeps those that overlap a window of steps, whenever they are reported.
+    """Times the driver's spans, and keeps those of all processes that overlap a window of steps, whenever they are
+    reported.
 
     Rollouts run across the boundaries of steps. A span that began before the window and ends in it is kept, and so is a
     span that began in the window and is reported long after.
     """
 
     def __init__(self, step: int, num_steps: int = 1, path: str | os.PathLike[str] | None = None) -> None:
-        """Record a window of `num_steps` steps from `step` on, or none for step 0, and write it to `path` at its
-        end."""
+        """Record a window of `num_steps` steps from `step` on, and write it to `path` when it ends. Step 0 stands for
+        no window."""
         self.step = step
         self.num_steps = num_steps
         self._path = path
         self._begun: list[tuple[int, float]] = []
-        """The window's steps so far, as (step, Unix time of its start)."""
+        """Steps of the window that have begun, as (step, Unix time of its start)."""
         self._current = 0
         self._end_s = math.inf
-        """Unix time at which the window ended; infinite before."""
+        """Unix time at which the window ended; infinite until then."""
         self._reports: dict[str, list[tuple[Span, ...]]] = {}
-        """Spans of each process, report by report."""
+        """Name of a process -> its spans, one tuple for each report."""
 
     def begin_step(self, step: int) -> None:
-        """Record that step `step` begins; the first step after the window writes the file."""
+        """Note that step `step` begins. The first step after the window writes the file."""
         self._current = step
         if not self.step:
             return
@@ -120,13 +121,13 @@ class Tracer:
 
     @property
     def recording(self) -> bool:
-        """Whether processes should report spans: in the window and one step longer, because a worker reports what it
-        did at the end of a step in the next step."""
+        """Whether processes should report spans: during the window and one step longer, because a worker reports what
+        it did at the end of a step with the next step."""
         return self.begun and self.step <= self._current <= self.step + self.num_steps
 
     @property
     def awaited(self) -> bool:
-        """Whether a span that starts now may overlap the window, which is in progress or still to come."""
+        """Whether a span that starts now may overlap the window, because the window is in progress or still to come."""
         return 0 < self.step and self._current < self.step + self.num_steps
 
     def span(self, name: str) -> OpenSpan:
@@ -163,7 +164,7 @@ class Tracer:
         return True
 
     def _step_spans(self) -> list[Span]:
-        """Return a span for each of the window's steps; the run's last step ends with the driver's last stage."""
+        """Return a span for each of the window's steps. The run's last step ends with the driver's last stage."""
         last_s = max((span.start_s + span.dur_s for report in self._reports[DRIVER] for span in report), default=0.0)
         ends = [start for _, start in self._begun[1:]]
         ends.append(self._end_s if self._end_s < math.inf else max(last_s, self._begun[-1][1]))
@@ -178,8 +179,8 @@ class Tracer:
 def trace_events(reports: Mapping[str, Sequence[Sequence[Span]]]) -> list[dict[str, object]]:
     """Convert spans to Chrome trace events, in whole microseconds from the first span, with a lane for each kind.
 
-    `reports` has the spans of each process, report by report. The generation spans of one report belong to one call and
-    stay together.
+    reports: name of a process -> its spans, report by report. The generation spans of one report belong to one call and
+    are drawn in the same row.
     """
     every = [span for of_process in reports.values() for report in of_process for span in report]
     origin = min((span.start_s for span in every), default=0.0)
@@ -222,9 +223,10 @@ def _drawn(name: str, lane: str, pid: int, tid: int, start_s: float, end_s: floa
 
 
 def _by_lane(reports: Sequence[Sequence[Span]]) -> list[tuple[str, list[list[Span]]]]:
-    """Group spans into (lane, units) in the order of LANES.
+    """Group spans by lane, in the order of LANES. Returns (lane, units); a unit is a list of spans to be drawn in the
+    same row.
 
-    A unit stays together; it is one span, or a rollout call's generation with its parts.
+    A unit is one span, or the generation of a rollout call with its parts.
     """
     order = [*dict.fromkeys(LANES.values()), STAGES]
     units: dict[str, list[list[Span]]] = {}
@@ -239,20 +241,21 @@ def _by_lane(reports: Sequence[Sequence[Span]]) -> list[tuple[str, list[list[Spa
 
 
 class _Lane:
-    """One row of the drawing, which knows its open spans. Spans are placed in the order of their starts."""
+    """One row of the drawing, with its open spans. Spans must be placed in the order of their starts."""
 
     def __init__(self) -> None:
         self._ends: list[float] = []
         """Ends of the open spans, outermost first."""
 
     def fits(self, start_s: float, end_s: float, *, nesting: bool) -> bool:
-        """Return whether a span fits in this row: no span is open then, or with `nesting` the innermost one contains
-        it."""
+        """Return whether a span fits in this row: no other span is open at its start, or with `nesting` the innermost
+        open one contains it."""
         ends = [end for end in self._ends if end > start_s + JITTER_S]
         return not ends or (nesting and end_s <= ends[-1] + JITTER_S)
 
     def place(self, span: Span) -> tuple[float, float]:
-        """Place a span; returns its start and end, trimmed by the difference of the clocks."""
+        """Place a span in this row. Returns its start and end, trimmed where differences between clocks make it
+        overlap."""
         start, end, closed = span.start_s, span.start_s + span.dur_s, 0.0
         while self._ends and self._ends[-1] <= start + JITTER_S:
             closed = self._ends.pop()
@@ -263,7 +266,8 @@ class _Lane:
 
 
 def _in_lanes(units: Sequence[Sequence[Span]], *, nesting: bool) -> list[tuple[str, int, float, float]]:
-    """Assign each unit to the first row, counted from 1, in which it fits; `nesting` allows a unit inside another.
+    """Assign each unit, a list of spans, to the first row (counted from 1) in which it fits; `nesting` allows a unit
+    inside another.
 
     Returns (name, row, start, end) of every span, outer spans first. Viewers draw spans of a row wrongly when they
     overlap without nesting. Starts and durations come from two clocks, so neighbours may overlap by microseconds and

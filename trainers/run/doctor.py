@@ -39,17 +39,17 @@ SMI_TIMEOUT_S = 10.0
 
 
 class State(enum.Enum):
-    """State of a finding, with the mark and the colour that the table shows for it."""
+    """State of a finding, as (mark, colour) in the table."""
 
     OK = ("ok", "green")
     NOTE = ("-", "bright_black")
-    """The thing is absent, and nothing needs it."""
+    """State of something that is absent but not needed."""
     FIX = ("fix", "red")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's table."""
+    """One line of the table that `headrace doctor` prints."""
 
     area: str
     name: str
@@ -61,7 +61,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A store, an engine or a train backend, and the modules that it needs."""
+    """A store, engine or train backend, with the modules that it needs."""
 
     area: str
     """`store`, `engine` or `backend`."""
@@ -70,7 +70,7 @@ class Probe:
     imports: tuple[str, ...]
     """Modules that must be importable."""
     extra: str = ""
-    """Extra of this package that installs the modules; "" when the core installs them."""
+    """Extra of this package that installs the modules; "" when the package itself installs them."""
 
 
 PROBES = (
@@ -190,13 +190,14 @@ def _cgroup(name: str) -> str:
 
 
 def _cgroup_cores() -> float | None:
-    """Return the number of cores that the container may use, a float, or None without a limit."""
+    """Return the number of cores that the container may use, which may be a fraction, or None when there is no
+    limit."""
     quota, _, period = _cgroup("cpu.max").partition(" ")
     return int(quota) / int(period) if quota.isdigit() else None
 
 
 def _shared_memory(root: Path = SHARED_MEMORY) -> list[Finding]:
-    """Check the free space in /dev/shm, that it can be written, and what dead runs left in it."""
+    """Check that /dev/shm can be written and has enough free space, and look for files that dead runs left in it."""
     error = write_error(root)
     if error:
         fix = "free some space in it" if root.is_dir() else f"mount -t tmpfs tmpfs {root}"
@@ -263,7 +264,8 @@ def _gib(nbytes: float) -> str:
 
 
 def _starts() -> list[Finding]:
-    """Try every probe's imports, one after the other in a child process, in which torch is loaded only once."""
+    """Return a finding for each probe. Their imports are tried one after the other in a child process, so that torch is
+    loaded only once."""
     errors = try_imports({probe.name: probe.imports for probe in PROBES})
     errors["shm"] = errors["shm"] or write_error(SHARED_MEMORY)
     kinds = (
@@ -275,8 +277,9 @@ def _starts() -> list[Finding]:
 
 
 def try_imports(groups: dict[str, tuple[str, ...]]) -> dict[str, str]:
-    """Import the groups of modules one after the other in a fresh process, and in another one those behind a group that
-    ended or blocked it. Returns, by name, "" or the error in one line."""
+    """Try to import each group of modules, one after the other in a fresh process. When a group crashes or blocks the
+    process, another process goes on with the groups after it. Returns name of the group -> its error in one line, ""
+    for none."""
     absent = {
         name: f"{module.partition('.')[0]} is not installed"
         for name, modules in groups.items()
@@ -292,7 +295,8 @@ def try_imports(groups: dict[str, tuple[str, ...]]) -> dict[str, str]:
 
 
 def _import_in_child(wanted: dict[str, tuple[str, ...]]) -> dict[str, str]:
-    """Import in one fresh process, up to a group that ends or blocks it; returns what was found, at least one name."""
+    """Import the groups in one fresh process, up to the first that crashes or blocks it. Returns name -> error, "" for
+    none, of the groups that were tried, at least one."""
     command = [sys.executable, "-c", _IMPORTER, json.dumps(wanted)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
@@ -307,7 +311,8 @@ def _import_in_child(wanted: dict[str, tuple[str, ...]]) -> dict[str, str]:
 
 
 def verdict(probe: Probe, error: str, kinds: Sequence[str]) -> Finding:
-    """Return the finding for a probe's error ("" for none). kinds: stores and engines that the config accepts."""
+    """Return the finding for a probe. error: why its imports failed, "" for none. kinds: stores, engines and backends
+    that the config accepts."""
     if probe.name not in kinds:
         detail = f"this version has no such {probe.area} ({error or 'its library is installed'})"
         return Finding(probe.area, probe.name, State.NOTE, detail)

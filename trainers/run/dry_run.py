@@ -14,7 +14,7 @@ from ..config.config import Config
 from ..errors import UserError
 
 TRAINING_COPIES = 4
-"""Number of float32 values per parameter in training: weight, gradient and two Adam moments."""
+"""Number of float32 values that training keeps for each parameter: weight, gradient and two Adam moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Placement:
     cpus: int
     """Number of logical CPUs that it requests from Ray."""
     what: str
-    """Task of the process, in a few words."""
+    """What the process does, in a few words."""
 
 
 def placements(config: Config) -> list[Placement]:
@@ -50,7 +50,8 @@ def placements(config: Config) -> list[Placement]:
 
 
 def _role(topology: Topology, rank: int) -> str:
-    """Return a rank's place in the mesh, and whether it leads its replica; "" when every rank is a replica."""
+    """Return a rank's coordinates in the train mesh and whether it leads its replica, in words; "" when every rank is a
+    replica."""
     if topology.replica_size == 1:
         return ""
     place = topology.place(rank)
@@ -107,9 +108,10 @@ def describe(config: Config) -> str:
 
 
 def trained_bytes(config: Config, params: int) -> int:
-    """Return the bytes that one train worker holds: float32 weights, gradients, Adam moments and reference model.
+    """Return the number of bytes that one train worker holds: float32 weights, gradients, Adam moments and reference
+    model.
 
-    The result takes into account how the worker's backend splits them over ranks.
+    The result takes into account how the train backend splits them over ranks.
     """
     trainer = config.trainer
     topology = trainer.topology
@@ -121,13 +123,14 @@ def trained_bytes(config: Config, params: int) -> int:
 
 
 def engine_bytes(config: Config, params: int) -> float:
-    """Return the bytes of weights in one process of an engine."""
+    """Return the number of bytes of the weights in one process of an engine."""
     return params * {"float32": 4, "bfloat16": 2}[config.model.dtype] / config.rollout.tp
 
 
 def host_bytes(config: Config, params: int, *, gpus: bool) -> int:
-    """Return the bytes of host memory that the weights, gradients, optimizer state and reference of one train worker
-    take, also while it starts: every rank reads only its own pieces of the model's files."""
+    """Return the number of bytes of host memory that one train worker needs for weights, gradients, optimizer state and
+    reference model. It does not need more while it starts, because every rank reads only its own pieces of the model's
+    files."""
     trainer, topology = config.trainer, config.trainer.topology
     if trainer.backend == "scripted":
         return 0
@@ -140,8 +143,8 @@ def host_bytes(config: Config, params: int, *, gpus: bool) -> int:
 
 
 def check_host_memory(config: Config, params: int, total: int) -> None:
-    """Raise UserError when the train workers of a run that starts its own Ray on a machine with GPUs and `total` bytes
-    of host memory need more than that."""
+    """Raise UserError when the train workers need more host memory than the `total` bytes of this machine. Only checks
+    runs that start their own Ray, on a machine with GPUs."""
     if config.resources.ray_address is not None or not any(Path("/dev").glob("nvidia[0-9]*")):
         return
     world = config.trainer.topology.world

@@ -18,9 +18,10 @@ def check_extras(config: Config) -> None:
 
 
 def _needs(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Each optional package that the run uses, what uses it, and its extra.
+    """Yield each optional package that the run uses, as (package, what uses it, extra that installs it).
 
-    Engines and backends with an extra of their own check for it when they start, within the run's first seconds.
+    Engines and backends with an extra of their own are left out: they check for it when they start, within the run's
+    first seconds.
     """
     yield "matplotlib", "report.html, which every run ends with,", "report"
     if config.logging.tensorboard:

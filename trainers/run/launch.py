@@ -46,16 +46,17 @@ from .restarts import blamed, lost_only_workers, lost_process
 from .under_watchdog import WatchdogProcess, under_watchdog
 
 CLOSE_TIMEOUT_S = 120.0
-"""Seconds within which a run's processes must have been ended."""
+"""Seconds within which all processes of a run must have ended when it closes."""
 
 
 def run_training(config: Config, *, resume: bool = False) -> Path:
-    """Train as `config` says and return the run folder; with `resume` continue from the newest checkpoint in `run.dir`.
+    """Train as `config` says and return the run folder. With `resume`, continue from the newest checkpoint in
+    `run.dir`.
 
-    When one of its processes dies, the run goes on from its newest checkpoint by itself, up to `run.max_restarts`
-    times. Raises UserError for what the user can mend, ActorFailed and DataPlaneError for a process that died, failed
-    or hung, RunStuck when the watchdog stopped the run. Whatever happens, the processes, shared memory and ports of the
-    run are gone when this returns.
+    When one of its processes dies, the run restarts from its newest checkpoint by itself, up to `run.max_restarts`
+    times. Raises UserError for a mistake that the user can correct, ActorFailed or DataPlaneError when a process died,
+    failed or hung, and RunStuck when the watchdog stopped the run. Whatever happens, the processes, shared memory and
+    ports of the run are gone when this returns.
     """
     config = with_run_dir(config)
     problems = contradictions(config)  # a config that was built in Python has not been checked by the loader
@@ -86,13 +87,14 @@ def run_training(config: Config, *, resume: bool = False) -> Path:
 
 
 def _steps_done(folder: RunFolder) -> int:
-    """Return the step of the newest checkpoint of a run that reached its end and left its model, else 0."""
+    """Return the step of the newest checkpoint when the run has ended and exported its model, else 0."""
     checkpoints = Checkpoints(folder.checkpoints_dir)
     return checkpoints.latest_state().step if (folder.path / "model").is_dir() else 0
 
 
 def tell_how_to_go_on(folder: RunFolder, progress: Progress) -> None:
-    """Say from which checkpoint the run could go on, and how; nothing without one."""
+    """Print from which checkpoint the run can continue and the command for it; print nothing when there is no
+    checkpoint."""
     try:
         step = Checkpoints(folder.checkpoints_dir).latest_state().step
     except (UserError, OSError):  # a disk that fails has been told of
@@ -101,7 +103,8 @@ def tell_how_to_go_on(folder: RunFolder, progress: Progress) -> None:
 
 
 class _Training:
-    """One run of `run_training`, which is launched, and launched again when a process is lost."""
+    """One run of `run_training`. Its processes are launched again whenever one of them is lost, as often as
+    run.max_restarts allows."""
 
     def __init__(
         self,
@@ -118,13 +121,14 @@ class _Training:
         self._watch = watch
         self._tracer = Tracer(config.traced_step, config.run.trace_num_steps, folder.trace_path)
         self._restarts = 0
-        """Number of launches after the first; counts against run.max_restarts."""
+        """Number of restarts from a checkpoint; counts against run.max_restarts."""
         self._replaced = 0
-        """Number of actors that were replaced in all launches; counts against run.max_restarts."""
+        """Number of actors that were replaced in all launches so far; counts against run.max_restarts."""
         self._died = ""
-        """Sentence that says what was lost before the last restart."""
+        """Sentence that says what was lost before the last restart; "" before the first restart."""
         self._begun = False
-        """Whether a launch has reached its first step: a failure before that would come again."""
+        """Whether a launch has reached its first step. A failure before that would only happen again, so it causes no
+        restart."""
 
     def run(self, resume: bool) -> None:
         """Train to the end, from the newest checkpoint if `resume`, and complete the run folder."""
@@ -144,7 +148,8 @@ class _Training:
         self._progress.message(f"report: {self._folder.report_path}")
 
     def _attempt(self, model: str, state: grpo.State) -> str | None:
-        """Train from `state` to the end, updating it. Returns None, or what was lost when another attempt may go on."""
+        """Launch the processes and train from `state` to the end, updating `state`. Returns None when the end was
+        reached, or a sentence about what was lost when another attempt may go on. Raises all other errors."""
         config, lost = self._config, None
         self._progress.phase("starting Ray, data plane and actors")
         try:
@@ -217,7 +222,9 @@ class _Training:
             self._progress.message(f"best/: none, as no validation after the first had a higher {config.judged_figure}")
 
     def _save_interrupted(self, run: grpo.Run, state: grpo.State, checkpoints: Checkpoints) -> None:
-        """Save a checkpoint of the last finished step before an interrupted run ends, where that is possible."""
+        """Save a checkpoint of the last finished step when the run was interrupted. Does nothing when no step is
+        finished, when an optimizer step was under way, when the run writes no checkpoints, or when the watchdog stopped
+        it."""
         if self._watch.reason() is not None or not self._config.run.saves_checkpoints:
             return
         if state.ahead or not state.step:  # the optimizer step was under way, or there is nothing to save
@@ -232,7 +239,8 @@ class _Training:
             self._progress.message(f"no checkpoint of step {state.step} could be saved: {error}")
 
     def _may_restart_workers(self, run: grpo.Run, error: ActorFailed) -> bool:
-        """Whether train workers and nothing else were lost, and the journal has the groups that they trained on."""
+        """Return whether it is enough to restart the train workers: nothing else was lost, the journal has the groups
+        that they trained on, and run.max_restarts allows it."""
         if actor_specs.journal(self._config) is None or self._watch.reason() is not None:
             return False
         processes = needed_processes(self._folder.path)
@@ -241,12 +249,12 @@ class _Training:
     def _restart_workers(
         self, run: grpo.Run, state: grpo.State, feed: Feed, checkpoints: Checkpoints, error: ActorFailed
     ) -> Feed:
-        """Restart the train workers at the newest whole checkpoint, to which `state` goes back, while rollouts in
-        flight go on. Returns the feed to go on with.
+        """Restart the train workers from the newest complete checkpoint, to whose numbers `state` is set back, while
+        rollouts in flight go on. Returns a new feed to continue with.
 
-        Engines keep the version that they serve; those that the loss left without a whole one are given the
-        checkpoint's. The groups that were trained on since the checkpoint come again from
-        the journal, until the train workers have caught up with the engines.
+        Engines keep the version that they serve; those without a complete version get the checkpoint's. The groups that
+        were trained on since the checkpoint come again from the journal, until the train workers have caught up with
+        the engines.
         """
         earlier = self._go_back(f"{error}; the train workers alone are restarted, the rollouts go on")
         run.actors.max_replaced -= 1
@@ -261,7 +269,8 @@ class _Training:
         return open_feed(run, state, f"{PARTITION}-{self._restarts}")
 
     def _go_back(self, lost: str) -> grpo.State:
-        """The state to go on from after a loss: that of the newest whole checkpoint, or of the start without one."""
+        """Count and announce a restart after a loss. Returns the state to go on from: that of the newest complete
+        checkpoint, or of the run's start when there is none."""
         self._restarts += 1
         self._died = lost
         try:
@@ -282,9 +291,10 @@ def launched(
     folder: Path,
     watch: WatchdogProcess | None = None,
 ) -> Iterator[grpo.Run]:
-    """Start Ray, data plane and actors, ready to train; all of it is ended on leaving, however that happens.
+    """Context manager that starts Ray, data plane and actors, ready to train, and ends all of them on leaving, also
+    after an error.
 
-    watch: the watchdog, which is told of the processes.
+    watch: the watchdog, which is told about the processes; None for a run without one.
     """
     run_id = uuid.uuid4().hex[:8]
     heartbeat = Heartbeat() if watch is None else watch.heartbeat
@@ -346,18 +356,19 @@ def launched(
 
 
 def everyone(plane: DataPlane, actors: RunActors) -> list[tuple[str, int, str]]:
-    """Name, process id and host of all processes of the run."""
+    """Return (name, process id, host) of every process of the run."""
     hosts = [(name, pid, plane.host) for name, pid in plane.processes().items()]
     return hosts + [(handle.info.name, handle.info.pid, handle.info.host) for handle in actors.handles]
 
 
 def needed_processes(folder: Path) -> dict[str, int]:
-    """Name -> process id of the run's processes on this host, as its actors.json says."""
+    """Return name -> process id of the run's processes on this host, from the actors.json in its folder."""
     return {actor.name: actor.pid for actor in read_actors(folder) if actor.here}
 
 
 def object_store_mib(config: Config) -> int:
-    """MiB of Ray's object store: the data plane's capacity when that lives in it, else just enough for Ray."""
+    """Return the size of Ray's object store in MiB. When the data plane keeps its blocks there, its capacity is added
+    to what Ray itself needs."""
     if config.dataplane.store.kind == "ray":
         return config.dataplane.store.capacity_mib + MIN_OBJECT_STORE_MIB
     return MIN_OBJECT_STORE_MIB

@@ -1,4 +1,4 @@
-"""Checks before Ray starts whatever the configuration, the model's files, the data and this machine already tell."""
+"""Checks a run before Ray starts, as far as its configuration, the model's files, the data and this machine allow."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from .dry_run import check_host_memory, engine_bytes, parameters, trained_bytes
 from .extras import check_extras
 
 READ_PROMPTS = 10_000
-"""Largest number of prompts of a source whose lengths are checked; about 4 seconds for prompts of 200 tokens."""
+"""Largest number of prompts of one source whose lengths are checked, which takes about 4 seconds for prompts of 200
+tokens."""
 CONNECT_TIMEOUT_S = 5.0
-"""Seconds that the cluster at `resources.ray_address` has to accept a connection."""
+"""Seconds within which the cluster at `resources.ray_address` must accept a connection."""
 
 
 def check_start(config: Config, *, resume: bool = False) -> list[str]:
-    """Raise ConfigError with one sentence for each reason why the run of `config` cannot work; it starts and leaves
-    nothing.
+    """Check whether the run of `config` can work, without starting anything or leaving files. Raises ConfigError with
+    one sentence for each reason why it cannot.
 
-    Returns one line for each check that had to be left to the run itself, such as that of a model which is not on this
+    Returns one line for each check that only the run itself can make, such as that of a model which is not on this
     machine yet. config: with `run.dir` set (`with_run_dir`).
     """
     check_extras(config)
@@ -113,7 +114,7 @@ def _check_sampler(config: Config) -> None:
 
 
 def _check_ray_address(config: Config) -> None:
-    """Connect to the cluster's address and close the connection again."""
+    """Raise ValueError when no connection to the cluster at `resources.ray_address` can be opened."""
     given = config.resources.ray_address
     if given is None or given == "local":
         return
@@ -132,7 +133,8 @@ def _check_ray_address(config: Config) -> None:
 
 
 def _cluster_address(given: str) -> str:
-    """Return HOST:PORT of a cluster. Raises OSError when `auto` finds none."""
+    """Return HOST:PORT of the cluster at the address `given`. Raises OSError when that is `auto` and no cluster is
+    found."""
     if given != "auto":
         return given.removeprefix("ray://")
     from ray._private.services import get_ray_address_from_environment  # imports Ray, and only this needs it
@@ -146,8 +148,9 @@ def _check_store(config: Config) -> None:
 
 
 def _check_memory(config: Config) -> None:
-    """Raise ValueError when weights, gradients and optimizer state exceed the memory of this machine without GPUs, and
-    UserError when what the train workers keep in host memory exceeds that of a machine with GPUs."""
+    """Raise ValueError when the weights, gradients and optimizer state of all train workers and engines exceed the
+    memory of a machine without GPUs. On a machine with GPUs, raise UserError when what the train workers keep in host
+    memory exceeds it."""
     params = parameters(config)
     if params is not None:
         check_host_memory(config, params, total_memory())
@@ -169,9 +172,9 @@ def _check_memory(config: Config) -> None:
 
 
 def _check_prompts(config: Config) -> list[str]:
-    """Read the prompts as the rollout actors will: tokenizer, columns, templates and lengths.
+    """Read the prompts as the rollout actors will, to check tokenizer, columns, templates and lengths.
 
-    Returns lines about what is not on this machine yet, or is too much to be read now.
+    Returns one line for each source that is not on this machine yet or is too large to be read in full now.
     """
     if not config.model.builtin and not _is_local(config.model.path) and not _model_is_cached(config.model.path):
         return [f"model.path: {config.model.path} is not on this machine, so neither are its tokenizer nor the prompts"]
@@ -198,7 +201,7 @@ def _check_prompts(config: Config) -> list[str]:
 
 
 class _FirstPrompts:
-    """The first prompts of a source, as a source."""
+    """The first `size` prompts of another prompt source, as a prompt source of its own."""
 
     def __init__(self, source: PromptSource, size: int) -> None:
         self.name = source.name
@@ -220,7 +223,8 @@ def _builtin_tokenizer() -> Any:
 
 @contextmanager
 def _one_tokenizer_thread() -> Iterator[None]:
-    """Keep tokenizers from starting threads, of which they would warn at every process that is started later."""
+    """Context manager that keeps tokenizers from starting threads. With threads, they would print a warning whenever a
+    process is started later."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -238,7 +242,7 @@ def _is_local(path: str) -> bool:
 
 
 def _model_is_cached(repository: str) -> bool:
-    """Return whether the hub's cache on this machine has the config and the tokenizer of a model."""
+    """Return whether the Hugging Face cache on this machine has the config and the tokenizer of a model."""
     from huggingface_hub import try_to_load_from_cache
 
     files = ("config.json", "tokenizer_config.json")
@@ -246,7 +250,8 @@ def _model_is_cached(repository: str) -> bool:
 
 
 def _source_is_here(source: str) -> bool:
-    """Return whether prompts need no download: those of a task, file or folder, or of a dataset in the hub's cache."""
+    """Return whether the prompts of `source` need no download: it is a generated task, a local file or folder, or a
+    dataset in the Hugging Face cache."""
     if source.startswith(("task:", "/", ".", "~")) or Path(source).expanduser().exists() or source.count("/") != 1:
         return True
     if importlib.util.find_spec("datasets") is None:

@@ -1,4 +1,4 @@
-"""Tells failures that are the loss of a process, after which a run may go on from its last checkpoint, from others."""
+"""Decides whether a failure is the loss of a process, after which a run can go on from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from ..grpo.weight_sync import HEALTH_S
 from ..supervision.cleanup import is_running
 
 DEATH_S = 1.0
-"""Seconds that a dying process may take to be gone: its sockets close before, and others that use them fail first."""
+"""Seconds that a dying process may take to be gone. Its sockets close earlier, so other processes that use them fail
+first."""
 NEWS_S = 5.0
-"""Seconds that the news of a death may take to come from another host, when a connection to somebody has broken."""
+"""Seconds that the news of a death may take to arrive from another host after a connection has broken."""
 LOOK_S = 0.5
-"""Seconds for which actors are asked before the processes of this host are looked at again."""
+"""Seconds for which actors are queried before the processes of this host are checked again."""
 POLL_S = 0.05
-"""Seconds between two looks at the processes of this host."""
+"""Seconds between two checks of the processes of this host."""
 _BROKEN = ("connection", "broken pipe", "reset by peer", "closed by peer", "socket", "nccl", "gloo", "end of file")
-"""Words of errors about another process, in lower case."""
+"""Lower-case words in the messages of errors that come from a broken connection to another process."""
 
 
 def blamed(error: Exception, actors: RunActors, processes: Mapping[str, int]) -> Exception:
-    """The death that `error` is a consequence of, as an ActorFailed that names who died and then who noticed; or
-    `error` itself, when nobody has died or it is a death already.
+    """Return the death that caused `error`, as an ActorFailed that names who died and then `error`. Returns `error`
+    itself when nobody has died or when it already reports a death.
 
-    processes: name -> pid of the processes on this host that the run needs. Waits for proof of a death, from Ray or on
-    this host: NEWS_S after an error about a connection, DEATH_S at most after any other.
+    processes: name -> pid of the processes on this host that the run needs. Waits for proof of a death, from Ray or
+    from this host: up to NEWS_S after an error about a connection, up to DEATH_S after any other error.
     """
     if isinstance(error, ActorFailed) and error.died:
         return error
@@ -41,7 +42,7 @@ def blamed(error: Exception, actors: RunActors, processes: Mapping[str, int]) ->
 
 
 def is_about_another(error: Exception) -> bool:
-    """Whether an error says that a connection to another process broke, as it does when that process died."""
+    """Return whether an error says that a connection to another process broke, as happens when that process dies."""
     cause = error.cause if isinstance(error, ActorFailed) and error.cause is not None else error
     return isinstance(cause, (PeerLost, ConnectionError, EOFError)) or any(
         words in str(cause).lower() for words in _BROKEN
@@ -49,7 +50,8 @@ def is_about_another(error: Exception) -> bool:
 
 
 def lost_process(error: Exception) -> str | None:
-    """Describe in a sentence what was lost; None when `error` is an actor's or the driver's own, and would come again.
+    """Return a sentence about the process that was lost. Returns None when `error` comes from an actor's or the
+    driver's own work, so that it would happen again.
 
     error: what `blamed` returned, if there were actors to ask.
     """
@@ -63,7 +65,7 @@ def lost_process(error: Exception) -> str | None:
 
 
 def lost_only_workers(run: Run, processes: Mapping[str, int]) -> bool:
-    """Whether a train worker is gone or does not answer, while everything else of the run is there and answers.
+    """Return whether a train worker died or does not answer while all other processes of the run are there and answer.
 
     processes: name -> pid of the processes on this host that the run needs.
     """
@@ -81,9 +83,10 @@ def lost_only_workers(run: Run, processes: Mapping[str, int]) -> bool:
 
 
 def _proof(actors: RunActors, processes: Mapping[str, int], wait_s: float, insist: bool) -> list[str]:
-    """Names and pids of the dead, among the processes of this host and all actors that Ray knows; waits for the first.
+    """Return the names and pids of dead processes, among those of this host and all actors that Ray knows. Waits up to
+    `wait_s` for the first.
 
-    insist: whether an actor that answers is asked again.
+    insist: whether actors that have answered are asked again.
     """
     deadline, ask = time.monotonic() + wait_s, True
     while True:

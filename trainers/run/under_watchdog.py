@@ -27,20 +27,20 @@ from ..supervision.heartbeat import Heartbeat, shared_memory
 from ..supervision.report import Opened
 
 END_TIMEOUT_S = 10.0
-"""Seconds that the watchdog has to end when it is asked to, after which it is killed."""
+"""Seconds within which the watchdog must exit when it is asked to, after which it is killed."""
 
 _log = logging.getLogger(__name__)
 
 
 class RunStuck(RuntimeError):
-    """The watchdog has stopped the run. The text says at which stage, after how long, and where the report is."""
+    """The watchdog has stopped the run. The message says at which stage, after how long, and where the report is."""
 
 
 class WatchdogProcess:
-    """The watchdog process, and the heartbeat that it reads."""
+    """The watchdog process of a run, and the heartbeat that it reads."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        """Start the process, unless `resources.watchdog` is off."""
+        """Start the watchdog process, unless `resources.watchdog` is off."""
         bound_s = config.resources.stage_timeout_s
         self.heartbeat = Heartbeat(bound_s=bound_s)
         self._folder = folder
@@ -52,7 +52,7 @@ class WatchdogProcess:
         """What every watchdog of the run is told."""
         self._reason = b""
         self._before: Any = None
-        """Signal handler that was installed before this one, to be restored on closing."""
+        """Handler of the signal `watchdog.STOP` that was installed before this one, to be restored on closing."""
         if not config.resources.watchdog:
             return
         self._descriptor = shared_memory()
@@ -133,7 +133,8 @@ class WatchdogProcess:
 
 @contextmanager
 def under_watchdog(config: Config, folder: Path) -> Iterator[WatchdogProcess]:
-    """Watch over the run in `folder`. Raises RunStuck in place of the run's own error when the watchdog stopped it."""
+    """Context manager that runs a watchdog for the run in `folder`. Raises RunStuck in place of the run's own error
+    when the watchdog stopped the run."""
     under = WatchdogProcess(config, folder)
     try:
         yield under
@@ -176,5 +177,5 @@ def _stop(_signum: int, _frame: FrameType | None) -> None:
 
 
 def _answer_with_stacks(_actor: object, folder: str) -> None:
-    """Start answering requests for stack traces. This function runs in an actor's process."""
+    """Have this process, which is an actor's, answer requests for stack traces."""
     stack_dumps.answer_with_stacks(folder)
