@@ -56,12 +56,12 @@ MUTANTS = (
     Mutant(
         "shm: a read that ends checks no generation",
         SHM,
-        '''        """Raise RowsCleared when a block was freed since the `get`."""
-        started = time.monotonic()
-        for want in wants:''',
-        '''        """Raise RowsCleared when a block was freed since the `get`."""
-        started = time.monotonic()
-        for want in wants[:0]:''',
+        """        started = time.monotonic()
+        for want in wants:
+            self._check("get", want""",
+        """        started = time.monotonic()
+        for want in wants[:0]:
+            self._check("get", want""",
         f"{SHM_TESTS} tests/dataplane/contract/test_receipts.py",
         "shm or shared_memory",
     ),

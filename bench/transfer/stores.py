@@ -1,5 +1,4 @@
-"""Adapts Headrace's own stores to the benchmark's interfaces, `Contender` in the driver and `Endpoint` in the
-workers."""
+"""Adapts Headrace's own stores to the benchmark's interfaces: `Contender` in the driver, `Endpoint` in the workers."""
 
 from __future__ import annotations
 

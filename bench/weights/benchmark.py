@@ -298,7 +298,7 @@ def _limit(name: str, nbytes: int, peers: Sequence[Peer], folder: Path, repeats:
 def _peers(case: WeightCase, nbytes: int, options: WeightOptions, folder: Path) -> Iterator[list[Peer]]:
     """Start the processes of the trainer and its engines with their weights. When the context ends, end them and remove
     everything that was published."""
-    run_id = f"bench-{uuid.uuid4().hex[:8]}"
+    run_id = f"bench-weights-{uuid.uuid4().hex[:8]}"
     with ExitStack() as stack:
         plane: DataPlaneHandle | None = None
         if case.kind == "store":

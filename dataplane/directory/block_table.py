@@ -1,5 +1,7 @@
-"""Keeps the existing blocks, the number of (row, field) references to each, and the numbers of bytes used and
-reserved."""
+"""Keeps the existing blocks, the number of references to each, and the bytes used and reserved.
+
+A reference is one field of one row.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Calls the store host for the directory service: directly if the call returns at once, otherwise in one worker
-thread."""
+"""Calls the store host for the directory service: directly if it returns at once, otherwise in one worker thread."""
 
 from __future__ import annotations
 

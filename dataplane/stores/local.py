@@ -1,5 +1,4 @@
-"""Implements the reference store `local`: a dict in the directory's own process, which other processes reach through
-their link to the directory."""
+"""Implements the reference store `local`: a dict in the directory's process, which other processes reach over links."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Runs the Mooncake master of one run: a child process with its own ports, which never outlives the process that
-started it."""
+"""Runs the Mooncake master of one run: a child process with its own ports, which never outlives its parent."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Implements the store `ray`: blocks are objects in Ray's object store, read without a copy on the host that holds
-them.
+"""Implements the store `ray`: blocks are objects in Ray's object store, read without a copy on their own host.
 
 One keeper actor per node owns the objects of the writers on that node, so that blocks survive the producer that wrote
 them. Since Ray 2.56 an object belongs to the process that put it, and no other process can be made its owner. A put

@@ -1,5 +1,4 @@
-"""Pools registered buffers that a transfer library reads and writes. A buffer is reused when the last view of it is
-gone."""
+"""Pools registered buffers that a transfer library reads and writes, and reuses each once its last view is gone."""
 
 from __future__ import annotations
 

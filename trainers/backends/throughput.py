@@ -1,5 +1,4 @@
-"""Measures FLOP/s, MFU, tokens per second and peak memory of train steps, in the time that the steps themselves
-take."""
+"""Measures FLOP/s, MFU, tokens per second and peak memory of train steps, over the duration of the steps alone."""
 
 from __future__ import annotations
 

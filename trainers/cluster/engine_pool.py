@@ -87,8 +87,8 @@ class EnginePool:
         return any(engine.version > version for engine in self.engines)
 
     def named(self, name: str) -> Engine:
-        """Return the engine called `name`, which must exist."""
-        return next(engine for engine in self.engines if engine.name == name)
+        """Return the engine called `name`. Raises KeyError when there is none."""
+        return {engine.name: engine for engine in self.engines}[name]
 
     def leave_out(self, engine: Engine, reason: str) -> None:
         """Send no more requests to `engine` until `take_back`. When it is left out already, this is a no-op and the

@@ -1,5 +1,4 @@
-"""Policy objectives compute a loss at each token from probability ratios and advantages, to be weighted and
-averaged."""
+"""Policy objectives: the loss at each token, from probability ratios and advantages, before weights and averages."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_a_transport_is_measured_and_verified(tmp_path: Path, kind: str) -> None
     for key in ("seconds", "gib_per_s", "vs_limit", "peak_extra_mib", "commit_seconds"):
         assert summary[f"weights.{kind}.tiny.{key}"] >= 0
     assert summary["conditions"]["repeats"] == 2
-    assert not list(Path("/dev/shm").glob("headrace-bench-*")) and weights_table(results).row_count == 1
+    assert not list(Path("/dev/shm").glob("headrace-bench-weights-*")) and weights_table(results).row_count == 1
 
 
 def test_what_does_not_fit_is_told(tmp_path: Path) -> None:

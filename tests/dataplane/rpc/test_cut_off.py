@@ -109,6 +109,14 @@ def test_a_cancelled_put_leaves_the_queue_for_room(handle: DataPlaneHandle, clie
     client.put("p", [f"d.{n}" for n in range(6)], rows(6), timeout_s=5)
 
 
+@pytest.fixture
+def heeds_interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt also where a shell that started the tests in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt_when(ready: Callable[[], bool]) -> threading.Thread:
     """Press Ctrl-C, so to speak, once `ready`."""
 
@@ -121,6 +129,7 @@ def interrupt_when(ready: Callable[[], bool]) -> threading.Thread:
     return thread
 
 
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_an_interrupted_claim_leaves_its_queue(handle: DataPlaneHandle, client: DataPlaneClient) -> None:
     with connect(handle) as other:
         thread = interrupt_when(lambda: other.status().waiting_claims == 1)
@@ -369,6 +378,7 @@ def test_requests_whose_cancellation_came_with_them_are_not_carried_out(served: 
     asyncio.run(use())
 
 
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_an_interrupted_call_keeps_its_connection(served: Served, far: DataPlaneClient) -> None:
     link: Any = far._link
     (before,) = link._idle

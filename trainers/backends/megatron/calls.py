@@ -1,5 +1,4 @@
-"""Provides the context for calls into megatron-core, which replaces CUDA on hosts without a GPU and hides known
-warnings."""
+"""Provides the context for calls into megatron-core: without a GPU it replaces CUDA, and it hides known warnings."""
 
 from __future__ import annotations
 
