@@ -249,8 +249,8 @@ def test_every_key_is_described() -> None:
 def test_the_reference_gives_type_default_meaning_and_effect() -> None:
     text = reference_markdown({"simulation": SimulationConfig})
     for line in (
-        "| `algorithm.chunk_groups` | whole number >= 1 or unset | `unset` | Number of groups that are trained on "
-        "together. Unset: a quarter of `algorithm.prompts_per_step`, but at least `trainer.dp`. Has an effect "
+        "| `algorithm.chunk_groups` | whole number >= 1 or unset | `unset` | Number of groups in a chunk, the groups "
+        "that `streaming` mode trains on together. Unset: a quarter of `algorithm.prompts_per_step`, but at least `trainer.dp`. Has an effect "
         "only with algorithm.mode=streaming. |",
         "| `trainer.backend` | `fsdp`, `megatron`, `scripted` | `fsdp` |",
         "| `simulation.gpus` | whole number >= 1 | `1` |",
