@@ -250,8 +250,8 @@ def test_the_reference_gives_type_default_meaning_and_effect() -> None:
     text = reference_markdown({"simulation": SimulationConfig})
     for line in (
         "| `algorithm.chunk_groups` | whole number >= 1 or unset | `unset` | Number of groups in a chunk, the groups "
-        "that `streaming` mode trains on together. Unset: a quarter of `algorithm.prompts_per_step`, but at least `trainer.dp`. Has an effect "
-        "only with algorithm.mode=streaming. |",
+        "that `streaming` mode trains on together. Unset: a quarter of `algorithm.prompts_per_step`, but at least "
+        "`trainer.dp`. Has an effect only with algorithm.mode=streaming. |",
         "| `trainer.backend` | `fsdp`, `megatron`, `scripted` | `fsdp` |",
         "| `simulation.gpus` | whole number >= 1 | `1` |",
         "| `trainer.betas` | [number >= 0 and < 1, number >= 0 and < 1] | `[0.9, 0.999]` |",
