@@ -39,12 +39,15 @@ class Engine:
     joins: bool | None = None
     """Whether the engine received its last update straight into its parameters, without staging it first; None before
     the first update."""
+    renewed_s: float = 0.0
+    """Time (`time.monotonic()`) at which a new process last replaced the engine's; 0.0 for the first process."""
     ping: Call[ActorInfo] | None = None
     """The `ping` that the engine has not answered yet; None when no answer is outstanding."""
 
     def renew(self) -> None:
         """Record that a new process has replaced the engine's, with the run's first weights (version 0)."""
         self.version, self.dead, self.broken, self.joins, self.ping = 0, False, False, None, None
+        self.renewed_s = time.monotonic()
 
     @property
     def name(self) -> str:

@@ -108,8 +108,12 @@ class Rollouts(Protocol):
         """Return the seconds of the current wait for which `actor` has made no progress."""
         ...
 
-    def leave_out(self, engine: str, reason: str) -> None:
-        """Send no more requests to the engine of this name. reason: why, for the log and for error messages."""
+    def leave_out(self, engine: str, reason: str, called_s: float) -> None:
+        """Send no more requests to the engine of this name, unless its process was replaced after `called_s`.
+
+        reason: why, for the log and for error messages. called_s: time (`time.monotonic()`) at which the rollout call
+        began that found the engine dead or failing.
+        """
         ...
 
     def replace(self, actor: RolloutHandle, pid: int, failure: ActorFailed, version: int) -> None:
@@ -397,7 +401,7 @@ class Feed:
     def _report(self, issue: _Issue, report: RolloutReport) -> None:
         self._stages.tracer.add(issue.actor.info.name, report.spans.to_spans())
         for left in report.left_out:
-            self._rollouts.leave_out(left.name, left.reason)
+            self._rollouts.leave_out(left.name, left.reason, issue.call.started)
         self._tally.reports.append(report)
         self._tally.generated.append(issue.busy_until(issue.call.started + report.generate_s))
         self._expect_few_errors()

@@ -86,9 +86,15 @@ class RolloutPool:
         """The engines that run in actors of their own; none when each engine is embedded in a rollout actor."""
         return [] if self._actors.engines.embedded else self._actors.engines.engines
 
-    def leave_out(self, engine: str, reason: str) -> None:
-        """Send no more requests to the engine of this name. reason: why, for the log and for error messages."""
-        self._actors.engines.leave_out(self._actors.engines.named(engine), reason)
+    def leave_out(self, engine: str, reason: str, called_s: float) -> None:
+        """Send no more requests to the engine of this name, which a rollout call found dead or failing.
+
+        reason: why, for the log and for error messages. called_s: time (`time.monotonic()`) at which that call began.
+        An engine whose process was replaced since then stays in use, because the call may have met the old process.
+        """
+        found = self._actors.engines.named(engine)
+        if found.renewed_s < called_s:
+            self._actors.engines.leave_out(found, reason)
 
     def replace(self, actor: EngineHandle, pid: int, failure: ActorFailed, version: int) -> None:
         """Replace a rollout actor or engine whose process `pid` died by another that serves `version`.

@@ -77,6 +77,22 @@ def test_an_engine_whose_own_process_died_is_ended_and_replaced_within_the_wait(
     assert run.actors.replaced == 1 and not run.actors.engines.engines[0].left_out
 
 
+def test_late_news_of_a_dead_engine_does_not_touch_the_one_that_replaced_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollout call that met the old process may report it after the new one is in use."""
+    run = Run(monkeypatch, max_replaced=3)
+    run.look(3)
+    called_s = run.now
+    run.gone[0] = RayTaskError("progress", "a traceback", EngineDied("its process died"))
+    run.look(3)
+    [first, second] = run.actors.engines.engines
+    run.pool.leave_out(first.name, "its process died", called_s)
+    assert not first.left_out
+    run.look(1)
+    run.pool.leave_out(first.name, "it died again", run.now)
+    run.pool.leave_out(second.name, "its process died", called_s)
+    assert (first.left_out, second.left_out) == ("it died again", "its process died")
+
+
 def test_the_last_engine_that_died_and_may_not_be_replaced_ends_the_run_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
