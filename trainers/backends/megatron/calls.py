@@ -1,4 +1,5 @@
-"""Provides the context for calls into megatron-core: without a GPU it replaces CUDA, and it hides known warnings."""
+"""Provides the context for calls into megatron-core. It hides known warnings and, without a GPU, replaces CUDA by the
+CPU."""
 
 from __future__ import annotations
 
