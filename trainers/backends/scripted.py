@@ -1,5 +1,4 @@
-"""The scripted backend reads its rows like any train backend, but has no model and sleeps for configured times
-instead."""
+"""The scripted backend reads its rows like any train backend, but has no model and sleeps for configured times."""
 
 from __future__ import annotations
 

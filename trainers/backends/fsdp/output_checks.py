@@ -1,5 +1,4 @@
-"""Checks that log-probs can be computed from a model's last hidden states, and that packed rows do not affect each
-other.
+"""Checks that a model's last hidden states suffice for log-probs, and that packed rows do not affect each other.
 
 Neither check needs a forward pass of the whole model on the host.
 """

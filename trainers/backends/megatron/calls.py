@@ -1,5 +1,4 @@
-"""Provides the context for calls into megatron-core. It hides known warnings and, without a GPU, replaces CUDA by the
-CPU."""
+"""Provides the context for calls into megatron-core: it hides known warnings and, without a GPU, replaces CUDA."""
 
 from __future__ import annotations
 
