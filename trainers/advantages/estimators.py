@@ -66,8 +66,8 @@ class GrpoAdvantage:
     """
 
     normalize_std: bool = True
-    """False for Dr. GRPO (Liu et al. 2025, arXiv:2503.20783), which does not divide by the standard deviation, because
-    the division gives very easy and very hard prompts more weight."""
+    """True to divide by the standard deviation. False for Dr. GRPO (Liu et al. 2025, arXiv:2503.20783), because the
+    division gives very easy and very hard prompts more weight."""
 
     components = ()
     whole_step = False

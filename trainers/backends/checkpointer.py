@@ -63,8 +63,7 @@ class Checkpointer:
         on_first_rank(action, self._rank, self._world, self._group)
 
     def load(self, path: str, state: dict[str, torch.Tensor]) -> None:
-        """Wait for a write that is in progress, then fill `state` from the checkpoint `path`, as `load_checkpoint`
-        does."""
+        """Wait for a write in progress to end, then fill `state` from the checkpoint `path` (see `load_checkpoint`)."""
         self.wait()
         with _torch_errors(path):
             load_checkpoint(path, state, self._rank, self._world, self._group)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 BACKWARD = 3
-"""Factor by which a forward and a backward pass together cost more than a forward pass alone: for each matrix product
-of the forward pass, the backward pass computes two."""
+"""Cost of a forward and a backward pass relative to a forward pass alone. The backward pass computes two matrix
+products for each one of the forward pass."""
 
 GATED = ("qwen3", "qwen3_moe", "llama", "qwen2", "mistral")
 """Values of `model_type` in HF configs whose FLOPs this module can count. Each layer of these models is a grouped-query

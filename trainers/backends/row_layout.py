@@ -30,8 +30,8 @@ class RowLayout:
     longest: int
     """Length in tokens of the longest row in `input_ids`."""
     source: torch.Tensor
-    """Flat position in `input_ids` of the token before each wanted token (one whose log-prob is computed), whose hidden
-    state predicts it: int64 `[T]`."""
+    """Flat positions in `input_ids` of the tokens that predict the wanted tokens (those whose log-probs are computed):
+    int64 `[T]`."""
     targets: torch.Tensor
     """Token ids of the T wanted tokens, whose log-probs are computed: int64 `[T]`."""
     row_ids: torch.Tensor

@@ -31,8 +31,8 @@ class StepMeter:
         """Prepare to measure the steps of a mesh of `world` ranks.
 
         `group` has the ranks over which tokens and FLOPs are summed, so that each row counts once; it is None for one
-        rank alone. `half` says that matrix products are in bfloat16. FLOP/s are reported only if `flops` is given. MFU
-        is reported only if, in addition, `half` is true and the device's peak FLOP/s are known.
+        rank alone. `half` is true when matrix products are in bfloat16. FLOP/s are reported only if `flops` is given.
+        MFU is reported only if, in addition, `half` is true and the device's peak FLOP/s are known.
         """
         self._flops, self._device, self._world, self._group = flops, device, world, group
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""

@@ -2,8 +2,8 @@
 
     begin -> (accumulating: add -> backward)* -> finish -> apply | abort
 
-The fsdp and megatron backends share it. Losses and metrics are kept as sums, denominators as counts. `finish` reduces
-them over the ranks in one vector, and the largest mismatch, which is a maximum, in another.
+The fsdp and megatron backends share it. Losses and metrics are kept as sums, denominators as counts. `finish` adds them
+up over the ranks in one all-reduce, and finds the largest mismatch of all ranks in another.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class TrainStep:
         self._state = StepState.OPEN
 
     def require_closed(self, call: str) -> None:
-        """Raise RuntimeError naming `call` while a step is open."""
+        """Raise RuntimeError, with the name of the method `call` in its message, if a step is open."""
         if self._state is not StepState.CLOSED:
             raise RuntimeError(f"{call}: {self._state.value}; finish_step or abort_step comes first")
 
@@ -148,9 +148,9 @@ class TrainStep:
     ) -> torch.Tensor:
         """Add one microbatch to the sums and return its summed loss, a scalar to call `backward` on.
 
-        `row_tokens` (int64 `[N]`) are those of `inputs`, on the CPU, so that counting does not wait for a GPU.
-        `group_ids` (int64 `[N]`) has the id of each row's group, the rows of one prompt. `entropy` (float32 `[T]`) is
-        None exactly when the step reports no entropy.
+        `row_tokens` (int64 `[N]`) has the values of `inputs.row_tokens`, but on the CPU, so that counting does not wait
+        for a GPU. `group_ids` (int64 `[N]`) has the id of each row's group, the rows of one prompt. `entropy` (float32
+        `[T]`) is None exactly when the step reports no entropy.
         """
         sums = self._loss(inputs)
         extra = () if entropy is None else (entropy.detach().sum(),)

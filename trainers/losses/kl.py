@@ -37,8 +37,8 @@ class ReferenceKl:
         return self.aggregation.denominator
 
     def __call__(self, inputs: LossInputs) -> TermSums:
-        """Return the estimates of a microbatch, summed as a loss and as a metric. Raises ValueError when `inputs` has
-        no `ref_logprobs`."""
+        """Return the KL estimates of a microbatch, summed once as a loss and once as a metric. Raises ValueError when
+        `inputs` has no `ref_logprobs`."""
         values = _estimate(self.kind, _reference(inputs) - inputs.logprobs)
         return TermSums(self.aggregation(values, inputs), {"reference_kl": values.detach().sum()})
 

@@ -13,8 +13,8 @@ from .terms import Denominator, LossInputs, TermSums
 
 @dataclass(frozen=True, slots=True)
 class PolicyTerm:
-    """Computes the policy's loss on a microbatch, `aggregation(correction * objective)`. If there is a `reward_kl`, it
-    first lowers the advantages."""
+    """Computes the policy's loss on a microbatch, `aggregation(correction * objective)`. If `reward_kl` is given, it
+    lowers the advantages first."""
 
     objective: Objective
     aggregation: Aggregation = Aggregation()

@@ -2,9 +2,9 @@
 
     prompt allowed -> admitted by an engine -> last token -> put -> ready -> claimed, trained -> sync -> next version
 
-A prompt may begin `staleness` versions before the step that would train on it, in the order of the prompt stream.
-`sync` and `async` train on a whole step's groups at once. `streaming` trains on groups as they become ready and applies
-the optimizer once per step.
+Prompts begin in the order of the prompt stream, each at most `staleness` weight versions before the step that would
+train on it. The modes `sync` and `async` train on all groups of a step at once. The mode `streaming` trains on groups
+as they become ready and steps the optimizer once per step.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class FsdpBackend:
         """Shard the model and read this rank's pieces of its weights.
 
         When `world` > 1, a default process group of `world` ranks must exist. Raises RuntimeError if it does not.
-        Raises ValueError when the model does not exist, needs another `head`, does not support packing, or cannot be
-        split as the topology says.
+        Raises ValueError when the model does not exist, needs another value of `head`, does not support packing, or
+        cannot be split as the topology says.
         """
         if world > 1 and (not dist.is_initialized() or dist.get_world_size() != world):
             raise RuntimeError(f"fsdp backend: needs a default process group of {world} ranks before it is built")
@@ -136,10 +136,12 @@ class FsdpBackend:
     def logprobs(
         self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
     ) -> list[torch.Tensor]:
-        """Return the log-probs of each of `count` microbatches, as described in `TrainBackend`. Collective.
+        """Return the log-probs of the tokens of each of `count` microbatches, float32 `[number of tokens]` on the CPU.
+        Collective.
 
-        With `reference` they are those of the reference model. Allowed while a step is open. Raises ValueError for
-        `reference` when there is no reference model.
+        Only the rank that writes the replica's columns back gets them; other ranks get []. With `reference` they are
+        those of the reference model. Allowed while a step is open. Raises ValueError for `reference` when there is no
+        reference model.
         """
         model = self._reference if reference else self._policy
         if model is None:

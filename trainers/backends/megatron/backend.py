@@ -136,10 +136,12 @@ class MegatronBackend:
     def logprobs(
         self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
     ) -> list[torch.Tensor]:
-        """Return the log-probs of each of `count` microbatches, as described in `TrainBackend`. Collective.
+        """Return the log-probs of the tokens of each of `count` microbatches, float32 `[number of tokens]` on the CPU.
+        Collective.
 
-        With `reference` they are those of the reference model. Allowed while a step is open. Raises ValueError for
-        `reference` when there is no reference model.
+        Only the rank that writes the replica's columns back gets them; other ranks get []. With `reference` they are
+        those of the reference model. Allowed while a step is open. Raises ValueError for `reference` when there is no
+        reference model.
         """
         if reference and self._reference is None:
             raise ValueError("trainer.with_reference: got False, expected True for log-probs of the reference model")

@@ -32,8 +32,8 @@ class PackedRows:
     attention: AttentionPlan
     """Plan that says which tokens may attend to which."""
     source: torch.Tensor
-    """Position among the rank's S input tokens of the token before each wanted token (one whose log-prob is computed),
-    whose hidden state predicts it: int64 `[T]`."""
+    """Positions among the rank's S input tokens of those that predict the wanted tokens (those whose log-probs are
+    computed): int64 `[T]`."""
     targets: torch.Tensor
     """Token ids of the T wanted tokens, whose log-probs are computed: int64 `[T]`."""
     row_ids: torch.Tensor
