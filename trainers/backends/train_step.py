@@ -91,8 +91,8 @@ class TrainStep:
         """Prepare train steps with `loss`, whose sums are reduced over the ranks of `group`.
 
         `group` contains ranks that train on different tokens (data- and context-parallel); it is None for one rank
-        alone. Ranks that compute the loss of the same tokens are in different groups. `recomputed` says that the
-        trainer itself computed `prev_logprobs`. `with_entropy` says that microbatches come with an entropy, which is
+        alone. Ranks that compute the loss of the same tokens are in different groups. `recomputed` is true when the
+        trainer itself computed `prev_logprobs`. `with_entropy` is true when `add` gets entropies, whose mean is then
         reported. `counts_rows` is False on all context-parallel ranks but the first, because these ranks share their
         rows.
         """

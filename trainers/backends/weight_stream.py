@@ -68,12 +68,12 @@ class SpreadWeight:
 
     name: str
     dtype: torch.dtype
-    """Dtype in which the weight is streamed."""
+    """Dtype to which the weight is converted for streaming."""
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     """Pieces that together cover each element of the weight once."""
     boxed: tuple[int, ...] = ()
-    """Shape in which the weight is viewed before it is cut; () when it is cut in its own `shape`."""
+    """Shape to which the weight is reshaped, as a view, before it is cut; () when it is cut in its own `shape`."""
 
     @property
     def nbytes(self) -> int:

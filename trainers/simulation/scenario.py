@@ -218,7 +218,8 @@ def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dic
     The values are read from metrics.jsonl in `run_dir`. The distribution of response lengths is derived from their mean
     and from the longest response of a step, as if no response had been cut off. The time of a token is derived from the
     longest response of a step. For a run with scripted engine and scripted backend, whose durations are known, the
-    overheads of its steps are measured too. Raises UserError when the run has no such metrics.
+    overheads of its steps are measured too. Raises UserError when the run has no metrics of a step or its steps
+    generated nothing.
     """
     path = run_dir / "metrics.jsonl"
     if not path.is_file():

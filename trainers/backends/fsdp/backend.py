@@ -185,8 +185,8 @@ class FsdpBackend:
     def load(self, path: str) -> None:
         """Read the checkpoint `path`, which any number of ranks may have written. Collective.
 
-        The reference model and hyperparameters such as the learning rate come from the config instead. Raises
-        RuntimeError while a step is open, and ValueError when `path` is not a complete checkpoint of this model.
+        The reference model and hyperparameters such as the learning rate are not read; they come from the config.
+        Raises RuntimeError while a step is open, and ValueError when `path` is not a complete checkpoint of this model.
         """
         self._step.require_closed("load")
         self._checkpointer.load(path, self._state())

@@ -68,7 +68,7 @@ class _Chunks:
 
 
 def pack_rows(micro: MicroBatch, topology: Topology, place: Place, device: torch.device, *, packed: bool) -> PackedRows:
-    """Pack the part of a microbatch that this rank computes.
+    """Pack this rank's part of a microbatch into one sequence, the input of a Megatron model.
 
     Columns may be on any device; positions are computed on the CPU. A microbatch without tokens gets one padding token,
     so that the rank takes part in the collectives. Raises ValueError when a row's first token is to be trained on, or
