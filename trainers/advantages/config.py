@@ -19,5 +19,5 @@ class AdvantageConfig(Section):
     normalize_std: bool = True
     """If true, `grpo` divides by the group's standard deviation."""
     baseline: Literal["step", "group"] = "step"
-    """Rows over which `reinforce_pp` takes the mean reward that it subtracts: `step` for all rows of the step, `group`
-    for the rows of the same group."""
+    """Rows whose mean reward `reinforce_pp` subtracts from the reward of a row: `step` for all rows of the step,
+    `group` for the rows of the same group."""

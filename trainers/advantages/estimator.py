@@ -19,12 +19,12 @@ class RewardRows:
     rewards: np.ndarray
     """Total reward of each row: float `[N]`. Values of rows that are not valid are ignored."""
     valid: np.ndarray
-    """Validity of each row: bool or 0/1 `[N]`. A row with 0 has failed; it gets the advantage 0 and is left out of
-    every mean."""
+    """Whether each row is valid: bool or 0/1 `[N]`. A row that is not valid has failed; it gets the advantage 0 and is
+    left out of every mean."""
     group_ids: np.ndarray
-    """Group of each row: int `[N]`, in any order. The rows of one prompt have the same number."""
+    """Id of each row's group: int `[N]`, in any order. The rows of one prompt have the same id."""
     components: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Unweighted values of the single rewards: name of the reward -> float `[N]`. Every name in the estimator's
+    """Unweighted values of the individual rewards: name of the reward -> float `[N]`. Every name in the estimator's
     `components` must be present."""
 
     def __post_init__(self) -> None:
@@ -49,20 +49,20 @@ class RewardRows:
         return np.flatnonzero(self.valid)
 
     def scatter(self, advantages: np.ndarray) -> np.ndarray:
-        """Return the advantages of all rows, float32 `[N]`: `advantages` `[V]` for the V valid rows, 0 for failed
-        rows."""
+        """Return the advantages of all rows, float32 `[N]`: the values of `advantages` `[V]` for the V valid rows, and
+        0 for failed rows."""
         result = np.zeros(len(self.rewards), np.float32)
         result[self.valid_rows] = advantages
         return result
 
 
 class AdvantageEstimator(Protocol):
-    """Computes one advantage per row. Where all rows that are compared with each other have the same reward, their
-    advantages are exactly 0."""
+    """Computes one advantage per row. If all rows that the estimator compares with each other have the same reward,
+    their advantages are exactly 0."""
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of the single rewards that the estimator needs besides the total reward."""
+        """Names of the individual rewards that the estimator needs in addition to the total reward."""
         ...
 
     @property

@@ -24,20 +24,20 @@ class GroupedRewards:
     """The rewards of V valid rows in G groups, each minus the mean of its group."""
 
     centred: np.ndarray
-    """Reward minus its group's mean: float64 `[V]`, exactly 0 where all rewards of the group are equal."""
+    """Reward of each row minus its group's mean: float64 `[V]`, exactly 0 where all rewards of the group are equal."""
     group: np.ndarray
-    """Number of the group of each row: int64 `[V]`, 0..G-1."""
+    """Index of the group that each row belongs to: int64 `[V]`, 0..G-1."""
     count: np.ndarray
     """Number of rows of each group: int64 `[G]`."""
 
     def normalised(self) -> np.ndarray:
-        """Return `centred` / (the group's sample standard deviation + 1e-6), float64 `[V]`."""
+        """Return `centred` divided by (the group's sample standard deviation + 1e-6), float64 `[V]`."""
         variance = np.bincount(self.group, self.centred**2) / np.maximum(self.count - 1, 1)
         return self.centred / (np.sqrt(variance) + STD_EPS)[self.group]
 
 
 def group_rewards(rewards: np.ndarray, group_ids: np.ndarray) -> GroupedRewards:
-    """Subtract from the rewards of V valid rows (float `[V]`) the mean reward of their group."""
+    """Subtract from each of the rewards of V valid rows (float `[V]`) the mean reward of the row's group."""
     rewards = np.asarray(rewards, np.float64)
     _, group = np.unique(group_ids, return_inverse=True)
     count = np.bincount(group)
@@ -52,7 +52,7 @@ def group_rewards(rewards: np.ndarray, group_ids: np.ndarray) -> GroupedRewards:
 
 
 def over_std(centred: np.ndarray) -> np.ndarray:
-    """Divide values with mean 0 by (their sample standard deviation + 1e-6). Returns float64 `[V]`."""
+    """Divide values whose mean is 0 by (their sample standard deviation + 1e-6). Returns float64 `[V]`."""
     return centred / (np.sqrt(np.sum(centred**2) / max(len(centred) - 1, 1)) + STD_EPS)
 
 
@@ -66,8 +66,8 @@ class GrpoAdvantage:
     """
 
     normalize_std: bool = True
-    """False for Dr. GRPO (Liu et al. 2025, arXiv:2503.20783), which does not divide by the standard deviation, because
-    the division gives very easy and very hard prompts more weight."""
+    """True to divide by the standard deviation. False for Dr. GRPO (Liu et al. 2025, arXiv:2503.20783), because the
+    division gives very easy and very hard prompts more weight."""
 
     components = ()
     whole_step = False
@@ -88,8 +88,8 @@ class GrpoAdvantage:
 class RlooAdvantage:
     """The RLOO advantage is the reward minus the mean of the *other* valid rows of its group, an unbiased baseline.
 
-    It equals `n / (n - 1)` times the distance to the mean of all n valid rows. It is 0 for a row that is alone in its
-    group. It is not divided by a standard deviation.
+    It equals `n / (n - 1)` times the difference between the reward and the mean of all n valid rows. It is 0 for a row
+    that is alone in its group. It is not divided by a standard deviation.
     """
 
     components = ()
@@ -158,8 +158,8 @@ class GdpoAdvantage:
         return tuple(self.weights)
 
     def __call__(self, rows: RewardRows) -> np.ndarray:
-        """Return one advantage per row, float32 `[N]`. Raises ValueError when `rows` lack a reward, which the error
-        names."""
+        """Return one advantage per row, float32 `[N]`. Raises ValueError, naming the reward, when `rows` has no values
+        of a reward that the estimator needs."""
         index = rows.valid_rows
         missing = [name for name in self.weights if name not in rows.components]
         if missing:

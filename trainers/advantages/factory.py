@@ -12,7 +12,7 @@ from .estimators import GdpoAdvantage, GrpoAdvantage, ReinforcePpAdvantage, Rloo
 def build_advantages(config: AdvantageConfig, weights: Mapping[str, float]) -> AdvantageEstimator:
     """Build the advantage estimator that `config` names.
 
-    weights: name of each reward -> its weight in the rubric, the run's list of rewards. Only `gdpo` uses them. Raises
+    weights: name of each reward in the run's list of rewards (the rubric) -> its weight. Only `gdpo` uses them. Raises
     ValueError when `gdpo` has no reward with a weight other than 0, or when the kind is unknown.
     """
     if config.kind == "grpo":

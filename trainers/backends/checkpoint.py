@@ -18,15 +18,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 STEPS = "steps"
-"""Name in a checkpoint of the number of optimizer steps taken (int64 scalar), which is the whole state of the
-learning-rate schedule."""
+"""Name of the checkpoint entry that holds the number of optimizer steps taken (int64 scalar). This number is the whole
+state of the learning-rate schedule."""
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, steps: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the tensors that training changes, by name: weights, optimizer state and the number of steps.
 
-    They are the live tensors, sharded where the model is. Hyperparameters are left out on purpose, because the config
-    decides them on resume.
+    The result holds the live tensors, sharded if the model is sharded. Hyperparameters are left out on purpose, because
+    a resumed run takes them from its config.
     """
     state = {STEPS: steps}
     state |= {f"model.{name}": value for name, value in model.state_dict().items()}
@@ -44,11 +44,12 @@ def prepare(
     *,
     copy: bool,
 ) -> dict[str, torch.Tensor]:
-    """Create the draft folder of the checkpoint `path` and return the tensors for `write`: `state` and this rank's RNG.
+    """Create the draft folder of the checkpoint `path` and return the tensors to pass to `write`: `state` and this
+    rank's RNG state.
 
     With `copy` the result holds copies in host memory, so that the live tensors may change before they are written.
-    There may be an older checkpoint at `path`, because a resumed run may save a step again; it is replaced once
-    the new one is complete. Collective over `group`. Raises ValueError on every rank when `path` exists and is not a
+    There may be an older checkpoint at `path`, because a resumed run may save a step again; it is replaced once the new
+    one is complete. Collective over `group`. Raises ValueError on every rank when `path` exists and is not a
     checkpoint.
     """
     on_first_rank(lambda: _restart_draft(path), rank, world, group)
@@ -70,7 +71,7 @@ def write(path: str, staged: dict[str, torch.Tensor], rank: int, world: int, gro
 def load_checkpoint(
     path: str, state: dict[str, torch.Tensor], rank: int, world: int, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Fill the tensors of `state` in place from the checkpoint `path`, and set this rank's RNG. Collective over
+    """Fill the tensors of `state` in place from the checkpoint `path`, and set this rank's RNG state. Collective over
     `group`.
 
     Any number of ranks in any mesh may load. If n ranks have saved their RNG state, rank r takes that of rank r % n.
@@ -96,7 +97,8 @@ def load_checkpoint(
 
 
 def draft_of(path: str) -> str:
-    """Return the name of the draft folder, which is written first and renamed to `path` when it is complete."""
+    """Return the name of the draft folder of a checkpoint: the folder that is written first and renamed to `path` when
+    it is complete."""
     return f"{path}.tmp"
 
 
@@ -126,7 +128,7 @@ def _old_of(path: str) -> str:
 
 
 def _recover(path: str) -> None:
-    """Rename the older checkpoint back to `path` if a kill interrupted its replacement."""
+    """Rename the older checkpoint back to `path` if the process was killed while replacing it."""
     if not os.path.exists(path) and _is_whole(_old_of(path)):
         os.rename(_old_of(path), path)
 
@@ -137,7 +139,7 @@ def _restart_draft(path: str) -> None:
 
 
 def on_first_rank(action: Callable[[], None], rank: int, world: int, group: dist.ProcessGroup | None = None) -> None:
-    """Run `action` on rank 0 while the other ranks wait. If it raises there, every rank raises.
+    """Run `action` on rank 0 while the other ranks wait. If it raises an error, every rank raises one.
 
     Collective over `group`, or over the default group when it is None. The other ranks raise OSError or ValueError if
     the error on rank 0 is one of these, else RuntimeError; their message starts with "rank 0".
@@ -179,8 +181,8 @@ def _rng_state(rank: int) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _one_process(world: int) -> Iterator[None]:
-    """Silence torch's warning that it assumes a single process. With one rank and no process group the assumption is
-    right."""
+    """Context that silences torch's warning about assuming a single process. The assumption is right for one rank
+    without a process group."""
     with warnings.catch_warnings():
         if world == 1:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

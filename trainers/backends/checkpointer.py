@@ -1,4 +1,4 @@
-"""Saves and loads the checkpoints of one rank, in the foreground or in the background while training goes on."""
+"""Saves and loads one rank's part of checkpoints. Saving can run in the background while training goes on."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from .checkpoint import load_checkpoint, on_first_rank, prepare, write
 
 WRITE_TIMEOUT_S = 86_400.0
-"""Largest number of seconds that one write may take. It is long because other mechanisms are faster: the driver watches
-the progress and ends a write that hangs, and the death of a rank breaks the other ranks' connections at once."""
+"""Seconds after which a checkpoint write that has not finished counts as failed. The limit is a last resort: the driver
+watches the progress of a write and ends it when it hangs, and the death of a rank closes its connections to the other
+ranks at once."""
 
 
 class Checkpointer:
     """Writes one checkpoint at a time and reads checkpoints back. All calls are collective.
 
-    The ranks communicate over their own gloo group, so that a write in the background never mixes with the collectives
-    of the training.
+    The ranks communicate over a gloo group that is used for checkpoints only, so that a write in the background never
+    mixes with the collectives of the training.
     """
 
     def __init__(self, rank: int, world: int, timeout_s: float = WRITE_TIMEOUT_S) -> None:
@@ -39,8 +40,8 @@ class Checkpointer:
         """Write `state` as the checkpoint `path`, after waiting for an earlier write to end.
 
         Without `wait` the call returns once the state is copied to host memory and may change again; the checkpoint is
-        then written in the background. `path` appears when it is complete. If the write fails, the next `save`, `load`,
-        `wait` or `close` raises its error.
+        then written in the background. The folder `path` appears only when it is complete. If the write fails, the next
+        `save`, `load`, `wait` or `close` raises its error.
 
         Raises ValueError on every rank when `path` exists and is not a checkpoint.
         """
@@ -62,8 +63,7 @@ class Checkpointer:
         on_first_rank(action, self._rank, self._world, self._group)
 
     def load(self, path: str, state: dict[str, torch.Tensor]) -> None:
-        """Wait for a write that is in progress, then fill `state` from the checkpoint `path`, as `load_checkpoint`
-        does."""
+        """Wait for a write in progress to end, then fill `state` from the checkpoint `path` (see `load_checkpoint`)."""
         self.wait()
         with _torch_errors(path):
             load_checkpoint(path, state, self._rank, self._world, self._group)
@@ -94,8 +94,8 @@ class Checkpointer:
 
 @contextmanager
 def _torch_errors(path: str) -> Iterator[None]:
-    """Convert torch's CheckpointException to an OSError. It is not an Exception but a BaseException, which would end an
-    actor."""
+    """Context that converts torch's CheckpointException to an OSError. CheckpointException is a BaseException and not
+    an Exception, so it would end the actor."""
     try:
         yield
     except CheckpointException as error:

@@ -36,12 +36,12 @@ class TrainerConfig(Section):
     """Number of expert-parallel ranks, over which the experts of a model are distributed. They are taken from the dp x
     tp x cp ranks and are not additional ones."""
     sequence_parallel: bool = False
-    """If true, the tensor-parallel ranks split the computation of norms between them, by tokens."""
+    """If true, each tensor-parallel rank computes the norms only for its share of the tokens."""
     distributed_optimizer: bool = True
     """If true, the data-parallel ranks split the optimizer's state between them. `fsdp` always splits it."""
     recompute: Literal["none", "full"] = "none"
-    """Part of the forward pass that the backward pass computes again. `none` keeps all intermediate values. `full`
-    saves memory by keeping only the input of each decoder layer and computing the rest again."""
+    """Part of the forward pass that is computed again in the backward pass. `none` keeps all intermediate values.
+    `full` saves memory by keeping only the input of each decoder layer and computing the rest again."""
     offload: bool = False
     """If true, weights, gradients and optimizer state stay in host memory while they are not used. Needs more than one
     train worker; `megatron` does not support it."""
@@ -52,7 +52,7 @@ class TrainerConfig(Section):
     weight_decay: NonNegative = 0.0
     """Weight decay of matrices. Norms and biases have none."""
     grad_clip: Positive = 1.0
-    """Largest global norm of the mean gradient. Larger gradients are scaled down to it."""
+    """Largest global norm of the mean gradient. A gradient with a larger norm is scaled down to this norm."""
     warmup_steps: CountOrZero = 0
     """Number of steps over which the learning rate rises to `trainer.lr`. In a run with fewer steps it rises until the
     end."""
@@ -68,7 +68,7 @@ class TrainerConfig(Section):
     is rounded up to a multiple of tp x 2 cp (of tp without context parallelism)."""
     fetch: Literal["auto", "leader", "independent"] = "auto"
     """Ranks of a replica that read its rows from the store. With `leader` the first rank reads them and sends them to
-    the others. With `independent` each rank reads them itself. `auto` is `leader` where a replica has more than one
+    the others. With `independent` each rank reads them itself. `auto` means `leader` if a replica has more than one
     rank."""
     entropy_metric: bool = False
     """If true, the policy's mean entropy at the trained tokens is reported as `train/entropy`, which costs a softmax
@@ -97,14 +97,14 @@ class BackendConfig:
     prev: Literal["rollout", "recompute", "train_pass"] = "rollout"
     """Source of the log-probs in the denominator of the probability ratio. `rollout` takes those of the engine.
     `recompute` takes the column `prev_logprobs`, which is written before the step. `train_pass` takes those of the
-    training forward pass itself, which equal the recomputed ones as long as rows are used in only one optimizer
+    training forward pass itself, which equal the recomputed ones as long as each row is used in only one optimizer
     step."""
     with_reference: bool = False
     """If true, the backend keeps a frozen copy of the initial weights for `logprobs(reference=True)`."""
     head: Head = "selected"
-    """Use of the output layer for log-probs. `selected` applies it only to the positions whose log-probs are wanted.
-    `full` lets the model compute all logits, for models that change their logits after the output layer; the backend
-    raises an error when such a model has `selected`."""
+    """Way to compute log-probs with the output layer. `selected` applies the output layer only at the positions whose
+    log-probs are wanted. `full` lets the model compute all logits, for models that change their logits after the output
+    layer; with `selected` the backend raises an error for such a model."""
 
     def __post_init__(self) -> None:
         if self.loss.kl_coef > 0 and not self.with_reference:

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of a train step from a HF model's config, and lists the peaks of GPUs."""
+"""Counts the floating-point operations of a train step from a HF model's config, and lists the peak FLOP/s of GPUs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 
 BACKWARD = 3
-"""Cost of a forward and a backward pass together, in forward passes: backward computes two matrix products for each one
-of forward."""
+"""Cost of a forward and a backward pass relative to a forward pass alone. The backward pass computes two matrix
+products for each one of the forward pass."""
 
 GATED = ("qwen3", "qwen3_moe", "llama", "qwen2", "mistral")
-"""Values of `model_type` in HF configs that can be counted. Their layers are grouped-query attention, then a gated MLP
-or experts."""
+"""Values of `model_type` in HF configs whose FLOPs this module can count. Each layer of these models is a grouped-query
+attention, then a gated MLP or experts."""
 
 BF16_PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
-"""Peak FLOP/s of dense bfloat16 matrix products, from NVIDIA's data sheets: name that CUDA gives the device ->
-FLOP/s."""
+"""Peak FLOP/s of dense bfloat16 matrix products, from NVIDIA's data sheets: CUDA device name -> FLOP/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +28,18 @@ class FlopModel:
     """
 
     per_token: int
-    """Number of multiply-adds of one token in the weights of all layers that it goes through.
+    """Number of multiply-adds per token in the weights of all layers. Of the experts, only those that the token is
+    routed to count.
 
     With hidden size H, n_q query heads and n_kv key-value heads of width d, attention takes `H (n_q + 2 n_kv) d + n_q d
-    H`. A gated MLP of width I takes `3 H I`. Experts of width I_e, of which each token uses k of E, take `H E + 3 k H
-    I_e`.
+    H`. A gated MLP of width I takes `3 H I`. A layer with E experts of width I_e takes `H E + 3 k H I_e` when each
+    token is routed to k of them.
     """
     per_pair: int
-    """Number of multiply-adds of one (query, key) pair in all layers. Each layer takes `2 n_q d` for scores and values,
-    with n_q query heads of width d."""
+    """Number of multiply-adds per pair of query and key token, summed over all layers. Each layer takes `2 n_q d` for
+    scores and values, with n_q query heads of width d."""
     per_logits: int
-    """Number of multiply-adds of one token's logits: the hidden size times the size of the vocabulary."""
+    """Number of multiply-adds that the logits of one token take: the hidden size times the size of the vocabulary."""
 
     def step(self, lengths: np.ndarray, predicted: int) -> float:
         """Return the FLOPs of a forward and backward pass over rows of `lengths` tokens (int64 `[N]`).
@@ -68,7 +68,7 @@ def flop_model(config: Any) -> FlopModel | None:
 
 
 def _block(config: Any, layer: int) -> int:
-    """Return the number of multiply-adds of one token in the MLP or the experts of layer `layer`."""
+    """Return the number of multiply-adds per token in the MLP or the experts of decoder layer `layer`."""
     experts = getattr(config, "num_experts", 0)
     dense = layer in getattr(config, "mlp_only_layers", ()) or (layer + 1) % getattr(config, "decoder_sparse_step", 1)
     if not experts or dense:

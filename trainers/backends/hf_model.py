@@ -13,14 +13,14 @@ from transformers.utils import logging as hf_logging
 from .checkpoint import draft_of, publish, start_draft
 
 SHARD_BYTES = 4 << 30
-"""Largest size of a weight file in bytes; writing a file needs that much additional host memory."""
+"""Largest size of one weight file in bytes. Writing a file needs that much additional host memory."""
 
 
 def load_causal_lm(model: str) -> Any:
     """Load the HF model of a local folder or hub id in float32 on the CPU, with dropout off.
 
-    Dropout stays off in training, because its noise would look like a difference between the policy and itself. Raises
-    ValueError when there is no such model.
+    Dropout stays off in training too, because its noise would make the log-probs of one policy differ between two
+    passes. Raises ValueError when there is no such model.
     """
     hf_logging.disable_progress_bar()  # a bar per rank would garble the run's own progress display
     try:
@@ -35,7 +35,7 @@ def load_causal_lm(model: str) -> Any:
 def write_folder(path: str, model: Any, weights: Mapping[str, torch.Tensor], source: str) -> None:
     """Write `weights`, the model's config and the tokenizer of the folder or hub id `source` as the HF folder `path`.
 
-    A folder `source` may lack a tokenizer; then none is written. Only one rank may call this. The folder `path` appears
+    If the folder `source` has no tokenizer, none is written. Only one rank may call this. The folder `path` appears
     whole or not at all. Raises ValueError when it exists already.
     """
     start_draft(path)
@@ -49,6 +49,6 @@ def write_folder(path: str, model: Any, weights: Mapping[str, torch.Tensor], sou
 
 
 def collect(stream: Iterable[tuple[str, torch.Tensor]], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Read `stream` to its end and return copies of its tensors in host memory, by name. Without `keep` the tensors are
-    dropped and the result is {}."""
+    """Read the pairs (name, tensor) of `stream` to the end and return copies of the tensors in host memory, by name.
+    Without `keep` the tensors are dropped and the result is {}."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in stream if keep}

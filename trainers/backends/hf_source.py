@@ -19,11 +19,12 @@ _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 class HfSource:
-    """Gives access to the config and the safetensors weights of a local folder or hub id."""
+    """The config and the safetensors weights of a Hugging Face model, given as a local folder or hub id. Tensors are
+    read only when they are requested."""
 
     def __init__(self, model: str) -> None:
-        """Read the config and find the file of each tensor. Raises ValueError when there is no such model or it has no
-        safetensors files."""
+        """Read the config and find out which safetensors file contains each tensor. Raises ValueError when there is no
+        such model or it has no safetensors files."""
         self._model = model
         try:
             self.config: Any = AutoConfig.from_pretrained(model)
@@ -35,7 +36,8 @@ class HfSource:
             ) from error
 
     def has(self, name: str) -> bool:
-        """Return whether `tensor` and `box` can read the HF model's tensor `name`."""
+        """Return whether the safetensors files contain the tensor `name`, or its experts one by one, so that `tensor`
+        and `box` can read it."""
         match = _EXPERTS.fullmatch(name)
         return name in self._files or (match is not None and self._expert(match, 0)[0] in self._files)
 
@@ -65,8 +67,8 @@ class HfSource:
 
     @staticmethod
     def _expert(match: re.Match[str], expert: int) -> list[str]:
-        """Return the names under which the folder stores expert number `expert` of a stacked tensor, whose name `match`
-        has matched."""
+        """Return the names under which the folder stores the parts of one expert of a stacked tensor. `match` is the
+        match of `_EXPERTS` with the name of the stacked tensor; `expert` is the number of the expert."""
         prefix, kind = match.groups()
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
         return [f"{prefix}.{expert}.{part}.weight" for part in parts]
@@ -74,7 +76,7 @@ class HfSource:
     def empty_model(self, dtype: torch.dtype | None = None) -> Any:
         """Return the HF model on the meta device, without values of weights and buffers, with dropout off.
 
-        dtype: dtype of the weights; None for that of the model's config.
+        dtype: dtype of the weights; None for the dtype in the model's config.
         """
         with torch.device("meta"):
             options = {} if dtype is None else {"dtype": dtype}
@@ -91,7 +93,8 @@ class HfSource:
         return found.float()
 
     def _locate(self) -> dict[str, str]:
-        """Return the path of the file of each tensor, by name. Raises OSError when a safetensors file is missing."""
+        """Return the path of the safetensors file that contains each tensor: tensor name -> path. Raises OSError when a
+        safetensors file is missing."""
         index = self._path(INDEX)
         if index is None:
             path = self._path(ONE_FILE)

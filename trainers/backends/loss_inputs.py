@@ -1,4 +1,4 @@
-"""Builds a loss's inputs from the columns of a microbatch, only for the tokens that are trained on."""
+"""Builds the inputs of the loss from the columns of a microbatch, restricted to the tokens that are trained on."""
 
 from __future__ import annotations
 

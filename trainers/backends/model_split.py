@@ -11,11 +11,12 @@ from .config import TrainerConfig
 
 MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
 """Values of `model_type` in a config.json whose models can be split over tensor-parallel ranks. The backend `megatron`
-trains no others."""
+trains only models of these types."""
 
 
 def mesh_problems(trainer: TrainerConfig) -> list[str]:
-    """Return one sentence for each reason why the mesh of `trainer` cannot be built, whatever the model is."""
+    """Return one sentence for each reason why the train mesh that `trainer` describes cannot be built with any
+    model."""
     problems = []
     shared = trainer.dp * trainer.tp * trainer.cp
     if shared % trainer.ep:
@@ -36,10 +37,11 @@ def mesh_problems(trainer: TrainerConfig) -> list[str]:
 
 
 def check_split(trainer: TrainerConfig, model: Any) -> None:
-    """Raise ValueError, in one sentence that names the key, when `model` cannot be split over the mesh of `trainer`.
+    """Raise ValueError, in one sentence that names the configuration key, when `model` cannot be split over the mesh of
+    `trainer`.
 
-    model: a HF config, or an object with the content of a config.json as attributes. Sizes that it does not have are
-    not checked.
+    model: a HF config, or an object with the content of a config.json as attributes. A size that `model` lacks is not
+    checked.
     """
     if trainer.backend == "scripted":  # it has no model
         return
@@ -69,9 +71,10 @@ def check_split(trainer: TrainerConfig, model: Any) -> None:
 
 
 def _divisions(trainer: TrainerConfig, model: Any) -> Iterator[tuple[str, int, str]]:
-    """Yield each division of the model that must be even: (key of the mesh, its number of ranks, name of the size).
+    """Yield which sizes of the model the mesh must divide evenly, as (mesh key, number of ranks, attribute of the
+    model's config).
 
-    The number of ranks must divide the attribute of that name in the model's config.
+    For example ("tp", 4, "num_attention_heads"): the number of attention heads must be a multiple of 4.
     """
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         yield "tp", trainer.tp, name
@@ -85,8 +88,8 @@ def _divisions(trainer: TrainerConfig, model: Any) -> Iterator[tuple[str, int, s
 
 
 def _check_experts(trainer: TrainerConfig, model: Any) -> None:
-    """Raise ValueError when Megatron cannot train the model on the mesh of `trainer` because it has experts or has
-    none.
+    """Raise ValueError when the mesh of `trainer` does not suit a model with experts, or a model without them, in
+    Megatron.
 
     `ep` > 1 needs a model with experts. A model with experts needs `sequence_parallel` when `tp` > 1.
     """

@@ -17,7 +17,8 @@ CLIP_EPS = 1e-6
 
 
 def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """Build a fused AdamW and allocate its state at once, so that a checkpoint before the first step is complete too.
+    """Build a fused AdamW optimizer and allocate its state at once, so that even a checkpoint before the first step
+    contains the full state.
 
     Weight decay applies to matrices only, not to norms and biases.
     """
@@ -59,7 +60,8 @@ def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
 
 
 def local_gradients(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return this rank's shards of all gradients that exist. The shards share memory with the gradients."""
+    """Return this rank's shards of the gradients of all parameters that have one. The shards share memory with the
+    gradients."""
     grads = [param.grad for param in params if param.grad is not None]
     return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
@@ -81,5 +83,6 @@ def scale_(grads: list[torch.Tensor], factor: float) -> None:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return the factor that reduces a gradient of norm `norm` to at most `max_norm`; 1 if it is not larger."""
+    """Return the factor that reduces a gradient of norm `norm` to norm `max_norm`; 1 if the norm is not above
+    `max_norm`."""
     return min(1.0, max_norm / (norm + CLIP_EPS))

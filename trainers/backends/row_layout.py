@@ -11,7 +11,7 @@ from ...codecs.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """The N rows of a microbatch as one tensor of token ids, and the T tokens whose log-probs are wanted.
+    """The N rows of a microbatch as one tensor of token ids, and the T wanted tokens, whose log-probs are computed.
 
     The last token of each row is left out of `input_ids`, because it predicts nothing. Right-padded rows need no
     attention mask: under causal attention no token sees the padding to its right, and the outputs at the padding are
@@ -28,24 +28,27 @@ class RowLayout:
     """Boundaries of the packed rows: 0, then the end of each row, int32 `[rows + 1]`. Rows without a token in
     `input_ids` are left out. None for padded rows."""
     longest: int
-    """Number of tokens of the longest row in `input_ids`."""
+    """Length in tokens of the longest row in `input_ids`."""
     source: torch.Tensor
-    """Flat positions in `input_ids` whose hidden states predict the wanted tokens: int64 `[T]`."""
+    """Flat positions in `input_ids` of the tokens that predict the wanted tokens (those whose log-probs are computed):
+    int64 `[T]`."""
     targets: torch.Tensor
-    """Token ids of the wanted tokens: int64 `[T]`."""
+    """Token ids of the T wanted tokens, whose log-probs are computed: int64 `[T]`."""
     row_ids: torch.Tensor
-    """Row of each wanted token: int64 `[T]`, 0..N-1, ascending."""
+    """Row of each wanted token (one whose log-prob is computed): int64 `[T]`, 0..N-1, ascending."""
     row_tokens: torch.Tensor
-    """Number of wanted tokens of each row: int64 `[N]`, on the CPU."""
+    """Number of wanted tokens (those whose log-probs are computed) of each row: int64 `[N]`, on the CPU."""
     index: torch.Tensor
-    """Positions of the wanted tokens in the batch's packed columns: int64 `[T]`, on the CPU."""
+    """Position of each wanted token (one whose log-prob is computed) in the batch's packed columns: int64 `[T]`, on the
+    CPU."""
 
 
 def lay_out(batch: Batch, device: torch.device, *, packed: bool = False) -> RowLayout:
     """Lay out the rows of a batch, which must have the column `input_ids`, as tensors on `device`.
 
-    The wanted tokens are those with a nonzero `response_mask`. Without that column they are all tokens but the first of
-    each row. Raises ValueError when the mask marks a row's first token, because nothing predicts it.
+    The wanted tokens, whose log-probs are computed, are those with a nonzero `response_mask`. Without that column they
+    are all tokens but the first of each row. Raises ValueError when the mask marks a row's first token, because nothing
+    predicts it.
     """
     column = batch.jagged("input_ids")
     # Computed on the host even for columns on a GPU: positions depend on the values, 5 bytes per token.

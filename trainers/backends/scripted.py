@@ -1,4 +1,4 @@
-"""The scripted backend reads its rows like any backend but has no model and sleeps for a configured time instead."""
+"""The scripted backend reads its rows like any train backend, but has no model and sleeps for configured times."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from .config import BackendConfig
 
 NUM_WEIGHTS = 4
 WEIGHT_SIZE = 256
-"""Number of float32 values of each weight. All weights together have 4 KiB, so a weight sync is real but costs only its
-calls."""
+"""Number of float32 values of each weight. All weights together have only 4 KiB, so a weight sync makes all its calls
+but spends almost no time on data."""
 
 
 class ScriptedBackend:
-    """A `TrainBackend` that sleeps `train_row_s` for each row of this rank's shard and `train_step_s` per step.
+    """A `TrainBackend` without a model. It sleeps `scripted.train_row_s` seconds for each row of this rank's shard and
+    `scripted.train_step_s` seconds per step.
 
     Every step with a token to train on adds 1 to all weights. Log-probs are zeros.
     """
@@ -57,7 +58,8 @@ class ScriptedBackend:
         self._counts = [0.0, 0.0]
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
-        """Read `count` microbatches, count their tokens and rows, and let each take `train_row_s` seconds per row.
+        """Read `count` microbatches, count their tokens and rows, and sleep until each has taken `scripted.train_row_s`
+        seconds per row.
 
         Needs the column `response_mask`. Raises RuntimeError when no step is open.
         """
@@ -73,8 +75,8 @@ class ScriptedBackend:
             time.sleep(max(0.0, ends - time.perf_counter()))
 
     def finish_step(self) -> dict[str, float]:
-        """Close the step, sleep for `train_step_s`, and add 1 to all weights if there was a token to train on.
-        Collective.
+        """Close the step, sleep for `scripted.train_step_s` seconds, and add 1 to all weights if there was a token to
+        train on. Collective.
 
         Returns `train/tokens`, `train/sequences` (rows with a token to train on) and `train/skipped`; there is no loss
         and no gradient. Raises RuntimeError when no step is open.
@@ -114,8 +116,8 @@ class ScriptedBackend:
     # ------------------------------------------------------------ weights and state
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return the dtype and shape of each weight by name. Only the scripted engine accepts these names, which belong
-        to no model."""
+        """Return the dtype and shape of each weight by name. The names belong to no real model; only the scripted
+        engine accepts weights with these names."""
         return {name: (weight.dtype, tuple(weight.shape)) for name, weight in self._weights.items()}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 class StepMeter:
-    """Counts the seconds, tokens and FLOPs of the open step on one rank."""
+    """Measures the duration of the open train step on one rank, and counts its tokens and FLOPs."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class StepMeter:
         """Prepare to measure the steps of a mesh of `world` ranks.
 
         `group` has the ranks over which tokens and FLOPs are summed, so that each row counts once; it is None for one
-        rank alone. `half` says that matrix products are in bfloat16. FLOP/s are reported only with `flops`. MFU is
-        reported only when `half` is true and the device's peak is known as well.
+        rank alone. `half` is true when matrix products are in bfloat16. FLOP/s are reported only if `flops` is given.
+        MFU is reported only if, in addition, `half` is true and the device's peak FLOP/s are known.
         """
         self._flops, self._device, self._world, self._group = flops, device, world, group
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -47,7 +47,7 @@ class StepMeter:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Context whose duration, including waits for rows, counts as work of the step. On a GPU it ends with a
+        """Context that adds its duration, including waits for rows, to the seconds of the step. On a GPU it ends with a
         synchronization."""
         start = time.perf_counter()
         yield
@@ -67,10 +67,10 @@ class StepMeter:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the whole mesh, the same on all ranks. Collective over all ranks.
 
-        `train/tokens_per_s` is the number of tokens of all ranks, including prompts, over the slowest rank's seconds.
-        `train/tflops` is the model's TFLOP/s per rank, averaged over the ranks, and `train/mfu` is its share of the
-        device's peak. `memory/peak_gib` is the peak memory of the rank that used most: on a GPU the device memory of
-        this step, on a CPU the host memory since the process started.
+        `train/tokens_per_s` is the number of tokens of all ranks, including prompts, divided by the seconds of the
+        slowest rank. `train/tflops` is the model's TFLOP/s per rank, averaged over the ranks, and `train/mfu` is its
+        share of the device's peak. `memory/peak_gib` is the largest peak memory of any rank: on a GPU the device memory
+        during this step, on a CPU the host memory since the process started.
         """
         totals = torch.tensor([self._tokens, self._work], dtype=torch.float64, device=self._device)
         most = torch.tensor([self._seconds, self._peak_gib()], dtype=torch.float64, device=self._device)

@@ -2,8 +2,8 @@
 
     begin -> (accumulating: add -> backward)* -> finish -> apply | abort
 
-The fsdp and megatron backends share it. Losses and metrics are kept as sums, denominators as counts. `finish` reduces
-them over the ranks in one vector, and the largest mismatch, which is a maximum, in another.
+The fsdp and megatron backends share it. Losses and metrics are kept as sums, denominators as counts. `finish` adds them
+up over the ranks in one all-reduce, and finds the largest mismatch of all ranks in another.
 """
 
 from __future__ import annotations
@@ -25,42 +25,43 @@ from .optimizer import clip_coefficient, learning_rate
 
 
 class StepState(enum.Enum):
-    """The state of a train step. The values are phrases for error messages."""
+    """The state of a train step. The values are the phrases that describe the state in error messages."""
 
     CLOSED = "no step is open"
     OPEN = "a step is open"
     BROKEN = "a microbatch of the open step failed; abort it"
-    """State during each microbatch and after one that failed. An exception thus leaves the step broken, so that a
+    """State during each microbatch and after one that failed. Because an exception leaves the step in this state, a
     partial gradient is never applied."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """The totals of a finished step over all ranks."""
+    """The sums and counts of a finished train step over all ranks."""
 
     denominator: float
-    """The N that the loss is divided by: the number of tokens, sequences or groups, as the loss declares. 0 when there
-    was nothing to train on."""
+    """Denominator N of the step's mean loss: the number of tokens, sequences or groups, as the loss declares. 0 when
+    there was nothing to train on."""
     grad_norm: float
-    """Norm of the mean gradient, before clipping; 0.0 when N is 0."""
+    """Norm of the mean gradient, before clipping; 0.0 when there was nothing to train on."""
     metrics: dict[str, float]
-    """Metrics of the step: `train/loss` (the summed loss divided by N), `train/tokens`, `train/sequences`, the mean
-    over tokens of each loss metric, and `logprob/mismatch_mean`, `logprob/mismatch_kl` and `logprob/mismatch_max` (see
-    `losses.mismatch`)."""
+    """Metrics of the step: `train/loss` (the summed loss divided by the denominator), `train/tokens`,
+    `train/sequences`, the mean over tokens of each loss metric, and `logprob/mismatch_mean`, `logprob/mismatch_kl` and
+    `logprob/mismatch_max` (see `losses.mismatch`)."""
 
     @property
     def applies(self) -> bool:
-        """True if there is a gradient to step with, which needs N > 0 and a finite norm."""
+        """True if the optimizer can be stepped: there was something to train on, and the norm of the gradient is
+        finite."""
         return self.denominator > 0 and math.isfinite(self.grad_norm)
 
     def apply(
         self, config: BackendConfig, steps: torch.Tensor, update: Callable[[float, float], None]
     ) -> dict[str, float]:
-        """Step the optimizer if there is a usable gradient, and return the step's metrics.
+        """Step the optimizer if the step has a usable gradient, and return the step's metrics.
 
-        `steps`, the number of optimizer steps taken so far (int64 scalar), is then incremented in place.
-        `update(factor, rate)` must multiply the summed gradients by `factor`, which combines 1/N and clipping, and step
-        at learning rate `rate`.
+        `steps`, the number of optimizer steps taken so far (int64 scalar), is incremented in place when the optimizer
+        is stepped. `update(factor, rate)` must multiply the summed gradients by `factor`, which combines division by
+        the denominator and clipping, and step the optimizer at learning rate `rate`.
         """
         rate = learning_rate(config.trainer, int(steps), config.total_steps)
         if self.applies:
@@ -89,10 +90,11 @@ class TrainStep:
     ) -> None:
         """Prepare train steps with `loss`, whose sums are reduced over the ranks of `group`.
 
-        `group` has the ranks with different tokens (data- and context-parallel); it is None for one rank alone. Ranks
-        that compute the same loss are in different groups. `recomputed` says that the trainer itself computed
-        `prev_logprobs`. `with_entropy` says that microbatches come with an entropy, which is reported. `counts_rows` is
-        False on all context-parallel ranks but the first, because these ranks share their rows.
+        `group` contains ranks that train on different tokens (data- and context-parallel); it is None for one rank
+        alone. Ranks that compute the loss of the same tokens are in different groups. `recomputed` is true when the
+        trainer itself computed `prev_logprobs`. `with_entropy` is true when `add` gets entropies, whose mean is then
+        reported. `counts_rows` is False on all context-parallel ranks but the first, because these ranks share their
+        rows.
         """
         self._loss = loss
         self._recomputed = recomputed
@@ -122,7 +124,7 @@ class TrainStep:
         self._state = StepState.OPEN
 
     def require_closed(self, call: str) -> None:
-        """Raise RuntimeError naming `call` while a step is open."""
+        """Raise RuntimeError, with the name of the method `call` in its message, if a step is open."""
         if self._state is not StepState.CLOSED:
             raise RuntimeError(f"{call}: {self._state.value}; finish_step or abort_step comes first")
 
@@ -146,9 +148,9 @@ class TrainStep:
     ) -> torch.Tensor:
         """Add one microbatch to the sums and return its summed loss, a scalar to call `backward` on.
 
-        `row_tokens` (int64 `[N]`) are those of `inputs`, on the CPU, so that counting does not wait for a GPU.
-        `group_ids` (int64 `[N]`) has the group of each row. `entropy` (float32 `[T]`) is None exactly when the step
-        reports no entropy.
+        `row_tokens` (int64 `[N]`) has the values of `inputs.row_tokens`, but on the CPU, so that counting does not wait
+        for a GPU. `group_ids` (int64 `[N]`) has the id of each row's group, the rows of one prompt. `entropy` (float32
+        `[T]`) is None exactly when the step reports no entropy.
         """
         sums = self._loss(inputs)
         extra = () if entropy is None else (entropy.detach().sum(),)
@@ -194,8 +196,8 @@ class TrainStep:
         return StepTotals(denominator, norm, metrics)
 
     def _count_groups(self) -> int:
-        """Count the distinct groups over all ranks. The ranks exchange group ids, because a group's rows may be on
-        several ranks."""
+        """Return the number of distinct groups over all ranks. The ranks exchange group ids, because the rows of a
+        group may be on several ranks."""
         own = torch.tensor(sorted(self._group_ids), dtype=torch.int64, device=self._device)
         if self._group is None:
             return len(own)

@@ -38,8 +38,8 @@ class VocabShard:
     start: int
     """Token id of this rank's first logit."""
     width: int
-    """Largest number of logits per token on any rank of the group. All ranks derive the same chunks of tokens from
-    it."""
+    """Largest number of logits per token on any rank of the group. Chunk sizes are computed from it, so that all ranks
+    divide the tokens into the same chunks."""
 
 
 def token_logprobs(
@@ -55,8 +55,9 @@ def token_logprobs(
 
     `hidden` `[T, H]` and the token ids `targets` (int64 `[T]`) are the same on all ranks of a shard's group. `head`
     maps hidden states `[t, H]` to this rank's logits `[t, v]`; in backward it must sum the gradient of its input over
-    the group. `vocab` is the size of a whole vocabulary, or this rank's part of a split one. Logits are divided by
-    `temperature`. Collective over the group, also in the backward pass when there is more than one chunk.
+    the group. `vocab` is the size of the vocabulary, or this rank's shard when the vocabulary is split over ranks.
+    Logits are divided by `temperature`. Collective over the group, also in the backward pass when there is more than
+    one chunk.
     """
     width = vocab if isinstance(vocab, int) else vocab.width
     shard = None if isinstance(vocab, int) else vocab

@@ -23,8 +23,8 @@ from ...codecs.integers import ceil_div, round_up
 from ...codecs.memory import ALIGN
 
 BATCH_BYTES = 32 << 20
-"""Largest number of bytes of several weights that are sent as one batch; a batch is never larger than the largest
-weight. Small weights are sent in batches because each message costs about 100 us."""
+"""Largest number of bytes of several weights that are sent together as a batch. If the largest single weight is smaller
+than this, its size is the limit instead. Small weights are sent in batches because each message costs about 100 us."""
 
 OwnPiece = Callable[["SpreadWeight"], torch.Tensor]
 """Function that returns this rank's piece of a weight, in any floating-point dtype, on any device, with any strides. On
@@ -64,16 +64,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SpreadWeight:
-    """One weight of the HF model, with the ranks that have its pieces."""
+    """One weight of the HF model, and which rank holds which piece of it."""
 
     name: str
     dtype: torch.dtype
-    """Dtype in which the weight is streamed."""
+    """Dtype to which the weight is converted for streaming."""
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     """Pieces that together cover each element of the weight once."""
     boxed: tuple[int, ...] = ()
-    """Shape in which the weight is viewed before it is cut; () when it is cut in its own `shape`."""
+    """Shape to which the weight is reshaped, as a view, before it is cut; () when it is cut in its own `shape`."""
 
     @property
     def nbytes(self) -> int:
@@ -85,8 +85,8 @@ class SpreadWeight:
         return self.pieces == (Piece(0),)
 
     def place(self, whole: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """Return the view of `whole`, a tensor of this weight's shape, that `piece` fills. The view is empty for a
-        piece without elements."""
+        """Return the part of `whole`, a tensor of this weight's shape, that `piece` fills, as a view. The view is empty
+        for a piece without elements."""
         view = whole.view(self.boxed or self.shape)
         return view[cut_box(view.shape, piece.cuts)]
 
@@ -99,20 +99,22 @@ class SpreadWeight:
 def stream_weights(
     weights: Sequence[SpreadWeight], own: OwnPiece, rank: int, device: torch.device
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield (name, tensor) of all `weights` in their order, whole on rank 0 and empty on the other ranks.
+    """Yield (name, tensor) of all `weights` in their order. The tensors are whole on rank 0 and empty on the other
+    ranks.
 
     Collective over the default process group, which is not needed when rank 0 has everything. Every rank must iterate
     to the end and send nothing else over that group meanwhile.
 
     Rank 0's tensors are contiguous, on `device`, and may be the live parameters. Each is valid until the next one is
-    requested; on a GPU, also for work queued on the current stream by then. Rank 0 needs memory for at most twice the
-    largest weight, plus the tensors that `own` allocates. Of the weights that rank 0 has whole, these are the current
-    one and the one before. Other ranks hold their pieces of two batches.
+    requested; on a GPU, work that was queued on the current stream by then may still use it. Rank 0 needs memory for at
+    most twice the largest weight, plus the tensors that `own` allocates: when rank 0 has whole weights itself, up to
+    two of these are alive, the current one and the one before. Other ranks hold their pieces of two batches.
 
     A generator that is closed early still streams to the end, because the other ranks would wait. A generator that was
     never started, or that an error ended, leaves the other ranks waiting until the process group's timeout.
 
-    Raises RuntimeError naming the weights and the ranks when another rank is gone or late.
+    Raises RuntimeError naming the weights and the ranks when another rank has died or does not answer within the
+    timeout.
     """
     if device.type == "cuda" and not all(weight.is_local for weight in weights):
         # An NCCL group cannot start with messages between only some of its ranks.
@@ -132,7 +134,7 @@ def stream_weights(
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Weights that are sent together."""
+    """Weights whose pieces are sent together, because each message has a fixed cost."""
 
     weights: tuple[SpreadWeight, ...]
     in_place: bool
@@ -140,8 +142,8 @@ class _Batch:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that the batch takes in a slot, a receive buffer of rank 0. Weights that rank 0 has whole
-        take none."""
+        """Number of bytes that the batch occupies in one of rank 0's two receive buffers. Weights that rank 0 itself
+        has whole are not received and need no space."""
         return sum(_room(weight) for weight in self.weights)
 
 
@@ -165,8 +167,8 @@ def _batches(weights: Sequence[SpreadWeight]) -> list[_Batch]:
 
 
 def _slot_sizes(batches: Sequence[_Batch]) -> list[int]:
-    """Return the number of bytes that each of rank 0's two receive buffers needs, following the order in which
-    `_receive` uses them."""
+    """Return the number of bytes that each of rank 0's two receive buffers needs. The buffers are assigned to the
+    batches in the same order as in `_receive`."""
     sizes, free = [0, 0], 0
     for batch in batches:
         sizes[free] = max(sizes[free], batch.nbytes)
@@ -181,8 +183,8 @@ def _slot_sizes(batches: Sequence[_Batch]) -> list[int]:
 
 
 class _Transfer:
-    """The messages of one batch of weights, on their way. A failed transfer raises RuntimeError naming these
-    weights."""
+    """The send and receive operations of one batch of weights, started when the object is created. If one fails, a
+    RuntimeError names the weights."""
 
     def __init__(self, batch: _Batch, messages: Sequence[dist.P2POp]) -> None:
         self._batch, self._messages = batch, messages  # tensors must live until they have arrived
@@ -262,7 +264,7 @@ def _receive(
 
 
 def _begin(batch: _Batch, slot: torch.Tensor) -> _Transfer:
-    """Start to receive the other ranks' pieces of `batch` in the buffer `slot`."""
+    """Start to receive the other ranks' pieces of `batch` in the receive buffer `slot` of rank 0."""
     messages = []
     for weight, tensor in _tensors(batch, slot).items():
         for piece, room in _arrivals(weight, tensor, batch.in_place):
@@ -271,7 +273,7 @@ def _begin(batch: _Batch, slot: torch.Tensor) -> _Transfer:
 
 
 def _tensors(batch: _Batch, slot: torch.Tensor) -> dict[SpreadWeight, torch.Tensor]:
-    """Return a view of the buffer `slot` for each weight of the batch that rank 0 does not have whole."""
+    """Return a view of the buffer `slot` for each weight of the batch, except those that rank 0 itself has whole."""
     found, offset = {}, 0
     for weight in batch.weights:
         if not weight.is_local:
@@ -281,9 +283,10 @@ def _tensors(batch: _Batch, slot: torch.Tensor) -> dict[SpreadWeight, torch.Tens
 
 
 def _arrivals(weight: SpreadWeight, tensor: torch.Tensor, in_place: bool) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Yield each piece that another rank sends, with the flat view of `tensor` in which it is received.
+    """Yield each piece that another rank sends, with the flat view of `tensor` that receives it.
 
-    Pieces are received in their final positions when `in_place` is true, else one after the other.
+    If `in_place` is true, this view is the piece's final position; otherwise the pieces are received one after the
+    other.
     """
     offset = 0
     for piece in weight.pieces:

@@ -29,7 +29,7 @@ class Aggregation:
 
     kind: AggregationKind = "token"
     length_norm: int | None = None
-    """Number of tokens that `sequence_sum` divides by; the other kinds ignore it."""
+    """Number of tokens by which `sequence_sum` divides the sum of each row's losses; the other kinds ignore it."""
 
     def __post_init__(self) -> None:
         if self.kind == "sequence_sum" and self.length_norm is None:
@@ -44,8 +44,7 @@ class Aggregation:
         return "groups" if self.kind == "prompt" else "sequences"
 
     def __call__(self, values: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
-        """Weight the per-token `values` `[T]` of one microbatch and return their sum, which the step later divides by
-        N.
+        """Return the weighted sum of the per-token `values` `[T]` of one microbatch, which the step later divides by N.
 
         N is the step's number of tokens, rows or groups (see `denominator`). Raises ValueError when the kind is
         `prompt` and `inputs` has no `group_tokens`, which cannot be counted here because a group's rows may be in

@@ -14,8 +14,8 @@ CORRECTION_BOUNDS: dict[str, tuple[float | None, float]] = {
     "sequence": (None, 2.0),
     "sequence_mask": (0.0, 2.0),
 }
-"""Default bounds (low, high) of the importance weights of each correction. low is None for a correction without a lower
-bound. The bounds of `icepop` are those of Ring-1T."""
+"""Default bounds (low, high) of the importance weights: kind of correction -> bounds. low is None for a correction
+without a lower bound. The bounds of `icepop` are those of Ring-1T."""
 
 
 class LossConfig(Section):
@@ -26,10 +26,10 @@ class LossConfig(Section):
     one ratio for each answer (arXiv:2507.18071, with bounds around 4e-4). `cispo` uses the clipped ratio as a weight
     (arXiv:2506.13585). `reinforce` uses no ratio."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Distance from 1 to the lower bound of the ratio, which is clipped below 1 - clip_low; 1 means no lower bound, as
-    in the paper on CISPO."""
+    """Distance from 1 to the lower bound of the probability ratio, which is clipped below 1 - clip_low. 1 means no
+    lower bound, as in the paper on CISPO."""
     clip_high: Positive = 0.28
-    """Distance from 1 to the upper bound of the ratio, which is clipped above 1 + clip_high (DAPO,
+    """Distance from 1 to the upper bound of the probability ratio, which is clipped above 1 + clip_high (DAPO,
     arXiv:2503.14476)."""
     clip_dual: Annotated[float, Field(gt=1)] | None = None
     """Second upper bound of the ratio in `ppo_clip`, for tokens with a negative advantage (arXiv:1912.09729 uses 3).
@@ -61,11 +61,11 @@ class LossConfig(Section):
     """Estimator of the KL divergence from d = log p_ref - log p at each token (joschu.net/blog/kl-approx.html). `k1` is
     -d, `k2` is d^2 / 2, and `k3` is exp(d) - 1 - d."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Part of the objective that the KL divergence enters. `loss` adds it to the loss; `reward` subtracts it from each
+    """Place where the KL divergence enters the objective. `loss` adds it to the loss; `reward` subtracts it from each
     token's advantage."""
     entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus; with 0 there is no bonus. The bonus costs a softmax over the vocabulary, in the
-    forward and in the backward pass."""
+    """Weight of the entropy bonus; with 0 there is no bonus. The bonus needs a softmax over the vocabulary in both the
+    forward and the backward pass."""
 
     @property
     def correction_bounds(self) -> tuple[float, float]:

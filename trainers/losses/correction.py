@@ -1,9 +1,9 @@
 """Off-policy corrections weight tokens by how much more likely the trainer's policy makes them than the engine's did.
 
-Engine and trainer compute slightly different numbers even at the same version, and stale rows come from an older
-version. The weight is `w = p_prev / p_rollout`: the token's probability under the previous policy, which is the
-denominator of the objective's ratios, over its probability under the engine's policy. It turns the loss's expectation
-under the engine's policy into one under the previous policy.
+Engine and trainer compute slightly different numbers even with the same version of the weights, and rows that were
+sampled earlier come from an older version. The weight is `w = p_prev / p_rollout`: the token's probability under the
+previous policy, which is the denominator of the objective's ratios, divided by its probability under the engine's
+policy. It turns the loss's expectation under the engine's policy into one under the previous policy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TokenWeights:
     """The weights that a correction gives to the tokens of one microbatch. No gradient flows through them."""
 
     values: torch.Tensor
-    """Weights that multiply the objective's losses: float32 `[T]`, 0 or more."""
+    """Weight by which each token's loss is multiplied: float32 `[T]`, 0 or more."""
     cut: torch.Tensor
     """True for each token whose weight `w` was replaced by a bound or by 0: bool `[T]`."""
 
@@ -64,8 +64,8 @@ class TruncatedTokens:
 
 @dataclass(frozen=True, slots=True)
 class IcePop:
-    """Weights each token by its importance weight `w` if that is inside `[low, high]`, and leaves it out (weight 0)
-    otherwise."""
+    """Weights each token by its importance weight `w` if w is inside `[low, high]`. Other tokens are left out (weight
+    0)."""
 
     low: float
     high: float

@@ -37,8 +37,8 @@ class ReferenceKl:
         return self.aggregation.denominator
 
     def __call__(self, inputs: LossInputs) -> TermSums:
-        """Return the estimates of a microbatch, summed as a loss and as a metric. Raises ValueError when `inputs` has
-        no `ref_logprobs`."""
+        """Return the KL estimates of a microbatch, summed once as a loss and once as a metric. Raises ValueError when
+        `inputs` has no `ref_logprobs`."""
         values = _estimate(self.kind, _reference(inputs) - inputs.logprobs)
         return TermSums(self.aggregation(values, inputs), {"reference_kl": values.detach().sum()})
 
@@ -47,10 +47,10 @@ class ReferenceKl:
 class RewardKl:
     """Lowers each token's advantage by `coefficient * k`, where k is the token's KL estimate without grad.
 
-    k is computed from `d = log p_ref - log p_prev`. Each token is charged for its own divergence only. PPO from human
-    feedback (arXiv:2203.02155) and REINFORCE++ (arXiv:2501.03262) instead subtract the KL before advantages are
-    estimated and sum it over the tokens that follow. That would need a reward per token, but Headrace normalises
-    advantages in the driver, which sees one reward per row and no tokens.
+    k is computed from `d = log p_ref - log p_prev`. The estimate at a token lowers the advantage of this token only.
+    PPO from human feedback (arXiv:2203.02155) and REINFORCE++ (arXiv:2501.03262) instead subtract the KL before
+    advantages are estimated and sum it over the tokens that follow. That would need a reward per token, but Headrace
+    normalises advantages in the driver, which sees one reward per row and no tokens.
     """
 
     kind: KlKind

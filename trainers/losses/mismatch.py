@@ -1,7 +1,7 @@
-"""Measures how far the trainer's log-probs are from those of the engine that sampled the tokens, on every run.
+"""Measures in every train step how far the trainer's log-probs are from those of the engine that sampled the tokens.
 
-When engine and trainer have the same weights, only numerics differ (kernels, precision, truncation by top-p or top-k).
-An engine that received wrong weights, or a mask over the wrong tokens, shows in these metrics first.
+When engine and trainer have the same weights, the log-probs differ only by numerics (kernels, precision, truncation by
+top-p or top-k). An engine that received wrong weights, or a mask over the wrong tokens, shows in these metrics first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def mismatch(inputs: LossInputs, *, recomputed: bool) -> tuple[torch.Tensor, tor
     """Return the mismatch between the trainer's and the engine's log-probs over the tokens of one microbatch.
 
     The first result holds the sums of the two metrics MISMATCH_SUMS (float64 `[2]`), the second the metric MISMATCH_MAX
-    (float64 scalar, 0 without tokens).
+    (float64 scalar, 0 if the microbatch has no tokens).
 
     With `recomputed` the trainer's log-probs are `prev_logprobs`, which it computed before the step; otherwise they are
     those of the training forward pass. Both come from the policy that the step starts from. On-policy rows were sampled

@@ -11,21 +11,23 @@ import torch
 from .terms import LossInputs
 
 DRIFT_METRICS = ("approx_kl", "rollout_kl")
-"""Names of the metrics of every objective, which estimate how far the policy has moved (estimator k3 of `losses.kl`).
+"""Names of the metrics that every objective reports. They estimate how far the policy has moved (estimator k3 of
+`losses.kl`).
 
-`approx_kl` estimates the KL divergence of the previous policy to the current one. `rollout_kl` estimates that of the
-engine's policy to the current one, which includes staleness and numerical mismatch.
+`approx_kl` estimates KL(previous policy || current policy). `rollout_kl` estimates KL(engine's policy || current
+policy), which includes staleness and numerical mismatch.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """The losses and metrics of an objective on one microbatch."""
+    """The losses and metrics that an objective computes for the tokens of one microbatch."""
 
     values: torch.Tensor
     """Loss at each token: float32 `[T]`, with grad."""
     metrics: Mapping[str, torch.Tensor]
-    """Sums over tokens of the objective's metrics, in the order of its `metrics`: float32 scalars without grad."""
+    """Sums of the objective's metrics over the microbatch's tokens: float32 scalars without grad, in the order of the
+    objective's `metrics`."""
 
 
 class Objective(Protocol):
@@ -53,7 +55,7 @@ def drift(inputs: LossInputs) -> dict[str, torch.Tensor]:
 
 
 def count(marks: torch.Tensor) -> torch.Tensor:
-    """Return how many of `marks`, bool `[T]`, are true, as a float32 scalar."""
+    """Return the number of true values in `marks`, bool `[T]`, as a float32 scalar."""
     return marks.sum(dtype=torch.float32)
 
 
@@ -80,8 +82,8 @@ class PpoClip:
 
     name = "ppo_clip"
     metrics = ("ratio_mean", "clip_fraction", *DRIFT_METRICS)
-    """Names of the metrics. ratio_mean averages r; clip_fraction is the share of tokens whose gradient a bound cuts
-    off."""
+    """Names of the metrics. ratio_mean averages r; clip_fraction is the share of tokens whose gradient is zero because
+    of a bound."""
 
     def __call__(self, inputs: LossInputs) -> TokenLosses:
         ratio = (inputs.logprobs - inputs.prev_logprobs).exp()
@@ -107,8 +109,8 @@ class Gspo:
     """GSPO's loss at a token is `-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)`, where s is the ratio of its row.
 
     A is the advantage. s is the geometric mean of the row's token ratios: `exp(mean over the row's tokens of log(p /
-    p_prev))`. With `loss.aggregation=sequence` the mean over a row's tokens is the paper's loss of the row. s stays
-    much closer to 1 than the ratio of one token, so its bounds are small (3e-4 and 4e-4 in the paper).
+    p_prev))`. With `loss.aggregation=sequence` the mean loss over a row's tokens equals the row's loss in the paper. s
+    stays much closer to 1 than the ratio of one token, so its bounds are small (3e-4 and 4e-4 in the paper).
     """
 
     clip_low: float = 0.2
@@ -116,8 +118,8 @@ class Gspo:
 
     name = "gspo"
     metrics = ("ratio_mean", "clip_fraction", *DRIFT_METRICS)
-    """Names of the metrics. ratio_mean averages s; clip_fraction is the share of tokens that belong to rows whose
-    gradient a bound cuts off."""
+    """Names of the metrics. ratio_mean averages s; clip_fraction is the share of tokens in rows whose gradient is zero
+    because of a bound."""
 
     def __call__(self, inputs: LossInputs) -> TokenLosses:
         log_ratios = inputs.row_sum(inputs.logprobs - inputs.prev_logprobs)

@@ -1,4 +1,4 @@
-"""The policy's loss term weights an objective's token losses by an off-policy correction and aggregates them."""
+"""The loss term of the policy: an objective's token losses, weighted by an off-policy correction and aggregated."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from .terms import Denominator, LossInputs, TermSums
 
 @dataclass(frozen=True, slots=True)
 class PolicyTerm:
-    """Computes the policy's loss on a microbatch, `aggregation(correction * objective)`, from advantages that
-    `reward_kl` lowers first."""
+    """Computes the policy's loss on a microbatch, `aggregation(correction * objective)`. If `reward_kl` is given, it
+    lowers the advantages first."""
 
     objective: Objective
     aggregation: Aggregation = Aggregation()
     correction: Correction | None = None
-    """Off-policy correction. None means no correction, as if the engine's policy were the previous policy."""
+    """Off-policy correction; None means no correction, so that the engine's policy is treated as the previous
+    policy."""
     reward_kl: RewardKl | None = None
     """KL penalty on the advantages; None leaves them as they are."""
 

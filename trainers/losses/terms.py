@@ -29,29 +29,31 @@ class LossInputs:
     """
 
     logprobs: torch.Tensor
-    """Log-probs under the policy being trained: float32 `[T]`, with grad."""
+    """Log-probs of the tokens under the policy that is being trained: float32 `[T]`, with grad."""
     prev_logprobs: torch.Tensor
-    """Log-probs under the previous policy, which is the denominator of probability ratios: float32 `[T]`."""
+    """Log-probs of the tokens under the previous policy, whose probabilities are the denominators of the probability
+    ratios: float32 `[T]`."""
     rollout_logprobs: torch.Tensor
-    """Log-probs under the engine's policy, with which the tokens were sampled: float32 `[T]`."""
+    """Log-probs of the tokens under the engine policy that sampled them: float32 `[T]`."""
     ref_logprobs: torch.Tensor | None
-    """Log-probs under the reference policy: float32 `[T]`; None when the step has no reference."""
+    """Log-probs of the tokens under the reference policy: float32 `[T]`; None when the step has no reference policy."""
     advantages: torch.Tensor
-    """Advantage of each token, which is that of its row unless a KL penalty has lowered it: float32 `[T]`."""
+    """Advantage of each token: float32 `[T]`. It is the advantage of the token's row, unless a KL penalty has lowered
+    it."""
     row_ids: torch.Tensor
     """Row of each token: int64 `[T]`, 0..N-1, ascending."""
     row_tokens: torch.Tensor
-    """Number of response tokens of each whole row: int64 `[N]`, 0 for a failed row."""
+    """Number of response tokens of each whole row: int64 `[N]`, 0 for a row whose rollout failed."""
     group_tokens: torch.Tensor | None = None
-    """Number of response tokens that the step trains on in the whole group of each row, over all microbatches and
-    ranks: int64 `[N]`; None unless `loss.aggregation` is `prompt`."""
+    """Number of response tokens that the step trains on in each row's whole group, over all microbatches and ranks:
+    int64 `[N]`; None unless `loss.aggregation` is `prompt`."""
     entropy: torch.Tensor | None = None
     """Entropy (nats) of the trained policy's distribution at each token: float32 `[T]`, with grad; None unless
     `loss.entropy_coef` is above 0."""
     reduce_rows: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Function that sums a tensor `[N]` over the ranks that share the rows' tokens (context parallelism). In backward
-    it sums the gradients over these ranks too, because each rank's loss is a part of the differentiated sum.
-    Collective. None when every row is whole on this rank."""
+    """Function that sums a tensor `[N]` over the context-parallel ranks, which share the rows' tokens. In backward it
+    also sums the gradients over these ranks, because each rank's loss depends on the sum. Collective. None when every
+    row is whole on this rank."""
 
     def row_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum per-token `values` `[T]` over whole rows. Returns `[N]`, differentiable, with 0 for a row without tokens.
@@ -68,17 +70,18 @@ class TermSums:
     """The loss and metrics of one term on one microbatch."""
 
     loss: torch.Tensor
-    """Sum of the losses, which the step divides by its denominator N: float32 scalar with grad."""
+    """Sum of the losses over the microbatch: float32 scalar with grad. The step later divides it by its denominator
+    N."""
     metrics: Mapping[str, torch.Tensor]
-    """Metrics as sums over tokens, which the step divides by the number of tokens: float32 scalars without grad, in the
-    order of the term's `metrics`."""
+    """Sums of the metrics over the microbatch's tokens: float32 scalars without grad, in the order of the term's
+    `metrics`. The step later divides them by its number of tokens."""
 
 
 class LossTerm(Protocol):
-    """One summand of the step's loss. It returns plain sums over a microbatch, which the step adds up and divides by N
-    once.
+    """One summand of the step's loss. It returns plain sums over each microbatch, which the step adds up and divides
+    once, by its denominator N.
 
-    Therefore its value on a row must not depend on which other rows are in the same microbatch.
+    Therefore the term's value on a row must not depend on which other rows are in the same microbatch.
     """
 
     @property
@@ -89,7 +92,8 @@ class LossTerm(Protocol):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of the term's metrics. They never change, so that all ranks reduce vectors of the same layout."""
+        """Names of the term's metrics. The names never change, so that the vectors that the ranks sum up have the same
+        layout."""
         ...
 
     def __call__(self, inputs: LossInputs) -> TermSums: ...
@@ -129,7 +133,8 @@ class PolicyLoss:
         self.metrics: tuple[str, ...] = tuple(owners)
 
     def __call__(self, inputs: LossInputs) -> TermSums:
-        """Return the sum of coefficient times loss over all terms, and the unweighted metrics of all terms."""
+        """Return the sum of coefficient times loss over all terms, and the metrics of all terms without
+        coefficients."""
         metrics: dict[str, torch.Tensor] = {}
         losses = []
         for coefficient, term in self._terms:
@@ -165,7 +170,7 @@ def _check_linear(term: LossTerm) -> None:
 
 @torch.enable_grad()
 def _probe(term: LossTerm, micros: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-    """Evaluate `term` on made-up rows, divided into microbatches as `micros` says, a list of row numbers for each.
+    """Evaluate `term` on made-up rows. `micros` divides the rows into microbatches, each a list of row numbers.
 
     Returns the sums of the loss and of each metric over all microbatches, and as `gradient` the loss's gradient with
     respect to the log-prob and the entropy of every token.

@@ -1,2 +1,1 @@
-"""Simulates GRPO runs to predict the time of a step and the idle time of trainer and engines, by mode and number of
-GPUs."""
+"""Simulates GRPO runs to predict step times and the idle time of trainer and engines, by mode and number of GPUs."""

@@ -16,16 +16,18 @@ class SimulationConfig(Section):
     steps: Count | None = None
     """Number of steps to simulate. Unset: `algorithm.steps`, but at most 100."""
     async_staleness: Count = 1
-    """Largest number of versions by which rollouts of the mode `async` are ahead of the trainer."""
+    """Largest allowed staleness in the mode `async`: the number of weight versions between the start of a rollout and
+    the step that trains on it."""
     streaming_staleness: CountOrZero = 0
-    """Largest number of versions by which rollouts of the mode `streaming` are ahead of the trainer; 0 is strictly
-    on-policy."""
+    """Largest allowed staleness in the mode `streaming`: the number of weight versions between the start of a rollout
+    and the step that trains on it. 0 is strictly on-policy."""
     sampler: Literal["in_order", "windowed", "ready_first", "oldest_version_first"] | None = None
-    """Order in which the trainer takes groups. Groups that were overtaken may become too old and are then dropped.
+    """Order in which the trainer takes groups. A group that others overtake may become too old and is then dropped.
     Unset: `algorithm.sampler` if it is one of these, else `ready_first` for `streaming` and `in_order` for the other
     modes."""
     window: Count | None = None
-    """Number of prompts in the window of the sampler `windowed`. Unset: the window in `algorithm.sampler_options`, else
+    """Number of consecutive prompts of the prompt stream that the sampler `windowed` may choose from, counted from the
+    first prompt that was neither taken nor dropped. Unset: the window in `algorithm.sampler_options`, else
     `algorithm.prompts_per_step`."""
 
     response_tokens: Positive | None = None
@@ -36,7 +38,7 @@ class SimulationConfig(Section):
     """Share of the variance of response lengths that comes from differences between prompts; with 1 all rows of a group
     have the same length."""
     prompt_tokens: NonNegative = 128.0
-    """Mean number of tokens of a prompt, which the trainer computes in addition to the response."""
+    """Mean number of tokens of a prompt, which the trainer processes in addition to the response."""
 
     num_engines: Count | None = None
     """Number of engines. Unset: `rollout.num_engines`."""
@@ -48,9 +50,9 @@ class SimulationConfig(Section):
     decode_row_s: NonNegative = 0.0
     """Seconds that each row in the engine adds to `simulation.decode_s`."""
     latency_s: NonNegative | None = None
-    """Median number of seconds to generate a group, where this time does not depend on lengths or on the engine's other
-    work, as with tools or a remote service. The keys about decoding then have no effect. Unset: `scripted.latency_s`
-    with `rollout.engine=scripted`, else 0, which makes engines decode token by token."""
+    """Median number of seconds to generate a group, for groups whose time does not depend on response lengths or on the
+    engine's other work, as with tools or a remote service. The keys about decoding then have no effect. Unset:
+    `scripted.latency_s` with `rollout.engine=scripted`, else 0, which makes engines decode token by token."""
     latency_sigma: NonNegative | None = None
     """Sigma of the log-normal distribution around `simulation.latency_s`. Unset: `scripted.latency_sigma`."""
     request_s: NonNegative | None = None
@@ -63,19 +65,19 @@ class SimulationConfig(Section):
     """Seconds that the whole trainer takes for all log-prob passes over one token. Unset: a third of `train_token_s` if
     the run has such passes, else 0."""
     train_row_s: NonNegative | None = None
-    """Seconds that the whole trainer takes for a row in addition to its tokens. Unset: `scripted.train_row_s` divided
-    by `trainer.dp` with `trainer.backend=scripted`, else 0."""
+    """Seconds that the whole trainer takes for a row in addition to the time for its tokens. Unset:
+    `scripted.train_row_s` divided by `trainer.dp` with `trainer.backend=scripted`, else 0."""
     chunk_s: NonNegative | None = None
-    """Seconds that the trainer takes for a chunk, a number of groups trained on together, in addition to its rows. A
-    step of `sync` and `async` has one chunk. Unset: 0."""
+    """Seconds that the trainer takes for a chunk (groups that are trained on together) in addition to the time for its
+    rows. A step of `sync` and `async` has one chunk. Unset: 0."""
     plan_s: NonNegative | None = None
     """Seconds that the controller takes to plan a chunk, while the trainer waits. Unset: 0."""
     chunk_groups: Count | None = None
     """Number of groups that `streaming` trains on together, as a chunk. Unset: `algorithm.chunk_groups`, or its
     default."""
     train_step_s: NonNegative | None = None
-    """Seconds that the trainer takes for a step in addition to its rows, for the optimizer, checkpoints and metrics.
-    Unset: `scripted.train_step_s` with `trainer.backend=scripted`, else 0."""
+    """Seconds that the trainer takes for a step in addition to the time for its rows, for the optimizer, checkpoints
+    and metrics. Unset: `scripted.train_step_s` with `trainer.backend=scripted`, else 0."""
 
     controller_s: NonNegative | None = None
     """Seconds that the controller takes in each step to plan, log and clear rows, while the trainer waits. Unset: 0."""
@@ -87,14 +89,15 @@ class SimulationConfig(Section):
     call_s: NonNegative | None = None
     """Seconds that a call of the data plane takes. Unset: 0.001."""
     gib_per_s: Positive = 1.0
-    """Bandwidth of the data plane in GiB/s, for each put by itself and for all reads of the trainer together."""
+    """Bandwidth of the data plane in GiB/s. Each put of a rollout has this bandwidth for itself; all reads of the
+    trainer share it."""
     put_bytes: NonNegative = 21.0
-    """Number of bytes that a rollout puts for each token."""
+    """Number of bytes that a rollout writes to the data plane for each token."""
     got_bytes: NonNegative = 40.0
-    """Number of bytes that the trainer reads for each token, in all passes together."""
+    """Number of bytes that the trainer reads from the data plane for each token, in all passes together."""
 
     gpus: Count = 1
-    """Number of GPUs for which the numbers of this section hold; `--gpus` scales them to other numbers of GPUs."""
+    """Number of GPUs to which the values of this section apply; `--gpus` scales them to other numbers of GPUs."""
     scaling_efficiency: Share = 1.0
     """Share of each GPU's training speed that is kept when the number of GPUs doubles."""
     batch_grows: bool = False

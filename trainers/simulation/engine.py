@@ -11,43 +11,45 @@ import numpy as np
 
 
 class SimulatedEngine:
-    """An engine whose rows advance together, by one token in `decode_s + decode_row_s * (number of running rows)`
+    """An engine that decodes one token for all its rows every `decode_s + decode_row_s * (number of running rows)`
     seconds.
 
-    Its own clock counts tokens. Between changes (rows that join, pauses) everything is known in advance: `_marks` has
-    the count of this clock at which each row ends, and `_times` has the corresponding times. They are computed anew
-    only at changes.
+    The engine counts the tokens that it has decoded per row since the start of the run. Between changes (new rows,
+    pauses) the future is known: `_marks` has the token count at which each row ends, and `_times` the corresponding
+    times in seconds. Both are computed again only at changes.
     """
 
     def __init__(self, rows: int, decode_s: float, decode_row_s: float) -> None:
         self.rows = rows
         self.stamp = 0
-        """Number of changes so far. Predictions that were made at another number are no longer valid."""
+        """Number of changes (rows that joined, pauses) so far. A predicted event is no longer valid when this number
+        has changed since the prediction."""
         self._decode_s = decode_s
         self._decode_row_s = decode_row_s
         self._mark = 0.0
         self._since = 0.0
-        """Simulated time in seconds at which the engine's own clock was at `_mark`."""
+        """Simulated time in seconds at which the engine's token count was `_mark`."""
         self._marks = np.empty(0)
         self._times: list[float] = []
         self._mark_list: list[float] = []
         self._groups: list[tuple[float, int]] = []
-        """Heap of pairs (count of the clock at which the last row of the group ends, number of the group)."""
+        """Heap of pairs (token count of the engine at which the group's last row ends, number of the group)."""
         self._busy_s = 0.0
-        """Seconds before `_since` in which rows decoded."""
+        """Seconds before the time `_since` during which rows were decoded."""
 
     def running(self, now: float) -> int:
-        """Return the number of rows that are decoding at time `now`."""
+        """Return the number of rows that are being decoded at time `now`."""
         return len(self._times) - bisect_right(self._times, now)
 
     def busy_s(self, now: float) -> float:
-        """Return the number of seconds before `now` in which rows decoded."""
+        """Return the number of seconds before `now` during which rows were decoded."""
         if not self._times:
             return self._busy_s
         return self._busy_s + max(0.0, min(now, self._times[-1]) - self._since)
 
     def join(self, now: float, groups: Sequence[int], lengths: np.ndarray) -> None:
-        """Start groups at time `now`, whose rows have `lengths` tokens (float64 `[G, rows per group]`)."""
+        """Start `groups` at time `now`. `lengths` has the number of tokens of each of their rows (float64 `[G, rows per
+        group]`)."""
         self._settle(now, pause_s=0.0)
         ends = self._mark + lengths
         for group, last in zip(groups, ends.max(axis=1).tolist(), strict=True):
@@ -55,7 +57,7 @@ class SimulatedEngine:
         self._foresee(np.sort(np.concatenate((self._marks, ends.reshape(-1)))))
 
     def pause(self, now: float, seconds: float) -> None:
-        """Stop decoding for `seconds`, from `now` or from the end of a pause that is in progress."""
+        """Stop decoding for `seconds`, starting at time `now` or at the end of a pause that is in progress."""
         self._settle(now, pause_s=seconds)
         self._foresee(self._marks)
 
@@ -66,8 +68,8 @@ class SimulatedEngine:
         return self._times[bisect_left(self._mark_list, self._groups[0][0])]
 
     def take_ended(self, now: float) -> list[int]:
-        """Return the groups that have ended by `now` and were not returned before. Must be called before every
-        change."""
+        """Return the groups that have ended by time `now` and were not returned before. Must be called before `join`
+        and `pause`."""
         ended = []
         while self._groups and self.next_end() <= now:
             ended.append(heapq.heappop(self._groups)[1])
@@ -79,8 +81,8 @@ class SimulatedEngine:
         return now if leaving <= 0 else max(now, self._times[leaving - 1])
 
     def _settle(self, now: float, pause_s: float) -> None:
-        """Advance the clock to `now`, drop the rows that have ended, and let decoding continue after `pause_s`
-        seconds."""
+        """Advance the engine to time `now`, remove the rows that have ended, and let decoding continue after a pause of
+        `pause_s` seconds."""
         self._busy_s = self.busy_s(now)
         gone, running = bisect_right(self._times, now), len(self._times)
         if gone:
@@ -92,7 +94,8 @@ class SimulatedEngine:
         self._marks = self._marks[gone:]
 
     def _foresee(self, marks: np.ndarray) -> None:
-        """Compute the time at which each row ends from `marks`, the ascending counts of the clock at which rows end."""
+        """Compute the time at which each row ends. `marks` has the engine's token counts at which rows end, in
+        ascending order."""
         self.stamp += 1
         self._marks = marks
         left = len(marks) - np.arange(len(marks))

@@ -21,7 +21,8 @@ from .scenario import MODES, Mode, Scenario, build_scenario, measure_run
 from .simulate import SimulatedRun, simulate
 
 DEPTH_POINTS = 2000
-"""Largest number of points in time at which the queue depth of a run is written to depth.jsonl."""
+"""Largest number of points in time for which depth.jsonl has the numbers of ready and in-flight groups of one simulated
+run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +32,17 @@ class SimulateOptions:
     section: SimulationConfig = field(default_factory=SimulationConfig)
     modes: tuple[Mode, ...] = MODES
     from_run: Path | None = None
-    """Folder of a run in the mode `sync`, whose measured values are used where the section has none."""
+    """Folder of a run in the mode `sync`. Values measured in this run are used for keys that the section `simulation`
+    leaves unset."""
     gpus: tuple[int, ...] = ()
-    """Numbers of GPUs to simulate besides `simulation.gpus`."""
+    """GPU counts to simulate besides `simulation.gpus`."""
 
 
 def run_simulation(
     config: Config, options: SimulateOptions, out: Path, tell: Callable[[str], None] = lambda _: None
 ) -> dict[str, float]:
-    """Simulate the modes, write the results into `out` and return the summary. Raises UserError for wrong options.
+    """Simulate the modes, write the results into `out` and return the summary. Raises UserError when a mode is unknown,
+    no mode is given, a number of GPUs is below 1, or the runs cannot be simulated.
 
     summary.json has `simulate.{mode}.{seconds | trainer_idle_share | engine_idle_share | staleness_max | ...}` and
     `simulate.{mode}_vs_sync` (above 1 means faster), and the same under `simulate.gpus{N}.` for each of `options.gpus`.
@@ -92,8 +95,8 @@ def run_simulation(
 def summarise(name: str, scenario: Scenario, runs: dict[Mode, SimulatedRun]) -> dict[str, float]:
     """Return the summary of a scenario's runs, one for each mode: name of the metric -> value.
 
-    Times, idle shares and means leave out the first steps, in which a run fills its pipeline. The largest staleness and
-    the share of dropped groups are those of all steps.
+    Times, idle shares and means leave out the first steps, during which the pipeline of the run fills up. The largest
+    staleness and the share of dropped groups are taken over all steps.
     """
     summary: dict[str, float] = {}
     for mode, run in runs.items():
@@ -119,7 +122,7 @@ def summarise(name: str, scenario: Scenario, runs: dict[Mode, SimulatedRun]) -> 
 
 
 def simulation_table(summary: dict[str, float]) -> Table:
-    """Format the summary as a table with a row for each number of GPUs and mode."""
+    """Format the summary as a table with one line for each combination of GPU count and mode."""
     table = Table(title="headrace simulate", title_justify="left", title_style="bold")
     header = ("run", "mode", "s per step", "vs sync", "trainer idle", "engines idle", "staleness", "ready", "dropped")
     for name in header:

@@ -1,4 +1,4 @@
-"""Builds a scenario, which has all numbers of a simulated run, from the configuration and a measured run."""
+"""Builds a scenario, the set of all numbers that a simulated run needs, from the configuration and a measured run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ANY_NUMBER = 1 << 40
 class Scenario:
     """The numbers that describe a simulated run: seconds, tokens and counts.
 
-    Numbers of an engine are those of one whole engine; numbers of the trainer are those of all train workers together.
+    Numbers about an engine apply to each engine; numbers about the trainer apply to all train workers together.
     Construction raises UserError when a group does not fit into an engine or a pause is longer than its weight sync.
     """
 
@@ -38,13 +38,15 @@ class Scenario:
     prompts_per_step: int
     group_size: int
     staleness: Mapping[Mode, int]
-    """Number of versions by which rollouts may be ahead of the trainer, for each mode."""
+    """Largest allowed number of weight versions between the start of a rollout and the step that trains on it: mode ->
+    number."""
     sampler: Mapping[Mode, Sampler]
     window: int
-    """Number of prompts in the window of the `windowed` sampler."""
+    """Number of consecutive prompts of the prompt stream that the sampler `windowed` may choose from, counted from the
+    first prompt that was neither taken nor dropped."""
     in_flight: Literal["keep", "wait", "abort"]
-    """Treatment of running requests in a weight sync. `abort` is simulated as `keep`, because aborted requests continue
-    afterwards."""
+    """Treatment of running requests during a weight sync. `abort` is simulated as `keep`, because aborted requests
+    continue after the sync."""
     response_tokens: float
     response_sigma: float
     prompt_share: float
@@ -104,7 +106,7 @@ class Scenario:
         return np.repeat(self.draw_latencies(num_prompts)[:, None], self.group_size, axis=1)
 
     def draw_latencies(self, num_prompts: int) -> np.ndarray:
-        """Return the seconds in which the scripted engine answers each of the stream's first prompts, float64
+        """Return how many seconds the scripted engine takes for each of the first prompts of the prompt stream, float64
         `[num_prompts]`."""
         from ...actors.engines.scripted import request_latency  # imports torch, which nothing else here needs
         from ...actors.rollout.prompts import base36
@@ -113,21 +115,22 @@ class Scenario:
         return np.array([request_latency(uid, self.seed, self.latency_s, self.latency_sigma) for uid in ids])
 
     def put_s(self, tokens: float) -> float:
-        """Return the seconds from the last token of a group until the group is ready, for environment, reward and put.
+        """Return the seconds from the last token of a group until the group is ready: the time for environment, reward
+        and put.
 
         `tokens` is the number of tokens of the group.
         """
         return self.request_s + self.call_s + tokens * self.put_bytes / (self.gib_per_s * GIB)
 
     def read_s(self, tokens: float) -> float:
-        """Return the seconds that the trainer waits for a ready chunk before computing, for claim, plan and get.
+        """Return the seconds that the trainer waits for the data of a ready chunk: the time for claim, plan and get.
 
-        `tokens` is the number of tokens of the chunk, a number of groups trained on together.
+        `tokens` is the number of tokens of the chunk, which consists of groups that are trained on together.
         """
         return self.plan_s + 2 * self.call_s + tokens * self.got_bytes / (self.gib_per_s * GIB)
 
     def compute_s(self, rows: int, tokens: float) -> float:
-        """Return the seconds that the trainer computes for a chunk of `rows` rows with `tokens` tokens in total."""
+        """Return the seconds that the trainer takes to compute a chunk of `rows` rows with `tokens` tokens in total."""
         return self.chunk_s + rows * self.train_row_s + tokens * (self.train_token_s + self.logprob_token_s)
 
     def scaled(self, section: SimulationConfig, gpus: int) -> Scenario:
@@ -152,8 +155,8 @@ class Scenario:
 def build_scenario(config: Config, section: SimulationConfig, measured: Mapping[str, float]) -> Scenario:
     """Build the scenario of a run. A value that `section` leaves unset comes from `measured`, else from a default.
 
-    `measured` is the result of `measure_run`; defaults may depend on `config`. Raises UserError for values that cannot
-    be simulated.
+    `measured` is the result of `measure_run`, or empty; defaults may depend on `config`. Raises UserError when a group
+    does not fit into an engine or a pause is longer than its weight sync.
     """
 
     def value(name: str, default: float) -> float:
@@ -212,10 +215,11 @@ def _sampler(config: Config, section: SimulationConfig, mode: Mode) -> Sampler:
 def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dict[str, float]:
     """Measure speeds and lengths of a run in the mode `sync`, as medians over all steps but the first.
 
-    They are read from metrics.jsonl in `run_dir`. The distribution of response lengths is derived from their mean and
-    from the longest response of a step, as if no response had been cut off. The time of a token is derived from the
+    The values are read from metrics.jsonl in `run_dir`. The distribution of response lengths is derived from their mean
+    and from the longest response of a step, as if no response had been cut off. The time of a token is derived from the
     longest response of a step. For a run with scripted engine and scripted backend, whose durations are known, the
-    overheads of its steps are measured too. Raises UserError when the run has no such metrics.
+    overheads of its steps are measured too. Raises UserError when the run has no metrics of a step or its steps
+    generated nothing.
     """
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
@@ -254,9 +258,10 @@ def measure_run(run_dir: Path, config: Config, section: SimulationConfig) -> dic
 
 
 def _scripted_overheads(records: Sequence[Mapping[str, float]], config: Config) -> dict[str, float]:
-    """Return the seconds that the steps of a scripted run took beyond those configured for engine and backend.
+    """Return the overheads of a run with scripted engine and backend: the seconds beyond the configured sleeps.
 
-    The run must be in the mode `sync`. The result has a value for each measured key of the section `simulation`.
+    The run must be in the mode `sync`. The result maps keys of the section `simulation` to seconds; `train_step_s`
+    includes the configured time of a step.
     """
     scripted, prompts = config.scripted, config.algorithm.prompts_per_step
     scenario = build_scenario(config, SimulationConfig(), {})
@@ -276,6 +281,6 @@ def _scripted_overheads(records: Sequence[Mapping[str, float]], config: Config) 
 
 
 def sigma_of(mean: float, longest: float, rows: int) -> float:
-    """Return the sigma of a log-normal distribution from its mean and the longest of `rows` draws."""
+    """Estimate the sigma of a log-normal distribution from its mean and the largest of `rows` draws."""
     quantile = statistics.NormalDist().inv_cdf(1 - 1 / (rows + 1)) if rows > 1 else 0.0
     return quantile - math.sqrt(max(0.0, quantile**2 - 2 * math.log(max(1.0, longest / mean))))

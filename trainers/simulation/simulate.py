@@ -2,9 +2,9 @@
 
     prompt allowed -> admitted by an engine -> last token -> put -> ready -> claimed, trained -> sync -> next version
 
-A prompt may begin `staleness` versions before the step that would train on it, in the order of the prompt stream.
-`sync` and `async` train on a whole step's groups at once. `streaming` trains on groups as they become ready and applies
-the optimizer once per step.
+Prompts begin in the order of the prompt stream, each at most `staleness` weight versions before the step that would
+train on it. The modes `sync` and `async` train on all groups of a step at once. The mode `streaming` trains on groups
+as they become ready and steps the optimizer once per step.
 """
 
 from __future__ import annotations
@@ -29,35 +29,38 @@ class SimulatedStep:
     end_s: float
     seconds: float
     trainer_busy_s: float
-    """Seconds in which the trainer computed, without waits, reads and syncs."""
+    """Seconds during which the trainer computed, without waits, reads and weight syncs."""
     engines_busy_s: float
-    """Seconds in which engines decoded, summed over the engines."""
+    """Seconds during which engines decoded, summed over the engines."""
     staleness_mean: float
     staleness_max: int
-    """Largest number of versions between the start of a group and the step that trained on it."""
+    """Largest number of weight versions between the start of a group and the step that trained on it."""
 
 
 @dataclass(slots=True)
 class SimulatedRun:
-    """The result of a simulated run: its steps, its queue depths over time, and its numbers of groups."""
+    """The result of a simulated run: its steps, the numbers of ready and in-flight groups over time, and the final
+    numbers of groups."""
 
     steps: list[SimulatedStep] = field(default_factory=list)
     depth_times: array[float] = field(default_factory=lambda: array("d"))
     depth_ready: array[int] = field(default_factory=lambda: array("q"))
-    """Number of groups that are ready for training, from each time in `depth_times` on."""
+    """Numbers of groups that are ready for training. Each number holds from the time at the same index of `depth_times`
+    until the next one."""
     depth_in_flight: array[int] = field(default_factory=lambda: array("q"))
-    """Number of groups that have begun but are not ready for training, from each time in `depth_times` on."""
+    """Numbers of groups that have begun but are not ready for training. Each number holds from the time at the same
+    index of `depth_times` until the next one."""
     started: int = 0
     trained: int = 0
     dropped: int = 0
-    """Number of groups that became too old before they were trained on."""
+    """Number of groups that were dropped because they became too old to be trained on."""
     ready: int = 0
     in_flight: int = 0
 
 
 class Simulation:
-    """Simulates one run in one mode. The result is deterministic: with the same seed a prompt has the same lengths in
-    all modes."""
+    """Simulates one run in one mode. The result is deterministic, and with the same seed each prompt has the same
+    response lengths in all modes."""
 
     def __init__(self, scenario: Scenario, mode: Mode) -> None:
         self._scenario = scenario
@@ -72,12 +75,13 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], tuple[int, ...]]] = []
         self._order = itertools.count()
         self._version = 0
-        """Version of the weights that engines serve. It is also the index of the step in training, from 0."""
+        """Version of the weights that engines serve; equal to the index of the current train step, from 0."""
         self._begun: dict[int, int] = {}
-        """Version at which each group began, for groups that have been neither trained on nor dropped."""
+        """Weight version at which each group began: number of the group -> version. A group is removed when its
+        training begins or it is dropped."""
         self._doomed = 0
-        """Number of groups that are not ready yet but already too old to be trained on. Other groups begin in their
-        place."""
+        """Number of groups that are not ready for training yet but are already too old for it. Other groups begin in
+        their place."""
         self._decoding = 0
         self._open = True
         """True while engines admit new groups."""
@@ -85,11 +89,13 @@ class Simulation:
         self._sampler = scenario.sampler[mode]
         self._window = {"in_order": 1, "windowed": scenario.window}.get(self._sampler)
         self._granted: list[tuple[int, int, int]] = []
-        """Heap of the groups that the trainer may take, in the order of the sampler: (key, tie-breaker, group)."""
+        """Heap of the ready groups that the sampler lets the trainer take, in the sampler's order: (key, tie-breaker,
+        group)."""
         self._blocked: list[int] = []
-        """Heap of the groups that are ready but too far ahead in the prompt stream for the sampler's window."""
+        """Heap of the groups that are ready but too far ahead in the prompt stream for the sampler to let the trainer
+        take them."""
         self._progress = StreamProgress()
-        """Record of the prompts in the stream that are granted to the trainer or dropped."""
+        """Positions in the prompt stream whose groups the trainer may take or that were dropped."""
         self._training: list[int] = []
         self._step_groups = 0
         self._step_busy_s = 0.0
@@ -109,13 +115,14 @@ class Simulation:
 
     @property
     def _waiting(self) -> int:
-        """Number of prompts that may begin now but have not begun; 0 while engines admit no groups."""
+        """Number of prompts that may begin now but have not begun. It is 0 during the times when engines admit no new
+        groups."""
         allowed = (self._version + self._staleness + 1) * self._scenario.prompts_per_step + self.run.dropped
         return allowed + self._doomed - self.run.started if self._open else 0
 
     def _admit(self, engines: Iterable[int] | None = None) -> None:
-        """Start prompts that are waiting, each on the engine with the fewest running rows, until that engine has no
-        room.
+        """Start waiting prompts, each on the engine with the fewest running rows, until no engine has room for another
+        group.
 
         `engines` are the numbers of the engines to consider; None means all.
         """
@@ -169,7 +176,8 @@ class Simulation:
             self._foresee(number)
 
     def _collect(self, number: int) -> None:
-        """Take the groups that have ended on engine `number` and schedule the moment when each is put and ready.
+        """Take the groups that have ended on engine `number`, and schedule for each the moment when its rows are stored
+        and it is ready.
 
         If the weight sync was waiting for the last running groups to end, this starts it.
         """
@@ -198,9 +206,10 @@ class Simulation:
         self._train()
 
     def _grant(self) -> None:
-        """Let the trainer take ready groups that are within the window after the first missing prompt.
+        """Let the trainer take the ready groups inside the sampler's window, a range of the prompt stream.
 
-        This applies to the samplers `in_order` and `windowed`, which follow the prompt stream.
+        The window begins at the first prompt that was neither granted to the trainer nor dropped. Only the samplers
+        `in_order` and `windowed`, which follow the prompt stream, have one.
         """
         while self._window and self._blocked and self._blocked[0] < self._progress.first + self._window:
             group = heapq.heappop(self._blocked)
@@ -237,7 +246,8 @@ class Simulation:
     # -------------------------------------------------------------- trainer
 
     def _train(self) -> None:
-        """Start to train on a chunk of groups if the trainer is free and enough groups are ready."""
+        """Start to train on a chunk (groups that are trained on together) if the trainer is free and enough groups are
+        ready."""
         scenario, missing = self._scenario, self._scenario.prompts_per_step - self._step_groups
         wanted = min(scenario.chunk_groups, missing) if self._streaming else missing
         if self._training or not missing or len(self._granted) < wanted:

@@ -35,15 +35,15 @@ from .tensor_parallel import split_dim, sum_per_head_gradients
 
 
 class FsdpBackend:
-    """The `TrainBackend` built on FSDP2. Collective calls wait for all ranks, at most for the timeout of the process
-    group."""
+    """A `TrainBackend` that trains HF models with FSDP2. Each collective call waits for all ranks, but not longer than
+    the timeout of the process group."""
 
     def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
         """Shard the model and read this rank's pieces of its weights.
 
-        Needs a default process group of `world` ranks when `world` > 1. Raises RuntimeError without it. Raises
-        ValueError when the model does not exist, needs another `head`, does not support packing, or cannot be split as
-        the topology says.
+        When `world` > 1, a default process group of `world` ranks must exist. Raises RuntimeError if it does not.
+        Raises ValueError when the model does not exist, needs another value of `head`, does not support packing, or
+        cannot be split as the topology says.
         """
         if world > 1 and (not dist.is_initialized() or dist.get_world_size() != world):
             raise RuntimeError(f"fsdp backend: needs a default process group of {world} ranks before it is built")
@@ -102,7 +102,8 @@ class FsdpBackend:
         self._optimizer.zero_grad(set_to_none=True)
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
-        """Run forward, summed loss and backward over `count` microbatches. Gradients stay unscaled sums. Collective.
+        """Run the forward pass, the summed loss and the backward pass of `count` microbatches. Gradients stay unscaled
+        sums. Collective.
 
         Every rank must pass the same number of microbatches; one without rows is allowed. Needs the columns
         `input_ids`, `response_mask` and `rollout_logprobs`, also `prev_logprobs` when `prev` is "recompute", and
@@ -113,11 +114,12 @@ class FsdpBackend:
                 self._accumulate(micro)
 
     def finish_step(self) -> dict[str, float]:
-        """Reduce the step's sums over the ranks, scale the gradients by 1/N, clip them, and step the optimizer.
-        Collective.
+        """Sum the step's losses and counts over the ranks, divide the gradients by N, clip them, and step the
+        optimizer. Collective.
 
-        Returns metrics over all ranks. When N is 0 or the gradients are not finite, the step is skipped: weights,
-        optimizer state and schedule stay as they were. Raises RuntimeError when no step is open or a microbatch failed.
+        N is the denominator of the step's mean loss. Returns metrics over all ranks. When N is 0 or the gradients are
+        not finite, the step is skipped: weights, optimizer state and schedule stay as they were. Raises RuntimeError
+        when no step is open or a microbatch failed.
         """
         with self._meter.working():
             metrics = self._finish()
@@ -134,10 +136,12 @@ class FsdpBackend:
     def logprobs(
         self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
     ) -> list[torch.Tensor]:
-        """Return the log-probs of each of `count` microbatches, as described in `TrainBackend`. Collective.
+        """Return the log-probs of the tokens of each of `count` microbatches, float32 `[number of tokens]` on the CPU.
+        Collective.
 
-        With `reference` they are those of the reference model. Allowed while a step is open. Raises ValueError for
-        `reference` when there is no reference model.
+        Only the rank that writes the replica's columns back gets them; other ranks get []. With `reference` they are
+        those of the reference model. Allowed while a step is open. Raises ValueError for `reference` when there is no
+        reference model.
         """
         model = self._reference if reference else self._policy
         if model is None:
@@ -181,8 +185,8 @@ class FsdpBackend:
     def load(self, path: str) -> None:
         """Read the checkpoint `path`, which any number of ranks may have written. Collective.
 
-        The reference model and hyperparameters such as the learning rate come from the config instead. Raises
-        RuntimeError while a step is open, and ValueError when `path` is not a complete checkpoint of this model.
+        The reference model and hyperparameters such as the learning rate are not read; they come from the config.
+        Raises RuntimeError while a step is open, and ValueError when `path` is not a complete checkpoint of this model.
         """
         self._step.require_closed("load")
         self._checkpointer.load(path, self._state())
@@ -278,8 +282,8 @@ class FsdpBackend:
     def _precision(self, module: CausalLM) -> AbstractContextManager[object]:
         """Return the context in which forward and backward passes of `module` must run.
 
-        On a single rank with mixed precision it provides bfloat16 copies of the parameters. On several ranks FSDP does
-        that, so the context does nothing.
+        On a single rank with mixed precision it provides bfloat16 copies of the parameters. On several ranks FSDP
+        itself makes such copies, and the context does nothing.
         """
         return half_parameters(module) if self._mesh is None and self._half else nullcontext()
 

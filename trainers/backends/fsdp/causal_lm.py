@@ -25,7 +25,8 @@ class CausalLM(nn.Module):
         """Wrap `model`.
 
         `head` "selected" applies the output layer only to the positions whose log-probs are wanted. "full" lets the
-        model compute all logits, for architectures that change them after the output layer; `check_head` finds these.
+        model compute all logits, for architectures that change them after the output layer; `check_head` detects such
+        architectures.
         """
         super().__init__()
         self.model = model
@@ -36,7 +37,8 @@ class CausalLM(nn.Module):
     def forward(
         self, layout: RowLayout, temperature: float, entropy: Entropy = "off"
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return log-probs and entropies of the layout's wanted tokens, as `token_logprobs` does."""
+        """Return the log-probs and entropies of the layout's wanted tokens (those whose log-probs are computed), in the
+        form that `token_logprobs` returns."""
         places = {}
         if layout.position_ids is not None:
             places = {"position_ids": layout.position_ids, "row_ends": layout.ends, "longest_row": layout.longest}
@@ -50,7 +52,8 @@ class CausalLM(nn.Module):
         return token_logprobs(hidden, layout.targets, head, self.vocab, temperature=temperature, entropy=entropy)
 
     def layers(self) -> list[nn.Module]:
-        """Return the decoder layers. Raises ValueError when the model does not name their class."""
+        """Return the decoder layers. Raises ValueError when the model's `_no_split_modules` does not name the class of
+        its layers."""
         names = self.model._no_split_modules or ()
         found = [child for child in self.model.modules() if type(child).__name__ in names]
         if not found:

@@ -1,4 +1,4 @@
-"""Fills a model that is spread over ranks with a HF model's weights, of which every rank reads only its own pieces.
+"""Fills a model that is spread over ranks with the weights of a HF model. Each rank reads only its own pieces.
 
 The model is built on the meta device, split and sharded there, and gets memory for this rank's pieces only. Therefore a
 rank needs host memory for its shard and the largest piece of a weight, however large the model is.
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
-    """Gives parts of a HF model's weights, in float32 in host memory."""
+    """Interface for reading parts of a HF model's weights. They are returned in float32 in host memory."""
 
     def empty_model(self, dtype: torch.dtype | None = None) -> Any:
         """Return the HF model on the meta device, without values of its weights."""
@@ -37,8 +37,8 @@ class WeightSource(Protocol):
 
 
 class WholeModel:
-    """A WeightSource that holds the whole model in host memory, for models whose files do not contain its tensors as
-    they are."""
+    """A `WeightSource` that holds the whole model in host memory. It serves models that cannot be read tensor by
+    tensor, for example because they are quantized or have no safetensors files."""
 
     def __init__(self, model: str) -> None:
         """Load `model`, a local folder or hub id. Raises ValueError when there is no such model."""
@@ -58,8 +58,8 @@ class WholeModel:
 def open_source(model: str) -> WeightSource:
     """Return a source of the weights of `model`, a local folder or hub id.
 
-    If the model's safetensors files contain its tensors as they are, the weights are read piece by piece. Otherwise the
-    source holds the whole model in host memory and a warning is logged. Raises ValueError when there is no such model.
+    The weights are read piece by piece if the safetensors files contain them as the model uses them. Otherwise the
+    source holds the whole model in host memory, and a warning is logged. Raises ValueError when there is no such model.
     """
     try:
         source = HfSource(model)
@@ -75,7 +75,7 @@ def open_source(model: str) -> WeightSource:
 
 
 def _why_whole(source: HfSource) -> str:
-    """Return the reason why the model's tensors cannot be read from its files one by one; "" when they can."""
+    """Return why the model's tensors cannot be read one by one from its files; "" when they can."""
     if getattr(source.config, "quantization_config", None) is not None:
         return "its weights are quantized"
     model = source.empty_model()
@@ -102,10 +102,10 @@ def _stored(model: nn.Module) -> list[str]:
 def fill(
     module: CausalLM, source: WeightSource, topology: Topology, rank: int, device: torch.device, *, host: bool
 ) -> None:
-    """Give `module` memory for this rank's pieces of its parameters, and read them from `source`.
+    """Give `module` memory for this rank's pieces of its parameters, and read the pieces from `source`.
 
-    Before the call the module is on the meta device. Its buffers are filled too; they are always on `device`. host:
-    true to keep the pieces of parameters in host memory instead of on `device`.
+    Before the call the module is on the meta device. Its buffers are filled too and are always on `device`. host: true
+    to keep the pieces of parameters in host memory instead of on `device`.
     """
     shared: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
@@ -126,7 +126,8 @@ def fill(
 def _compute_buffers(model: Any, source: WeightSource, device: torch.device) -> None:
     """Fill the model's buffers and move them to `device`.
 
-    Those that model folders contain are read from `source`; the others are computed by the model's own code.
+    Persistent buffers, which model folders contain, are read from `source`; the others are computed by the model's own
+    code.
     """
     kept = model.state_dict()
     for module in model.modules():

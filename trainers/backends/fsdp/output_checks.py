@@ -1,4 +1,4 @@
-"""Checks that log-probs can be computed from a model's last hidden states, and that packed rows are independent.
+"""Checks that a model's last hidden states suffice for log-probs, and that packed rows do not affect each other.
 
 Neither check needs a forward pass of the whole model on the host.
 """
@@ -24,7 +24,7 @@ from .causal_lm import CausalLM
 TOKENS = 4
 """Number of tokens of the made-up row that the checks use."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-"""Largest difference between log-probs that counts as rounding, absolute and relative: dtype of the computation ->
+"""Largest absolute and relative difference between log-probs that counts as rounding: dtype of the computation ->
 tolerance."""
 
 
@@ -32,8 +32,8 @@ tolerance."""
 def check_head(model: Any) -> None:
     """Check that a HF model's logits are its output layer applied to its last hidden state.
 
-    The option `head` "selected" relies on this. The model's own forward runs with made-up hidden states and an output
-    layer of a few tokens, so the model may be on the meta device. Raises ValueError when the logits differ.
+    The option `head` "selected" relies on this. The model's own forward runs with made-up hidden states and a small
+    made-up output layer, so the model itself may be on the meta device. Raises ValueError when the logits differ.
     """
     size = model.config.get_text_config().hidden_size
     tried = copy.copy(model)  # shares the modules, which are replaced in the copy
@@ -69,11 +69,13 @@ class _HiddenStates(nn.Module):
 def check_packing(
     module: CausalLM, device: torch.device, precision: AbstractContextManager[object], *, half: bool
 ) -> None:
-    """Check that packed rows do not see each other; otherwise the model would compute wrong log-probs.
+    """Check that rows packed into one sequence do not see each other; otherwise the model would compute wrong
+    log-probs.
 
     The log-probs of a row of four tokens must be the same alone and packed behind a copy of itself. `module` is already
-    sharded. Collective over all ranks, which hold one model together. Raises ValueError on every rank if the check
-    fails on one. precision: context of the module's forward passes. half: true when the module computes in bfloat16.
+    sharded. Collective over all ranks, which together hold one model. Raises ValueError on every rank if the check
+    fails on one. precision: context in which the forward passes of `module` run. half: true when the module computes in
+    bfloat16.
     """
     tolerance = TOLERANCE[torch.bfloat16 if half else torch.float32]
     with precision:
@@ -90,9 +92,9 @@ def check_packing(
 
 
 def _logprobs(module: CausalLM, device: torch.device, rows: int) -> torch.Tensor:
-    """Return the log-probs of `rows` equal rows that are packed into one, float32 `[rows * 3]`.
+    """Return the log-probs of `rows` identical rows that are packed into one sequence, float32 `[rows * 3]`.
 
-    Each row has four tokens, of which all but the first have a log-prob.
+    Each row has four tokens, and all but the first have a log-prob.
     """
     row = torch.arange(TOKENS, dtype=torch.int32) % module.model.config.get_text_config().vocab_size
     column = Jagged(row.repeat(rows), np.full(rows, TOKENS, np.int64))

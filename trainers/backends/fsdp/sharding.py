@@ -24,13 +24,13 @@ def build_mesh(topology: Topology, device: torch.device) -> DeviceMesh | None:
 
 
 def spread(module: CausalLM, mesh: DeviceMesh | None, device: torch.device, *, half: bool, offload: bool) -> CausalLM:
-    """Split `module` over the tensor-parallel ranks, then shard it over the data-parallel ones, in place.
+    """Split `module` over the tensor-parallel ranks, then shard it over the data-parallel ranks, in place.
 
-    Each decoder layer is sharded by itself, and the rest of the module as one more unit. `half` computes in bfloat16.
-    `offload` keeps shards in host memory between uses. Gradients are summed over the data-parallel ranks. A single
-    rank's module is returned as it is: there is nothing to shard, and FSDP's hooks and copies would only cost time. The
-    module is on the meta device; `fill` later gives it memory and weights. Raises ValueError when the model cannot be
-    split or sharded.
+    Each decoder layer is sharded by its own call of FSDP's `fully_shard`, and one more call shards the rest of the
+    module. With `half` the module computes in bfloat16. With `offload` shards are kept in host memory between uses.
+    Gradients are summed over the data-parallel ranks. A single rank's module is returned unchanged: there is nothing to
+    shard, and FSDP's hooks and copies would only cost time. The module is on the meta device; `fill` later gives it
+    memory and weights. Raises ValueError when the model cannot be split or sharded.
     """
     if mesh is None:
         return module
@@ -50,8 +50,8 @@ def spread(module: CausalLM, mesh: DeviceMesh | None, device: torch.device, *, h
 
 
 def _sum_gradients(module: FSDPModule) -> None:
-    """Make FSDP sum the gradients of a shard over the ranks instead of averaging them, because the step divides once by
-    N."""
+    """Make FSDP sum the gradients of a shard over the ranks instead of averaging them, because the train step itself
+    divides them once, by the denominator of its mean loss."""
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum, the default for a factor
 

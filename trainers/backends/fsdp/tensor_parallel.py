@@ -1,9 +1,9 @@
 """Splits HF Qwen3, Qwen3-MoE and Llama models over tensor-parallel ranks, each of which computes with its own part.
 
-The method is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053). Projections into a block are split by
-columns, projections out of it by rows, and each block has one all-reduce per direction. Embedding and output layer are
-split by vocabulary. Each rank has some of the experts, whole. It computes what these experts contribute to every token,
-and one all-reduce adds up the contributions.
+The method is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053). In each attention and MLP block, the input
+projections are split by columns and the output projections by rows, so that the block needs one all-reduce in forward
+and one in backward. Embedding and output layer are split by vocabulary. Experts are not split: each rank holds some of
+them and computes what these contribute to every token, and one all-reduce adds up the contributions.
 
 Weights are stored as DTensors for FSDP and checkpoints, but nothing is computed on DTensors. Computing on them would
 give every rank the whole vocabulary's embedding gradient, does not support fused experts, and costs a dispatch per
@@ -34,8 +34,8 @@ _PER_HEAD = ("q_norm", "k_norm")
 def split_over(module: CausalLM, mesh: DeviceMesh) -> None:
     """Split the weights of `module` over the ranks of the one-dimensional `mesh`, in place.
 
-    Before, all ranks hold the same whole weights. Afterwards the output layer computes this rank's logits only, and
-    `module.vocab` says which they are. `check_split` must have accepted the model.
+    Before the call, all ranks hold the same whole weights. Afterwards the output layer computes only this rank's
+    logits, and `module.vocab` says which tokens these logits belong to. `check_split` must have accepted the model.
     """
     model, group = module.model, mesh.get_group()
     child: Any
@@ -68,8 +68,9 @@ def split_dim(param: torch.Tensor) -> int | None:
 def sum_per_head_gradients(module: CausalLM, group: dist.ProcessGroup, device: torch.device) -> None:
     """Sum over ranks the gradients of weights that each rank has whole but applies to its own heads only. Collective.
 
-    These are the norms of queries and keys, a few hundred numbers per layer. It is called once per step, on gradients
-    that are summed over the microbatches. `device` is the group's device; the gradients may be offloaded to the host.
+    These weights are the norms of queries and keys, a few hundred numbers per layer. The function is called once per
+    step, on gradients that are already summed over the microbatches. `device` is the device on which the group
+    communicates; the gradients may be offloaded to the host.
     """
     params = [p for name, p in module.named_parameters() if name.rpartition(".")[0].endswith(_PER_HEAD)]
     grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params if p.grad is not None]
@@ -122,9 +123,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _block(forward: Any, group: dist.ProcessGroup, hidden_states: torch.Tensor, **arguments: Any) -> Any:
-    """Run an attention or MLP block in such a way that backward needs one all-reduce for the gradient of its input.
+    """Run an attention or MLP block with one all-reduce in backward, for the gradient of the block's input.
 
-    The all-reduce sums this gradient over the ranks after it is summed over all projections of the block.
+    The gradient is first summed over all projections of the block on each rank and then, by this all-reduce, over the
+    ranks.
     """
     return forward(_Share.apply(hidden_states, group), **arguments)
 
@@ -151,8 +153,8 @@ def _embedding(embedding: nn.Embedding, group: dist.ProcessGroup, start: int, in
 
 
 class _ExpertsPart:
-    """Stand-in for a HF experts module that has only one rank's experts; all other attributes are those of the
-    module."""
+    """Stand-in for a HF experts module that has only the experts of one rank. All other attributes come from the
+    original module."""
 
     def __init__(self, module: nn.Module, **own: Any) -> None:
         self.__dict__.update(own)
@@ -206,7 +208,8 @@ def _split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _split_vocabulary(model: Any, mesh: DeviceMesh) -> int:
-    """Split the embedding and the output layer by vocabulary. Returns the largest number of tokens on any rank."""
+    """Split the embedding and the output layer by vocabulary. Returns the largest number of vocabulary entries that any
+    rank holds."""
     embedding, head, group = model.get_input_embeddings(), model.get_output_embeddings(), mesh.get_group()
     tied = head.weight is embedding.weight
     width = ceil_div(model.config.vocab_size, mesh.size())

@@ -26,13 +26,13 @@ _SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # tor
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The input of one call of the attention kernel: spans of queries, each span with the keys that its last query
-    sees."""
+    """Input of one call of the attention kernel: spans of consecutive queries, each with all keys up to the span's last
+    query."""
 
     queries: torch.Tensor | None
-    """Indices of the queries among this rank's tokens, span by span: int64; None for all tokens."""
+    """Indices of the queries among this rank's tokens, one span after the other: int64; None for all tokens."""
     keys: torch.Tensor | None
-    """Indices of the keys among all ranks' tokens, span by span: int64; None for all tokens."""
+    """Indices of the keys among all ranks' tokens, one span after the other: int64; None for all tokens."""
     query_sizes: tuple[int, ...]
     """Number of queries of each span, 1 or more."""
     key_sizes: tuple[int, ...]
@@ -45,13 +45,14 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Says which tokens of one microbatch attend to which. Megatron passes it to its layers as `packed_seq_params`."""
+    """Plan of which tokens of one microbatch may attend to which. Megatron passes it to its layers as
+    `packed_seq_params`."""
 
     reaches: tuple[Reach, ...]
-    """Inputs of the kernel calls, which together contain every query once."""
+    """Inputs of the calls of the attention kernel. Together they contain every query once."""
     qkv_format: str = "rows"
-    """Format name that Megatron reads. It must not be `thd`, with which Megatron would itself apply rotary embeddings
-    row by row."""
+    """Name of the layout of queries and keys, which Megatron reads. It must not be `thd`, because Megatron would then
+    apply rotary embeddings row by row itself."""
 
 
 def plan_attention(padded: np.ndarray, cp: int, rank: int, device: torch.device) -> AttentionPlan:
@@ -120,7 +121,7 @@ class PackedAttention(nn.Module):
     ) -> torch.Tensor:
         """Compute causal attention within rows. Returns `[S, 1, heads * D]`.
 
-        `query` is `[S, 1, heads, D]`, `key` and `value` are `[S, 1, kv_heads, D]`, all for this rank's S tokens.
+        `query` is `[S, 1, heads, D]`, `key` and `value` are `[S, 1, kv_heads, D]`; each has the S tokens of this rank.
         """
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
         if self._group.size() > 1:

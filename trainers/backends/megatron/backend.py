@@ -35,8 +35,8 @@ from .updates import Swapped, apply, build_optimizer, clear_gradients, reference
 
 
 class MegatronBackend:
-    """The `TrainBackend` built on Megatron. Collective calls wait for all ranks, at most for the process group's
-    timeout.
+    """A `TrainBackend` that trains HF models with Megatron. Each collective call waits for all ranks, but not longer
+    than the timeout of the process group.
 
     A process can have only one such backend at a time, because Megatron's process groups are global. With
     `mixed_precision` the optimizer keeps float32 copies of the parameters, made from their bfloat16 values.
@@ -45,9 +45,9 @@ class MegatronBackend:
     def __init__(self, config: BackendConfig, rank: int, world: int) -> None:
         """Load this rank's part of the model.
 
-        Needs a default process group of `world` ranks when `world` > 1. Raises ValueError when the model does not exist
-        or cannot be trained as the config says. Raises RuntimeError without the process group, or while another backend
-        of the process is open.
+        When `world` > 1, a default process group of `world` ranks must exist. Raises RuntimeError if it does not, or
+        while another Megatron backend of the process is open. Raises ValueError when the model does not exist or cannot
+        be trained as the config says.
         """
         self._config, self._topology = config, config.topology
         self._rank, self._world = rank, world
@@ -102,7 +102,8 @@ class MegatronBackend:
         self._clear()
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
-        """Run forward, summed loss and backward over `count` microbatches. Gradients stay unscaled sums. Collective.
+        """Run the forward pass, the summed loss and the backward pass of `count` microbatches. Gradients stay unscaled
+        sums. Collective.
 
         Every rank must pass the same number of microbatches; one without rows is allowed. The pipeline fills and drains
         once per call. The last stage needs the columns `input_ids`, `response_mask` and `rollout_logprobs`, also
@@ -113,11 +114,12 @@ class MegatronBackend:
             self._run(micros, count, partial(self._train, temperature), forward_only=False)
 
     def finish_step(self) -> dict[str, float]:
-        """Reduce the step's sums over the ranks, scale the gradients by 1/N, clip them, and step the optimizer.
-        Collective.
+        """Sum the step's losses and counts over the ranks, divide the gradients by N, clip them, and step the
+        optimizer. Collective.
 
-        Returns metrics over all ranks. When N is 0 or the gradients are not finite, the step is skipped: weights,
-        optimizer state and schedule stay as they were. Raises RuntimeError when no step is open or a microbatch failed.
+        N is the denominator of the step's mean loss. Returns metrics over all ranks. When N is 0 or the gradients are
+        not finite, the step is skipped: weights, optimizer state and schedule stay as they were. Raises RuntimeError
+        when no step is open or a microbatch failed.
         """
         with self._meter.working(), megatron_calls(self._device):
             metrics = self._finish()
@@ -134,10 +136,12 @@ class MegatronBackend:
     def logprobs(
         self, micros: Iterable[MicroBatch], count: int, *, reference: bool = False, temperature: float = 1.0
     ) -> list[torch.Tensor]:
-        """Return the log-probs of each of `count` microbatches, as described in `TrainBackend`. Collective.
+        """Return the log-probs of the tokens of each of `count` microbatches, float32 `[number of tokens]` on the CPU.
+        Collective.
 
-        With `reference` they are those of the reference model. Allowed while a step is open. Raises ValueError for
-        `reference` when there is no reference model.
+        Only the rank that writes the replica's columns back gets them; other ranks get []. With `reference` they are
+        those of the reference model. Allowed while a step is open. Raises ValueError for `reference` when there is no
+        reference model.
         """
         if reference and self._reference is None:
             raise ValueError("trainer.with_reference: got False, expected True for log-probs of the reference model")
@@ -183,8 +187,8 @@ class MegatronBackend:
     def load(self, path: str) -> None:
         """Read the checkpoint `path`, which any number of ranks may have written. Collective.
 
-        The reference model and hyperparameters such as the learning rate come from the config instead. Raises
-        RuntimeError while a step is open, and ValueError when `path` is not a complete checkpoint of this model.
+        The reference model and hyperparameters such as the learning rate are not read; they come from the config.
+        Raises RuntimeError while a step is open, and ValueError when `path` is not a complete checkpoint of this model.
         """
         self._step.require_closed("load")
         state = self._state.blank()
@@ -219,8 +223,8 @@ class MegatronBackend:
             clear_gradients(self._model, self._optimizer)
 
     def _run(self, micros: Iterable[MicroBatch], count: int, forward: Any, *, forward_only: bool) -> None:
-        """Run `count` microbatches through the pipeline. Megatron's schedules call `forward(iterator, model)` for
-        each."""
+        """Run `count` microbatches through the pipeline with one of Megatron's schedules, which calls
+        `forward(iterator, model)` for each."""
         if count < 1:
             return
         with megatron_calls(self._device):
@@ -249,9 +253,11 @@ class MegatronBackend:
     def _loss(
         self, micro: MicroBatch, rows: PackedRows, output: tuple[torch.Tensor, torch.Tensor | None]
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Compute the loss of a microbatch. Megatron calls this on the last pipeline stage only.
+        """Return the loss of a microbatch in the form that Megatron's schedules expect. They call this on the last
+        pipeline stage only.
 
-        Megatron expects as the second value a count to divide by. It is 0 here and not used (see `updates`).
+        The second value would be a count that the loss is divided by. It is 0 here and not used, because gradients stay
+        sums (see `updates`).
         """
         logprobs, entropy = output
         cp = self._mesh.cp
@@ -285,8 +291,8 @@ class MegatronBackend:
     ) -> None:
         """Append the log-probs of a microbatch to `columns`. Megatron calls this on the last pipeline stage only.
 
-        Each context-parallel rank has its own tokens' log-probs and 0 for the others, so summing over the ranks gives
-        whole rows.
+        Each context-parallel rank has the log-probs of its own tokens, and 0 for the others. The sum over these ranks
+        contains those of whole rows.
         """
         column = torch.zeros(int(micro.lengths.sum()), dtype=torch.float32, device=self._device)
         column[rows.whole_index] = values

@@ -1,4 +1,4 @@
-"""Provides the context for calls into megatron-core: without a GPU it replaces CUDA, and it hides known warnings."""
+"""Provides the context for calls into megatron-core: it hides known warnings and, without a GPU, replaces CUDA."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Turn CUDA requests into CPU requests inside the context. May be nested.
+    """Context in which requests for CUDA use the CPU instead. May be nested.
 
     Device arguments of torch functions are rewritten in this thread only. Patches of single functions, such as
-    `torch.cuda.current_device`, are visible to the whole process meanwhile.
+    `torch.cuda.current_device`, affect the whole process while the context is active.
     """
     patches: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: CPU),
@@ -76,7 +76,7 @@ class _CpuMode(TorchFunctionMode):
 
 
 class _Stream:
-    """Stand-in for a CUDA stream or event. Its methods do nothing, because on a CPU everything runs synchronously."""
+    """Stand-in for a CUDA stream or event. Its methods do nothing, because CPU operations are synchronous."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass

@@ -17,8 +17,8 @@ from .weights import EMBEDDING, Split, boxes, entries_of, hf_layer, split_of
 
 
 def spread_weights(source: HfSource, topology: Topology, dtype: torch.dtype) -> list[SpreadWeight]:
-    """List the HF model's weights in its own order, each with the ranks that provide its pieces. All ranks get the same
-    list.
+    """List the HF model's weights in the model's own order, each with the ranks that provide its pieces. The list is
+    the same on all ranks.
 
     Tied weights are listed once. `dtype` is the dtype in which all are streamed. When several ranks hold the same
     piece, the one with data- and context-parallel index 0 provides it.
@@ -41,8 +41,8 @@ def spread_weight(
 ) -> SpreadWeight:
     """Describe how one weight is split over the ranks of its pipeline stage.
 
-    `first` is the stage's first rank. From there the pieces are on consecutive ranks, in order of the tensor-parallel
-    index. For experts the expert-tensor-parallel index varies fastest, then the expert-parallel index.
+    `first` is the first rank of the stage. The pieces are on this rank and the ranks after it, in order of the
+    tensor-parallel index. For experts the expert-tensor-parallel index varies fastest, then the expert-parallel index.
     """
     split = split_of(name)
     pieces = tuple(Piece(first + index, cuts) for index, cuts in enumerate(_cuts(split, num_tp, num_etp, num_ep)))
@@ -51,8 +51,8 @@ def spread_weight(
 
 
 def _cuts(split: Split, num_tp: int, num_etp: int, num_ep: int) -> Iterator[tuple[Cut, ...]]:
-    """Yield the cuts of each piece of a weight (or of its boxed view), in the order of the ranks that have the
-    pieces."""
+    """Yield the cuts that produce each piece of a weight (or of its boxed view). The pieces are in the order of the
+    ranks that hold them."""
     if split.startswith("expert"):
         for index in range(num_etp * num_ep):
             ep, etp = divmod(index, num_etp)
@@ -65,7 +65,7 @@ def _cuts(split: Split, num_tp: int, num_etp: int, num_ep: int) -> Iterator[tupl
 
 
 class OwnPieces:
-    """Extracts this rank's pieces of HF weights from its part of the model, with `weights.boxes`."""
+    """Extracts this rank's pieces of HF weights from the parameters of its Megatron model."""
 
     def __init__(self, model: PolicyModel, config: Any, mesh: Mesh) -> None:
         """Index the parameters of `model` by the names of their HF weights. `config` is the HF config."""
@@ -78,8 +78,8 @@ class OwnPieces:
     def __call__(self, weight: SpreadWeight) -> torch.Tensor:
         """Return this rank's piece of `weight`, in the shape in which the weight is cut.
 
-        Calls are fastest in the order of `spread_weights`, because q, k and v, which follow each other there, come from
-        one parameter. Raises KeyError for a weight of which the rank has no piece.
+        Calls are fastest in the order of `spread_weights`, because q, k and v follow each other there and come from one
+        parameter. Raises KeyError if this rank has no piece of the weight.
         """
         for name, box in self._rest:
             if name == weight.name:

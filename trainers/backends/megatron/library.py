@@ -1,4 +1,4 @@
-"""Imports everything that Headrace uses of megatron-core. TransformerEngine and Apex are not needed."""
+"""Imports everything that Headrace uses from megatron-core. TransformerEngine and Apex are not needed."""
 
 # pyright: reportMissingImports=false
 # megatron-core need not be installed where types are checked.

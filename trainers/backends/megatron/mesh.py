@@ -16,28 +16,29 @@ from .weights import Entry, Part
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The process groups of a Megatron mesh that this rank is in."""
+    """This rank's process groups in a Megatron mesh, and its place in the mesh."""
 
     place: Place
     part: Part
-    """Parts of the weights that this rank holds."""
+    """Part of the weights that this rank holds."""
     tokens: dist.ProcessGroup
-    """All ranks with this rank's tensor-parallel index. Their losses add up to the loss of the mesh, in which each
-    token counts once."""
+    """Group of all ranks with this rank's tensor-parallel index. The sum of their losses is the loss of the whole mesh,
+    with each token counted once."""
     tp: dist.ProcessGroup
     cp: dist.ProcessGroup
     pp: dist.ProcessGroup
     experts: dist.ProcessGroup
-    """Ranks that together hold all experts of a pipeline stage. Their expert-tensor-parallel index varies fastest."""
+    """Group of the ranks that together hold all experts of a pipeline stage. The expert-tensor-parallel index varies
+    fastest in their order."""
     replicas: dist.ProcessGroup
-    """Data- and context-parallel ranks, which hold the same part of all weights except experts."""
+    """Group of the data- and context-parallel ranks, which hold the same part of all weights except experts."""
     expert_replicas: dist.ProcessGroup
-    """Ranks that hold the same part of the same experts."""
+    """Group of the ranks that hold the same part of the same experts."""
     owns_default: bool
-    """True if this mesh created the default process group, which it does when there is only one rank."""
+    """True if this mesh created the default process group, as it does for a single rank that has none."""
 
     def sharers(self, entry: Entry) -> dist.ProcessGroup:
-        """Return the group of ranks that share the parameter `entry`, each holding a part or a copy of it."""
+        """Return the group of ranks that together hold the parameter `entry`, each of them a part or a copy."""
         return self.experts if entry.is_expert else self.tp
 
     def parts(self, entry: Entry) -> list[Part]:
@@ -64,8 +65,8 @@ class Mesh:
 def open_mesh(topology: Topology, rank: int) -> Mesh:
     """Create Megatron's process groups for `topology`. Collective over the default process group.
 
-    The default process group must have `topology.world` ranks; one rank alone needs none. Raises RuntimeError when that
-    is not so, or while another backend of the process is open.
+    The default process group must have `topology.world` ranks; a single rank needs none. Raises RuntimeError when the
+    group is missing or has another size, and while another Megatron backend of the process is open.
     """
     if parallel_state.model_parallel_is_initialized():
         raise RuntimeError("megatron backend: another one is open in this process; close it first")

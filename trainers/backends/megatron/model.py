@@ -29,8 +29,8 @@ from .weights import cut, entries_of, expert_range
 
 
 class PolicyModel(GPTModel):
-    """Megatron's GPT model, whose last stage returns log-probs of the wanted tokens instead of the logits of all
-    tokens."""
+    """Megatron's GPT model, changed so that its last stage returns log-probs of the wanted tokens (those whose
+    log-probs are computed) instead of the logits of all tokens."""
 
     _frequencies: torch.Tensor
 
@@ -64,7 +64,7 @@ class PolicyModel(GPTModel):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # only our own steps call it
         self, rows: PackedRows, temperature: float, entropy: Entropy
     ) -> Any:
-        """Return (log-probs, entropies) of the wanted tokens on the last pipeline stage, as `token_logprobs` does.
+        """On the last pipeline stage, return (log-probs, entropies) of the wanted tokens, as `token_logprobs` does.
 
         Other stages return hidden states `[S, 1, H]`. Under sequence parallelism S counts only this tensor-parallel
         rank's part of the tokens.
@@ -95,7 +95,8 @@ class PolicyModel(GPTModel):
         return token_logprobs(states, rows.targets, head, self._vocab, temperature=temperature, entropy=entropy)
 
     def _embed(self, ids: torch.Tensor | None) -> torch.Tensor:
-        """Embed the tokens without training the padding token's vector, as HF's embedding does."""
+        """Return the embeddings of the tokens. As in HF's embedding, no gradient reaches the vector of the padding
+        token."""
         assert ids is not None, "the first stage receives token ids"
         hidden = self.embedding(input_ids=ids, position_ids=None)
         if self._padding is None:
@@ -114,7 +115,7 @@ class PolicyModel(GPTModel):
 
 
 def build_model(config: BackendConfig, source: HfSource, mesh: Mesh, device: torch.device) -> PolicyModel:
-    """Build this rank's pipeline stage on `device`, with its part of the weights of `source`."""
+    """Build this rank's pipeline stage on `device`, and fill it with the rank's part of the weights from `source`."""
     model = PolicyModel(config, source.config, mesh)
     params = dict(model.named_parameters())
     with torch.no_grad():

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 
 def whole_counts(counts: torch.Tensor, cp: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """Add up the token `counts` of N rows over the context-parallel ranks. Returns int64 `[N]` on the CPU. Collective
-    over `cp`."""
+    """Return the number of tokens of each of N rows, the sum of the context-parallel ranks' `counts`: int64 `[N]` on
+    the CPU. Collective over `cp`."""
     if cp.size() == 1:
         return counts
     total = counts.to(device)
@@ -29,7 +29,7 @@ def sum_rows(cp: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:
 
 
 class _SumRows(torch.autograd.Function):
-    """Sums values over ranks in forward, and gradients in backward.
+    """Sums values over ranks in forward, and gradients over ranks in backward.
 
     The gradients are summed because every rank's loss uses the sum and the losses of all ranks are added up.
     """

@@ -22,31 +22,36 @@ from .attention import AttentionPlan, plan_attention, runs
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The part of a microbatch of N rows that one rank computes: S tokens, and T tokens whose log-probs are wanted."""
+    """The part of a microbatch of N rows that one rank computes: S input tokens, and T wanted tokens, whose log-probs
+    it computes."""
 
     input_ids: torch.Tensor | None
     """Token ids: int64 `[1, S]`; None when this rank received no token ids."""
     positions: torch.Tensor
     """Position of each token in its row: int64 `[S]`."""
     attention: AttentionPlan
-    """Plan that says which tokens attend to which."""
+    """Plan that says which tokens may attend to which."""
     source: torch.Tensor
-    """Positions among the S tokens whose hidden states predict the wanted tokens: int64 `[T]`."""
+    """Positions among the rank's S input tokens of those that predict the wanted tokens (those whose log-probs are
+    computed): int64 `[T]`."""
     targets: torch.Tensor
-    """Token ids of the wanted tokens: int64 `[T]`."""
+    """Token ids of the T wanted tokens, whose log-probs are computed: int64 `[T]`."""
     row_ids: torch.Tensor
-    """Row of each wanted token: int64 `[T]`, 0..N-1, ascending."""
+    """Row of each wanted token (one whose log-prob is computed): int64 `[T]`, 0..N-1, ascending."""
     row_tokens: torch.Tensor
-    """Number of wanted tokens of each row on this rank: int64 `[N]`, on the CPU."""
+    """Number of wanted tokens (those whose log-probs are computed) of each row on this rank: int64 `[N]`, on the
+    CPU."""
     index: torch.Tensor
-    """Positions of the wanted tokens in this rank's packed columns: int64 `[T]`, on the CPU."""
+    """Position of each wanted token (one whose log-prob is computed) in this rank's packed columns: int64 `[T]`, on the
+    CPU."""
     whole_index: torch.Tensor
-    """Positions of the wanted tokens in packed columns that hold whole rows: int64 `[T]`."""
+    """Position of each wanted token (one whose log-prob is computed) in packed columns that hold whole rows: int64
+    `[T]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """The C pieces of the rows that one rank computes, row by row. Each row has one, or two with context
+    """The C pieces of rows that one rank computes, ordered by row. Each row has one piece, or two with context
     parallelism."""
 
     rows: np.ndarray
@@ -63,7 +68,7 @@ class _Chunks:
 
 
 def pack_rows(micro: MicroBatch, topology: Topology, place: Place, device: torch.device, *, packed: bool) -> PackedRows:
-    """Pack the part of a microbatch that this rank computes.
+    """Pack this rank's part of a microbatch into one sequence, the input of a Megatron model.
 
     Columns may be on any device; positions are computed on the CPU. A microbatch without tokens gets one padding token,
     so that the rank takes part in the collectives. Raises ValueError when a row's first token is to be trained on, or
@@ -109,7 +114,7 @@ def _chunks_of(lengths: np.ndarray, topology: Topology, place: Place, *, packed:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Those fields of `PackedRows` that describe the wanted tokens, on the CPU."""
+    """The fields of `PackedRows` that describe the wanted tokens, whose log-probs are computed. All are on the CPU."""
 
     source: torch.Tensor
     targets: torch.Tensor
@@ -119,10 +124,10 @@ class _Wanted:
 
 
 def _place_tokens(micro: MicroBatch, pieces: _Chunks, size: int) -> tuple[torch.Tensor, _Wanted]:
-    """Return the token ids, int64 `[S]` with 0 at padding, and the tokens whose log-probs are wanted.
+    """Return the token ids, int64 `[S]` with 0 at padding, and the wanted tokens, whose log-probs are computed.
 
-    For the piece of a row at positions [a, b) the rank received the tokens at [a, b + 1). All but the last are inputs,
-    and all but the first are predicted.
+    For a piece that covers the positions [a, b) of a row, the rank received the tokens at [a, b + 1). All but the last
+    are inputs, and all but the first are predicted.
     """
     ends = micro.lengths[pieces.rows] if len(micro.lengths) else np.zeros_like(pieces.rows)
     begins = np.minimum(pieces.starts, ends)

@@ -26,7 +26,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The elements `start` to `stop` of one flattened parameter, whose optimizer state this rank has."""
+    """The elements `start` to `stop` of one flattened parameter. This rank's optimizer has the state of only these
+    elements."""
 
     start: int
     stop: int
@@ -36,12 +37,13 @@ class Share:
 
 
 class TrainingState:
-    """Collects and restores those tensors of one rank that training changes."""
+    """Collects and restores the tensors of one rank that training changes: weights, optimizer state and number of
+    steps."""
 
     def __init__(
         self, model: PolicyModel, optimizer: ChainedOptimizer, steps: torch.Tensor, config: Any, mesh: Mesh
     ) -> None:
-        """Allocate the optimizer's state, so that a checkpoint before the first step is complete too.
+        """Allocate the optimizer's state, so that even a checkpoint before the first step contains the full state.
 
         `config` is the HF config.
         """
@@ -74,7 +76,7 @@ class TrainingState:
 
     @torch.no_grad()
     def blank(self) -> dict[str, torch.Tensor]:
-        """Return zero tensors by name, into which a checkpoint is read before they are passed to `restore`."""
+        """Return zero tensors by name. A checkpoint is read into these tensors, which are then passed to `restore`."""
         state: dict[str, torch.Tensor] = {STEPS: torch.zeros_like(self._steps)}
         for entry in self._entries:
             room = [torch.zeros_like(self._params[name], dtype=torch.float32) for name in entry.names]
@@ -84,8 +86,8 @@ class TrainingState:
 
     @torch.no_grad()
     def restore(self, state: dict[str, torch.Tensor]) -> None:
-        """Set model and optimizer to the values in `state`: the tensors of `blank` after a checkpoint was read into
-        them."""
+        """Set model and optimizer to the values in `state`, which are the tensors that `blank` returned, filled from a
+        checkpoint."""
         self._steps.copy_(state[STEPS])
         for entry in self._entries:
             for kind in ("weight", *MOMENTS):
@@ -105,7 +107,8 @@ class TrainingState:
             share.values[kind].copy_(value.flatten()[share.start : share.stop])
 
     def _whole(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return weight and moments of a parameter, whole and in float32, each in the parameter's shape.
+        """Return the weight and the AdamW moments of a parameter. Each is whole, float32, and has the parameter's
+        shape.
 
         This sums over ranks (collective) when each rank's optimizer has only a share of the parameter.
         """

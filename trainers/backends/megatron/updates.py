@@ -61,9 +61,9 @@ def clear_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer)
 def sum_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer) -> float:
     """Sum the gradients over all ranks that share a parameter, and return the norm of the whole gradient. Collective.
 
-    It is called once per step. Megatron's schedules and DDP do not divide gradients (`calculate_per_token_loss`), so
-    the results are sums over all microbatches and ranks, in which each token counts once. A parameter that several
-    ranks hold alike counts once in the norm.
+    The function is called once per step. Megatron's schedules and DDP do not divide gradients
+    (`calculate_per_token_loss`), so the results are sums over all microbatches and ranks, with each token counted once.
+    In the norm, a parameter counts once even if several ranks hold copies of it.
     """
     finalize_model_grads([model])
     optimizer.prepare_grads()
@@ -90,7 +90,8 @@ def reference_copy(model: PolicyModel) -> list[torch.Tensor]:
 
 
 class Swapped:
-    """Context in which the parameters of a model have other values. Leaving it restores their own values exactly."""
+    """Context in which the parameters of a model are replaced by other values. On exit the original values are restored
+    exactly."""
 
     def __init__(self, model: PolicyModel, values: list[torch.Tensor]) -> None:
         self._params, self._values = list(model.parameters()), values

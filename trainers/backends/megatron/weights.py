@@ -47,16 +47,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rank's part of the weights: for each kind of parallelism, the index of the part and the number of equal
-    parts."""
+    """A rank's part of the weights: for each kind of parallelism, the number of equal parts and the index of this
+    rank's part."""
 
     tp: int = 0
     num_tp: int = 1
     etp: int = 0
-    """Index of the part of one expert's matrices, from 0 to `num_etp` - 1."""
+    """Index of this rank's part of the matrices of each expert, from 0 to `num_etp` - 1."""
     num_etp: int = 1
     ep: int = 0
-    """Index of the group of experts, from 0 to `num_ep` - 1."""
+    """Index of the group of experts that this rank holds, from 0 to `num_ep` - 1."""
     num_ep: int = 1
 
 
@@ -106,8 +106,8 @@ def split_of(hf_name: str) -> Split:
 def entries_of(names: Sequence[str], first_layer: int, *, tied: bool) -> list[Entry]:
     """Group the parameters `names` of a pipeline stage into entries with their HF tensors, in a fixed order.
 
-    `first_layer` is the index of the stage's first layer in the whole model. `tied` says that the output layer shares
-    the embedding's weights. Raises ValueError for a name without a HF counterpart.
+    `first_layer` is the index of the stage's first layer in the whole model. `tied` is true when the output layer
+    shares the embedding's weights. Raises ValueError for a name without a HF counterpart.
     """
     found: dict[tuple[str, ...], tuple[list[str], Split]] = {}
     for name in names:
@@ -149,8 +149,8 @@ def expert_range(config: Any, part: Part) -> tuple[int, int]:
 
 
 def split_dim(entry: Entry, part: Part) -> int | None:
-    """Return the dimension of the HF tensors along which they are divided among the ranks; None when each rank has all
-    of them."""
+    """Return the dimension along which the HF tensors are divided among the ranks; None when every rank has all of
+    them."""
     if entry.is_expert:
         if part.num_etp == 1:
             return 0 if part.num_ep > 1 else None
@@ -218,6 +218,6 @@ def cut(entry: Entry, tensors: Sequence[torch.Tensor], config: Any, part: Part) 
 
 
 def _tokens(config: Any, part: Part) -> int:
-    """Return how many of the rank's rows of the vocabulary are tokens; the others are padding."""
+    """Return how many rows of this rank's part of the vocabulary belong to tokens; the others are padding."""
     width = ceil_div(config.vocab_size, part.num_tp)
     return min(width, config.vocab_size - part.tp * width)
