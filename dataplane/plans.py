@@ -46,7 +46,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """Assignment of the rows of a receipt to ranks and microbatches."""
+    """Assignment of the rows of a receipt (their keys and locations) to train ranks and microbatches."""
 
     rows: np.ndarray
     """Positions of the rows in the receipt, int64 `[N]`, ordered by rank, then by microbatch. Each of 0..N-1 occurs
@@ -162,8 +162,8 @@ def _equal_rectangles(tokens_of: list[np.ndarray], budget: int, *, by_length: bo
 
 
 def _fill(tokens: np.ndarray, budget: int) -> list[int]:
-    """Fill microbatches with rows in order, each until rows x longest would exceed `budget`. Returns the index of the
-    first row of each microbatch."""
+    """Fill microbatches with rows in order, each until its padded size (number of rows x longest row) would exceed
+    `budget` tokens. Returns the index of the first row of each microbatch."""
     starts, end = [0], 0
     while True:
         reach = len(tokens) if not len(tokens) or not tokens[end] else end + int(budget // tokens[end])
@@ -178,8 +178,8 @@ def _fill(tokens: np.ndarray, budget: int) -> list[int]:
 def _split_heaviest(tokens: np.ndarray, starts: list[int], num_bins: int) -> list[int]:
     """Halve the largest microbatches until there are `num_bins` of them, or only microbatches of one row are left.
 
-    starts: first row of each microbatch; the result is the same for the new ones. Halves of a microbatch that fits the
-    budget fit it, too.
+    starts: index of the first row of each microbatch. Returns the same for the new microbatches. Halves of a microbatch
+    that fits the budget fit it, too.
     """
     if len(starts) == num_bins:
         return starts
