@@ -31,7 +31,7 @@ def tensordict_types(*names: str) -> tuple[type, ...]:
 
 
 def to_column(field: Field, value: Any) -> Column:
-    """Return `value` as a column of `field`: contiguous, on the CPU, without grad, sharing memory where it can.
+    """Return `value` as a column of `field`: contiguous, on the CPU, without grad, sharing its memory where possible.
 
     Accepted values for each kind, besides a finished column:
     PER_TOKEN   N rows `[L, *trailing]` (list of tensors, arrays or lists; nested tensor), dense `[N, L, *trailing]`

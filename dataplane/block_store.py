@@ -25,7 +25,7 @@ class StoreSpec:
     """Kind of the store: `local`, `shm`, `ray`, `simple` or `mooncake`."""
     run_id: str
     address: dict[str, object]
-    """Names, ports or folders by which a process finds the store. Only the store's own code reads them. Must be
+    """Names, ports or folders with which a process finds the store. Only the store's own code reads them. Must be
     encodable as msgpack."""
     plane_id: int = field(default_factory=lambda: 1 + secrets.randbelow((1 << 63) - 1))
     """Random id of this data plane, from 1 to 2^63 - 1. Every receipt (the keys and locations of rows, without their
@@ -76,8 +76,8 @@ class StoreHost(Protocol):
         ...
 
     def shortage(self) -> str:
-        """Return the reason why `allocate` has no room, for the error of a put that waited in vain; "" for a store that
-        always has room."""
+        """Return the reason why `allocate` has no room, for the error of a put that waited for room until its time
+        limit; "" for a store that always has room."""
         ...
 
     def processes(self) -> dict[str, int]:

@@ -85,7 +85,7 @@ def open_data_plane(
 ) -> DataPlane:
     """Start the directory (the metadata service) and the store of a run.
 
-    run_id: letters, digits, `-`, `_` and `.`; None makes one up. in_process: True runs the directory in a thread of
+    run_id: letters, digits, `-`, `_` and `.`; None generates one. in_process: True runs the directory in a thread of
     this process, for clients of this process only; False runs it in one named Ray actor that reserves no CPU (Ray must
     be initialised). one_host: True says that all clients are on the directory's host, so the directory listens on no
     network and `store.kind=auto` means `shm`. start_timeout_s: seconds that the directory's process may take to start.

@@ -1,4 +1,4 @@
-"""Defines receipts, with which a process reads rows straight from the store; they hold no content of the rows."""
+"""Defines receipts: the keys and locations of rows, with which a process reads the rows straight from the store."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ class KVBatchMeta:
         """Return a receipt for the rows of this receipt followed by those of `others`.
 
         Raises ValueError unless data plane, partition, schema, fields and tags of all receipts are the same. If all
-        receipts have the same lease, the result keeps it. If not, the result has no lease; then the receipts that
-        `claim` returned must be released.
+        receipts have the same lease, the result keeps it. If not, the result has no lease, and the receipts that
+        `claim` returned must be released instead of it.
         """
         metas = (self, *others)
         for other in others:
@@ -164,7 +164,8 @@ class KVBatchMeta:
         )
 
     def merge_fields(self, other: KVBatchMeta) -> KVBatchMeta:
-        """Return this receipt, extended to read the fields of `other`, which is for the same rows.
+        """Return a receipt for these rows that gives access to the fields of this receipt and of `other`, which must be
+        for the same rows.
 
         A field or tag that both receipts have is taken from `other`, the later write. Raises ValueError unless both
         have the same keys in the same order, from one data plane, and agree in the rows' lengths.

@@ -69,8 +69,8 @@ MIN_SPREAD = 1e-3
 """Standard deviation of the calls' bytes, relative to their mean, below which all calls count as equally large and no
 cost line is fitted."""
 MIN_ERRORS = 3.0
-"""Number of standard errors by which the fitted seconds per byte must be above 0, and by which the fitted fixed cost
-may be below 0 at most, for a cost line to be accepted."""
+"""Number of standard errors used to accept a cost line (seconds of a call as a linear function of its bytes): the
+fitted seconds per byte must be more than this many above 0, and the fitted fixed cost at most this many below 0."""
 
 
 @dataclass(frozen=True, slots=True)

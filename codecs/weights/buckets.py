@@ -139,8 +139,8 @@ def write_piece(
 
     tensor: the whole tensor, on any device; may be strided and require grad. out: uint8 `[plan.sizes[bucket]]`, on any
     device; on a GPU the copy is only queued. digest (CPU buckets only): hash that is fed the bytes written; after all
-    entries of the bucket, in order, it is the bucket's `checksum`. Raises ValueError when the tensor or the buffer is
-    not as planned.
+    entries of the bucket, in order, it is the bucket's `checksum`. Raises ValueError when the tensor or `out` does not
+    match the plan.
     """
     check_planned(entry, tensor)
     end = entry.offset + entry.nbytes
@@ -175,8 +175,9 @@ def read_bucket(plan: BucketPlan, bucket: int, payload: torch.Tensor, into: dict
     """Copy all pieces in a bucket into the tensors of `into` (name -> tensor), adding tensors that are missing there.
 
     payload: the whole bucket, already verified: uint8 1-D, at least `plan.sizes[bucket]` long, on any device; new
-    tensors are made on that device. Tensors of `into` must be contiguous. A tensor is complete once all its buckets
-    were read (`expect_all`). Raises ValueError before anything is copied when payload or tensors are not as planned.
+    tensors are made on that device. Tensors of `into` must be contiguous. A tensor is complete once all buckets that
+    contain pieces of it have been read (`expect_all` checks this). Raises ValueError before anything is copied when the
+    payload or a tensor does not match the plan.
     """
     entries = plan.in_bucket(bucket)
     if payload.dtype != torch.uint8 or payload.ndim != 1 or len(payload) < plan.sizes[bucket]:

@@ -167,8 +167,8 @@ class DataPlaneClient:
         )
 
     def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:
-        """End the lease (a consumer's exclusive hold) on the rows of a receipt. With outcome `done`, `task` never gets
-        the rows again; with `retry`, they can be claimed again.
+        """End the lease (a consumer's exclusive hold) on the rows of a receipt. With outcome `done`, `task` has
+        finished the rows and does not get them again; with `retry`, they can be claimed again.
 
         meta: a receipt from `claim`, or a part of one (select, split). Raises LeaseLost naming rows whose lease had
         ended (by time, clear or an earlier release) after releasing the others, ForeignReceipt for a receipt of another

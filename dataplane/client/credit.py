@@ -20,9 +20,10 @@ space costs little beside moving the bytes."""
 
 
 class Credit:
-    """Spaces granted to one client for its next puts, and the size that it should request next. Thread-safe.
+    """Store space granted to one client ahead of its next puts, and the size that the client should request next.
+    Thread-safe.
 
-    The directory (the metadata service) may take a space back at any time. A put that uses such a space is told so when
+    The directory (the metadata service) may take a space back at any time. A put that uses this space learns of it when
     it commits, at the latest.
     """
 

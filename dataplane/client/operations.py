@@ -336,7 +336,7 @@ class Operations:
 
     def _check_origin(self, meta: KVBatchMeta, op: str) -> None:
         """Raise ForeignReceipt unless this data plane issued the receipt `meta`. Block ids and lease ids of another
-        data plane would mean other rows here."""
+        data plane identify other rows here."""
         if meta.plane_id != self._plane_id:
             message = (
                 f"the receipt is of data plane {meta.plane_id:016x}, expected one of run {self.handle.run_id!r} "

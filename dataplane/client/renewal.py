@@ -23,7 +23,7 @@ lost."""
 class LeaseRenewal:
     """Keeps the leases of one client from running out. Thread-safe.
 
-    Only leases whose claims have returned to this client are renewed. When the process has died or is stopped, or when
+    A lease is renewed only once its claim has returned to this client. When the process has died or is stopped, or when
     the client is closed or no longer referenced, its leases run out `lease_s` after their last renewal.
     """
 
@@ -32,7 +32,7 @@ class LeaseRenewal:
         self._finalizer = weakref.finalize(self, self._renewer.end)  # for a client that nobody closed
 
     def add(self, lease_id: int, num_rows: int) -> None:
-        """Renew the lease `lease_id`, which covers `num_rows` rows, from now on."""
+        """Start to renew the lease `lease_id`, which covers `num_rows` rows."""
         self._renewer.add(lease_id, num_rows)
 
     def drop(self, lease_id: int, num_rows: int) -> None:

@@ -121,8 +121,8 @@ def start_actor(
 
 
 def stop_actor(actor: Any) -> None:
-    """Close the store within bounded time, then end the actor. No-op when Ray is no longer initialised, as the actor
-    has then ended, too."""
+    """Close the store within bounded time, then end the actor. No-op when Ray is no longer initialised, because the
+    actor has then ended, too."""
     if not ray.is_initialized():
         return
     try:

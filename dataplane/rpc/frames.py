@@ -26,7 +26,7 @@ MAX_TOKEN_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class DirectoryAddress:
-    """Address at which a directory listens. Plain and picklable."""
+    """Address at which a directory (a metadata service of the data plane) listens. Plain and picklable."""
 
     local: str
     """Name of the directory's Unix socket, which is in the abstract namespace, for clients on the same host."""
