@@ -1,8 +1,8 @@
 """The command `headrace`: train, simulate, replay, doctor, report and bench.
 
-Exit codes: 0 done, 1 failed, 2 a mistake of the user (one sentence each, no traceback), 130 interrupted (Ctrl-C), 143
-terminated (SIGTERM). Heavy packages (torch, ray, transformers, matplotlib) are imported only by the commands that need
-them.
+Exit codes: 0 success, 1 failure, 2 user error (each error reported in one sentence, without a traceback), 130
+interrupted (Ctrl-C), 143 terminated (SIGTERM). Heavy packages (torch, ray, transformers, matplotlib) are imported only
+by the commands that need them.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _leave_report(config: Config) -> None:
-    """Write the report of a run that did not finish. When the report cannot be built, print why; no error is raised, so
-    that the run's own error is shown."""
+    """Write the report of a run that did not finish. If the report cannot be built, print the reason instead of raising
+    an error, so that the error of the run itself stays visible."""
     from .trainers.observe.report import write_report
     from .trainers.observe.run_folder import has_figures
 
@@ -316,16 +316,16 @@ def _gpu_weights(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _status(first: str) -> Iterator[tuple[Console, Callable[[str], None]]]:
-    """Context manager that shows one changing line on a console while the work runs. Yields the console, and a function
-    that changes the line."""
+    """Context manager that shows a status line on the console while its body runs. Yields the console, and a function
+    that replaces the text of the line. first: initial text."""
     console = Console()
     with console.status(first) as status:
         yield console, lambda line: status.update(line)
 
 
 def _print_table(console: Console, table: Table) -> None:
-    """Print a table in full. Where the output is no terminal it is as wide as it needs; on a terminal that is too
-    narrow, each row is printed as a block of lines."""
+    """Print a table without truncating cells. If the output is not a terminal, the table takes as much width as it
+    needs; on a terminal that is too narrow, each row is printed as several lines, one per cell."""
     needed = console.measure(table, options=console.options.update(width=10_000)).maximum
     if needed <= console.width:
         console.print(table)
@@ -358,13 +358,15 @@ def _known(option: str, given: tuple[str, ...], every: Sequence[str]) -> tuple[s
 
 
 def _chosen(given: Iterable[str] | None, every: Iterable[str]) -> tuple[str, ...]:
-    """Return the given names, separated by spaces or commas, each once; all of `every` when none was given."""
+    """Return the names in `given`, each of which may hold several separated by commas, without duplicates. If `given`
+    is None, return all of `every`."""
     names = every if given is None else [name for item in given for name in item.split(",") if name]
     return tuple(dict.fromkeys(names))
 
 
 def _folder(arguments: argparse.Namespace, what: str) -> Path:
-    """Return the folder for a benchmark's results. Raises UserError when the path leads to something else."""
+    """Return the folder for a benchmark's results: `--out`, or else a new name in `runs`. Raises UserError if `--out`
+    is a file."""
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = arguments.out or Path("runs") / f"bench-{what}-{now}"
     if folder.exists() and not folder.is_dir():
@@ -545,7 +547,8 @@ def _mistake(sentences: Sequence[str]) -> int:
 
 
 def _failure(error: Exception) -> int:
-    """Show one panel that says what failed and where the traceback is; print the traceback if no run folder has it."""
+    """Print a panel that says what failed and where the traceback was saved. Print the traceback itself if it was not
+    saved in a run folder."""
     notes = getattr(error, "__notes__", [])
     if not notes:
         traceback.print_exception(error)
@@ -555,11 +558,12 @@ def _failure(error: Exception) -> int:
 
 
 class _Terminated(KeyboardInterrupt):
-    """Raised when the process receives SIGTERM, with which schedulers and containers end a process."""
+    """Raised when the process receives SIGTERM, the signal that schedulers and containers send to end a process."""
 
 
 def _stop_on_sigterm() -> None:
-    """Have SIGTERM unwind the stack as Ctrl-C does, so that the run ends its processes and removes its files."""
+    """Make SIGTERM raise an exception in the main thread, as Ctrl-C does, so that the run ends its processes and
+    removes its files."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
 
@@ -569,8 +573,8 @@ def _terminate(_signum: int, _frame: FrameType | None) -> None:
 
 
 def _import_from_here() -> None:
-    """Add the working folder to the import path, so that rewards, tools and samplers in it can be imported, as in the
-    run's actors."""
+    """Add the working folder to the import path, so that rewards, tools and samplers defined there can be imported in
+    this process as in the run's actors."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.append(here)

@@ -1,1 +1,1 @@
-"""Converts batches of rows and model weights to bytes and back by pure functions. The package's lowest layer."""
+"""Converts batches of rows and model weights to bytes and back. Imports no other part of the package."""

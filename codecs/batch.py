@@ -39,9 +39,9 @@ PER_SAMPLE, and a list of N objects for OBJECT."""
 
 
 class Batch(Mapping[str, Column]):
-    """Immutable columns by field name, all of which fit `schema` and have the same number of rows.
+    """Immutable mapping from field name to column. All columns conform to `schema` and have the same number of rows.
 
-    Build one with `headrace.codecs.jagged.pack`, which checks and converts users' tensors, arrays and lists.
+    Build one with `headrace.codecs.jagged.pack`, which checks and converts tensors, arrays and lists.
     """
 
     __slots__ = ("schema", "num_rows", "_columns")
@@ -102,8 +102,8 @@ class Batch(Mapping[str, Column]):
         return Batch(schema, self.num_rows, {name: self._columns[name] for name in schema})
 
     def merge(self, other: Batch) -> Batch:
-        """Return a batch with these columns and those of `other`, which holds other fields of the same rows. Copies
-        nothing. Raises ValueError when the numbers of rows differ or when a field is in both."""
+        """Return a batch with the columns of this batch and those of `other`, which has other fields of the same rows.
+        Copies nothing. Raises ValueError when the numbers of rows differ or when a field is in both."""
         if self.num_rows != other.num_rows:
             raise ValueError(f"merge: got batches of {self.num_rows} and {other.num_rows} rows, expected equal numbers")
         schema = Schema([*self.schema.values(), *other.schema.values()])

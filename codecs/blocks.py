@@ -36,7 +36,7 @@ from .schema import Field, Kind, Schema
 
 MAGIC = b"hrblock1"
 MAX_TOKENS = (1 << 31) - 1
-"""Largest number of tokens that a row may have, as a block stores the rows' lengths as int32."""
+"""Largest number of tokens that a row may have, because a block stores the rows' lengths as int32."""
 _PREFIX = struct.Struct("<8sQQ")
 _HASHED_FROM = 16
 _MANIFEST = msgspec.msgpack.Decoder(tuple[bytes, int, bool, bytes | None])
@@ -62,7 +62,7 @@ def encode_header(
     """Encode a block's header (part 0) as uint8 1-D. Raises ValueError when a row has more than MAX_TOKENS tokens.
 
     lengths: number of tokens of each row, int `[N]`; None when no field is PER_TOKEN. checksums: as in `Header`. seed:
-    seed of the xxh3 that protects the header itself; a reader must give the same one.
+    seed of the xxh3 that protects the header itself; a reader must pass the same seed to `decode_header`.
     """
     if lengths is not None and len(lengths) and lengths.max() > MAX_TOKENS:
         longest = int(lengths.argmax())
@@ -103,8 +103,8 @@ def _schema(data: bytes) -> Schema:
 
 
 CHECKSUM_ROWS = 64
-"""Number of rows in a row block, which has one xxh3 checksum per field. A reader of a few rows verifies only the row
-blocks that hold them."""
+"""Number of rows of a block that share one xxh3 checksum per field (a row block). A reader of a few rows verifies only
+the row blocks that contain these rows."""
 
 _INDEXED = (Kind.RAGGED, Kind.OBJECT)
 """Kinds of field that have an index part beside the values part: the rows' shapes (RAGGED) or end offsets (OBJECT)."""
@@ -112,20 +112,22 @@ _INDEXED = (Kind.RAGGED, Kind.OBJECT)
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Fields of a block and sizes of its parts, by which a reader finds each field. It is small, because receipts carry
-    the layouts of their blocks."""
+    """Names and sizes that locate each field in a block: the block's fields, and the number of bytes of each of its
+    parts (byte arrays). Kept small, because every receipt (the keys and locations of rows, without their content)
+    carries the layouts of its blocks."""
 
     fields: tuple[str, ...]
-    """Names of the fields in the order of their parts."""
+    """Names of the block's fields, in the order in which their byte arrays (parts) are stored."""
     num_rows: int
     num_tokens: int
-    """Sum of the rows' lengths; 0 when no field is PER_TOKEN."""
+    """Number of tokens of all rows together; 0 when no field is PER_TOKEN."""
     part_bytes: tuple[int, ...]
     """Number of bytes of each part; the first part is the header."""
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Byte offset of each part when the parts are laid end to end, each at a multiple of ALIGN bytes."""
+        """Byte offset of each part within the block: parts follow one another, each at the next multiple of ALIGN
+        bytes."""
         return self._ends()[0]
 
     @property
@@ -134,10 +136,11 @@ class BlockLayout:
         return self._ends()[1]
 
     def parts_of(self, schema: Schema, fields: Sequence[str]) -> tuple[int, ...]:
-        """Return the numbers of the parts that hold `fields` (values and index parts), without the header.
+        """Return the numbers of the parts (byte arrays of a block) that hold the values and indexes of `fields`.
 
-        schema: declares at least `fields`. Raises ValueError when the block lacks a field, or when it has an index part
-        for a field of a kind that has none (or the reverse).
+        schema: schema that declares at least `fields`. The header (part 0) is not included. Raises ValueError if the
+        block lacks a field, or if the block has an index part for a field whose kind needs none, or lacks one that the
+        kind needs.
         """
         return tuple(number for name in fields for number in self.field_parts(schema[name]))
 
@@ -188,25 +191,26 @@ def encode_blocks(
 
 
 class BatchEncoder:
-    """Encodes a batch as blocks, without copying values other than objects."""
+    """Encodes a batch as blocks. Only the values of OBJECT fields are copied."""
 
     def __init__(self, batch: Batch) -> None:
-        """Prepare every column of `batch`. Raises TypeError or ValueError for objects that `objects.encode` refuses."""
+        """Prepare every column of `batch` for encoding. Raises TypeError or ValueError if an OBJECT field has a value
+        that `objects.encode` does not accept."""
         self._batch = batch
         self._schema = batch.schema.subset(sorted(batch, key=lambda name: batch.schema[name].kind in _INDEXED))
         self._columns = [_Encoder(field, batch[field.name]) for field in self._schema.values()]
 
     @property
     def column_bytes(self) -> list[int]:
-        """Number of bytes of each column's values; for objects, of their encoded form."""
+        """Number of bytes of each column's values. Objects count with the size of their encoded form."""
         return [column.nbytes for column in self._columns]
 
     def blocks(self, cuts: Sequence[tuple[int, int]], *, checksum: bool, seed: int = 0) -> list[EncodedBlock]:
         """Return one block of rows `start:stop` for each (start, stop) in `cuts`.
 
-        checksum: whether to write checksums, which `verify` can check. seed: number that a reader must give to
-        `verify`, so that a block of another data plane does not pass. Raises ValueError for a row of more than
-        MAX_TOKENS tokens.
+        checksum: whether to write checksums, which `verify` can check. seed: number that a reader must pass to
+        `verify`; a block of another data plane, written with another seed, then fails verification. Raises ValueError
+        for a row of more than MAX_TOKENS tokens.
         """
         lengths = self._batch.lengths
         tokens = None if lengths is None else exclusive_cumsum(lengths)
@@ -267,7 +271,7 @@ class _Encoder:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of the values."""
+        """Number of bytes of the column's values part."""
         return self._values.nbytes
 
 
@@ -290,7 +294,7 @@ def _row_blocks(values: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _piece_ends(ends: np.ndarray) -> list[int]:
-    """Pick from the rows' end offsets those of every CHECKSUM_ROWS-th row and of the last row."""
+    """Return the end offsets of every CHECKSUM_ROWS-th row and of the last row, given those of all rows."""
     return [*ends[CHECKSUM_ROWS - 1 : -1 : CHECKSUM_ROWS].tolist(), *ends[-1:].tolist()]
 
 
@@ -332,10 +336,10 @@ def assemble(
 ) -> Batch:
     """Copy the requested rows out of the blocks into a new Batch with memory of its own, in the order requested.
 
-    schema: just the wanted fields, each of which is in exactly one source. lengths: number of tokens of each row, int64
-    `[N]`. layouts, views: layout and parts of each block. Rows that are neighbours both in a block and in the request
-    are copied in one piece. Raises ValueError when a block does not hold the requested fields or bytes, or when an
-    object cannot be decoded, and IndexError for some row numbers that a block does not have.
+    schema: the wanted fields only; each must be in exactly one source. lengths: number of tokens of each row, int64
+    `[N]`. layouts, views: layout and parts of each block. Rows that are adjacent both in a block and in the request are
+    copied in one piece. Raises ValueError if a block lacks a requested field or its bytes, or if an object cannot be
+    decoded. Raises ValueError or IndexError if a block has no row of a requested number.
     """
     lengths = np.ascontiguousarray(lengths, dtype=np.int64)
     columns: dict[str, Column] = {}
@@ -377,11 +381,11 @@ def verify(
     *,
     seed: int = 0,
 ) -> None:
-    """Check the xxh3 checksums of all row blocks that `source` reads from block number `block`.
+    """Check the xxh3 checksums of the rows that `source` reads from block number `block`.
 
-    schema: the wanted fields of the block; others are not checked. views: parts of the block, which must include the
-    header (part 0). seed: the number given to `encode_blocks`. Raises ChecksumMismatch when bytes differ, and
-    ValueError when the block was written without checksums.
+    Each checksum covers CHECKSUM_ROWS rows of a field. schema: the wanted fields of the block; others are not checked.
+    views: parts of the block, which must include the header (part 0). seed: the number given to `encode_blocks`. Raises
+    ChecksumMismatch when bytes differ, and ValueError when the block was written without checksums.
     """
     try:
         header = decode_header(views[0], seed)
@@ -409,8 +413,8 @@ def _verify_field(
     sums: list[int],
     parts: list[np.ndarray],
 ) -> None:
-    """Check the checksums of one field; see `verify`. `sums` begins with those of this field: one per row block of its
-    values, then that of its index part."""
+    """Check the checksums of one field; see `verify`. sums: checksums from the block's header, beginning with those of
+    this field: one per row block of its values, then the one of its index part."""
     values, index = parts[0], parts[1] if len(parts) > 1 else None
     per_field = ceil_div(header.num_rows, CHECKSUM_ROWS)
     if index is not None:

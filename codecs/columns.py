@@ -1,4 +1,4 @@
-"""Checks one field's rows as users hold them (tensors, arrays, lists), and converts them into one contiguous column.
+"""Checks the rows of one field (tensors, arrays or lists) and converts them into one contiguous column.
 
 The schema decides what a value means; nothing is guessed from its shape. Tensors of another dtype are never cast. Every
 error is a ValueError that names field, row, what was given and what was expected.
@@ -23,15 +23,15 @@ from .schema import Field, Kind
 def tensordict_types(*names: str) -> tuple[type, ...]:
     """Return the named classes of the package tensordict, or () when nothing in this process has imported it.
 
-    The package is not imported here, as that takes a second in every process of a run. Code that holds one of its
-    objects has already imported it.
+    The package is not imported here, because that would take a second in every process of a run. A caller that passes a
+    tensordict object has already imported it.
     """
     module = sys.modules.get("tensordict")
     return tuple(getattr(module, name) for name in names if hasattr(module, name))
 
 
 def to_column(field: Field, value: Any) -> Column:
-    """Return `value` as a column of `field`: contiguous, on the CPU, without grad, sharing memory where it can.
+    """Return `value` as a column of `field`: contiguous, on the CPU, without grad, sharing its memory where possible.
 
     Accepted values for each kind, besides a finished column:
     PER_TOKEN   N rows `[L, *trailing]` (list of tensors, arrays or lists; nested tensor), dense `[N, L, *trailing]`
@@ -129,8 +129,8 @@ def _objects(field: Field, value: Any) -> list[Any]:
 
 
 def _jagged_from_nested(field: Field, value: Any) -> Jagged | None:
-    """Return the column of a nested tensor of layout torch.jagged, without a copy if it is on the CPU. Returns None
-    when the field is not PER_TOKEN, or when the rows do not follow one another in memory."""
+    """Convert a nested tensor of layout torch.jagged to a column, without a copy if it is on the CPU. Returns None when
+    the field is not PER_TOKEN, or when the rows do not follow one another in memory."""
     if field.kind is not Kind.PER_TOKEN or not isinstance(value, NestedTensor):
         return None
     # Attributes, as methods of a tensor subclass cost 0.1 ms each. 1: the jagged dimension is the tokens'; lengths:
@@ -151,8 +151,8 @@ def _rows(field: Field, value: Any) -> Sequence[Any]:
 
 
 def _concat(field: Field, rows: Sequence[Any], shape: tuple[int | str, ...]) -> torch.Tensor:
-    """Concatenate rows along their first dimension. shape: expected shape of each row, in which a string stands for any
-    extent. Raises ValueError naming the first row that does not fit."""
+    """Concatenate rows along their first dimension. shape: expected shape of each row, where a string matches any size.
+    Raises ValueError naming the first row that does not fit."""
     assert field.dtype is not None
     kinds = set(map(type, rows))
     if not rows:
@@ -180,8 +180,8 @@ def _concat(field: Field, rows: Sequence[Any], shape: tuple[int | str, ...]) -> 
 
 
 def _all_fit(field: Field, rows: Sequence[torch.Tensor], shape: tuple[int | str, ...]) -> bool:
-    """Return whether all rows are strided tensors of the right dtype and shape. It is a tight loop, because there may
-    be thousands of rows."""
+    """Return whether all rows are strided tensors with the field's dtype and the given shape. Optimised for speed,
+    because there may be thousands of rows."""
     plain = {(row.dtype, row.ndim, row.layout) for row in rows} == {(field.dtype, len(shape), torch.strided)}
     return plain and (not field.trailing or all([row.shape[1:] == field.trailing for row in rows]))
 
@@ -234,8 +234,8 @@ def _from_numpy(field: Field, array: np.ndarray, where: str) -> torch.Tensor:
 
 
 def _from_python(field: Field, value: Any, where: str) -> torch.Tensor:
-    """Convert a Python number, or nested lists of them, to a tensor of the field's dtype. Raises ValueError for what
-    the dtype cannot hold."""
+    """Convert a Python number, or nested lists of them, to a tensor of the field's dtype. Raises ValueError for
+    anything else, and for values that the dtype cannot hold."""
     assert field.dtype is not None
     first = value
     while isinstance(first, list | tuple) and first:
@@ -299,7 +299,7 @@ def _extents(field: Field, value: Any, *, ndim: int) -> np.ndarray:
 
 
 def _expect_shape(field: Field, where: str, shape: Sequence[int], expected: tuple[int | str, ...]) -> None:
-    """Raise ValueError unless `shape` equals `expected`, in which a string stands for any extent."""
+    """Raise ValueError unless `shape` equals `expected`, where a string matches any size."""
     fits = len(shape) == len(expected) and all(
         isinstance(want, str) or got == want for got, want in zip(shape, expected, strict=True)
     )

@@ -18,12 +18,12 @@ from .memory import fresh
 
 
 def chunks(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (starts, stops) of the two chunks of each padded row that `rank` computes, int64 `[N, 2]`, without
-    look-ahead.
+    """Return (starts, stops) of the two chunks of each padded row that `rank` computes, int64 `[N, 2]`, not counting
+    the look-ahead token.
 
     lengths: number of tokens of each row, int `[N]`. Starts and stops may lie beyond the end of the unpadded row.
-    Raises ValueError when the padded rows cannot be cut into 2 * cp equal chunks, when cp is less than 2, and when
-    there is no such rank.
+    Raises ValueError when the padded rows cannot be cut into 2 * cp equal chunks, when cp is less than 2, or when
+    `rank` is not between 0 and cp - 1.
     """
     if cp < 2 or not 0 <= rank < cp:
         raise ValueError(f"context slices: got rank {rank} of cp={cp}, expected cp >= 2 and a rank below it")
@@ -36,10 +36,10 @@ def chunks(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> tuple[
 
 
 def pieces(lengths: np.ndarray, pad_multiple: int, cp: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (starts, stops) of the two pieces of each row that are sent to `rank`, int64 `[N, 2]`, with look-ahead.
+    """Return (starts, stops) of the two pieces of each row that are sent to `rank`, int64 `[N, 2]`.
 
-    Arguments and errors are those of `chunks`. The piece of a chunk that begins at or after the end of its row is
-    empty.
+    A piece is a chunk and one token of look-ahead, cut off at the end of the row. Arguments and errors are those of
+    `chunks`. The piece of a chunk that begins at or after the end of its row is empty.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     starts, stops = chunks(lengths, pad_multiple, cp, rank)

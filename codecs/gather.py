@@ -1,9 +1,9 @@
 """Copies the wanted rows of one field out of blocks into new memory.
 
 Common arguments: `block` and `row` `[N]` give the block number of each wanted row and its position in that block;
-`runs` are their runs, from `find_runs`. `values` and `index` map each block number to the field's values part and index
-part, uint8. When a row reaches beyond its part, the functions raise ValueError, or IndexError where rows are picked by
-their number.
+`runs` says which of these rows are adjacent (see `find_runs`). `values` and `index` map each block number to the uint8
+bytes of the field's values and of its index (row shapes or end offsets) in that block. If a row extends beyond these
+bytes, the functions raise ValueError, or IndexError where they select rows by number.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ one."""
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Division of N wanted rows into R maximal runs: rows that are neighbours both in the request and in their
-    source."""
+    """Division of N wanted rows into R runs. A run is a longest possible sequence of rows that are adjacent both in the
+    request and in their source (such as a block)."""
 
     first: np.ndarray
     """Position of each run's first row among the wanted rows, int64 `[R]`."""

@@ -23,8 +23,8 @@ def total_memory() -> int:
 def available_memory(root: Path = CGROUP) -> int:
     """Return the number of bytes that can be allocated without swapping and without exceeding the container's limit.
 
-    File pages in the container's cache that have not been used lately count as free, as the kernel gives them up when
-    memory is needed.
+    File pages in the container's cache that have not been used lately count as free, because the kernel gives them up
+    when memory is needed.
     """
     free = psutil.virtual_memory().available
     limit, used = memory_limit(root), _bytes(root / "memory.current")

@@ -1,4 +1,4 @@
-"""Converts between batches and what users hold (tensors, lists, TensorDicts), and slices, selects and joins rows."""
+"""Converts between batches and tensors, lists or TensorDicts, and slices, selects and joins rows of batches."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def _nearest(name: Any, schema: Schema) -> str:
 
 
 def _same_lengths(name: str, column: Jagged, first_name: str, first: Column | None) -> Jagged:
-    """Return `column` with the lengths array of the batch's first PER_TOKEN field, so that all such columns share one.
-    Raises ValueError when the lengths differ."""
+    """Return `column` with the lengths array of the batch's first PER_TOKEN field, so that all PER_TOKEN columns share
+    one lengths array. Raises ValueError when the lengths differ."""
     if not isinstance(first, Jagged):
         return column
     if not np.array_equal(first.lengths, column.lengths):
@@ -244,7 +244,7 @@ def to_padded(
     The padding is filled with each field's pad value.
     names: PER_TOKEN fields; None takes all.
     pad_to: Lmax, before it is rounded up; None takes the longest row's length.
-    multiple_of: number to a multiple of which Lmax is rounded up, such as tensor x context parallel ranks.
+    multiple_of: Lmax is rounded up to a multiple of this number, such as the number of tensor x context parallel ranks.
     Raises ValueError for a field of another kind and for rows longer than `pad_to`.
     """
     if names is None:

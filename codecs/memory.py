@@ -17,7 +17,7 @@ import torch
 from .integers import round_up
 
 POOLED_FROM_BYTES = 64 << 10
-"""Smallest number of bytes for which an allocation is pooled. Smaller ones are not, as the C library recycles them
+"""Smallest number of bytes for which an allocation is pooled. Smaller ones are not, because the C library recycles them
 itself."""
 KEPT_BYTES = 256 << 20
 """Largest number of bytes of idle buffers that the pool keeps; buffers returned beyond that go back to the system."""
@@ -41,8 +41,8 @@ class Pool:
         limit."""
 
     def take(self, nbytes: int) -> np.ndarray:
-        """Return an uninitialised uint8 array `[nbytes]`, aligned to 64 bytes. Its memory is used again once the array
-        and all its views are gone."""
+        """Return an uninitialised uint8 array `[nbytes]`, aligned to 64 bytes. Its memory returns to the pool once the
+        array and all its views have been garbage-collected."""
         size = _size_class(nbytes)
         try:
             buffer = self._free[size].pop()

@@ -35,8 +35,8 @@ def encode(obj: Any) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, type: type[T]) -> T:  # noqa: A002
-    """Decode an object of `type` (any annotation, such as `list[Receipt]`) that `encode` wrote. Its arrays own their
-    memory.
+    """Decode an object of `type` (any annotation, such as `list[Receipt]`) that `encode` wrote. Arrays in the result
+    own their memory.
 
     Raises ValueError when `data` is not such a message.
     """

@@ -1,7 +1,7 @@
-"""Encodes strings, numbers, lists and dicts as msgpack, so that exactly what went in comes back.
+"""Encodes strings, numbers, lists and dicts as msgpack, so that decoding gives back exactly the same objects.
 
-Nothing is pickled, so that a reader can only decode data. Types that msgpack would quietly turn into another one
-(tuples into lists, numpy scalars into numbers, enums into their values) are refused.
+Pickle is not used, so that decoding never runs code. Types that msgpack would quietly turn into another one (tuples
+into lists, numpy scalars into numbers, enums into their values) are refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def encode(obj: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Decode what `encode` encoded. Raises ValueError when `data` is not one whole msgpack object."""
+    """Decode what `encode` encoded. Raises ValueError when `data` is not exactly one complete msgpack object."""
     try:
         return _DECODER.decode(data)
     except msgspec.DecodeError as error:

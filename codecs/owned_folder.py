@@ -112,7 +112,7 @@ def try_lock(path: Path) -> int | None:
 def process_start(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot, or None when it has ended; a zombie counts as ended.
 
-    The pair of pid and start time identifies a process for good, while a pid alone is used again.
+    The pid together with the start time identifies a process uniquely, whereas pids alone are reused.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()

@@ -44,7 +44,7 @@ class Kind(enum.StrEnum):
     RAGGED = "ragged"
     """A tensor per row, of any shape with a fixed number of dimensions (`ndim`), such as an image."""
     OBJECT = "object"
-    """A string, bytes, a number, None, or a list or dict of these per row, encoded as msgpack."""
+    """One object per row: a string, bytes, a number, None, or a list or dict of these, encoded as msgpack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,11 @@ class Field:
     trailing: tuple[int, ...] = ()
     """Shape of the value of one token (PER_TOKEN) or of one row (PER_SAMPLE); () for RAGGED and OBJECT."""
     pad_value: int | float | bool = 0
-    """Value that `to_padded` puts behind the last token of a row; padding is never sent."""
+    """Value that `to_padded` writes after the last token of a row. Only padded tensors contain it; padding is never
+    sent."""
     ndim: int = 1
-    """Number of dimensions of one row, at least 1, for RAGGED only. Rows that are single numbers are PER_SAMPLE."""
+    """Number of dimensions of one row, at least 1, for RAGGED only. Fields with a single number per row have the kind
+    PER_SAMPLE."""
 
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):
@@ -85,7 +87,7 @@ class Field:
 
     @property
     def dtype_name(self) -> str | None:
-        """Name of the dtype in messages, such as `"float32"`; None for OBJECT."""
+        """Name of the dtype as encoded in messages between processes, such as `"float32"`; None for OBJECT."""
         return None if self.dtype is None else str(self.dtype).removeprefix("torch.")
 
     @property
@@ -132,7 +134,8 @@ def _holds(dtype: torch.dtype, value: int | float | bool) -> bool:
 
 
 class Schema(Mapping[str, Field]):
-    """Immutable, ordered mapping from field name to Field, which describes the rows of a partition."""
+    """Immutable, ordered mapping from field name to Field, which describes the rows of a partition (a named set of
+    rows)."""
 
     __slots__ = ("_fields",)
 

@@ -1,1 +1,1 @@
-"""Keeps rows between the processes that produce them and those that consume them. The package's second layer."""
+"""Stores rows between the processes that produce them and those that consume them. Builds only on `codecs`."""

@@ -1,8 +1,8 @@
 """Defines the two protocols that a store of rows' bytes implements: `StoreHost` and `BlockStore`.
 
-`StoreHost` runs beside the directory, once per run: it starts and ends the store's processes, and allocates and frees
-blocks. `BlockStore` runs in every process that reads or writes: it moves the bytes of blocks, and knows nothing of
-rows.
+A block is a group of rows stored together. `StoreHost` runs once per run, in the process of the directory (the data
+plane's metadata service): it starts and ends the store's processes, and allocates and frees blocks. `BlockStore` runs
+in every process that reads or writes: it moves the bytes of blocks, and knows nothing of rows.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ class StoreSpec:
     """Kind of the store: `local`, `shm`, `ray`, `simple` or `mooncake`."""
     run_id: str
     address: dict[str, object]
-    """Names, ports or folders by which a process finds the store. Only the store's own code reads them. Must be
+    """Names, ports or folders with which a process finds the store. Only the store's own code reads them. Must be
     encodable as msgpack."""
     plane_id: int = field(default_factory=lambda: 1 + secrets.randbelow((1 << 63) - 1))
-    """Random number of this data plane, from 1 to 2^63 - 1, which its receipts carry. Block ids begin at 1 in every
-    data plane, so only this number distinguishes its receipts from those of another data plane, even an earlier one
-    with the same `run_id`."""
+    """Random id of this data plane, from 1 to 2^63 - 1. Every receipt (the keys and locations of rows, without their
+    content) carries it. Block ids begin at 1 in every data plane, so only this id distinguishes the receipts of one
+    data plane from those of another, even of an earlier one with the same `run_id`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """One block, and the numbers of the parts of it that a reader needs."""
+    """Request to read one block: which block, and the numbers of the parts (byte arrays of the block) to read."""
 
     block: BlockRef
     parts: tuple[int, ...]
 
 
 class StoreHost(Protocol):
-    """Part of a store that runs in the directory's process, once per run, and allocates and frees blocks.
+    """Part of a store that runs once per run, in the process of the directory (the data plane's metadata service), and
+    allocates and frees blocks (groups of rows stored together).
 
     A host that implements `FreesMany` is called from one thread. Any other host must be thread-safe, and its calls must
     not wait for another process.
@@ -53,15 +54,15 @@ class StoreHost(Protocol):
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
         """Allocate `nbytes` bytes and return their location, or None when the store has no room at the moment.
 
-        A store that learns locations only when blocks are written returns b"". For such a store, this is called once
-        before a put writes, with the id of the first block and the bytes of all blocks, and at the commit once for each
-        block, with the bytes of that block.
+        A store that learns locations only when blocks are written returns b"". For such a store, `allocate` is called
+        once before a put writes, with the id of the first block and the size of all blocks together, and again for each
+        block when the put is committed, with the size of that block.
         """
         ...
 
     def free(self, block_id: int, location: bytes) -> None:
-        """Delete a block, whether it was written or not. Idempotent. Readers that hold its location get RowsCleared
-        from now on."""
+        """Delete a block, whether it was written or not. Idempotent. From then on, reading from its location raises
+        RowsCleared."""
         ...
 
     def usage_bytes(self) -> int:
@@ -70,13 +71,13 @@ class StoreHost(Protocol):
 
     def unfreed_bytes(self) -> int:
         """Return the number of bytes of freed blocks that the store still holds, because one of its processes has not
-        answered or a writer still uses them. They become free without another call, so a put that waits for room looks
-        again."""
+        answered or a writer still uses them. The store frees them later by itself, so a put that waits for room must
+        check again."""
         ...
 
     def shortage(self) -> str:
-        """Return the reason why `allocate` has no room, for the error of a put that waited in vain; "" for a store that
-        always has room."""
+        """Return the reason why `allocate` has no room, for the error of a put that waited for room until its time
+        limit; "" for a store that always has room."""
         ...
 
     def processes(self) -> dict[str, int]:
@@ -90,8 +91,8 @@ class StoreHost(Protocol):
 
 @runtime_checkable
 class Cuts(Protocol):
-    """Protocol of a host that knows locations before blocks are written. A put gets one range of bytes, which is cut
-    into blocks once their sizes are known."""
+    """Protocol of a store host that knows where blocks will be stored before they are written. A put gets one range of
+    bytes, which is cut into blocks once their sizes are known."""
 
     def has_ready(self, nbytes: int) -> bool:
         """Return whether `allocate` of `nbytes` would succeed at once."""
@@ -113,8 +114,8 @@ class Cuts(Protocol):
 
 @runtime_checkable
 class FreesMany(Protocol):
-    """Protocol of a host for which freeing takes a round trip to another process, so that many blocks are freed in one
-    call."""
+    """Protocol of a store host that needs a round trip to another process to free blocks, and therefore frees many
+    blocks in one call."""
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Free the given blocks, each a pair (block id, location), as `free` does."""
@@ -123,34 +124,35 @@ class FreesMany(Protocol):
 
 @runtime_checkable
 class PutsMany(Protocol):
-    """Protocol of a store for which writing takes a round trip to another process, so that all blocks of one put are
-    written in one call."""
+    """Protocol of a store that needs a round trip to another process to write, and therefore writes all blocks of a put
+    in one call."""
 
     def put_many(
         self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
     ) -> tuple[bytes, ...]:
         """Write several blocks as `BlockStore.put` does, and return their locations.
 
-        blocks: the parts of each block, equally many for all. The first block has the id `first_block_id`, and the ids
-        of the others follow. When this raises, some of the blocks may have been written.
+        blocks: the parts (byte arrays) of each block; every block has the same number of parts. The first block has the
+        id `first_block_id`, and the ids of the others follow. When this raises, some of the blocks may have been
+        written.
         """
         ...
 
 
 @runtime_checkable
 class Serving(Protocol):
-    """Protocol of a host that holds the bytes itself, and answers requests of stores in other processes, which arrive
-    over their connection to the directory."""
+    """Protocol of a store host that holds the bytes in its own process. It answers requests of BlockStores in other
+    processes, which send them over their connections to the directory (metadata service)."""
 
     def serve(self, request: bytes) -> bytes:
-        """Carry out one request of a BlockStore of this kind and return the reply. Raises the DataPlaneErrors that the
-        BlockStore should raise."""
+        """Carry out one request of a BlockStore of this kind and return the reply. A DataPlaneError raised here is
+        raised again by that BlockStore."""
         ...
 
 
 class BlockStore(Protocol):
-    """Part of a store that runs in every process, and reads and writes blocks. Thread-safe. Every call returns or
-    raises within `timeout_s`."""
+    """Part of a store that runs in every process that reads or writes rows, and moves the bytes of blocks. Thread-safe.
+    Every call returns or raises within `timeout_s`."""
 
     def put(
         self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
@@ -172,9 +174,11 @@ class BlockStore(Protocol):
         ...
 
     def settle(self, wants: Sequence[Want]) -> None:
-        """Confirm that the views of a `get` were valid while they were copied. Called before the copies are handed out.
+        """Confirm that the views of a `get` were valid while they were copied. Must be called before the copies are
+        used.
 
-        Raises RowsCleared when a block was freed since the `get`, as its memory may have been used for another block.
+        Raises RowsCleared when a block was freed since the `get`, because its memory may have been used for another
+        block.
         """
         ...
 

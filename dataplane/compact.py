@@ -12,9 +12,9 @@ from ..codecs.blocks import RowSource
 
 _WIDTHS = (np.uint8, np.uint16, np.uint32)
 _RUN_GAIN = 4
-"""Smallest average number of equal values in a run at which integers are encoded as runs."""
+"""Smallest average run length (number of equal values in succession) at which integers are encoded as runs."""
 _ZIP_BYTES = 96
-"""Number of bytes below which keys are not compressed, as a compressor's set-up costs more than it saves."""
+"""Number of bytes below which keys are not compressed, because setting up a compressor costs more than it saves."""
 
 
 def pack_ints(values: np.ndarray) -> bytes:
@@ -42,8 +42,8 @@ def unpack_ints(data: bytes) -> np.ndarray:
 
 
 def _narrow(values: np.ndarray) -> list:
-    """Encode integers as [minimum, bytes per value, values less the minimum in so many bytes]. Values that need 8 bytes
-    are kept as they are, with 0 as the minimum."""
+    """Encode integers as [minimum, number of bytes per value, differences from the minimum in that many bytes each].
+    Values that need 8 bytes are kept as they are, with 0 as the minimum."""
     if not len(values):
         return [0, 1, b""]
     low, high = int(values.min()), int(values.max())
@@ -62,8 +62,8 @@ def _widen(base: int, width: int, data: bytes) -> np.ndarray:
 def pack_keys(keys: Sequence[str], *, squeeze: bool = False) -> bytes:
     """Encode row keys, which `unpack_keys` decodes. Keys must hold no NUL and must not be empty (`check_keys`).
 
-    squeeze: whether to compress the keys if there are many; as neighbours share prefixes, a key then takes about 3
-    bytes.
+    squeeze: whether to compress the keys if there are many; a key then takes about 3 bytes, because neighbouring keys
+    share prefixes.
     """
     if not keys:
         return b""

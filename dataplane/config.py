@@ -9,7 +9,7 @@ import pydantic
 from .section import Count, Positive, Section
 
 MAX_BLOCK_ROWS = 1 << 24
-"""Largest number of rows that a block may have."""
+"""Largest number of rows that a block (a group of rows stored together) may have."""
 
 StoreKind = Literal["auto", "local", "shm", "ray", "simple", "mooncake"]
 
@@ -18,15 +18,17 @@ class StoreConfig(Section):
     """Store that holds the rows' bytes, and its capacity."""
 
     kind: StoreKind = "auto"
-    """Kind of the store. `local` keeps the bytes in the directory's process. `shm` keeps them in shared memory of one
-    host. `ray` keeps them in Ray's object store. `simple` keeps them in TransferQueue's storage units. `mooncake` keeps
-    them in a Mooncake store. `auto` is `shm` when the run is on one host, else `simple`."""
+    """Kind of the store. `local` keeps the bytes in the process of the directory, the service that keeps the rows'
+    metadata. `shm` keeps them in shared memory of one host. `ray` keeps them in Ray's object store. `simple` keeps them
+    in TransferQueue's storage units. `mooncake` keeps them in a Mooncake store. `auto` is `shm` when the run is on one
+    host, else `simple`."""
     capacity_mib: Count = 1024
     """Largest number of MiB that rows may take in the store at the same time. A put that would exceed it waits."""
     num_units: Count = 1
     """Number of TransferQueue storage units that the store `simple` starts, each in its own process."""
     protocol: Literal["tcp", "rdma"] = "tcp"
-    """Network protocol of the store `mooncake`. The store never switches to the other protocol silently."""
+    """Network protocol of the store `mooncake`. With `rdma`, a host without a usable RDMA device is an error: the store
+    never silently falls back to TCP."""
     device: str = ""
     """Names of the RDMA devices that the store `mooncake` uses, separated by commas, such as `mlx5_0,mlx5_1`. An empty
     string means all devices."""
@@ -38,8 +40,8 @@ class DataPlaneConfig(Section):
     store: StoreConfig = StoreConfig()
     """The store that holds the rows' bytes."""
     integrity: Literal["off", "verify"] = "off"
-    """Check for damaged rows. `verify` writes xxh3 checksums with the rows, one per field and 64 rows, and checks them
-    at every read. `off` does neither."""
+    """Check for damaged rows. `verify` writes xxh3 checksums with the rows, one checksum per 64 rows of a field, and
+    checks them at every read. `off` does neither."""
     timeout_s: Positive = 30.0
     """Seconds after which a call to the data plane fails when its caller gives no time limit."""
     lease_s: Positive = 600.0
@@ -49,7 +51,7 @@ class DataPlaneConfig(Section):
     reserve_s: Positive = 60.0
     """Seconds after which a writer that has not committed its put is considered dead and its space is freed."""
     block_rows: Annotated[int, pydantic.Field(ge=1, le=MAX_BLOCK_ROWS)] | None = None
-    """Largest number of rows of a block, which is the unit that the store keeps. A group (the rows of one prompt) is
-    split over several blocks only when it has more rows than this. With the group size as the value, each group is a
-    block, so that train ranks fetch only the bytes of their own groups. Unset: 256 rows, but more where a block would
-    be smaller than 64 KiB, and fewer where a field of a block would be larger than 4 MiB."""
+    """Largest number of rows in a block, the piece of data that the store keeps and frees as a whole. A group (the rows
+    of one prompt) is split over several blocks only when it has more rows than this. With the group size as the value,
+    each group is a block, so that train ranks fetch only the bytes of their own groups. Unset: 256 rows, but more where
+    a block would be smaller than 64 KiB, and fewer where a field of a block would be larger than 4 MiB."""

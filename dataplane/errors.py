@@ -115,15 +115,17 @@ class FieldsNotReady(DataPlaneError):
 
 
 class RowsCleared(DataPlaneError):
-    """A receipt was used after its rows were cleared (or replaced)."""
+    """A receipt (the keys and locations of rows, without their content) was used after its rows were cleared or
+    replaced."""
 
 
 class ForeignReceipt(DataPlaneError, ValueError):
-    """A receipt was used with another data plane than the one that gave it, such as that of an earlier run."""
+    """A receipt (the keys and locations of rows, without their content) was used with a data plane that did not issue
+    it, such as that of a later run."""
 
 
 class LeaseLost(DataPlaneError):
-    """Rows were released by a consumer whose lease on them had ended."""
+    """Rows were released by a consumer whose lease on them (its exclusive hold after a claim) had ended."""
 
 
 class SamplerError(DataPlaneError):
@@ -154,7 +156,7 @@ class PeerLost(DataPlaneError):
 
 
 class DirectoryLost(PeerLost):
-    """The directory's process has died or does not answer."""
+    """The process of the directory, the data plane's metadata service, has died or does not answer."""
 
 
 class StoreLost(PeerLost):

@@ -1,7 +1,7 @@
 """Opens a run's data plane, and connects clients to it.
 
-Ray is imported only when a directory is opened in another process: a process that joins a data plane, or holds the
-directory itself, does not need Ray.
+Ray is imported only to start the directory (the metadata service) in a process of its own. A process that joins a data
+plane, or runs the directory itself, does not need Ray.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from .stores.shm_folder import check_room
 
 
 class DataPlane:
-    """A run's data plane, owned by the process that opened it. Closing it frees the store and ends the directory."""
+    """A run's data plane, owned by the process that opened it. Closing it frees the store and ends the directory (the
+    metadata service)."""
 
     def __init__(
         self, handle: DataPlaneHandle, link: InProcessLink | None, actor: Any, processes: dict[str, int], host: str
@@ -82,11 +83,11 @@ def open_data_plane(
     one_host: bool = True,
     start_timeout_s: float = 300.0,
 ) -> DataPlane:
-    """Start the directory and the store of a run.
+    """Start the directory (the metadata service) and the store of a run.
 
-    run_id: letters, digits, `-`, `_` and `.`; None makes one up. in_process: True runs the directory in a thread of
-    this process, for clients of this process only; False runs it in one named Ray actor that takes no CPU (Ray must be
-    initialised). one_host: True says that all clients are on the directory's host, so the directory listens on no
+    run_id: letters, digits, `-`, `_` and `.`; None generates one. in_process: True runs the directory in a thread of
+    this process, for clients of this process only; False runs it in one named Ray actor that reserves no CPU (Ray must
+    be initialised). one_host: True says that all clients are on the directory's host, so the directory listens on no
     network and `store.kind=auto` means `shm`. start_timeout_s: seconds that the directory's process may take to start.
 
     Raises ValueError for a malformed run_id, when Ray is needed but not initialised, and when this machine cannot
@@ -125,8 +126,9 @@ def connect(handle: DataPlaneHandle, *, name: str = "") -> DataPlaneClient:
 def connect_async(handle: DataPlaneHandle, *, name: str = "") -> AsyncDataPlaneClient:
     """Return an asyncio client of a data plane. `name` identifies this client in the directory's log.
 
-    Attaches to the store now, which may block for milliseconds and raises StoreLost when the store is not running. A
-    directory in another process is connected to by the first call, which raises DirectoryLost when it is not running.
+    Attaches to the store now, which may block for milliseconds and raises StoreLost when the store is not running. The
+    connection to a directory in another process is opened by the first call, which raises DirectoryLost when the
+    directory is not running.
     """
     link = _link(handle, connect_now=False)
     return AsyncDataPlaneClient(handle, link, store_entry(handle.store.kind).attach(handle.store, link), name)
@@ -139,7 +141,8 @@ def _link(handle: DataPlaneHandle, *, connect_now: bool) -> Link:
 
 
 def build_store_host(config: DataPlaneConfig, run_id: str, *, one_host: bool = True) -> StoreHost:
-    """Start the host of the configured store in the calling process. Raises ValueError as `check_store` does."""
+    """Start the host part of the configured store, which allocates and frees blocks, in the calling process. Raises
+    ValueError as `check_store` does."""
     check_store(config, one_host=one_host)
     return store_entry(store_kind(config, one_host=one_host)).open_host(config.store, run_id, one_host)
 

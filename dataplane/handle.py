@@ -1,4 +1,4 @@
-"""Defines the handle by which a process joins a run's data plane."""
+"""Defines the handle with which a process joins a run's data plane."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ class DataPlaneHandle:
     config: DataPlaneConfig
     store: StoreSpec
     actor_name: str
-    """Name of the directory's Ray actor; "" when the directory is in the process that opened it."""
+    """Name of the Ray actor that runs the directory (the metadata service); "" when the directory is in the process
+    that opened it."""
     address: DirectoryAddress | None
-    """Address at which the directory's Ray actor listens; None when the directory is in the process that opened it."""
+    """Address at which the Ray actor of the directory (the metadata service) listens; None when the directory runs in
+    the process that opened it."""
     peer: str
-    """Name, pid and host of the directory, as errors show them."""
+    """Name, pid and host of the directory (the metadata service), for error messages."""

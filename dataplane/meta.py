@@ -1,4 +1,4 @@
-"""Defines receipts, with which a process reads rows straight from the store; they hold no content of the rows."""
+"""Defines receipts: the keys and locations of rows, with which a process reads the rows straight from the store."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..codecs.schema import Field, Kind, Schema
 from .compact import pack_ints, pack_keys, pack_source, unpack_ints, unpack_keys, unpack_source
 
 POSITION = "position"
-"""Name of the integer tag that holds a row's position in the prompt stream; the samplers `in_order` and `windowed`
-follow it."""
+"""Name of the tag (here an integer attached to each row) that holds a row's position in the prompt stream; the samplers
+`in_order` and `windowed` follow it."""
 _FORMAT = "receipt3"
 _SUM_BYTES = 8
 """Number of bytes of the xxh3 checksum with which an encoded receipt begins."""
@@ -25,10 +25,10 @@ _FIELD_KEYS = ("name", "kind", "dtype", "trailing", "pad_value", "ndim")
 
 @dataclass(frozen=True, slots=True)
 class BlockRef:
-    """Reference to one immutable block in the store."""
+    """Reference to one immutable block (a group of rows stored together) in the store."""
 
     block_id: int
-    """Number given by the directory, unique in the run and never used again."""
+    """Id of the block, assigned by the directory (the metadata service): unique in the run and never reused."""
     location: bytes
     """Address of the block, which only the store can interpret."""
     layout: BlockLayout
@@ -36,7 +36,8 @@ class BlockRef:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVBatchMeta:
-    """Receipt for N rows, with which its holder can read them. Frozen; returned by put, claim and lookup.
+    """Receipt for N rows: their keys and locations, without their content, so that any holder can read them. Frozen;
+    returned by put, claim and lookup.
 
     A `get` with a receipt reads the rows' bytes without a call to the directory. Its methods do not change it; they
     return new receipts. Receipts are compared by identity, and travel between processes by pickle or by `to_bytes` /
@@ -64,7 +65,7 @@ class KVBatchMeta:
     """Locations of the N rows in `blocks`, one entry for each set of fields that were written together. Every name in
     `fields` is in exactly one entry."""
     lease_id: int = 0
-    """Id of the lease under which a claim gave these rows; 0 when they were not claimed."""
+    """Id of the lease (exclusive hold) that `claim` took on these rows; 0 when they were not claimed."""
     schema: Schema = field(kw_only=True)
     """Schema of the partition, so that readers need no other declaration."""
     plane_id: int = field(kw_only=True)
@@ -76,8 +77,8 @@ class KVBatchMeta:
         return len(self.keys)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> KVBatchMeta:
-        """Return a receipt for the rows at `indices` (int `[M]`, repeats allowed), in that order, with only the blocks
-        they need.
+        """Return a receipt (keys and locations, without content) for the rows at `indices` (int `[M]`, repeats
+        allowed), in that order, with only the blocks they need.
 
         Raises IndexError when an index is out of range, and ValueError for anything but one dimension of integers (for
         masks there is `where`).
@@ -110,16 +111,17 @@ class KVBatchMeta:
         )
 
     def where(self, mask: np.ndarray) -> KVBatchMeta:
-        """Return a receipt for the rows at which `mask` is true, in order. mask: bool `[N]`, such as
-        `meta.tags["valid"] > 0`. Raises ValueError for any other array."""
+        """Return a receipt (keys and locations, without content) for the rows at which `mask` is true, in order. mask:
+        bool `[N]`, such as `meta.tags["valid"] > 0`. Raises ValueError for any other array."""
         mask = np.asarray(mask)
         if mask.dtype != np.bool_ or mask.shape != (len(self),):
             raise ValueError(f"where: got {mask.dtype} {list(mask.shape)}, expected a bool mask of {len(self)} rows")
         return self.select(np.flatnonzero(mask))
 
     def split(self, parts: int | Sequence[int]) -> list[KVBatchMeta]:
-        """Split the rows, in order, into several receipts. parts: the number of receipts, whose sizes then differ by at
-        most one, or a list of sizes that sum to N. Raises ValueError for other numbers."""
+        """Split this receipt into several receipts for consecutive rows. parts: the number of receipts, whose numbers
+        of rows then differ by at most one, or a list of their numbers of rows, which must sum to N. Raises ValueError
+        for other numbers."""
         if isinstance(parts, int):
             if parts < 1:
                 raise ValueError(f"split: got {parts} parts, expected at least 1")
@@ -135,8 +137,8 @@ class KVBatchMeta:
         """Return a receipt for the rows of this receipt followed by those of `others`.
 
         Raises ValueError unless data plane, partition, schema, fields and tags of all receipts are the same. If all
-        receipts have the same lease, the result keeps it. If not, the result has no lease; then the receipts that
-        `claim` returned must be released.
+        receipts have the same lease, the result keeps it. If not, the result has no lease, and the receipts that
+        `claim` returned must be released instead of it.
         """
         metas = (self, *others)
         for other in others:
@@ -162,7 +164,8 @@ class KVBatchMeta:
         )
 
     def merge_fields(self, other: KVBatchMeta) -> KVBatchMeta:
-        """Return this receipt, extended to read the fields of `other`, which is for the same rows.
+        """Return a receipt for these rows that gives access to the fields of this receipt and of `other`, which must be
+        for the same rows.
 
         A field or tag that both receipts have is taken from `other`, the later write. Raises ValueError unless both
         have the same keys in the same order, from one data plane, and agree in the rows' lengths.
@@ -188,8 +191,9 @@ class KVBatchMeta:
         )
 
     def with_tags(self, **tags: np.ndarray) -> KVBatchMeta:
-        """Return this receipt with `tags` added or replaced. The directory does not learn of them. Raises ValueError
-        unless each tag is an array `[N]` of numbers or bools."""
+        """Return a copy of this receipt with `tags` (name -> a number for each row) added or replaced. The tags are not
+        sent to the directory (the metadata service). Raises ValueError unless each tag is an array `[N]` of numbers or
+        bools."""
         return replace(self, tags={**self.tags, **check_tags(tags, len(self))})
 
     def to_bytes(self) -> bytes:
@@ -230,7 +234,7 @@ class KVBatchMeta:
 
 
 def _from_body(body: bytes) -> KVBatchMeta:
-    """Decode the bytes of a receipt after its checksum. Bytes of something else may raise any exception."""
+    """Decode the bytes of a receipt after its checksum. Bytes that are not a receipt may raise any exception."""
     items = msgspec.msgpack.decode(body)
     mark, plane_id, partition, keys, fields, columns, tags, sets, blocks, sources, lease, schema = items
     if mark != _FORMAT:
@@ -281,7 +285,8 @@ def _unpack_tag(data: bytes, dtype: np.dtype) -> np.ndarray:
 
 
 def narrow_sources(sources: Sequence[RowSource], fields: Sequence[str]) -> tuple[RowSource, ...]:
-    """Return the sources reduced to the wanted `fields`; sources that have none of these are left out."""
+    """Return the sources (locations of rows in blocks) restricted to the wanted `fields`. Sources without any of these
+    fields are left out."""
     wanted = set(fields)
     kept = []
     for source in sources:

@@ -17,7 +17,7 @@ Packing = Literal["none", "packed", "dynamic"]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Token limit of a microbatch, and the cost of a row by which ranks are balanced.
+    """Token limit of a microbatch, and the cost of a row that is used to balance ranks.
 
     For the token limit, a row's tokens are first rounded up to the topology's `pad_multiple`.
     """
@@ -29,14 +29,14 @@ class Budget:
     quadratic_cost: float = 0.0
     """Factor b in the cost a·L + b·L² of a row of L tokens; it stands for attention's share of the FLOPs."""
     group_tolerance: float = 1.05
-    """Ratio of the largest to the mean cost of the ranks above which the rows of one group are split over several
-    ranks."""
+    """Largest allowed ratio of the highest to the mean cost of the ranks when all rows of a group go to one rank. Above
+    it, rows of a group are split over several ranks."""
     packing: Packing = "none"
     """Layout of a microbatch in the backend, which decides how its tokens are counted.
 
     none      rows are padded to the longest, so tokens = rows x longest; rows stay in the order in which they came
     dynamic   as `none`, but rows are sorted by length, so that neighbours need little padding
-    packed    rows lie one behind the other, so tokens = the sum of the rows' tokens, by which microbatches are balanced
+    packed    rows lie one behind the other, so tokens = the sum of the rows' tokens; microbatches are balanced by it
     """
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """Assignment of the rows of a receipt to ranks and microbatches."""
+    """Assignment of the rows of a receipt (their keys and locations) to train ranks and microbatches."""
 
     rows: np.ndarray
     """Positions of the rows in the receipt, int64 `[N]`, ordered by rank, then by microbatch. Each of 0..N-1 occurs
@@ -104,8 +104,8 @@ def plan_shards(lengths: np.ndarray, topology: Topology, budget: Budget, groups:
 
 
 def _deal_ranks(cost: np.ndarray, dp: int, groups: np.ndarray | None, tolerance: float) -> np.ndarray:
-    """Assign each row to one of `dp` ranks so that their costs are balanced, with whole groups on one rank if
-    `tolerance` allows it. Returns the rank of each row, int64 `[N]`."""
+    """Assign each row to one of `dp` ranks so that the costs of the ranks are balanced. All rows of a group go to one
+    rank if max/mean of the cost then stays within `tolerance`. Returns the rank of each row, int64 `[N]`."""
     if dp == 1:
         return np.zeros(len(cost), dtype=np.int64)
     if groups is None:
@@ -130,7 +130,7 @@ def _longest_first(cost: np.ndarray, num_bins: int) -> np.ndarray:
 
 
 def _split_groups(cost: np.ndarray, rank_of: np.ndarray, dp: int, tolerance: float) -> np.ndarray:
-    """Improve the balance of ranks by assigning single rows anew, without regard to groups. Takes the rows of the
+    """Improve the balance of ranks by assigning single rows anew, without regard to groups. Reassigns the rows of the
     heaviest and of the lightest rank, or of more light ranks if that does not help, until max/mean of the cost is
     within `tolerance` or all ranks have been tried."""
     rank_of, lightest = rank_of.copy(), 1
@@ -162,8 +162,8 @@ def _equal_rectangles(tokens_of: list[np.ndarray], budget: int, *, by_length: bo
 
 
 def _fill(tokens: np.ndarray, budget: int) -> list[int]:
-    """Fill microbatches with rows in order, each until rows x longest would exceed `budget`. Returns the index of the
-    first row of each microbatch."""
+    """Fill microbatches with rows in order, each until its padded size (number of rows x longest row) would exceed
+    `budget` tokens. Returns the index of the first row of each microbatch."""
     starts, end = [0], 0
     while True:
         reach = len(tokens) if not len(tokens) or not tokens[end] else end + int(budget // tokens[end])
@@ -178,8 +178,8 @@ def _fill(tokens: np.ndarray, budget: int) -> list[int]:
 def _split_heaviest(tokens: np.ndarray, starts: list[int], num_bins: int) -> list[int]:
     """Halve the largest microbatches until there are `num_bins` of them, or only microbatches of one row are left.
 
-    starts: first row of each microbatch; the result is the same for the new ones. Halves of a microbatch that fits the
-    budget fit it, too.
+    starts: index of the first row of each microbatch. Returns the same for the new microbatches. Halves of a microbatch
+    that fits the budget fit it, too.
     """
     if len(starts) == num_bins:
         return starts

@@ -13,7 +13,8 @@ from ..codecs import messages
 
 @dataclass(frozen=True, slots=True)
 class DataPlaneStatus:
-    """Numbers of rows and leases of one partition or of all, and of bytes of the whole run, at one moment."""
+    """Snapshot of the data plane: numbers of rows and leases of one partition or of all, and of bytes of the whole
+    run."""
 
     partitions: dict[str, int]
     """Number of rows of each partition, by name. Holds all partitions, or only the one that was asked for."""
@@ -27,7 +28,7 @@ class DataPlaneStatus:
     """Age of the oldest lease in seconds; 0.0 without leases."""
     blocks: int
     bytes_used: int
-    """Number of bytes of committed blocks."""
+    """Number of bytes of committed blocks, whose rows can be read."""
     bytes_reserved: int
     """Number of bytes reserved by puts in progress."""
     bytes_capacity: int
@@ -41,14 +42,14 @@ class DataPlaneStatus:
     that wait to be cleared."""
     store_kind: str = ""
     store_bytes: int = 0
-    """Number of bytes that the store holds by its own count, without `bytes_credit`."""
+    """Number of bytes that the store reports as held, without `bytes_credit`."""
     bytes_unfreed: int = 0
     """Number of bytes of cleared blocks that the store still holds, because one of its processes has not answered or a
     writer still uses them; 0 unless something is stuck or very slow."""
 
     def to_bytes(self) -> bytes:
-        """Encode the values by position, without the fields' names. The message is kept small, as a driver asks for it
-        at every step."""
+        """Encode the values by position, without the fields' names. The message is kept small, because the driver asks
+        for it at every step."""
         return messages.encode([getattr(self, field.name) for field in dataclasses.fields(self)])
 
     @staticmethod

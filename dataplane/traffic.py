@@ -20,8 +20,8 @@ EDGES: tuple[float, ...] = tuple(
     1e-6 * 2 ** (step / STEPS_PER_OCTAVE) for step in range(OCTAVES * STEPS_PER_OCTAVE + 1)
 )
 """Bounds of the histograms' buckets in seconds, ascending: bucket i counts calls that took over EDGES[i - 1] and at
-most EDGES[i]. They go from 1 us to 18 minutes, each 19 % above the one before, which is also the largest error of a
-percentile."""
+most EDGES[i]. They go from 1 us to 18 minutes, each 19 % above the one before. A percentile therefore errs by at most
+19 %."""
 NUM_BUCKETS = len(EDGES) + 1
 """Number of buckets; the last one counts calls over the last edge."""
 
@@ -63,13 +63,14 @@ def at_most(counts: Sequence[int]) -> list[int]:
 
 
 MIN_CALLS = 10
-"""Number of calls below which no cost line is fitted, as a line always fits a few points well."""
+"""Number of calls below which no cost line (seconds of a call as a linear function of its bytes) is fitted, because a
+line always fits a few points well."""
 MIN_SPREAD = 1e-3
 """Standard deviation of the calls' bytes, relative to their mean, below which all calls count as equally large and no
 cost line is fitted."""
 MIN_ERRORS = 3.0
-"""Number of standard errors by which the fitted seconds per byte must be above 0, and by which the fitted fixed cost
-may be below 0 at most, for a cost line to be accepted."""
+"""Number of standard errors used to accept a cost line (seconds of a call as a linear function of its bytes): the
+fitted seconds per byte must be more than this many above 0, and the fitted fixed cost at most this many below 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +78,15 @@ class CostLine:
     """Linear model of the seconds that a call takes: `fixed_s + nbytes / bytes_per_s`."""
 
     fixed_s: float
-    """Seconds that a call takes whatever it moves; 0 when they are too few to be seen beside the time for the bytes."""
+    """Seconds that a call takes regardless of its bytes; 0 when this time is too short to be detected beside the time
+    for the bytes."""
     bytes_per_s: float
 
 
 @dataclass(slots=True)
 class OpTraffic:
     """Counts and sums over the calls of one operation. The sums `moved_*` cover only the calls that moved bytes; the
-    cost line is fitted from them."""
+    cost line (seconds of a call as a linear function of its bytes) is fitted to them."""
 
     calls: int = 0
     """Number of calls that have finished or failed."""
@@ -98,11 +100,11 @@ class OpTraffic:
     """Number of calls that moved bytes."""
     moved_s: float = 0.0
     moved_xx: float = 0.0
-    """Sum over the calls of their bytes squared."""
+    """Sum of bytes squared over the calls that moved bytes."""
     moved_xy: float = 0.0
-    """Sum over the calls of their bytes times their seconds."""
+    """Sum of bytes times seconds over the calls that moved bytes."""
     moved_yy: float = 0.0
-    """Sum over the calls of their seconds squared."""
+    """Sum of seconds squared over the calls that moved bytes."""
 
     def count(self, seconds: float, nbytes: int) -> None:
         """Count one more call, which took `seconds` and moved `nbytes` bytes."""
@@ -134,7 +136,8 @@ class OpTraffic:
         return percentile(self.buckets, share)
 
     def cost_line(self) -> CostLine | None:
-        """Fit the calls' seconds as a line over their bytes by least squares. Only calls that moved bytes are used.
+        """Fit the seconds of the calls as a linear function of their bytes, by least squares. Only calls that moved
+        bytes are used.
 
         Returns None when the line is undetermined: when there are fewer than MIN_CALLS calls, when all have about the
         same size, when the slope is less than MIN_ERRORS standard errors above 0, or when the fixed cost is more than
@@ -163,7 +166,7 @@ class Traffic:
         self.ops: dict[str, OpTraffic] = {}
 
     def of(self, op: str) -> OpTraffic:
-        """Return the counts of operation `op`. They are created when there are none yet."""
+        """Return the counts of operation `op`. Creates empty counts if there are none yet."""
         found = self.ops.get(op)
         if found is None:
             found = self.ops[op] = OpTraffic()
@@ -255,7 +258,7 @@ class ClientStats:
     def __init__(self) -> None:
         self.directory_calls = 0
         self.directory_bytes = 0
-        """Number of bytes of all requests to the directory and of their replies."""
+        """Number of bytes of all requests to the directory (the metadata service) and of their replies."""
         self._lock = threading.Lock()
         self._recent = Traffic()
         """Calls since the last `take`."""

@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def generated() -> dict[Path, str]:
-    """Return file -> the text that it should have, for every generated file."""
+    """Return the text that each generated file should have: path -> text."""
     architecture = DOCS / "architecture.md"
     before, _, rest = architecture.read_text(encoding="utf-8").partition(TREE_BEGIN)
     _, _, after = rest.partition(TREE_END)

@@ -25,7 +25,7 @@ MAX_SURVIVORS = 2
 TEST_TIMEOUT_S = 60
 """Seconds after which a test that hangs because of a mutant counts as failed."""
 LEFT_OUT = (".*", "build", "__pycache__", "*.egg-info")
-"""Patterns of names in the checkout that are not copied."""
+"""Name patterns of files and folders in the checkout that are not copied."""
 MARKS = "not slow and not drill and not gpu and not vllm and not megatron"
 
 

@@ -1,1 +1,1 @@
-"""Packs weight tensors into byte buffers (buckets) and unpacks them, on CPUs and GPUs, whole or as differences."""
+"""Packs weight tensors into byte buffers (buckets) and unpacks them, on CPUs and GPUs, in full or as differences."""

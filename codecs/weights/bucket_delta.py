@@ -25,11 +25,12 @@ _POSITION_BYTES = (1, 2, 4)
 
 
 def encode_sparse(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.ndarray | None:
-    """Encode the differences that turn `base` into `new`, as uint8 `[n]`; None unless they are shorter than `new`.
+    """Encode the differences that turn `base` into `new`, as uint8 `[n]`; return None if that is not shorter than
+    `new`.
 
     new, base: uint8 1-D of one length, a multiple of `element_bytes` (1, 2, 4 or 8). Elements are compared as bits, so
     -0.0 differs from 0.0, and NaNs of the same bits are equal. Uses about 5 bytes of memory per element besides the
-    payload. Raises ValueError for other arrays.
+    payload. Raises ValueError if an array does not meet these conditions.
     """
     _expect_pair(new, base, element_bytes)
     values = new.view(_UNSIGNED[element_bytes])
@@ -55,7 +56,7 @@ def apply_sparse(payload: np.ndarray, target: np.ndarray) -> None:
     """Apply a payload to `target`, which holds the bytes of the base and becomes the new version in place.
 
     payload: what `encode_sparse` returned; may be read-only. target: uint8 1-D, contiguous. Raises ValueError before
-    anything is written when the two do not fit.
+    anything is written when the payload is malformed or does not fit `target`.
     """
     if len(payload) < _HEADER.size:
         raise ValueError(f"bucket delta: got {len(payload)} bytes, expected a header of {_HEADER.size}")
@@ -83,7 +84,7 @@ def apply_sparse(payload: np.ndarray, target: np.ndarray) -> None:
 
 
 def _changed(new: np.ndarray, base: np.ndarray, element_bytes: int) -> np.ndarray:
-    """Return which elements differ: their int64 positions where they are few, else a bool for each element."""
+    """Return which elements differ, as ascending int64 positions if they are few, else as one bool per element."""
     dtype = _UNSIGNED[element_bytes]
     whole = len(new) // _WORD * _WORD
     new_words, base_words = new[:whole].view(_UNSIGNED[_WORD]), base[:whole].view(_UNSIGNED[_WORD])
@@ -127,8 +128,8 @@ def _write_gaps(gaps: np.ndarray, width: int) -> np.ndarray:
 
 
 def _read_gaps(where: np.ndarray, width: int) -> np.ndarray:
-    """Decode the positions that `_write_gaps` encoded, as ascending int64. Raises ValueError when `where` is not a
-    multiple of `width` bytes."""
+    """Decode the positions that `_write_gaps` encoded, as ascending int64. Raises ValueError when the number of bytes
+    in `where` is not a multiple of `width`."""
     if len(where) % width:
         raise ValueError(f"bucket delta: {len(where)} bytes are no positions of {width} bytes")
     steps = where.view(_UNSIGNED[width])

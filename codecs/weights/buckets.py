@@ -32,11 +32,12 @@ CHUNK_BYTES = 512 << 10
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """Location of a tensor, or of the piece of one that is in one bucket."""
+    """Location of a tensor in a bucket (a byte buffer), or of one piece of a tensor that is spread over several
+    buckets."""
 
     name: str
     dtype: str
-    """Name of the dtype in messages, such as `"bfloat16"`, from `schema.DTYPES`."""
+    """Name of the dtype as encoded in messages, such as `"bfloat16"`, from `schema.DTYPES`."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     begin: int
@@ -52,8 +53,8 @@ class BucketEntry:
 class BucketPlan:
     """Location of every tensor in the buckets of a weight update; sender and receiver use the same plan.
 
-    It is plain data for `messages`. Its encoded form is kept as well (`message`), because most updates have the same
-    plan as the one before, and 300 entries take a millisecond to encode, decode or compare.
+    It is plain data for `messages`. Its encoded form is cached (`message`), because most updates have the same plan as
+    the one before, and encoding, decoding or comparing 300 entries takes a millisecond.
     """
 
     entries: tuple[BucketEntry, ...]
@@ -63,7 +64,7 @@ class BucketPlan:
 
     @functools.cached_property
     def message(self) -> bytes:
-        """The encoded plan, which `read_plan` decodes."""
+        """Plan encoded as bytes, which `read_plan` decodes."""
         return messages.encode(self)
 
     @functools.cached_property
@@ -106,7 +107,8 @@ def plan_buckets(named: Mapping[str, tuple[torch.dtype, Sequence[int]]], bucket_
     """Plan the location of every tensor in buckets of at most `bucket_bytes` bytes.
 
     named: name -> (dtype, shape). bucket_bytes: a multiple of ALIGN. The same mapping in the same order gives the same
-    plan. Raises ValueError for a dtype that cannot be sent, and for another `bucket_bytes`.
+    plan. Raises ValueError for a dtype that cannot be sent, and for a `bucket_bytes` that is not a positive multiple of
+    ALIGN.
     """
     if bucket_bytes < ALIGN or bucket_bytes % ALIGN:
         raise ValueError(f"bucket_bytes: got {bucket_bytes}, expected a positive multiple of {ALIGN}")
@@ -137,8 +139,8 @@ def write_piece(
 
     tensor: the whole tensor, on any device; may be strided and require grad. out: uint8 `[plan.sizes[bucket]]`, on any
     device; on a GPU the copy is only queued. digest (CPU buckets only): hash that is fed the bytes written; after all
-    entries of the bucket, in order, it is the bucket's `checksum`. Raises ValueError when the tensor or the buffer is
-    not as planned.
+    entries of the bucket, in order, it is the bucket's `checksum`. Raises ValueError when the tensor or `out` does not
+    match the plan.
     """
     check_planned(entry, tensor)
     end = entry.offset + entry.nbytes
@@ -157,11 +159,11 @@ def write_piece(
 
 
 def queue_whole(entry: BucketEntry, tensor: torch.Tensor, out: torch.Tensor, place: torch.Tensor) -> None:
-    """Queue the copy of a tensor that lies whole in one GPU bucket, and zero the padding behind it: a fast
+    """Queue the copy of a tensor that lies entirely in one GPU bucket, and zero the padding behind it: a fast
     `write_piece`.
 
     place: where the tensor goes, a view of the bucket `out` with the tensor's dtype and shape. The copy is a single
-    call of torch, as 10 ms must suffice for all 300 weights of a model.
+    torch call, so that all weights of a model (about 300) can be queued within 10 ms.
     """
     end = entry.offset + entry.nbytes
     if end % ALIGN and end < len(out):
@@ -173,8 +175,9 @@ def read_bucket(plan: BucketPlan, bucket: int, payload: torch.Tensor, into: dict
     """Copy all pieces in a bucket into the tensors of `into` (name -> tensor), adding tensors that are missing there.
 
     payload: the whole bucket, already verified: uint8 1-D, at least `plan.sizes[bucket]` long, on any device; new
-    tensors are made on that device. Tensors of `into` must be contiguous. A tensor is complete once all its buckets
-    were read (`expect_all`). Raises ValueError before anything is copied when payload or tensors are not as planned.
+    tensors are made on that device. Tensors of `into` must be contiguous. A tensor is complete once all buckets that
+    contain pieces of it have been read (`expect_all` checks this). Raises ValueError before anything is copied when the
+    payload or a tensor does not match the plan.
     """
     entries = plan.in_bucket(bucket)
     if payload.dtype != torch.uint8 or payload.ndim != 1 or len(payload) < plan.sizes[bucket]:
@@ -196,8 +199,8 @@ def read_bucket(plan: BucketPlan, bucket: int, payload: torch.Tensor, into: dict
 
 
 def expect_all(plan: BucketPlan, read: Collection[int]) -> None:
-    """Raise ValueError unless all buckets of `plan` are among `read`. The message names the missing buckets and a
-    tensor that they hold."""
+    """Raise ValueError unless `read`, the numbers of the buckets that were read, includes every bucket of `plan`. The
+    message names the missing buckets and one tensor stored in them."""
     missing = set(range(len(plan.sizes))) - set(read)
     if missing:
         names = list(dict.fromkeys(entry.name for entry in plan.entries if entry.bucket in missing))
@@ -218,10 +221,12 @@ def check_planned(entry: BucketEntry, tensor: torch.Tensor) -> None:
 
 
 def checksum(payload: torch.Tensor) -> int:
-    """Return a 64-bit checksum of `payload` (uint8 `[n]`, contiguous), which tells whether it arrived as it was sent.
+    """Return a 64-bit checksum of `payload` (uint8 `[n]`, contiguous), by which a receiver checks that it arrived
+    intact.
 
     Sender and receiver must hold the payload on the same kind of device. On the CPU the checksum is xxh3_64 of the
-    bytes; on a GPU it is `gpu_scatter.device_digest`, and this call waits for it. Raises ValueError for another tensor.
+    bytes; on a GPU it is `gpu_scatter.device_digest`, and this call waits for it. Raises ValueError for a tensor of
+    another dtype or shape, and for one that is not contiguous.
     """
     if payload.dtype != torch.uint8 or payload.ndim != 1 or not payload.is_contiguous():
         raise ValueError(f"checksum: got {payload.dtype} {list(payload.shape)}, expected contiguous uint8 [n]")

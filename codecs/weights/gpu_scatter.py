@@ -21,13 +21,13 @@ from ..integers import round_up
 
 WORD = 8
 GOLDEN = 0x9E3779B97F4A7C15
-"""Factor by which the digest multiplies the position of a word, and the length of a payload."""
+"""Constant with which the digest multiplies the position of each 8-byte word and the length of the payload."""
 MIX = ((32, 0xD6E8FEB86659FD93), (29, 0xBF58476D1CE4E5B9), (32, None))
-"""Steps (shift, factor) by which the digest mixes a word: XOR with itself shifted right by so many bits, then multiply;
-None skips the multiplication."""
+"""Mixing steps of the digest, each (shift, factor): XOR a word with itself shifted right by `shift` bits, then multiply
+it by `factor`, if that is not None."""
 _MASK = (1 << 64) - 1
 _CHUNK_WORDS = 1 << 22
-"""Number of 8-byte words that torch mixes at a time; doing so takes three times their memory."""
+"""Number of 8-byte words that torch mixes at a time, which needs temporary memory of three times their size."""
 
 
 def device_digest(payload: torch.Tensor) -> torch.Tensor:
@@ -61,8 +61,8 @@ def _digest_by_torch(payload: torch.Tensor) -> torch.Tensor:
 
 
 def mixed(words: torch.Tensor, first: int) -> torch.Tensor:
-    """Return what each word adds to the digest, int64 `[n]`. words: int64 `[n]`. first: position in the payload of the
-    first of them, counted in words."""
+    """Return the number that each 8-byte word contributes to the digest of a payload, int64 `[n]`. words: int64 `[n]`.
+    first: position of `words[0]` in the payload, counted in words."""
     state = torch.arange(first + 1, first + 1 + len(words), dtype=torch.int64, device=words.device)
     state.mul_(as_signed(GOLDEN)).add_(words)
     for shift, factor in MIX:
@@ -73,7 +73,7 @@ def mixed(words: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def length_part(nbytes: int) -> int:
-    """Return what a payload's length adds to the digest, as a signed 64-bit integer."""
+    """Return the number that the length of a payload contributes to its digest, as a signed 64-bit integer."""
     return as_signed(nbytes * GOLDEN)
 
 
@@ -85,7 +85,7 @@ def as_signed(digest: int) -> int:
 
 _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 _START = 64
-"""Alignment in bytes of the pieces in a payload."""
+"""Alignment in bytes of the pieces (tensors or parts of one) in the payload of a weight bucket."""
 _TARGET = 16
 """Alignment in bytes that the kernel needs for payloads and for the memory that pieces are copied to."""
 
@@ -93,14 +93,14 @@ _log = logging.getLogger(__name__)
 
 
 class Scatter:
-    """Copies the tensors out of the payloads of one bucket, which arrive again and again, and computes each payload's
-    digest."""
+    """Copies the tensors in a weight bucket to their destinations and computes the digest of its bytes. One instance
+    serves all payloads that arrive for the same bucket, one per weight update."""
 
     def __init__(
         self, nbytes: int, pieces: Sequence[tuple[int, torch.Tensor]], device: torch.device, kernel: Any
     ) -> None:
         """Prepare for payloads of `nbytes` bytes. pieces: (first byte in the payload, destination: uint8 `[n]`,
-        contiguous, on `device`), in the order of the payload. kernel: from `scatter_kernel`; with None torch does the
+        contiguous, on `device`), in the order of the payload. kernel: from `scatter_kernel`; if None, torch does the
         work, in two passes."""
         self._nbytes = nbytes
         self._pieces = [(begin, target) for begin, target in pieces if len(target)]
@@ -112,7 +112,8 @@ class Scatter:
         self._kernel = kernel if fits else None
         self._table = None if self._kernel is None else self._rows(self._kernel.SEGMENT).to(device)
         self._unread = 0 if self._kernel is None else self._zeros_between()
-        """Part of the digest that the kernel does not compute: the length, and the zeros between pieces."""
+        """Contribution to the digest that the kernel does not compute: that of the length and of the zeros between
+        pieces."""
 
     def __call__(self, payload: torch.Tensor) -> torch.Tensor:
         """Copy the pieces and return the payload's `device_digest`, both queued on the current stream.
@@ -130,8 +131,7 @@ class Scatter:
         return _digest_by_torch(payload)
 
     def _zeros_between(self) -> int:
-        """Return the part of the digest that comes from the payload's length and from the zero padding after each
-        piece."""
+        """Return the contribution of the payload's length and of the zero padding after each piece to the digest."""
         found = length_part(self._nbytes)
         for begin, target in self._pieces:
             end = begin + len(target)
@@ -141,9 +141,9 @@ class Scatter:
         return as_signed(found)
 
     def _rows(self, segment: int) -> torch.Tensor:
-        """Build the kernel's table, int64 `[rows, 3]`: first word, number of words and destination address. It covers
-        all pieces, and with address 0 the bytes between them other than padding, in segments of at most `segment`
-        words."""
+        """Build the kernel's table, int64 `[rows, 3]`: first word, number of words and destination address of each
+        segment of at most `segment` words. The segments cover all pieces and, with address 0 (no copy), the bytes
+        between pieces that are not padding."""
         rows: list[np.ndarray] = []
         end = 0
 
@@ -170,8 +170,9 @@ def _digest_only(nbytes: int, device: torch.device, kernel: Any) -> Scatter:
 
 @functools.cache
 def scatter_kernel(device: torch.device) -> Any:
-    """Return the module of the Triton kernel, or None. It is returned only for a CUDA device on which it gives the same
-    results as torch; if it does not, or cannot be imported, a warning is logged."""
+    """Return the module of the Triton kernel, or None if the kernel cannot be used on `device`. It is used only on a
+    CUDA device on which it gives the same results as torch. A warning is logged if it gives other results or cannot be
+    imported."""
     if device.type != "cuda":
         return None
     try:
@@ -187,8 +188,8 @@ def scatter_kernel(device: torch.device) -> Any:
 
 
 def check(kernel: Any, device: torch.device) -> bool:
-    """Return whether the kernel gives the same results as torch. The test payload has a piece of a few words, and one
-    so long that several programs of the kernel share it."""
+    """Return whether the kernel gives the same results as torch. The test payload contains one piece of a few words,
+    and one piece so long that several blocks of threads copy it."""
     first, second = _START, 2 * kernel.SEGMENT * WORD + 5 * WORD
     nbytes = 3 * _START + second + 10 * WORD
     payload = torch.arange(nbytes, device=device).mul_(41).to(torch.uint8)

@@ -22,7 +22,7 @@ SEGMENT = _BLOCK * _STEPS
 
 @triton.jit
 def _mixed(word, position, GOLDEN: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """Return what `word` at `position` adds to the digest, as `gpu_scatter.mixed` does."""
+    """Return the number that `word` at `position` contributes to the digest, as `gpu_scatter.mixed` does."""
     state = word.to(tl.uint64, bitcast=True) + (position + 1).to(tl.uint64) * GOLDEN
     state = (state ^ (state >> 32)) * FIRST
     state = (state ^ (state >> 29)) * SECOND
@@ -67,12 +67,13 @@ def _scatter(
 def scatter(
     words: torch.Tensor, table: torch.Tensor, golden: int, mix: Sequence[tuple[int, int | None]]
 ) -> torch.Tensor:
-    """Copy the words that `table` names to their destinations, and return their part of the digest as int64 `[1]`.
+    """Copy the words that `table` names to their destinations, and return their contribution to the digest as int64
+    `[1]`.
 
-    That part is the sum of `gpu_scatter.mixed` over the words, modulo 2**64. The work is queued on the current stream.
-    words: int64, contiguous. table: int64 `[rows, 3]`: the first word (a multiple of 8), the number of words (at most
-    SEGMENT), and the address to copy them to (a multiple of 16; 0 copies nothing). All tensors are on one GPU. golden,
-    mix: `gpu_scatter.GOLDEN` and `MIX`.
+    The contribution is the sum of `gpu_scatter.mixed` over the words, modulo 2**64. The work is queued on the current
+    stream. words: int64, contiguous. table: int64 `[rows, 3]`: the first word (a multiple of 8), the number of words
+    (at most SEGMENT), and the address to copy them to (a multiple of 16; 0 copies nothing). All tensors are on one GPU.
+    golden, mix: `gpu_scatter.GOLDEN` and `MIX`.
     """
     out = torch.zeros(1, dtype=torch.int64, device=words.device)
     (first_shift, first), (second_shift, second), (last_shift, _) = mix

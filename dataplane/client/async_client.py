@@ -34,7 +34,8 @@ class AsyncDataPlaneClient:
     limits.
 
     Created by `connect_async`. Bytes are packed, moved and unpacked in the client's own threads, so that the event loop
-    only waits; the wait for a thread counts in a call's time limit. Tasks of one loop may share a client.
+    only waits; the wait for a free thread counts towards a call's time limit. Tasks of one event loop may share a
+    client.
 
     A cancelled call leaves nothing behind. A cancelled put first waits until the store no longer touches its bytes.
     Rows that were leased can be claimed again, space that was reserved is freed, and rows that were written meanwhile
@@ -50,13 +51,13 @@ class AsyncDataPlaneClient:
 
     @property
     def stats(self) -> ClientStats:
-        """Counters of what this client has done and moved so far."""
+        """Counters of the calls of this client and of the bytes that they moved, since the client was created."""
         return self._operations.stats
 
     async def register(
         self, partition: str, schema: Schema, tasks: Sequence[str | TaskConfig] = (), *, group_size: int = 1
     ) -> None:
-        """Declare a partition, as `DataPlaneClient.register` does."""
+        """Declare a partition (a named set of rows), as `DataPlaneClient.register` does."""
         await self._run("register", self._operations.register(partition, schema, tasks, group_size))
 
     async def unregister(self, partition: str, *, timeout_s: float | None = None) -> int:
@@ -75,7 +76,8 @@ class AsyncDataPlaneClient:
         replace: bool = False,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
-        """Write some fields of N rows and return a receipt for them, as `DataPlaneClient.put` does."""
+        """Write some fields of N rows and return a receipt (the rows' keys and locations), as `DataPlaneClient.put`
+        does."""
         return await self._move(
             "put", self._operations.put(partition, keys, fields, versions, groups, tags, replace, timeout_s)
         )
@@ -83,7 +85,7 @@ class AsyncDataPlaneClient:
     async def get(
         self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
     ) -> Batch:
-        """Read fields of a receipt's rows, as `DataPlaneClient.get` does."""
+        """Read fields of the rows of a receipt (their keys and locations), as `DataPlaneClient.get` does."""
         return await self._move("get", self._operations.get(meta, fields, timeout_s))
 
     async def lookup(
@@ -94,7 +96,7 @@ class AsyncDataPlaneClient:
         *,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
-        """Return a receipt for the rows with these keys, as `DataPlaneClient.lookup` does."""
+        """Return a receipt (keys and locations) for the rows with these keys, as `DataPlaneClient.lookup` does."""
         return await self._run("lookup", self._operations.lookup(partition, keys, fields, timeout_s))
 
     async def get_keys(
@@ -114,14 +116,14 @@ class AsyncDataPlaneClient:
         min_version: int | None = None,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
-        """Wait for n rows that have all of `fields`, lease them to this caller and return a receipt, as
-        `DataPlaneClient.claim` does."""
+        """Wait for n rows that have all of `fields`, lease them to this caller for `task`, and return a receipt (their
+        keys and locations), as `DataPlaneClient.claim` does."""
         return await self._run(
             "claim", self._operations.claim(partition, task, fields, n, whole_groups, min_version, timeout_s)
         )
 
     async def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:
-        """End the lease on a receipt's rows, as `DataPlaneClient.release` does."""
+        """End the lease (a consumer's exclusive hold) on the rows of a receipt, as `DataPlaneClient.release` does."""
         await self._run("release", self._operations.release(meta, task, outcome, timeout_s))
 
     async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None) -> int:
@@ -150,7 +152,7 @@ class AsyncDataPlaneClient:
         return await self._run("status", self._operations.status(partition, timeout_s))
 
     async def close(self) -> None:
-        """Disconnect from the directory and the store, as `DataPlaneClient.close` does."""
+        """Disconnect from the directory (the metadata service) and the store, as `DataPlaneClient.close` does."""
         if self._closed:
             return
         await self._carry_out(self._operations.close())
@@ -184,8 +186,8 @@ class AsyncDataPlaneClient:
             self.stats.count_call(op, time.monotonic() - started, nbytes)
 
     async def _carry_out(self, steps: Steps[T]) -> T:
-        """Run the steps of an operation one after another and return its result. Requests to the directory run on the
-        event loop, work that may block runs in a thread."""
+        """Run the steps of an operation one after another and return its result. Requests to the directory (the
+        metadata service) run on the event loop; work that may block runs in a thread."""
         answer: Any = None
         failure: BaseException | None = None
         try:

@@ -1,4 +1,4 @@
-"""Cuts a batch into blocks and writes them, and reads a receipt's rows back from blocks, checked and in order."""
+"""Writes a batch to the store as blocks (groups of rows), and reads the rows of a receipt back in its order."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ BLOCK_ROWS = 256
 blocks save a reader bytes only when it wants all rows of some blocks and none of others, as when each block is a
 group."""
 LEAST_BYTES = 64 << 10
-"""Number of bytes below which a block gets more rows, because smaller blocks cost more in bookkeeping than in bytes."""
+"""Smallest size of a block in bytes: more rows are put into a smaller one, because its bookkeeping would cost more than
+its bytes. Applies only where `block_rows` is not configured."""
 MOST_BYTES = 4 << 20
-"""Largest number of bytes of one field in a block. Larger parts gain nothing, and several stores move a part whole even
-to a reader of one row."""
+"""Largest number of bytes of one field in a block. Larger ones gain nothing, and several stores transfer all bytes of
+the field in a block even if a reader wants only one row. Applies only where `block_rows` is not configured."""
 PROBE_S = 2.0
-"""Seconds that the store may take to tell whether it still has a block of a read that failed."""
+"""Time limit in seconds for asking the store, after a failed read, whether it still has a block."""
 
 
 def cut(groups: Sequence[str] | np.ndarray, block_rows: int) -> list[tuple[int, int]]:
-    """Divide rows into blocks of at most `block_rows` rows, splitting only groups that have more rows than that.
+    """Divide rows into blocks of at most `block_rows` rows, splitting only groups (the rows of one prompt) that have
+    more rows than that.
 
     groups: name or number of each row's group, `[N]`. Returns (start, stop) of each block.
     """
@@ -48,10 +50,11 @@ def cut(groups: Sequence[str] | np.ndarray, block_rows: int) -> list[tuple[int, 
 
 
 def rows_a_block(num_rows: int, column_bytes: Sequence[int], block_rows: int | None) -> int:
-    """Return the number of rows to put in a block: `block_rows` as configured, or for None a suitable number.
+    """Return the number of rows to put in a block: `block_rows` as configured, or if that is None, a number chosen by
+    size.
 
-    The suitable number is BLOCK_ROWS, adapted to LEAST_BYTES and MOST_BYTES. column_bytes: number of encoded bytes of
-    each column of `num_rows` rows.
+    The chosen number is BLOCK_ROWS, raised until a block has LEAST_BYTES bytes, and lowered until no field has more
+    than MOST_BYTES bytes. column_bytes: number of encoded bytes of each column of `num_rows` rows.
     """
     if block_rows is not None:
         return block_rows
@@ -66,8 +69,8 @@ def write_blocks(
     """Write the blocks of a put into the space that was reserved for them.
 
     first_id: id of the first block; those of the others follow. space: location of the space, or b"" for a store that
-    learns locations only when blocks are written. deadline: time by time.monotonic(). Returns the blocks' locations, or
-    None when the space has a location, because the blocks then lie in it end to end.
+    learns locations only when blocks are written. deadline: time by the clock `time.monotonic()`. Returns the blocks'
+    locations, or None if the space has a location: the blocks then lie end to end in it.
     """
     timeout_s = max(0.0, deadline - time.monotonic())
     if space:
@@ -87,8 +90,8 @@ def write_blocks(
 
 
 def check_readable(meta: KVBatchMeta, fields: Sequence[str]) -> None:
-    """Raise SchemaMismatch for undeclared or repeated fields, and FieldsNotReady for fields that the receipt cannot
-    read."""
+    """Raise SchemaMismatch for undeclared or repeated fields, and FieldsNotReady for fields that the receipt `meta`
+    does not give access to."""
     unknown = [name for name in fields if name not in meta.schema]
     if unknown or len(set(fields)) < len(fields):
         message = f"fields {list(fields)}: expected names of {list(meta.schema)}, each once"
@@ -100,7 +103,8 @@ def check_readable(meta: KVBatchMeta, fields: Sequence[str]) -> None:
 
 
 def read_rows(store: BlockStore, meta: KVBatchMeta, fields: Sequence[str], *, check: bool, timeout_s: float) -> Batch:
-    """Read `fields` of a receipt's rows, in the receipt's order, into new memory. check: whether to verify checksums.
+    """Read `fields` of the rows of a receipt (`meta`), in the receipt's order, into new memory. check: whether to
+    verify checksums.
 
     Raises RowsCleared naming the keys of the rows that are gone, StoreLost when the store does not answer, and
     IntegrityError naming the keys whose bytes have changed.
@@ -156,8 +160,8 @@ def column_bytes(column: Column) -> int:
 
 
 def _wants(meta: KVBatchMeta, sources: Sequence[RowSource], header: bool) -> list[tuple[int, Want]]:
-    """Return (position of the block in the receipt, its wanted parts) for each block that the sources refer to. header:
-    whether to read the blocks' headers, too."""
+    """Return (position of the block in the receipt, request for its parts) for each block that holds rows of `sources`.
+    The parts requested are those of the sources' fields. header: whether to request the header of each block, too."""
     parts: dict[int, set[int]] = {}
     for source in sources:
         for number in distinct(source.block).tolist():
@@ -201,7 +205,8 @@ def _keys_in(meta: KVBatchMeta, sources: Sequence[RowSource], numbers: set[int])
 
 
 def _named(error: DataPlaneError, meta: KVBatchMeta, keys: Sequence[str], started: float) -> DataPlaneError:
-    """Return the store's error with what only the reader knows: operation, partition, keys and elapsed seconds."""
+    """Return the store's error with the context that only the reader knows: operation, partition, keys and elapsed
+    seconds."""
     context = error.fields() | {"op": "get", "partition": meta.partition, "keys": keys, "num_keys": len(keys)}
     context["elapsed_s"] = context["elapsed_s"] or time.monotonic() - started
     return type(error)(error.message, **context)

@@ -41,14 +41,14 @@ class DataPlaneClient:
 
     @property
     def stats(self) -> ClientStats:
-        """Counters of what this client has done and moved so far."""
+        """Counters of the calls of this client and of the bytes that they moved, since the client was created."""
         return self._operations.stats
 
     def register(
         self, partition: str, schema: Schema, tasks: Sequence[str | TaskConfig] = (), *, group_size: int = 1
     ) -> None:
-        """Declare a partition, which is a named set of rows: its fields, its consumers (tasks) and the size of a whole
-        group.
+        """Declare a partition, which is a named set of rows: its fields, its consumers (tasks) and the number of rows
+        in a whole group (the rows of one prompt).
 
         tasks: a TaskConfig says in what order the task's claims take rows; a name alone means lowest version first.
         Calling this again with equal arguments does nothing, from any process. With other arguments it raises
@@ -77,7 +77,8 @@ class DataPlaneClient:
         replace: bool = False,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
-        """Write some fields of N rows, and return a receipt that reads just these fields.
+        """Write some fields of N rows, and return a receipt (the rows' keys and locations) that gives access to just
+        these fields.
 
         keys: ids of the N rows; new keys create rows, known keys get further fields. fields: anything that
         `codecs.jagged.pack` takes. versions: policy version of each new row, or one for all of them (None means -1).
@@ -92,22 +93,25 @@ class DataPlaneClient:
         while the store is full. It is not idempotent: the same put again raises AlreadyWritten.
 
         Raises DuplicateKeys, and SchemaMismatch for wrong fields, dtypes and shapes, before any byte is written. Raises
-        AlreadyWritten, and SchemaMismatch for what only the directory can check (lengths, groups), at the commit at the
-        latest; nothing has become visible then, and the bytes are dropped. Raises CapacityExceeded when no room becomes
-        free in time, and DataPlaneTimeout when writing took longer than `reserve_s`.
+        AlreadyWritten, and SchemaMismatch for conflicts that only the directory (the metadata service) can detect, such
+        as different lengths or groups; nothing has become readable then, and the bytes are dropped. Raises
+        CapacityExceeded when no room becomes free in time, and DataPlaneTimeout when writing took longer than
+        `reserve_s`.
         """
         return self._move(
             "put", self._operations.put(partition, keys, fields, versions, groups, tags, replace, timeout_s)
         )
 
     def get(self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float | None = None) -> Batch:
-        """Read fields of a receipt's rows, in the receipt's order, into new memory. fields: None reads all that it has.
+        """Read fields of the rows of a receipt (`meta`), in the receipt's order, into new memory. fields: None reads
+        all fields of the receipt.
 
-        Asks only the store, never the directory. Idempotent; anyone who holds the receipt may call it. Raises
-        RowsCleared naming keys whose block is gone, which happens when the last row of the block is cleared or
-        replaced; until then the receipt still reads the bytes that it was issued for. Raises ForeignReceipt for a
-        receipt of another data plane (even an earlier one with the same run_id), FieldsNotReady for fields that the
-        receipt lacks, SchemaMismatch for undeclared or repeated fields, and IntegrityError for bytes that have changed.
+        Asks only the store, never the directory (the metadata service). Idempotent; anyone who holds the receipt may
+        call it. Raises RowsCleared naming keys whose block is gone, which happens when the last row of the block is
+        cleared or replaced; until then the receipt still reads the bytes that it was issued for. Raises ForeignReceipt
+        for a receipt of another data plane (even an earlier one with the same run_id), FieldsNotReady for fields that
+        the receipt lacks, SchemaMismatch for undeclared or repeated fields, and IntegrityError for bytes that have
+        changed.
         """
         return self._move("get", self._operations.get(meta, fields, timeout_s))
 
@@ -119,10 +123,10 @@ class DataPlaneClient:
         *,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
-        """Return a receipt for the rows with these keys, in that order; a key may repeat.
+        """Return a receipt (keys and locations) for the rows with these keys, in that order; a key may repeat.
 
-        fields: fields that the receipt shall read; None means all that are written for every key. Does not wait for
-        rows: raises KeysNotFound or FieldsNotReady naming what is missing. Idempotent.
+        fields: fields that the receipt gives access to; None means all fields that have been written for every key.
+        Does not wait for rows: raises KeysNotFound or FieldsNotReady naming what is missing. Idempotent.
         """
         return self._run("lookup", self._operations.lookup(partition, keys, fields, timeout_s))
 
@@ -144,12 +148,13 @@ class DataPlaneClient:
         min_version: int | None = None,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
-        """Wait for n rows that have all of `fields`, and lease them to this caller; no other claim of `task` gets them.
+        """Wait for n rows that have all of `fields`, and lease them to this caller: no other claim of `task` gets them.
 
-        Rows come in the order of the task's sampler (by default the lowest version first, then in order of arrival).
-        With whole_groups they come group by group, and n must be a multiple of group_size. min_version: rows of a lower
-        version, and groups with such a row, are passed over. These are not leased and delay no other rows. They stay
-        until `clear_stale` or `clear` removes them, or until a claim with a lower bound takes them.
+        Returns a receipt for them (their keys and locations). Rows come in the order of the task's sampler (by default
+        the lowest version first, then in order of arrival). With whole_groups they come group by group, and n must be a
+        multiple of group_size. min_version: rows of a lower version, and groups with such a row, are passed over. Rows
+        passed over are not leased and delay no other rows. They stay until `clear_stale` or `clear` removes them, or
+        until a claim with a lower `min_version` takes them.
 
         Blocks until there are n rows; claims of a task are served first come, first served. The lease lasts until the
         rows are released or cleared. It is renewed in the background for as long as this client's process runs. When
@@ -162,8 +167,8 @@ class DataPlaneClient:
         )
 
     def release(self, meta: KVBatchMeta, task: str, outcome: Outcome, *, timeout_s: float | None = None) -> None:
-        """End the lease on a receipt's rows. The outcome `done` finishes them for `task`; `retry` lets them be claimed
-        again.
+        """End the lease (a consumer's exclusive hold) on the rows of a receipt. With outcome `done`, `task` has
+        finished the rows and does not get them again; with `retry`, they can be claimed again.
 
         meta: a receipt from `claim`, or a part of one (select, split). Raises LeaseLost naming rows whose lease had
         ended (by time, clear or an earlier release) after releasing the others, ForeignReceipt for a receipt of another
@@ -172,8 +177,8 @@ class DataPlaneClient:
         self._run("release", self._operations.release(meta, task, outcome, timeout_s))
 
     def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None) -> int:
-        """Remove rows and their leases from a partition, and return how many rows. keys: None means all of the
-        partition.
+        """Remove rows and their leases from a partition, and return how many rows were removed. keys: None means all of
+        the partition.
 
         Meant for the process that controls the flow of the rows, such as the driver. The bytes of a block are free
         again once all of its rows are cleared. Raises KeysNotFound for unknown keys, and then clears nothing.
@@ -192,10 +197,10 @@ class DataPlaneClient:
     ) -> tuple[str, ...]:
         """Remove exactly the rows that a claim with these arguments passes over as too old, and return their keys.
 
-        Meant for the process that controls the flow of the rows, which may count the rows or roll them out again. A
-        claim itself never clears, because another task may want the rows, and because a claim that times out could not
-        name them. Rows that are leased or lack a field stay; with whole_groups, a group goes as a whole or stays. Does
-        not wait. Idempotent: rows that are gone are not named again.
+        Meant for the process that controls the flow of the rows, which may count the rows or have them generated again.
+        A claim itself never clears, because another task may want the rows, and because a claim that times out could
+        not name them. Rows that are leased or lack a field stay; with whole_groups, a group is removed as a whole or
+        not at all. Does not wait. Idempotent: keys of rows that were removed before are not returned again.
         """
         return self._run(
             "clear_stale",
@@ -203,13 +208,13 @@ class DataPlaneClient:
         )
 
     def status(self, partition: str | None = None, *, timeout_s: float | None = None) -> DataPlaneStatus:
-        """Return the numbers of rows and leases (partition: None counts all partitions), and of bytes, at this
-        moment."""
+        """Return the current numbers of rows and leases (of all partitions, or only of `partition`), and of bytes in
+        the store."""
         return self._run("status", self._operations.status(partition, timeout_s))
 
     def close(self) -> None:
-        """Disconnect from the directory and the store, which keep running. Idempotent. Leases that this client holds
-        run out within `lease_s`."""
+        """Disconnect from the directory (the metadata service) and the store, which keep running. Idempotent. Leases
+        that this client holds run out within `lease_s`."""
         self._carry_out(self._operations.close())
         self._link.detach()
 

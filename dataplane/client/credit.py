@@ -1,4 +1,4 @@
-"""Keeps store space that a client was granted ahead of its next put, so that the put takes one directory call."""
+"""Keeps store space that a client was granted ahead of its next put, which saves the put a call to reserve space."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ SLACK_PART = 4
 rows differ from put to put."""
 GRAIN_BYTES = 4096
 MAX_BYTES = 64 << 20
-"""Largest number of bytes of space that is requested ahead of a put. For more, a second call costs little beside moving
-so many bytes."""
+"""Largest number of bytes of space that is requested ahead of a put. For larger puts, the extra call that reserves
+space costs little beside moving the bytes."""
 
 
 class Credit:
-    """Spaces granted to one client for its next puts, and the size that it should request next. Thread-safe.
+    """Store space granted to one client ahead of its next puts, and the size that the client should request next.
+    Thread-safe.
 
-    The directory may take a space back at any time. A put that uses such a space is told so when it commits, at the
-    latest.
+    The directory (the metadata service) may take a space back at any time. A put that uses this space learns of it when
+    it commits, at the latest.
     """
 
     def __init__(self, lifetime_s: float) -> None:
@@ -34,8 +35,8 @@ class Credit:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, num_blocks: int) -> tuple[Space | None, tuple[int, ...]]:
-        """Take the smallest space that fits a put. Returns (space, ()), or (None, ids of all spaces) when none fits;
-        the caller must then give these spaces back to the directory."""
+        """Take the smallest of the granted spaces into which a put fits. Returns (space, ()), or (None, ids of all
+        spaces) when none fits; the caller must then give these spaces back to the directory."""
         now = time.monotonic()
         with self._lock:
             self._recent.append((nbytes, num_blocks))
@@ -51,13 +52,15 @@ class Credit:
             return best[0], ()
 
     def add(self, space: Space | None) -> None:
-        """Keep a space that the reply to a commit granted. None means that none was granted."""
+        """Store a space that the reply to the commit of a put granted for later puts. None means that none was
+        granted."""
         if space is not None:
             with self._lock:
                 self._spaces.append((space, time.monotonic() + self._lifetime_s))
 
     def next_request(self) -> tuple[int, int]:
-        """Return the space to request with the next commit as (bytes, blocks); (0, 0) requests nothing."""
+        """Return the space to request with the commit of the current put, for the puts after it, as (number of bytes,
+        number of blocks); (0, 0) requests nothing."""
         with self._lock:
             nbytes = max((size for size, _ in self._recent), default=0)
             num_blocks = max((count for _, count in self._recent), default=0)

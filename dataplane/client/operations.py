@@ -1,4 +1,4 @@
-"""Implements the clients' operations without I/O, as generators of steps.
+"""Implements the operations of data-plane clients without I/O, as generators of steps.
 
 The blocking client and the one for asyncio carry out the steps, each in its own way.
 """
@@ -51,14 +51,15 @@ Fields: TypeAlias = "Batch | Mapping[str, Any] | TensorDictBase"
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Step of an operation: a request to the directory. The client sends it, and passes the reply to the operation."""
+    """Step of an operation: a request to the directory (the metadata service). The client sends it, and passes the
+    reply to the operation."""
 
     op: str
     payload: bytes
     timeout_s: float
     undo: Undo | None = None
-    """Function that makes the request which undoes this one, for a caller that was interrupted; None when there is
-    nothing to undo."""
+    """Function that builds the request that undoes this one if its caller was interrupted; None when there is nothing
+    to undo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Work:
     op: str
     run: Callable[[], Any]
     deadline: float | None = None
-    """Time by `time.monotonic` until which the function may wait for a free thread; None sets no limit."""
+    """Time by the clock `time.monotonic()` until which the function may wait for a free thread; None sets no limit."""
 
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Moved(Generic[T]):
-    """Result of an operation that moves bytes, with the number of these bytes."""
+    """Result of an operation that moves bytes, together with the number of bytes moved."""
 
     result: T
     nbytes: int
@@ -90,8 +91,8 @@ operation's result."""
 
 
 class Operations:
-    """Operations of one client, for the blocking client and the one for asyncio. Thread-safe: the only state is a cache
-    of schemas, counters, space granted ahead (credit) and the leases to renew."""
+    """Operations of one data-plane client, used by the blocking client and by the one for asyncio. Thread-safe: the
+    only state is a cache of schemas, counters, space granted ahead (credit) and the leases to renew."""
 
     def __init__(self, handle: DataPlaneHandle, store: BlockStore, leases: LeaseRenewal, name: str) -> None:
         self.handle = handle
@@ -206,8 +207,8 @@ class Operations:
         *,
         credit: bool,
     ) -> Steps[Committed | None]:
-        """Write the blocks into `space`, then commit the rows in the directory. Returns None when the space was credit,
-        granted ahead of the put, and the directory has taken it back."""
+        """Write the blocks into `space`, then commit the rows in the directory. Returns None if the space had been
+        granted ahead of the put and the directory has taken it back."""
         asked = False
         try:
             try:
@@ -334,8 +335,8 @@ class Operations:
         return self._schemas[partition]
 
     def _check_origin(self, meta: KVBatchMeta, op: str) -> None:
-        """Raise ForeignReceipt unless this data plane issued the receipt. Block ids and lease ids of another data plane
-        would mean other rows here."""
+        """Raise ForeignReceipt unless this data plane issued the receipt `meta`. Block ids and lease ids of another
+        data plane identify other rows here."""
         if meta.plane_id != self._plane_id:
             message = (
                 f"the receipt is of data plane {meta.plane_id:016x}, expected one of run {self.handle.run_id!r} "
@@ -347,7 +348,7 @@ class Operations:
         """Undo a put that failed or was interrupted: give back its space, and withdraw rows that the directory may have
         committed.
 
-        Returns whether that was done. A put with replace=True is not withdrawn, because the previous values are gone.
+        Returns whether both were done. A put with replace=True is not withdrawn, because the previous values are gone.
         """
         if put.replace:
             yield from self._give_back((space.space_id,))

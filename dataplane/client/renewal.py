@@ -1,4 +1,4 @@
-"""Renews a client's leases for as long as its process is at work, from a thread that sleeps between renewals."""
+"""Renews a client's leases (exclusive holds on rows) in a background thread for as long as its process runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from ..rpc.links import Link
 _logger = logging.getLogger(__name__)
 
 RENEWALS = 4
-"""Number of renewals in the time that a lease lasts (`lease_s`), so that one of them may be late or lost."""
+"""Number of renewals within the duration of a lease (`lease_s`), so that a lease survives one renewal that is late or
+lost."""
 
 
 class LeaseRenewal:
     """Keeps the leases of one client from running out. Thread-safe.
 
-    Only leases whose receipts have reached this client are renewed. When the process has died or is stopped, or when
+    A lease is renewed only once its claim has returned to this client. When the process has died or is stopped, or when
     the client is closed or no longer referenced, its leases run out `lease_s` after their last renewal.
     """
 
@@ -31,11 +32,12 @@ class LeaseRenewal:
         self._finalizer = weakref.finalize(self, self._renewer.end)  # for a client that nobody closed
 
     def add(self, lease_id: int, num_rows: int) -> None:
-        """Renew the lease `lease_id`, which covers `num_rows` rows, from now on."""
+        """Start to renew the lease `lease_id`, which covers `num_rows` rows."""
         self._renewer.add(lease_id, num_rows)
 
     def drop(self, lease_id: int, num_rows: int) -> None:
-        """Note that `num_rows` rows of a lease were released. A lease without rows is no longer renewed."""
+        """Record that `num_rows` rows of a lease were released. A lease is no longer renewed once all of its rows were
+        released."""
         self._renewer.drop(lease_id, num_rows)
 
     def end(self) -> None:
@@ -44,7 +46,8 @@ class LeaseRenewal:
 
 
 class _Renewer:
-    """Holds all that the renewing thread refers to, so that a client which nobody else refers to can be collected."""
+    """State of the renewal thread. Kept apart from the client, so that the thread holds no reference to the client and
+    an unused client can be garbage-collected."""
 
     def __init__(self, link: Link, lease_s: float) -> None:
         self._link = link
@@ -100,7 +103,8 @@ class _Renewer:
                     self._held.pop(lease_id, None)
 
     def _renew(self, lease_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Ask the directory to renew leases, and return the ids of those that have not ended."""
+        """Ask the directory (the metadata service) to renew leases, and return the ids of the leases that have not
+        ended."""
         request, timeout_s = requests.encode(requests.Renew(lease_ids)), self._lease_s / RENEWALS
         reply = requests.body_of(self._link.call("renew", request, timeout_s), "renew", 0.0)
         return messages.decode(reply, tuple[int, ...])

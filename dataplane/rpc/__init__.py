@@ -1,1 +1,1 @@
-"""Carries requests from clients to the directory, which runs in another process or in a thread of the same one."""
+"""Carries requests from clients to the directory (the metadata service), in another process or in a thread."""

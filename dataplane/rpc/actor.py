@@ -1,4 +1,4 @@
-"""Runs the directory as a Ray actor, one for each run.
+"""Runs the directory (the metadata service) as a Ray actor, one for each run.
 
 Ray starts and ends the actor; requests reach it through its sockets.
 """
@@ -26,7 +26,8 @@ from .frames import DirectoryAddress
 from .server import DirectoryServer
 
 NAMESPACE = "headrace"
-"""Ray namespace of the data plane's actors. It is fixed, as the namespace of the driver itself may be anonymous."""
+"""Ray namespace of the data plane's actors. It is fixed, because the namespace of the driver itself may be
+anonymous."""
 END_TIMEOUT_S = 20.0
 
 
@@ -44,8 +45,8 @@ class Started:
 
 
 class DirectoryActor:
-    """Ray actor that hosts the directory's service and the store's host. It is not restarted, because the run's state
-    would be lost."""
+    """Ray actor that runs the directory (the metadata service) and the part of the store that allocates and frees
+    blocks. It is never restarted, because the run's state would be lost."""
 
     def __init__(self, config: DataPlaneConfig, build_host: Callable[[], StoreHost]) -> None:
         self._config = config
@@ -61,8 +62,9 @@ class DirectoryActor:
             self._failed = error
 
     async def start(self, name: str, one_host: bool) -> Started | Exception:
-        """Start to answer requests, and return the directory's address with other facts about it. Returns the error,
-        instead of raising it, when the store could not be started. one_host: whether to listen on no network."""
+        """Start to answer requests, and return a description of the directory with its address. If the store could not
+        be started, return the error instead of raising it. one_host: if True, listen only on a Unix socket, not on the
+        network."""
         if self._host is None:
             assert self._failed is not None
             return self._failed
@@ -94,8 +96,8 @@ def start_actor(
 ) -> tuple[Any, Started]:
     """Start the directory's actor. Returns the actor's handle and a description of the started directory.
 
-    The actor ends with the last handle or with this process. `build_host` runs in the actor, and errors that it raises
-    are raised here. Raises DirectoryLost when the actor dies or does not start within `timeout_s`.
+    The actor ends when the last handle is deleted or when this process ends. `build_host` runs in the actor, and errors
+    that it raises are raised here. Raises DirectoryLost when the actor dies or does not start within `timeout_s`.
     """
     name, began_s = actor_name(run_id), time.monotonic()
     options = ray.remote(DirectoryActor).options(name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=0)
@@ -119,8 +121,8 @@ def start_actor(
 
 
 def stop_actor(actor: Any) -> None:
-    """Close the store within bounded time, then end the actor. No-op when Ray is no longer initialised, as the actor
-    has then ended, too."""
+    """Close the store within bounded time, then end the actor. No-op when Ray is no longer initialised, because the
+    actor has then ended, too."""
     if not ray.is_initialized():
         return
     try:

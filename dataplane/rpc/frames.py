@@ -21,12 +21,12 @@ CANCEL = "cancel"
 MAX_FRAME_BYTES = 1 << 32
 """Largest number of bytes of a frame's body. A frame whose header announces more is refused before its body is read."""
 MAX_TOKEN_BYTES = 64
-"""Largest number of bytes that are read from a peer that has not yet shown the token."""
+"""Largest number of bytes that are read from a client before it has authenticated with the run's token."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryAddress:
-    """Address at which a directory listens. Plain and picklable."""
+    """Address at which a directory (a metadata service of the data plane) listens. Plain and picklable."""
 
     local: str
     """Name of the directory's Unix socket, which is in the abstract namespace, for clients on the same host."""
@@ -34,7 +34,7 @@ class DirectoryAddress:
     """IP address for clients on other hosts; "" when the directory serves only its own host."""
     port: int
     token: bytes = field(repr=False)
-    """Secret that a client must show to use the directory."""
+    """Secret that a client must send first to be allowed to use the directory."""
 
 
 def frame(number: int, body: bytes, op: str = "") -> bytes:
@@ -52,7 +52,8 @@ def head(number: int, nbytes: int, op: str = "") -> bytes:
 
 
 def is_token(shown: bytes, token: bytes) -> bool:
-    """Return whether `shown` is the token. The comparison takes constant time, so that its duration tells nothing."""
+    """Return whether `shown` equals the token. The comparison takes constant time, so that its duration reveals nothing
+    about the token."""
     return hmac.compare_digest(shown, token)
 
 
@@ -63,7 +64,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def __len__(self) -> int:
-        """Return the number of bytes that have arrived of a frame that is not complete."""
+        """Return the number of bytes received so far of a frame that is not complete."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[tuple[int, str, bytes]]:

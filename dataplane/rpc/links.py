@@ -25,24 +25,24 @@ _logger = logging.getLogger(__name__)
 GRACE_S = 5.0
 """Seconds beyond a call's own time limit after which a directory that has not answered is considered lost."""
 TAKE_BACK_PART = 5
-"""Divisor of GRACE_S that gives the seconds in which an interrupted call is undone."""
+"""Divisor of the grace: GRACE_S / TAKE_BACK_PART seconds are kept for undoing an interrupted call."""
 
 Undo = Callable[[bytes], "tuple[str, bytes] | None"]
-"""Function that tells how to undo a call whose caller has gone. It is given the body of the call's reply, and returns
-(op, payload) of the request that undoes what the directory did, or None when there is nothing to undo."""
+"""Function that builds the request to undo a call whose caller no longer waits for it. It takes the body of the reply
+to the call, and returns (op, payload) of the undoing request, or None when there is nothing to undo."""
 
 
 class Link(Protocol):
-    """Carries requests to the directory. Thread-safe.
+    """Carries requests to the directory (the metadata service). Thread-safe.
 
     Every call returns or raises DirectoryLost within `timeout_s` + GRACE_S. A call that is interrupted before its
     answer (cancelled, interrupted by a signal, out of time) is cancelled at the directory. If the directory has carried
-    it out already, the link sends the request that `undo` makes. When it is not certain that one of these has happened,
-    DirectoryLost says that it is not known whether the call took effect.
+    it out already, the link sends the request that `undo` builds. If it is not certain that the call was cancelled or
+    undone, DirectoryLost says that it is not known whether the call took effect.
     """
 
     peer: str
-    """Name of the directory, as errors show it."""
+    """Description of the directory for error messages."""
 
     def call(self, op: str, payload: bytes, timeout_s: float, undo: Undo | None = None) -> bytes:
         """Send a request and return the reply, blocking this thread."""
@@ -62,13 +62,13 @@ class Link(Protocol):
 
 
 def call_s(timeout_s: float) -> float:
-    """Return the seconds for which a call waits for its answer: its time limit `timeout_s`, and the grace without the
-    part that is kept for undoing it."""
+    """Return how many seconds a call waits for its answer: its time limit `timeout_s` plus GRACE_S, minus the part of
+    GRACE_S that is kept for undoing the call."""
     return timeout_s + GRACE_S - take_back_s()
 
 
 def take_back_s() -> float:
-    """Return the seconds for which an interrupted call waits until it is undone. They are part of the grace."""
+    """Return how many seconds an interrupted call waits for being undone. They are a part of GRACE_S."""
     return GRACE_S / TAKE_BACK_PART
 
 
@@ -79,14 +79,14 @@ def undoing(undo: Undo | None, reply: bytes) -> tuple[str, bytes] | None:
 
 
 def unknown_outcome(op: str) -> str:
-    """Return the words that an error adds when a request's answer did not come: that its effect is not known, or "" for
-    a request without lasting effect."""
+    """Return the text to append to the error when no answer to a request came: that it is not known whether the call
+    took effect. Returns "" for an operation without lasting effect."""
     return "; it is not known whether the call took effect" if op in TAKE_EFFECT else ""
 
 
 async def wait_out(future: asyncio.Future[Any], timeout_s: float) -> None:
-    """Wait for `future` for at most `timeout_s`, even if the caller's task is cancelled again meanwhile. The caller
-    then raises its own error."""
+    """Wait for `future` for at most `timeout_s`, even if the caller's task is cancelled again meanwhile. Raises neither
+    for a timeout nor for an error of `future`: the caller raises its own error."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while not future.done() and (left := deadline - loop.time()) > 0:
@@ -104,8 +104,8 @@ class InProcessLink:
     """Runs a directory on an event loop in a thread of this process, and carries requests to it."""
 
     def __init__(self, run_id: str, config: DataPlaneConfig, build_host: Callable[[], StoreHost]) -> None:
-        """Start a directory. Raises ValueError when this process has a directory of that run already, and any error
-        that `build_host` raises."""
+        """Start a directory. Raises ValueError if this process already has a directory of that run. Errors that
+        `build_host` raises are passed on."""
         if run_id in _directories:
             raise ValueError(f"run_id {run_id!r}: this process has a data plane of that name, expected another name")
         self.peer = f"directory of run {run_id!r} in this process"
@@ -194,15 +194,15 @@ class InProcessLink:
 
 
 class _Call:
-    """One request of another thread, on the event loop of the directory."""
+    """One request from a caller in another thread, which runs on the event loop of the directory."""
 
     def __init__(
         self, service: DirectoryService, loop: asyncio.AbstractEventLoop, op: str, payload: bytes, undo: Undo | None
     ) -> None:
         self.reply: concurrent.futures.Future[bytes] = concurrent.futures.Future()
-        """Future of the reply. An exception in it shows a bug in the directory."""
+        """Future of the reply. An exception set on it indicates a bug in the directory."""
         self.taken_back: concurrent.futures.Future[None] = concurrent.futures.Future()
-        """Future that is done once a call that was abandoned has been cancelled or undone."""
+        """Future that completes once an abandoned call has been cancelled or undone."""
         for future in (self.reply, self.taken_back):
             future.set_running_or_notify_cancel()  # a waiter that is cancelled must not cancel it
         self._service = service
@@ -215,16 +215,16 @@ class _Call:
         loop.call_soon_threadsafe(self._start)
 
     def abandon(self) -> None:
-        """Start to cancel the call, or to undo it if it has been carried out. Returns at once; `taken_back` becomes
-        done when this is finished."""
+        """Start to cancel the call, or to undo it if it has been carried out. Returns at once; the future `taken_back`
+        completes when this is done."""
         try:
             self._loop.call_soon_threadsafe(self._abandon)
         except RuntimeError:  # the directory was closed, and everything went with it
             self.taken_back.set_result(None)
 
     def outcome(self) -> str:
-        """Return the words that an error adds about a call that was abandoned: "" once it has been cancelled or
-        undone."""
+        """Return the text to append to the error of an abandoned call: "" if it has been cancelled or undone, else what
+        `unknown_outcome` returns."""
         return "" if self.taken_back.done() else unknown_outcome(self._op)
 
     def _start(self) -> None:
@@ -256,8 +256,8 @@ class _Call:
 
 
 async def _end_tasks() -> None:
-    """Wait for calls that were woken when the service closed, so that their callers get errors. Calls that are not done
-    within a second are cancelled."""
+    """Wait until the calls that closing the service has interrupted have passed their errors to their callers. Calls
+    that are not done within a second are cancelled."""
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     if others:
         _, pending = await asyncio.wait(others, timeout=1.0)

@@ -1,9 +1,9 @@
-"""Serves the directory on its sockets: reads requests, and sends each answer as soon as it is ready.
+"""Serves the directory (the metadata service) on sockets: reads requests and sends each answer once it is ready.
 
 A request that waits (a claim, or a put without space) does not delay others. Waiting requests of a client are cancelled
-when the client asks for it and when its connection ends, so that no rows are leased to a client that has gone. Requests
-that are read only after their client has gone, as after a stall of this process, are dropped, except for those that
-take something back.
+when the client asks for it and when its connection ends, so that no rows are leased to a client that has gone. If this
+process stalls and reads a request only after its client has gone, the request is dropped, unless it undoes an earlier
+one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .frames import CANCEL, MAX_TOKEN_BYTES, DirectoryAddress, FrameReader, head
 _logger = logging.getLogger(__name__)
 
 TOKEN_TIMEOUT_S = 10.0
-"""Seconds after which a connection is closed if its peer has not shown the run's token."""
+"""Seconds after which a connection is closed if its client has not authenticated with the run's token."""
 MAX_STRANGERS = 128
-"""Largest number of connections whose peer has not shown the token. Above it, the oldest of them that has sent nothing
-is closed."""
+"""Largest number of connections that have not yet authenticated with the run's token. When there are more, an old one
+that has sent nothing is closed."""
 LOOKED_AT = 8
-"""Number of the oldest connections without a shown token among which a silent one is looked for when a new one
-arrives."""
+"""Number of unauthenticated connections, the oldest ones, that are searched for one that has sent nothing when there
+are more than MAX_STRANGERS."""
 END_TIMEOUT_S = 2.0
 BACKLOG = 1024
 
@@ -45,7 +45,7 @@ class DirectoryServer:
         self._token = secrets.token_bytes(32)
         self._sessions: set[_Session] = set()
         self._strangers: dict[_Session, None] = {}
-        """Connections whose peer has not shown the token, the oldest first."""
+        """Connections that have not yet authenticated with the run's token, oldest first."""
         self._servers: list[asyncio.Server] = []
 
     async def start(self, name: str, host: str) -> DirectoryAddress:
@@ -95,9 +95,10 @@ class _Session(asyncio.Protocol):
         self._strangers = strangers
         self._reader = FrameReader()
         self._poll = select.poll()
-        """Poll object that tells whether the peer has closed the connection, even before all that it sent is read."""
+        """Poll object that tells whether the peer has closed the connection, even while data that it sent is still
+        unread."""
         self._known = False
-        """Whether the peer has shown the token."""
+        """Whether the client has authenticated with the run's token."""
         self._loop = asyncio.get_running_loop()
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -141,8 +142,8 @@ class _Session(asyncio.Protocol):
         self._transport.close()
 
     def _end_silent_stranger(self) -> None:
-        """Close the oldest connection that has sent nothing, among the LOOKED_AT oldest without a shown token. Clients
-        send the token as soon as they have connected, so a silent peer is hardly a client."""
+        """Close the oldest connection that has sent nothing, among the LOOKED_AT oldest unauthenticated ones. Clients
+        send the token as soon as they have connected, so a silent peer is unlikely to be one."""
         for session in itertools.islice(self._strangers, LOOKED_AT):
             poll = select.poll()
             poll.register(session._transport.get_extra_info("socket").fileno(), select.POLLIN)
@@ -175,7 +176,8 @@ class _Session(asyncio.Protocol):
                 self._answer(number, op, payload)
 
     def _cancel(self, number: int) -> None:
-        """Cancel the request of this number if it is waiting. One that is being carried out is answered as usual."""
+        """Cancel the request with this number if it is waiting for rows or space. A request that is being carried out
+        is answered as usual."""
         task = self.tasks.get(number)
         if task is not None and task.get_name() in WAITING_OPS:
             task.cancel()
@@ -207,7 +209,7 @@ class _Session(asyncio.Protocol):
 
 
 def _cancelled_at_once(frames: Sequence[tuple[int, str, bytes]]) -> frozenset[int]:
-    """Return the positions in `frames` of requests whose cancellation has arrived together with them."""
+    """Return the positions in `frames` of requests that are cancelled by a later frame in `frames`."""
     found: set[int] = set()
     numbers: set[int] = set()
     for position in range(len(frames) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""Connects to a directory in another process, by its Unix socket on the same host and by TCP from other hosts.
+"""Connects to the directory (metadata service) in another process, by Unix socket or, from other hosts, by TCP.
 
 Each blocking call takes a connection from a pool, and the calling thread itself waits on the socket, so that a claim
 that waits delays no other call. All calls of an event loop share one connection. A connection that has ended is
@@ -27,12 +27,13 @@ CONNECT_AGAIN_S = 0.02
 """Seconds between attempts to connect while the directory's queue of new connections is full."""
 _READ_BYTES = 1 << 16
 _JOIN_BYTES = 1 << 14
-"""Largest number of bytes of a payload that is copied behind its head, which is cheaper than sending it separately."""
+"""Largest payload in bytes that is copied into one buffer with its frame's head, because one send is then cheaper than
+two."""
 
 
 class SocketLink:
-    """Link that carries requests over sockets. Thread-safe. When the directory's process ends, every call ends at once
-    with DirectoryLost."""
+    """Link that carries requests to the directory (the metadata service) over sockets. Thread-safe. When the
+    directory's process ends, every call ends at once with DirectoryLost."""
 
     def __init__(self, address: DirectoryAddress, peer: str, *, connect: bool = True) -> None:
         """Create a link to the directory at `address`. connect: whether to connect now instead of with the first call;
@@ -96,9 +97,10 @@ class SocketLink:
     # -------------------------------------------------------------- connections
 
     def _send(self, op: str, payload: bytes, started: float, deadline: float) -> socket.socket:
-        """Send a request over a pooled connection, or over a new one when that has ended. Returns the connection.
+        """Send a request over a pooled connection, or over a new one if the pooled one has ended. Returns the
+        connection.
 
-        A request that could not be sent whole has not been carried out, so it may be sent again.
+        A request that could not be sent completely has not been carried out, so it may be sent again.
         """
         while True:
             connection = self._take()
@@ -118,8 +120,9 @@ class SocketLink:
     def _take_back(self, connection: socket.socket, undo: Undo | None) -> bool:
         """Cancel the request that was sent over this connection, or undo it if it has been carried out.
 
-        Returns whether one of the two is certain. If not, the connection is closed. The directory then drops a request
-        that it has not looked at yet, and a lease that it has granted runs out, because nobody renews it.
+        Returns True if the directory answered in time: the request was then cancelled or undone, or there was nothing
+        to undo. If it did not answer, the connection is closed: the directory then drops the request if it has not read
+        it yet, and a lease that the request obtained runs out, because nobody renews it.
         """
         deadline = time.monotonic() + take_back_s()
         try:
@@ -138,7 +141,7 @@ class SocketLink:
         return True
 
     def _take(self) -> socket.socket | None:
-        """Return a connection from the pool that has not ended; None when there is none."""
+        """Return an idle connection from the pool that is still open; None when there is none."""
         while True:
             with self._lock:
                 if self._pid != os.getpid():  # forked: the connections are the parent's
@@ -246,8 +249,8 @@ async def _connected_async(address: DirectoryAddress) -> socket.socket:
 
 
 def _connects_locally(connection: socket.socket, address: DirectoryAddress) -> bool:
-    """Connect to the directory's Unix socket. Returns False while the socket's queue of new connections is full, as the
-    kernel does not wait for that. Raises ConnectionRefusedError when there is no such socket on this host."""
+    """Connect to the directory's Unix socket. Returns False if the socket's queue of new connections is full; the
+    kernel does not wait for room in it. Raises ConnectionRefusedError when there is no such socket on this host."""
     try:
         connection.connect("\0" + address.local)
     except BlockingIOError:
@@ -280,7 +283,8 @@ def _send(connection: socket.socket, op: str, payload: bytes, deadline: float) -
 def _receive(connection: socket.socket, deadline: float) -> bytes:
     """Receive one reply. Raises TimeoutError at `deadline`, and ConnectionError when the peer closes the connection.
 
-    If a reply arrives only in part, the connection is closed, because nobody could tell where the next reply begins.
+    If a reply arrives only in part, the connection is closed, because the beginning of the next reply could not be
+    found.
     """
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     data = connection.recv(_READ_BYTES)
@@ -307,8 +311,8 @@ def _receive(connection: socket.socket, deadline: float) -> bytes:
 
 
 def _more(connection: socket.socket, data: bytes, deadline: float) -> bytes:
-    """Receive more bytes of a reply that begins with `data`. Raises ConnectionResetError when the peer has closed the
-    connection, as an empty `data` shows."""
+    """Receive more bytes of a reply whose first bytes are `data`. Raises ConnectionResetError if the peer has closed
+    the connection, also if an empty `data` shows that it had done so before."""
     if not data:
         raise ConnectionResetError
     connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -390,7 +394,7 @@ class _Channel(asyncio.Protocol):
 
     async def _abandon(self, number: int, future: asyncio.Future[bytes], request: _Request) -> None:
         """Cancel a request, or undo it if it has been carried out. Waits `take_back_s` seconds at most for the
-        directory's answer; one that comes later is still acted on."""
+        directory's answer; an answer that arrives later is still handled."""
         if future.cancelled() and self._transport is not None:
             future = self._waiting[number] = self._loop.create_future()
             if self.ended:
@@ -455,6 +459,6 @@ class _Channel(asyncio.Protocol):
 
 
 def _seen(task: asyncio.Task[None]) -> None:
-    """Retrieve the error of a finished task, so that asyncio does not log one that nobody waits for any more."""
+    """Retrieve the error of a finished task, so that asyncio does not log it as an error that was never retrieved."""
     if not task.cancelled():
         task.exception()

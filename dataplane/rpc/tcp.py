@@ -9,7 +9,7 @@ KEEP_ALIVE_S = 30
 PROBE_S = 10
 PROBES = 3
 USER_TIMEOUT_MS = 60_000
-"""Milliseconds after which a connection ends when its peer does not acknowledge what was sent."""
+"""Milliseconds for which sent data may remain unacknowledged by the peer before the connection is ended."""
 
 
 def set_up(connection: socket.socket) -> None:
