@@ -22,8 +22,8 @@ from ....dataplane.handle import DataPlaneHandle
 from ..config import SyncConfig
 
 Encoding = Literal["whole", "same", "sparse"]
-"""Form in which a bucket is sent: `whole` is all its bytes, `same` is no bytes, because the bucket equals that of the
-base version, and `sparse` is only the elements that differ from the base version's bucket."""
+"""How a bucket is sent: `whole` sends all its bytes, `same` sends nothing, because the bucket equals that of the base
+version, and `sparse` sends only the elements that differ from the base version's bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +38,23 @@ class ReceiverGroup:
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """Announcement of a version that is about to be sent. It is small and goes through the driver; the weights
+    """Announcement of a weight version that is about to be sent. This small object goes through the driver; the weights
     themselves do not."""
 
     version: int
     base: int | None
-    """Version that `same` and `sparse` buckets refer to, and that receivers must still hold; None when all buckets are
-    whole."""
+    """Version that `same` and `sparse` buckets are deltas of, and that receivers must still hold; None if every bucket
+    is sent in full."""
     kind: str
     """Kind of the transport, such as `ipc`."""
     location: str
-    """Where receivers find the version, in a format of the transport's own."""
+    """Where receivers find the version, in a format that depends on the transport."""
     num_bytes: int
-    """Number of bytes of all weights, as if every bucket were sent whole."""
+    """Number of bytes of all weights, as if every bucket were sent in full."""
     receivers: tuple[ReceiverGroup, ...]
-    """Engines that take part. Receivers are numbered in this order, worker by worker."""
+    """Engines that take part. Their worker processes are numbered in this order, one engine after another."""
     timeout_s: float
-    """Seconds without progress after which waiting for a peer fails."""
+    """Longest time in seconds that a wait for another process may last without progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class BucketFrame:
     """Header of a bucket, which describes its payload."""
 
     bucket: int
-    """Number of the bucket in the plan."""
+    """Index of the bucket in the bucket plan."""
     encoding: Encoding
     nbytes: int
     """Number of bytes of the payload; 0 for `same`."""
@@ -110,14 +110,14 @@ class WeightSender(Protocol):
         """Send the receivers the payload that was written into the buffer of `frame.bucket`. Returns at once.
 
         digest: for a payload on a GPU, a function that queues the computation of its `device_digest` on the current
-        CUDA stream, behind the writing of the payload. The digest then replaces `frame.checksum`; it need not be ready
+        CUDA stream, after the writes to the payload. The digest then replaces `frame.checksum`; it need not be ready
         before the end of the update.
         """
         ...
 
     def finish(self) -> None:
-        """Wait until the version is complete: until every receiver can read it if the sender is `lasting`, otherwise
-        until all receivers have it.
+        """Wait until the version is complete. With a `lasting` sender this means that every receiver can read it,
+        otherwise that all receivers have received it.
 
         Raises WeightTransferError naming the receivers that did not get it.
         """
