@@ -31,8 +31,8 @@ class TokenVersions:
     """Counts the tokens of every running request by the weight version that made them."""
 
     def __init__(self, core: Any, version: int) -> None:
-        """core: the AsyncMPClient of an AsyncLLM whose output loop has not started yet. version: weight version of the
-        first tokens."""
+        """Start counting the tokens that `core` outputs. core: the AsyncMPClient of an AsyncLLM whose output loop has
+        not started yet. version: weight version of the first tokens."""
         self._version = version
         self._queue: asyncio.Queue[Any] = core.outputs_queue
         self.num_tokens = 0
@@ -60,13 +60,13 @@ class TokenVersions:
         return versions[:num_tokens]
 
     def newest(self) -> list[tuple[int, int]]:
-        """For each running sample, return the version that made its last token, and the number of tokens made by that
-        version in a row up to there; (-1, 0) for a sample without tokens."""
+        """For each running sample, return the weight version of its last token and the number of consecutive tokens by
+        that version at its end; (-1, 0) for a sample without tokens."""
         return [(spans[-1][0], spans[-1][1]) if spans else (-1, 0) for spans in self._spans.values()]
 
     async def mark(self, version: int) -> None:
-        """Count all tokens that have not arrived yet as made by weight version `version`. Returns when all earlier
-        tokens have been processed. Raises RuntimeError after PATIENCE_S seconds."""
+        """Attribute all tokens that have not arrived yet to weight version `version`. Returns when all earlier tokens
+        have been processed. Raises RuntimeError after PATIENCE_S seconds."""
         mark = _Mark(version, asyncio.get_running_loop().create_future())
         self._queue.put_nowait(mark)
         try:
