@@ -37,7 +37,7 @@ def load_of(index: int, count: int) -> range:
 
 
 def cut(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
-    """Split `batch` into consecutive pieces of `sizes` rows, and yield the pieces as views."""
+    """Split `batch` into consecutive pieces that have the numbers of rows in `sizes`, and yield the pieces as views."""
     begin = 0
     for size in sizes:
         yield slice_rows(batch, begin, begin + size)
@@ -51,18 +51,18 @@ class TrainShard:
     step: int
     """Number of the step."""
     meta: bytes | None
-    """Receipt of the replica's rows (`KVBatchMeta.to_bytes()`), in the order of its microbatches. Its per-row tags are
-    `advantage` (float32) and, with `loss.aggregation=prompt`, `group_tokens` (float32). None for a rank that neither
-    reads nor writes rows."""
+    """Receipt of the replica's rows (their keys and locations, without content) as `KVBatchMeta.to_bytes()`, in the
+    order of the microbatches. It carries two values per row: `advantage` (float32) and, with `loss.aggregation=prompt`,
+    `group_tokens` (float32). None for a rank that neither reads nor writes rows."""
     sizes: np.ndarray
     """Number of rows of each microbatch, int64 `[M]`."""
     digest: str
-    """Hash of the whole plan, the same on every rank."""
+    """Hash of the plan for the step, the same on every rank."""
     traced: bool
     """True if reports of the step carry spans, the timed pieces of work in the trace."""
 
     def ranges(self) -> list[np.ndarray]:
-        """Return, for each microbatch, the indices of its rows in the receipt."""
+        """Return, for each microbatch, the positions of its rows in `meta`."""
         ends = np.cumsum(self.sizes)
         return [np.arange(end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
 
@@ -90,8 +90,8 @@ class ColumnCache:
 
 
 class StepRows:
-    """Reads whole rows of a step from the store, and caches the columns that it has read. Only one thread may use it at
-    a time."""
+    """Reads a step's rows from the store, before any slicing for context parallelism, and caches the columns that it
+    has read. Only one thread may use it at a time."""
 
     def __init__(self, client: DataPlaneClient, shard: TrainShard, meta: KVBatchMeta) -> None:
         self._client = client
@@ -130,7 +130,7 @@ class StepRows:
         self._cache.add(index, Batch(self._meta.schema.subset([field]), len(self._ranges[index]), {field: column}))
 
     def _look_up(self, fields: list[str]) -> None:
-        """Extend the receipt with columns that another rank has written since the receipt was made."""
+        """Add columns to the receipt that another rank has written since it was made, so that they can be read."""
         if fields:
             found = self._client.lookup(self._meta.partition, self._meta.keys, fields)
             self._meta = self._meta.merge_fields(found)
