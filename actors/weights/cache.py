@@ -24,7 +24,7 @@ from ...codecs.weights.buckets import BucketPlan
 
 NUM_VERSIONS = 2
 MEMORY_SHARE = 0.8
-"""Share of the host memory available at reservation that the two slots together may take."""
+"""Largest share of the available host memory that the two slots together may take, checked when they are reserved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,8 +80,8 @@ class WeightInbox:
 
     @property
     def staging(self) -> Staging:
-        """Where a new version is received: `full` for a second copy of the weights, `none` for the weights that the
-        paused engine serves. A configured `auto` stays `auto` until the first update has arrived."""
+        """Staging mode: with `full`, a new version is received into a second copy of the weights; with `none`, straight
+        into the weights of the paused engine. A configured `auto` stays `auto` until the first update has arrived."""
         return self._chosen or self._config.sync.staging
 
     @property

@@ -36,7 +36,7 @@ class WeightPublisher:
     def __init__(self, sender: WeightSender, config: SyncConfig, bucket_bytes: int) -> None:
         """Create a publisher that owns `sender` and closes it in `close`.
 
-        bucket_bytes: size of a bucket in bytes, a multiple of 64. At most two buckets are being transferred at a time.
+        bucket_bytes: size of a bucket in bytes, a multiple of 64. At most two buckets are in transit at a time.
         """
         self._sender = sender
         self._config = config

@@ -45,7 +45,7 @@ class SendReport:
     send_s: float
     """Seconds spent waiting for a free buffer of the sender and, at the end, for the receivers."""
     num_whole: int
-    """Number of buckets that were sent whole."""
+    """Number of buckets that were sent in full."""
     num_same: int
     """Number of buckets that were not sent because they equal those of the base version."""
     num_sparse: int
@@ -112,8 +112,8 @@ class BucketStream:
         """Copy the next tensor into its buckets, and send each bucket that becomes full. The caller may change the
         tensor once this returns (on a GPU, once the current CUDA stream has done the work queued here).
 
-        Raises ValueError if the tensor is not the one planned next. An error of the sender is raised too, unless the
-        version is also written to the cache; `report` raises it then.
+        Raises ValueError if the tensor is not the one planned next. An error of the sender is raised here, or by
+        `report` if the version is also written to the cache.
         """
         upto = self._num_fed
         if upto == len(self._planned) or name != self._planned[upto][0]:
@@ -135,13 +135,13 @@ class BucketStream:
         self._num_fed += 1
 
     def copy(self, bucket: int, source: torch.Tensor) -> None:
-        """Send `source` as the full content of a bucket. An error of the sender is raised, unless the version is also
-        written to the cache; `report` raises it then."""
+        """Send `source` as the full content of a bucket. An error of the sender is raised here, or by `report` if the
+        version is also written to the cache."""
         self._send(bucket, "whole", source)
 
     def finish(self) -> None:
         """Wait until the sender has finished the update. Raises ValueError if tensors are missing. An error of the
-        sender is raised too, unless the version is also written to the cache; `report` raises it then."""
+        sender is raised here, or by `report` if the version is also written to the cache."""
         if self._num_fed < len(self._planned) and not self._opened.cached:
             raise ValueError(
                 f"{self._label}: {self._num_fed} of {len(self._planned)} weights came; "
@@ -190,8 +190,9 @@ class BucketStream:
         return out
 
     def _end(self, bucket: int, out: torch.Tensor) -> None:
-        """Send a full bucket: with a base as a delta against it, otherwise whole, after copying it to the cache if
-        there is one. Does nothing once the sender has failed."""
+        """Send a bucket that is full. With a base, it is sent in the shortest encoding relative to the base; otherwise
+        it is copied to the cache, if there is one, and sent with all its bytes. Does nothing once the sender has
+        failed."""
         if self._base is None:
             if self._failure is None:
                 if self._draft is not None:
@@ -203,8 +204,8 @@ class BucketStream:
             self._send(bucket, encoding, payload, 0 if encoding == "whole" else self._digest.intdigest())
 
     def _send(self, bucket: int, encoding: Encoding, payload: torch.Tensor, result: int = 0) -> None:
-        """Copy a payload from host memory into the sender's buffer, and send it. result: hash of the bucket that the
-        payload leads to, as in `BucketFrame.result`."""
+        """Copy a payload from host memory into the sender's buffer, and send it. result: hash of the bucket that a
+        receiver gets by applying the payload, as in `BucketFrame.result`."""
         out = self._buffer(bucket, len(payload))
         if out is None:
             return

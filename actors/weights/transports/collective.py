@@ -30,7 +30,7 @@ _RING = 2
 _START_TICK_S = 5e-5
 """Seconds between two checks that all receivers have joined."""
 _SLICE_S = 0.05
-"""Longest time in seconds that a wait for a broadcast lasts before messages are read again."""
+"""Longest time in seconds spent waiting for a broadcast before control messages are read again."""
 
 
 class CollectiveSender(Sender):

@@ -18,7 +18,7 @@ from .rendezvous import Broadcast, Group, bounded, join_store
 
 _RING = 2
 _SLICE_S = 0.05
-"""Longest time in seconds that a wait for a broadcast lasts before messages are read again."""
+"""Longest time in seconds spent waiting for a broadcast before control messages are read again."""
 
 
 class CollectiveReceiver(Receiver):
@@ -253,8 +253,8 @@ class CollectiveStream(Stream):
             raise self.deadline.error(f"the sender is lost: {error}") from error
 
     def give_up(self, error: WeightTransferError) -> None:
-        """Report the failure, and still receive the remaining buckets, because broadcasts to other receivers may pass
-        through this process."""
+        """Report `error` to the sender, and still receive the remaining buckets, because broadcasts to other receivers
+        may pass through this process."""
         with contextlib.suppress(WeightTransferError):
             self._tell(Note("failed", str(error)))
             while True:

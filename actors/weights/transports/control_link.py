@@ -39,8 +39,8 @@ class Note:
     """Any message after `Hello`, from the sender or from a receiver."""
 
     kind: str
-    """Kind of the message. The sender's are `start`, `frame`, `end` and `abort`; a receiver's are `through`, `failed`,
-    `gave up` and `done`."""
+    """Kind of the message. The sender's are `start`, `frame`, `end` and `abort`; a receiver's are `through` (a bucket
+    is finished), `failed`, `gave up` and `done` (the version is complete)."""
     text: str = ""
     """Name and backend of the process group in a `start` message; the reason in an `abort` or `failed` message;
     otherwise empty."""

@@ -1,6 +1,6 @@
 """The `ipc` transport for GPUs: receivers on any GPU of the host read a ring of two buffers on the sender's GPU.
 
-Weights are copied from GPU to GPU, or stay on one. Only frames (bucket headers) and progress counts go through the
+Weights go from GPU to GPU, or stay on the same one. Only frames (bucket headers) and progress counts go through the
 status file in host memory. Sender and receiver may use the same GPU, which NCCL refuses.
 
     sender     fill b, digest b (queued) ---- done on the GPU -> frame b in the status file

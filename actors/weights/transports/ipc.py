@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Slot:
-    """Shared memory for one version."""
+    """Slot of shared memory that holds one version of the weights."""
 
     path: Path
     memory: torch.Tensor

@@ -70,8 +70,8 @@ class BucketFrame:
     """Checksum of the payload (`codecs.weights.buckets.checksum`); 0 when `send` was given a digest function
     instead."""
     result: int = 0
-    """xxh3 hash of the whole bucket that results from applying a `same` or `sparse` payload to the base version's
-    bucket, so that a damaged base is detected; 0 for `whole`."""
+    """xxh3 hash of the bucket that results from applying a `same` or `sparse` payload to the base version's bucket, so
+    that a damaged base is detected; 0 for `whole`."""
 
 
 class WeightTransferError(RuntimeError):
@@ -93,9 +93,9 @@ class WeightSender(Protocol):
         """Announce `version`, after aborting an update that is still open. Returns at once, before any receiver has
         joined.
 
-        base: version that the receivers hold and that deltas refer to; None when all buckets will be whole. Raises
-        ValueError when `version` is below the newest version (the newest itself may be begun again), and OSError,
-        naming the bytes wanted, when there is no room for it.
+        base: version that the receivers hold and that deltas refer to; None if all buckets will be sent in full. Raises
+        ValueError if `version` is below the newest version (the newest itself may be begun again), and OSError, naming
+        the bytes wanted, if there is no room for it.
         """
         ...
 
@@ -177,8 +177,8 @@ class WeightReceiver(Protocol):
     """Receives weight versions, in every process that holds an engine's weights."""
 
     def open(self, update: WeightUpdate) -> WeightStream:
-        """Join `update` and return its stream, waiting for the sender until the update's timeout. Raises
-        WeightTransferError when joining fails."""
+        """Join `update` and return its stream, waiting for the sender no longer than the update's timeout. Raises
+        WeightTransferError if joining fails."""
         ...
 
     def close(self) -> None:
@@ -215,7 +215,7 @@ class ReceiverConfig:
     """Name of the engine, as in the announcement."""
     sync: SyncConfig
     """Settings of the config section `sync`. With `delta`, the receiver keeps the served version as the base of deltas;
-    without it, every update must be whole."""
+    without it, every update must be sent in full."""
     device: str = "cpu"
     """Device of the engine's weights: `cpu`, or `cuda:0`."""
     data_plane: DataPlaneHandle | None = None
