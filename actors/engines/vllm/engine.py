@@ -126,7 +126,8 @@ class VllmEngine:
 
     @property
     def load_way(self) -> str:
-        """How the last commit loaded the weights: `in place`, or another way and its reason, as in `LoadReport.way`."""
+        """How the last commit loaded the weights: `in place` (written straight into the live parameters), or another
+        way and its reason, as in `LoadReport.way`."""
         return self._updates.way
 
     @property
@@ -422,7 +423,7 @@ class VllmEngine:
         await self._alone(wake())
 
     async def close(self) -> None:
-        """Shut down vLLM's processes. Requests in flight return the tokens made so far. Idempotent."""
+        """Shut down vLLM's processes. Requests in flight return the tokens generated so far. Idempotent."""
         if self._closed:
             return
         died, self._closed = self.died, True

@@ -65,8 +65,8 @@ MIN_TEMPERATURE = 0.01
 
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _PLAIN_EXPERT_KERNELS = ("TRITON", "BATCHED_TRITON")
-"""Names of the expert kernels that read experts in the layout of checkpoints. FlashInfer's kernels swap two halves of
-the weights, which their shapes do not show, and CPU kernels repack the experts."""
+"""Names of the MoE expert kernels that read experts in the layout of checkpoints. FlashInfer's kernels swap two halves
+of the weights, which their shapes do not show, and CPU kernels repack the experts."""
 
 
 def on_cpu() -> bool:

@@ -56,7 +56,8 @@ class Answer:
     report: LoadReport | None = None
     """Outcome of an order to load."""
     received: int = 0
-    """Number of buckets that the worker has received since its start; 0 in all other messages."""
+    """In a progress message, number of buckets that the worker has received since its start; 0 in all other
+    messages."""
 
 
 class WorkerLinks:

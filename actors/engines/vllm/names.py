@@ -64,8 +64,8 @@ class WeightNames:
         return self._shapes[name]
 
     def check(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Raise ValueError, naming the weights, when one is unknown, misshapen or missing, or when two tied weights
-        differ."""
+        """Raise ValueError if a weight is unknown, missing, or of the wrong shape or dtype, or if tied weights differ.
+        The error names the weights."""
         for name, tensor in named.items():
             self.check_one(name, tensor)
         self.check_complete(named)

@@ -38,8 +38,8 @@ class WeightUpdates:
         self.prepared: int | None = None
         """Version that is prepared and can be loaded; None when there is none."""
         self.way = ""
-        """How the last version was loaded: `in place`, or another way and its reason, as in `LoadReport.way`; "" before
-        the first."""
+        """How the last version was loaded: `in place` (written straight into the live parameters), or another way and
+        its reason, as in `LoadReport.way`; "" before the first."""
 
     @property
     def num_received(self) -> int:

@@ -38,8 +38,8 @@ class LoadReport:
     seconds: float
     """Seconds that the load took."""
     way: str
-    """How the weights were loaded: `in place`; or `in place by the loaders: ` or `layerwise: `, followed by the
-    reason."""
+    """How the weights were loaded: `in place` (recorded copies into the live parameters were repeated); or `in place by
+    the loaders: ` or `layerwise: `, followed by the reason."""
     error: str = ""
     """Error that broke off the load and left a mix of two versions in the model; "" when the load succeeded."""
     in_transfer: bool = False
