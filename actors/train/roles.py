@@ -171,7 +171,7 @@ class Parcel:
     replica."""
 
     part: Part
-    """The ranks that receive it."""
+    """Ranks that receive the load."""
     header: Header
     """Header of the load, which describes the buffer."""
     on_host: list[torch.Tensor]

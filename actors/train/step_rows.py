@@ -25,9 +25,9 @@ def load_of(index: int, count: int) -> range:
     """Return the load of microbatch `index`: the range of microbatches that are read and sent together with it.
 
     count: number of microbatches of the step. Loads grow 1, 4, 16, 64, 64, ... The first load is small so that
-    computing starts early; the others are read while it computes. Larger loads are cheaper: a plan spreads the rows of
-    a block over many microbatches, so reading them together asks the store for each block once, and a broadcast costs
-    the same whatever its size.
+    computing starts early; the others are read while it computes. Larger loads are cheaper: rows that lie in one memory
+    block of the store belong to many microbatches, so reading these together requests the block only once, and a
+    broadcast costs the same whatever its size.
     """
     assert 0 <= index < count, (index, count)
     start, size = 0, 1
@@ -100,7 +100,7 @@ class StepRows:
         self._cache = ColumnCache()
 
     def facts(self, numbers: range) -> RowFacts:
-        """Return the per-row values of the given microbatches, concatenated."""
+        """Return the per-row values (lengths, advantages and groups) of the given microbatches, concatenated."""
         rows, tags = np.concatenate([self._ranges[number] for number in numbers]), self._meta.tags
         tokens = tags["group_tokens"][rows].astype(np.int64) if "group_tokens" in tags else None
         advantages = tags["advantage"][rows].astype(np.float32)

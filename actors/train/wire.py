@@ -115,7 +115,8 @@ class Header:
     """Describes the columns in a buffer, and the rows that they belong to."""
 
     facts: RowFacts | None
-    """Values per row; None in every pass after the first of a step, because the receiver already has them."""
+    """Per-row values that are needed on the host; None in every pass after the first of a step, because the receiver
+    already has them."""
     fields: tuple[str, ...]
     """Names of the columns in the order of the buffer. Columns that the receiver has from an earlier pass are left
     out."""

@@ -36,7 +36,7 @@ class WorkerReport:
     metrics: dict[str, float]
     """Metrics of the train step over all ranks. Only rank 0 reports them, after the optimizer step; otherwise empty."""
     data_wait_s: float
-    """Seconds that this rank waited for rows."""
+    """Seconds that this rank waited for rows since its last report."""
     traffic: bytes
     """Data-plane calls of this rank since its last report, encoded by `Traffic.to_bytes`. A rank that gets its rows
     from a leader makes no reads."""
@@ -54,20 +54,21 @@ class WorkerSetup:
     rank: int
     topology: Topology
     fetch: FetchPolicy
-    """Policy that says which ranks of a replica read its rows from the store."""
+    """Which ranks of a replica read its rows from the store: with `leader` or `auto`, one rank for all of them; with
+    `independent`, each rank for itself."""
     threads: int
     """Number of CPU threads that torch uses in the process."""
     temperature: float
-    """Sampling temperature of the rollouts, which log-probs are computed with."""
+    """Sampling temperature of the rollouts, also used when log-probs are computed."""
     timeout_s: float
     """Seconds after which a wait for another rank of the replica fails."""
     collective_timeout_s: float
     """Seconds after which forming the process group, or one of its collective operations, fails."""
     data_plane: DataPlaneHandle
     backend: Callable[[int, int], TrainBackend]
-    """Builds the train backend; called with the rank and the number of ranks."""
+    """Function that builds the train backend, given the rank and the number of ranks."""
     sender: Callable[[], WeightSender]
-    """Builds the sender of weight updates; called on rank 0 only."""
+    """Function that builds the sender of weight updates; called on rank 0 only."""
     sync: SyncConfig
     """Config section `sync`: the settings of weight updates."""
     bucket_bytes: int
@@ -108,8 +109,8 @@ class TrainWorker:
         """Build the reader, the backend and, on rank 0, the publisher of weights. The call is collective, and the
         ranks' process group must have been joined before.
 
-        device: device to which the reader delivers rows. It is the CPU in training, because the backends lay rows out
-        there.
+        device: device to which the reader delivers rows. It is the CPU in training, because the backends arrange the
+        rows in CPU memory.
         """
         self._setup = setup
         self._name = setup.name
@@ -306,7 +307,7 @@ class TrainWorker:
         return rank == topology.writer(topology.place(rank).dp)
 
     def _put(self, work: _Work, field: str, columns: Sequence[torch.Tensor]) -> None:
-        """Put a column of the shard's rows into the store, one block for each microbatch."""
+        """Write a column of the shard's rows into the store, one microbatch at a time, and cache it in the reader."""
         meta = work.meta
         if meta is None:
             raise RuntimeError(f"{self._name}: writes {field} back, but was not sent the rows' receipt")
@@ -327,7 +328,7 @@ class TrainWorker:
             self._spans.append(Span(name, start, time.perf_counter() - clock))
 
     def _report(self, metrics: dict[str, float]) -> WorkerReport:
-        """Return a report of what was measured since the last report."""
+        """Return a report with `metrics` (on rank 0 only) and what was measured since the last report."""
         measured = self._reader.take_metrics()
         traced = (*self._spans, *measured.spans) if self._work is not None and self._work.shard.traced else ()
         spans = SpanTable.of(traced)
