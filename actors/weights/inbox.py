@@ -162,10 +162,10 @@ class WeightInbox:
         The tensors are valid until the next list is requested. Only when the iterator ends have all checksums been
         verified and is the update known to be complete.
 
-        places: destination memory by weight name. On a GPU, weights may be written to it directly if it is contiguous
-        and has the dtype and shape of the weight as sent; such a weight is yielded as its destination tensor. The
-        mapping must not change, and passing the same one again saves work. Raises WeightTransferError if the transfer
-        fails, and ValueError if `prepare` has not joined `update`.
+        places: destination memory by weight name. On a GPU, a weight may be written to its destination directly if that
+        is contiguous and has the dtype and shape of the weight as sent; the weight is then yielded as its destination
+        tensor. The mapping must not change, and passing the same one again saves work. Raises WeightTransferError if
+        the transfer fails, and ValueError if `prepare` has not joined `update`.
         """
         arriving = self._arriving
         if arriving is None or arriving[0] != update.version or arriving[2] is None:

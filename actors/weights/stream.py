@@ -49,7 +49,7 @@ class SendReport:
     num_same: int
     """Number of buckets that were not sent because they equal those of the base version."""
     num_sparse: int
-    """Number of buckets of which only the changed elements were sent."""
+    """Number of buckets that were sent as their changed elements only."""
 
 
 @dataclass(slots=True)
@@ -81,8 +81,8 @@ class BucketStream:
         """Prepare to send the update `opened` through `sender`.
 
         draft: slot of the host cache that this version is written to; None without a cache. base: cached version that
-        the receivers already have and from which deltas are computed, which requires `draft`; None sends all buckets in
-        full. views: views of the sender's buffers, reused from one update to the next.
+        the receivers already have, and from which deltas are computed; None sends all buckets in full. A base requires
+        a draft. views: views of the sender's buffers, reused from one update to the next.
 
         With a draft, a failure of the sender does not end the stream: the draft is still filled, and `report` raises
         the sender's error.

@@ -160,7 +160,7 @@ class WeightStream(Protocol):
         payloads' checksums.
 
         On the CPU a payload is verified before it is yielded. On a GPU all payloads are verified when the iteration
-        ends, so that nothing waits for the GPU in between; use such a payload only in work queued on the current CUDA
+        ends, so that nothing waits for the GPU in between; use a payload only in work queued on the current CUDA
         stream. No payload may be relied on before the iteration has ended.
 
         Raises WeightTransferError naming what is missing, damaged or late. With a lasting sender, the last check is

@@ -1,4 +1,4 @@
-"""`SharedStatus` is a file in shared memory by which a sender and its receivers on one host follow an update.
+"""`SharedStatus` is a file in shared memory through which a sender and its receivers on one host follow an update.
 
     words 0-7          state, version, number of buckets, number of receivers, bytes of the reason, bytes of the
                        contents; 2 unused
