@@ -91,8 +91,8 @@ class CopyPlan:
         return True
 
     def targets(self) -> Mapping[str, torch.Tensor]:
-        """Return the memory of each weight that fills one contiguous piece of a parameter, by weight name. Such a
-        weight can be loaded by writing it there directly."""
+        """Return, by weight name, the parameter memory of each weight that fills one contiguous piece of a parameter.
+        Writing the weight there loads it."""
         whole = {name: copies[0] for name, copies in self.copies.items() if len(copies) == 1}
         return {name: copy.target for name, copy in whole.items() if copy.part is None and copy.target.is_contiguous()}
 

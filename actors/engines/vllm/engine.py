@@ -136,8 +136,8 @@ class VllmEngine:
         return self._process.pids
 
     def tokens_of_newest(self) -> list[tuple[int, int]]:
-        """For each running sample, return the weight version of its last token and the number of consecutive tokens by
-        that version at its end; (-1, 0) for a sample without tokens. For tests and benchmarks."""
+        """For each running sample, return the weight version of its last token, and how many tokens at the end of the
+        sample that version generated in a row; (-1, 0) for a sample without tokens. For tests and benchmarks."""
         return self._process.versions.newest()
 
     async def call_workers(self, function: Callable[..., T], *args: Any) -> list[T]:

@@ -66,7 +66,7 @@ MIN_TEMPERATURE = 0.01
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _PLAIN_EXPERT_KERNELS = ("TRITON", "BATCHED_TRITON")
 """Names of the MoE expert kernels that read experts in the layout of checkpoints. FlashInfer's kernels swap two halves
-of the weights, which their shapes do not show, and CPU kernels repack the experts."""
+of the weights without changing their shapes, and CPU kernels repack the experts."""
 
 
 def on_cpu() -> bool:

@@ -1,4 +1,4 @@
-"""Carries orders from the engine to each vLLM worker, and the workers' reports back, past vLLM's engine process.
+"""Carries orders from the engine to each vLLM worker, and the workers' reports back, bypassing vLLM's engine process.
 
 vLLM's engine process answers calls only between two steps of the model, and runs no step during a call. A weight update
 would need dozens of these calls, and each would have to wait for a step. Instead, a thread in each worker listens on a

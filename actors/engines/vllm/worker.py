@@ -129,7 +129,8 @@ class StagedWeightEngine(library.WeightTransferEngine):
     # ---------------------------------------------------------------- the engine's orders
 
     def drop(self, version: int) -> None:
-        """Forget a prepared version, or stop receiving it, in which case `prepare` fails with an error. Idempotent."""
+        """Forget a prepared version. If it is still being received, stop receiving it; its `prepare` then fails with an
+        error. Idempotent."""
         inbox, _ = self._opened()
         inbox.drop(version)
         if self._update is not None and self._update.version == version:
@@ -183,8 +184,8 @@ class StagedWeightEngine(library.WeightTransferEngine):
         return state
 
     def _load(self, version: int) -> LoadReport:
-        """Load a prepared version and report the outcome. If loading fails half way, the report names the error, and
-        the model holds a mix of two versions."""
+        """Load a prepared version and report the outcome. If loading fails halfway, the report names the error, and the
+        model holds a mix of two versions."""
         started = time.perf_counter()
         error, in_transfer = "", False
         try:
