@@ -27,7 +27,7 @@ GRACE_S = 5.0
 """Seconds that the other ranks of a replica wait beyond the deadline of their leader, so that the leader's own error
 reaches them first."""
 SLICE_S = 0.1
-"""Seconds between two checks, while waiting for an operation, of the deadline and of whether the pass was given up."""
+"""Interval in seconds at which a wait for an operation checks its deadline and whether the pass was given up."""
 _NAME_BYTES = 256
 
 

@@ -84,7 +84,7 @@ class ColumnCache:
         self._columns[index] = new if have is None else have.merge(new)
 
     def batch(self, index: int, fields: Sequence[str], num_rows: int) -> Batch:
-        """Return the columns `fields` of microbatch `index`, all of which must have arrived, without copying."""
+        """Return the columns `fields` of microbatch `index` without copying. All of them must have arrived."""
         have = self._columns.get(index)
         return Batch(Schema(()), num_rows, {}) if have is None else have.subset(fields)
 
@@ -130,7 +130,8 @@ class StepRows:
         self._cache.add(index, Batch(self._meta.schema.subset([field]), len(self._ranges[index]), {field: column}))
 
     def _look_up(self, fields: list[str]) -> None:
-        """Add columns to the receipt that another rank has written since it was made, so that they can be read."""
+        """Add to the receipt (the rows' keys and locations) the columns that other ranks have written since it was
+        made, so that these columns can be read."""
         if fields:
             found = self._client.lookup(self._meta.partition, self._meta.keys, fields)
             self._meta = self._meta.merge_fields(found)

@@ -140,7 +140,7 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(data: bytes) -> Header:
-    """Decode a header that `encode_header` encoded. Raises ValueError when the bytes are not such a message."""
+    """Decode a header that `encode_header` encoded. Raises ValueError when the bytes are not a valid header."""
     packed, fields, part_bytes, shapes = messages.decode(data, _HeaderMessage)
     if packed is None:
         return Header(None, fields, part_bytes, shapes)

@@ -49,7 +49,8 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """Settings from which a rank's TrainWorker is built. `trainers/` passes in the factories `backend` and `sender`."""
+    """Settings from which a rank's TrainWorker is built. The package `trainers` supplies the factories `backend` and
+    `sender`."""
 
     rank: int
     topology: Topology
