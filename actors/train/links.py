@@ -27,7 +27,7 @@ GRACE_S = 5.0
 """Seconds that the other ranks of a replica wait beyond the deadline of their leader, so that the leader's own error
 reaches them first."""
 SLICE_S = 0.1
-"""Seconds between two checks of the deadline, and of whether the pass was given up, while an operation is awaited."""
+"""Interval in seconds at which a wait for an operation checks its deadline and whether the pass was given up."""
 _NAME_BYTES = 256
 
 
@@ -125,8 +125,8 @@ class ReplicaLinks:
         return f"rank {rank}: {self._names[rank]}"
 
     def remote(self) -> list[Part]:
-        """Return the parts that have other ranks than the leader. A part is the ranks that need identical data. Only
-        the leader calls this."""
+        """Return the replica's parts (groups of ranks that need identical data) that include ranks other than the
+        leader. Only the leader calls this."""
         return [part for part in self.parts if len(part.ranks) > 1]
 
     # ------------------------------------------------------------ collectives on the host
@@ -199,8 +199,8 @@ class ReplicaLinks:
     # ------------------------------------------------------------ collectives on the device
 
     def share(self, part: Part, buffer: torch.Tensor) -> None:
-        """Broadcast `buffer`, on the GPU, from the leader to the ranks of `part`, in the order of the current CUDA
-        stream. Errors surface as NCCL reports them."""
+        """Broadcast `buffer`, a GPU tensor, from the leader to the ranks of `part` with NCCL, in the order of the
+        current CUDA stream. Errors surface as NCCL reports them."""
         dist.broadcast(buffer, self.leader, group=self._device_groups[part])
 
     def close(self) -> None:

@@ -46,7 +46,8 @@ def shares_reads(topology: Topology, policy: FetchPolicy) -> bool:
 
 
 def holds_receipt(topology: Topology, policy: FetchPolicy, rank: int) -> bool:
-    """Return whether `rank` needs its replica's receipt, which it does if it reads rows or writes columns back."""
+    """Return whether `rank` needs the receipt of its replica's rows (their keys and locations), which it does if it
+    reads rows or writes columns back."""
     dp = topology.place(rank).dp
     return not shares_reads(topology, policy) or rank in (topology.leader(dp), topology.writer(dp))
 
@@ -91,10 +92,10 @@ class ReplicaReader:
         *,
         device: torch.device,
     ) -> None:
-        """Create a reader, which is used after `begin`.
+        """Create a reader. Call `begin` before reading rows.
 
-        schema: has at least the fields that will be read. links: result of `build_links`. device: device to which
-        columns are delivered.
+        schema: schema that contains at least the fields to be read. links: result of `build_links`. device: device to
+        which columns are delivered.
         """
         self._client = client
         self._topology = topology
@@ -107,10 +108,11 @@ class ReplicaReader:
         self._wait_s = 0.0
 
     def begin(self, shard: TrainShard) -> KVBatchMeta | None:
-        """Begin the step of `shard`, drop the previous step's columns, and return the shard's receipt if it has one.
+        """Begin the step of `shard`, drop the previous step's columns, and return the shard's receipt (the keys and
+        locations of its rows) if it has one.
 
-        Raises ValueError for a shard that contradicts its own receipt, or that lacks the receipt although this rank
-        reads. Raises ReplicaError once the reader is broken.
+        Raises ValueError if the shard contradicts its own receipt, or has none although this rank reads. Raises
+        ReplicaError once the reader is broken.
         """
         self._require_whole("begin")
         meta = None if shard.meta is None else KVBatchMeta.from_bytes(shard.meta)

@@ -78,7 +78,7 @@ class Role(Protocol):
 
 
 class RankView:
-    """Cuts whole rows to the slice that one rank needs, moves them to the rank's device, and times the work of its
+    """Cuts full rows to the slice that one rank needs, moves them to the rank's device, and times the work of its
     role."""
 
     def __init__(self, topology: Topology, rank: int, schema: Schema, device: torch.device) -> None:
@@ -106,14 +106,14 @@ class RankView:
                 self.spans.append(Span(name, start, taken_s))
 
     def slice(self, batch: Batch, lengths: np.ndarray, place: Place) -> Batch:
-        """Return the slice of whole rows that the context-parallel rank at mesh coordinates `place` computes. lengths:
-        tokens of each whole row, int64 `[N]`."""
+        """Return the slice of full rows that the context-parallel rank at mesh coordinates `place` computes. lengths:
+        number of tokens of each row before slicing, int64 `[N]`."""
         topology = self.topology
         return batch if topology.cp == 1 else slice_batch(batch, lengths, topology.pad_multiple, topology.cp, place.cp)
 
     def sent_lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """Return how many tokens of each row this rank receives, int64 `[N]`. lengths: tokens of each whole row, int64
-        `[N]`."""
+        """Return how many tokens of each row this rank receives, int64 `[N]`. lengths: number of tokens of each row
+        before slicing, int64 `[N]`."""
         topology = self.topology
         return (
             lengths if topology.cp == 1 else piece_lengths(lengths, topology.pad_multiple, topology.cp, self.place.cp)
@@ -124,13 +124,13 @@ class RankView:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
     def landed(self, header: Header, lengths: np.ndarray, buffer: torch.Tensor) -> Batch:
-        """Return this rank's columns in a received buffer, as views on the rank's device. lengths: tokens of each whole
-        row, int64 `[N]`."""
+        """Return this rank's columns in a received buffer, as views on the rank's device. lengths: number of tokens of
+        each row before slicing, int64 `[N]`."""
         return read_buffer(header, self.schema, self.sent_lengths(lengths), buffer.to(self.device, non_blocking=True))
 
     def place_on_device(self, batch: Batch, lengths: np.ndarray) -> Batch:
         """Move `batch`, which this rank read itself, to the rank's device: with one copy to a GPU, without a copy on
-        the CPU. lengths: tokens of each whole row, int64 `[N]`."""
+        the CPU. lengths: number of tokens of each row before slicing, int64 `[N]`."""
         if self.device.type == "cpu":
             return batch
         header = describe(batch, None)
@@ -171,7 +171,7 @@ class Parcel:
     replica."""
 
     part: Part
-    """The ranks that receive it."""
+    """Ranks that receive the load."""
     header: Header
     """Header of the load, which describes the buffer."""
     on_host: list[torch.Tensor]
@@ -359,7 +359,7 @@ class Sibling:
 
 
 def _nothing() -> None:
-    """No-op: the load of this microbatch has already been received."""
+    """No-op: the load (group of microbatches sent together) that contains this microbatch has already been received."""
 
 
 def _text(load: range) -> str:

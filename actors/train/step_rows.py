@@ -25,9 +25,9 @@ def load_of(index: int, count: int) -> range:
     """Return the load of microbatch `index`: the range of microbatches that are read and sent together with it.
 
     count: number of microbatches of the step. Loads grow 1, 4, 16, 64, 64, ... The first load is small so that
-    computing starts early; the others are read while it computes. Larger loads are cheaper: a plan spreads the rows of
-    a block over many microbatches, so reading them together asks the store for each block once, and a broadcast costs
-    the same whatever its size.
+    computing starts early; the others are read while it computes. Larger loads are cheaper: rows that lie in one memory
+    block of the store belong to many microbatches, so reading these together requests the block only once, and a
+    broadcast costs the same whatever its size.
     """
     assert 0 <= index < count, (index, count)
     start, size = 0, 1
@@ -37,7 +37,7 @@ def load_of(index: int, count: int) -> range:
 
 
 def cut(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
-    """Split `batch` into consecutive pieces of `sizes` rows, and yield the pieces as views."""
+    """Split `batch` into consecutive pieces that have the numbers of rows in `sizes`, and yield the pieces as views."""
     begin = 0
     for size in sizes:
         yield slice_rows(batch, begin, begin + size)
@@ -51,18 +51,18 @@ class TrainShard:
     step: int
     """Number of the step."""
     meta: bytes | None
-    """Receipt of the replica's rows (`KVBatchMeta.to_bytes()`), in the order of its microbatches. Its per-row tags are
-    `advantage` (float32) and, with `loss.aggregation=prompt`, `group_tokens` (float32). None for a rank that neither
-    reads nor writes rows."""
+    """Receipt of the replica's rows (their keys and locations, without content) as `KVBatchMeta.to_bytes()`, in the
+    order of the microbatches. It carries two values per row: `advantage` (float32) and, with `loss.aggregation=prompt`,
+    `group_tokens` (float32). None for a rank that neither reads nor writes rows."""
     sizes: np.ndarray
     """Number of rows of each microbatch, int64 `[M]`."""
     digest: str
-    """Hash of the whole plan, the same on every rank."""
+    """Hash of the plan for the step, the same on every rank."""
     traced: bool
     """True if reports of the step carry spans, the timed pieces of work in the trace."""
 
     def ranges(self) -> list[np.ndarray]:
-        """Return, for each microbatch, the indices of its rows in the receipt."""
+        """Return, for each microbatch, the positions of its rows in `meta`."""
         ends = np.cumsum(self.sizes)
         return [np.arange(end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
 
@@ -84,14 +84,14 @@ class ColumnCache:
         self._columns[index] = new if have is None else have.merge(new)
 
     def batch(self, index: int, fields: Sequence[str], num_rows: int) -> Batch:
-        """Return the columns `fields` of microbatch `index`, all of which must have arrived, without copying."""
+        """Return the columns `fields` of microbatch `index` without copying. All of them must have arrived."""
         have = self._columns.get(index)
         return Batch(Schema(()), num_rows, {}) if have is None else have.subset(fields)
 
 
 class StepRows:
-    """Reads whole rows of a step from the store, and caches the columns that it has read. Only one thread may use it at
-    a time."""
+    """Reads a step's rows from the store, before any slicing for context parallelism, and caches the columns that it
+    has read. Only one thread may use it at a time."""
 
     def __init__(self, client: DataPlaneClient, shard: TrainShard, meta: KVBatchMeta) -> None:
         self._client = client
@@ -100,7 +100,7 @@ class StepRows:
         self._cache = ColumnCache()
 
     def facts(self, numbers: range) -> RowFacts:
-        """Return the per-row values of the given microbatches, concatenated."""
+        """Return the per-row values (lengths, advantages and groups) of the given microbatches, concatenated."""
         rows, tags = np.concatenate([self._ranges[number] for number in numbers]), self._meta.tags
         tokens = tags["group_tokens"][rows].astype(np.int64) if "group_tokens" in tags else None
         advantages = tags["advantage"][rows].astype(np.float32)
@@ -130,7 +130,8 @@ class StepRows:
         self._cache.add(index, Batch(self._meta.schema.subset([field]), len(self._ranges[index]), {field: column}))
 
     def _look_up(self, fields: list[str]) -> None:
-        """Extend the receipt with columns that another rank has written since the receipt was made."""
+        """Add to the receipt (the rows' keys and locations) the columns that other ranks have written since it was
+        made, so that these columns can be read."""
         if fields:
             found = self._client.lookup(self._meta.partition, self._meta.keys, fields)
             self._meta = self._meta.merge_fields(found)

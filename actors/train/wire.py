@@ -115,7 +115,8 @@ class Header:
     """Describes the columns in a buffer, and the rows that they belong to."""
 
     facts: RowFacts | None
-    """Values per row; None in every pass after the first of a step, because the receiver already has them."""
+    """Per-row values that are needed on the host; None in every pass after the first of a step, because the receiver
+    already has them."""
     fields: tuple[str, ...]
     """Names of the columns in the order of the buffer. Columns that the receiver has from an earlier pass are left
     out."""
@@ -139,7 +140,7 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(data: bytes) -> Header:
-    """Decode a header that `encode_header` encoded. Raises ValueError when the bytes are not such a message."""
+    """Decode a header that `encode_header` encoded. Raises ValueError when the bytes are not a valid header."""
     packed, fields, part_bytes, shapes = messages.decode(data, _HeaderMessage)
     if packed is None:
         return Header(None, fields, part_bytes, shapes)

@@ -30,12 +30,13 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """Report of one pass over a shard to the driver: metrics and measurements, no rows."""
+    """Report of one train rank to the driver on a pass over a shard or on the optimizer step: metrics and measurements,
+    no rows."""
 
     metrics: dict[str, float]
-    """Metrics of the pass over all ranks. They are on rank 0 only; empty on the other ranks."""
+    """Metrics of the train step over all ranks. Only rank 0 reports them, after the optimizer step; otherwise empty."""
     data_wait_s: float
-    """Seconds that this rank waited for rows."""
+    """Seconds that this rank waited for rows since its last report."""
     traffic: bytes
     """Data-plane calls of this rank since its last report, encoded by `Traffic.to_bytes`. A rank that gets its rows
     from a leader makes no reads."""
@@ -48,25 +49,27 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """Settings from which a rank's TrainWorker is built. `trainers/` passes in the factories `backend` and `sender`."""
+    """Settings from which a rank's TrainWorker is built. The package `trainers` supplies the factories `backend` and
+    `sender`."""
 
     rank: int
     topology: Topology
     fetch: FetchPolicy
-    """Policy that says which ranks of a replica read its rows from the store."""
+    """Which ranks of a replica read its rows from the store: with `leader` or `auto`, one rank for all of them; with
+    `independent`, each rank for itself."""
     threads: int
-    """Number of threads that the process computes with."""
+    """Number of CPU threads that torch uses in the process."""
     temperature: float
-    """Sampling temperature of the rollouts, which log-probs are computed with."""
+    """Sampling temperature of the rollouts, also used when log-probs are computed."""
     timeout_s: float
     """Seconds after which a wait for another rank of the replica fails."""
     collective_timeout_s: float
-    """Seconds after which a collective operation of the process group fails, and also the forming of the group."""
+    """Seconds after which forming the process group, or one of its collective operations, fails."""
     data_plane: DataPlaneHandle
     backend: Callable[[int, int], TrainBackend]
-    """Builds the train backend; called with the rank and the number of ranks."""
+    """Function that builds the train backend, given the rank and the number of ranks."""
     sender: Callable[[], WeightSender]
-    """Builds the sender of weight updates; called on rank 0 only."""
+    """Function that builds the sender of weight updates; called on rank 0 only."""
     sync: SyncConfig
     """Config section `sync`: the settings of weight updates."""
     bucket_bytes: int
@@ -89,8 +92,8 @@ class _Work:
 
     shard: TrainShard
     meta: KVBatchMeta | None
-    """Receipt of the shard's rows, on ranks that read or write them, until the shard has been accumulated; otherwise
-    None."""
+    """Receipt of the shard's rows (their keys and locations, without content), on ranks that read or write them, until
+    the shard has been accumulated; otherwise None."""
     written: list[str] = field(default_factory=list)
     """Columns that the writer rank of each replica has added to the rows."""
 
@@ -99,16 +102,16 @@ class TrainWorker:
     """Does the work of one rank of the train mesh. Calls run one at a time, in the order they were sent; a collective
     call must be sent to all ranks.
 
-    Methods marked `in_thread_of` run beside the others, in threads of their own. Except for `sent`, only rank 0 has
-    them.
+    Methods marked `in_thread_of` run concurrently with the others, in threads of their own. Except for `sent`, they are
+    called on rank 0 only.
     """
 
     def __init__(self, setup: WorkerSetup, *, device: torch.device = CPU) -> None:
         """Build the reader, the backend and, on rank 0, the publisher of weights. The call is collective, and the
         ranks' process group must have been joined before.
 
-        device: device to which the reader delivers rows. It is the CPU in training, because the backends lay rows out
-        there.
+        device: device to which the reader delivers rows. It is the CPU in training, because the backends arrange the
+        rows in CPU memory.
         """
         self._setup = setup
         self._name = setup.name
@@ -139,12 +142,12 @@ class TrainWorker:
         """The shard that was begun last; None before the first."""
         self._spans: list[Span] = []
         self._open = False
-        """True while a train step has begun and is not finished."""
+        """True while a train step has begun in the backend and is not finished."""
 
     # ------------------------------------------------------------ one step
 
     def begin(self, shard: TrainShard) -> None:
-        """Take on `shard`, this rank's share of a step, and drop whatever an earlier step left."""
+        """Start working on `shard`, this rank's share of a step, and drop the rows cached for an earlier shard."""
         self._work = _Work(shard, self._reader.begin(shard))
 
     def write_logprobs(self, field: str) -> WorkerReport:
@@ -187,9 +190,10 @@ class TrainWorker:
         return self._report({})
 
     def finish(self) -> WorkerReport:
-        """Take the optimizer step over all that was accumulated, and report the step's metrics. The call is collective.
+        """Take the optimizer step with the accumulated gradients, and report the step's metrics. The call is
+        collective.
 
-        Raises RuntimeError when no step is open.
+        Raises RuntimeError if no step is open.
         """
         self._begun()
         if not self._open:
@@ -212,15 +216,17 @@ class TrainWorker:
 
     @in_thread_of("weights")
     def open_update(self, version: int, receivers: Sequence[ReceiverGroup], base: int | None) -> WeightUpdate:
-        """Announce `version` to the engines that are to receive it. Only rank 0 is called; nothing is sent yet.
+        """Open a weight update that will send `version`, and return its announcement for the engines `receivers`. Only
+        rank 0 is called; no weights are sent yet.
 
-        base: the version that all receivers serve; None when they differ. Raises what `WeightPublisher.open` raises.
+        base: the version that all receivers serve; None if they differ. Raises what `WeightPublisher.open` raises.
         """
         return self._publishes().open(version, self._specs, receivers, base=base)
 
     @in_thread_of("weights")
     def open_cached(self, version: int, receivers: Sequence[ReceiverGroup]) -> WeightUpdate:
-        """Announce a version that was sent before and that `send_cached` sends again. Only rank 0 is called."""
+        """Open a weight update that sends an earlier version again, and return its announcement; `send_cached` then
+        sends the weights. Only rank 0 is called."""
         return self._publishes().open(version, self._specs, receivers, cached=True)
 
     def send_weights(self, update: WeightUpdate | None) -> SendReport | None:
@@ -240,17 +246,17 @@ class TrainWorker:
 
     @in_thread_of("weights")
     def send_cached(self, update: WeightUpdate) -> SendReport:
-        """Send the open `update` of `open_cached` from rank 0's host memory, in a thread of its own, while the ranks do
-        other work."""
+        """Send the `update` that `open_cached` opened, from rank 0's host memory. Runs in a thread of its own, while
+        the ranks do other work."""
         return self._publishes().publish_cached(update)
 
     @in_thread_of("abort")
     def sent(self) -> int:
-        """Return the number of weights gathered and of cached buckets sent since the start; 0 on ranks that publish
-        nothing.
+        """Return a progress counter: the number of weights gathered plus the number of cached buckets sent since the
+        start; 0 on ranks that publish nothing.
 
         `TrainActor.progress` is no substitute: it is the CPU time of the main thread, and cached weights are sent by
-        another.
+        another thread.
         """
         return 0 if self._publisher is None else self._publisher.sent
 
@@ -302,7 +308,7 @@ class TrainWorker:
         return rank == topology.writer(topology.place(rank).dp)
 
     def _put(self, work: _Work, field: str, columns: Sequence[torch.Tensor]) -> None:
-        """Put a column of the shard's rows into the store, one block for each microbatch."""
+        """Write a column of the shard's rows into the store, one microbatch at a time, and cache it in the reader."""
         meta = work.meta
         if meta is None:
             raise RuntimeError(f"{self._name}: writes {field} back, but was not sent the rows' receipt")
@@ -323,7 +329,7 @@ class TrainWorker:
             self._spans.append(Span(name, start, time.perf_counter() - clock))
 
     def _report(self, metrics: dict[str, float]) -> WorkerReport:
-        """Return a report of what was measured since the last report."""
+        """Return a report with `metrics` (on rank 0 only) and what was measured since the last report."""
         measured = self._reader.take_metrics()
         traced = (*self._spans, *measured.spans) if self._work is not None and self._work.shard.traced else ()
         spans = SpanTable.of(traced)

@@ -24,7 +24,7 @@ from ...codecs.weights.buckets import BucketPlan
 
 NUM_VERSIONS = 2
 MEMORY_SHARE = 0.8
-"""Share of the host memory available at reservation that the two slots together may take."""
+"""Largest share of the available host memory that the two slots together may take, checked when they are reserved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class BucketCache:
         self._timeout_s = timeout_s
         self._lock = threading.RLock()  # a delta reads the base while the same thread writes the next version
         self._task = ""
-        """What the lock is held for at the moment, for error messages."""
+        """Operation that holds the lock at the moment; named in error messages."""
         self._memories: list[torch.Tensor] = []
         self._whole: list[CachedVersion] = []
         """Versions that can be read, the newest last."""
@@ -96,7 +96,7 @@ class BucketCache:
         """Context manager that yields an empty slot for `version`, whose buckets the block fills. Memory is reserved
         first; raises what `reserve` raises.
 
-        When the block ends, `version` is the newest version, and the older of the two before it is gone. If the block
+        When the block ends, `version` becomes the newest version, and only one earlier version is kept. If the block
         raises an exception, what it wrote is discarded instead.
         """
         with self._held(f"write version {version}"):

@@ -24,10 +24,10 @@ class SyncConfig(Section):
     and continues them with the new weights. `abort` cancels them, and the rest of each response is requested again.
     Each token records the version that generated it."""
     staging: Staging = "auto"
-    """Memory into which an engine receives a new version. `full` receives and verifies the whole version in a second
+    """Memory into which an engine receives a new version. `full` receives and verifies the complete version in a second
     copy, beside the weights that the engine serves. `none` writes straight into the weights of the paused engine; if
-    the transfer fails, the engine's requests wait for the next whole version. `auto` is `full` on a CPU; on a GPU it is
-    `full` when the free memory holds the model twice, else `none`."""
+    the transfer fails, the engine's requests wait for the next complete version. `auto` is `full` on a CPU; on a GPU it
+    is `full` when the free memory holds the model twice, else `none`."""
     delta: bool = False
     """Whether to send only what has changed since the last version. The trainer then keeps two versions in host memory
     to compare them."""
@@ -38,5 +38,5 @@ class SyncConfig(Section):
     """Folder that `disk` writes to. All hosts must see it. Unset: `weights` in the run folder."""
     timeout_s: Positive = 60.0
     """Seconds after which any single wait of a weight sync fails: the wait for the next bucket, for a receiver to take
-    one, or for an engine's running requests to make a token. A whole sync may take longer as long as it makes
-    progress."""
+    one, or for an engine's running requests to generate a token. The sync as a whole may take longer, as long as it
+    makes progress."""

@@ -30,7 +30,7 @@ _MARGIN = 1.1
 
 @dataclass(slots=True)
 class StagedWeights:
-    """A whole, verified version of the weights that is not served yet.
+    """A complete, verified version of the weights that the engine does not serve yet.
 
     Its tensors must not be written to. They are valid until the version is dropped or the next one is committed;
     without `sync.delta`, only until the version itself is committed.
@@ -38,12 +38,12 @@ class StagedWeights:
 
     version: int
     named: dict[str, torch.Tensor]
-    """Whole tensors by Hugging Face name, on the CPU unless the transport delivers payloads on the GPU."""
+    """Complete tensors by Hugging Face name, on the CPU unless the transport delivers payloads on the GPU."""
     plan: BucketPlan
     memory: torch.Tensor
     """Bytes of all buckets, uint8; bucket b starts at `bucket_offsets(plan)[b]`."""
     stream: Stream | None
-    """Stream that owns `memory`; None when the inbox owns it."""
+    """Stream that received the version and owns `memory`; None if the inbox allocated `memory`."""
 
 
 class WeightInbox:
@@ -55,7 +55,7 @@ class WeightInbox:
     def __init__(
         self, config: ReceiverConfig, worker: int, *, on_received: Callable[[int], None] = lambda num_received: None
     ) -> None:
-        """Create an inbox without any version. worker: number of this process in its engine, from 0. on_received:
+        """Create an inbox that holds no version yet. worker: number of this process in its engine, from 0. on_received:
         function that the receiving thread calls after each bucket, with the number of buckets received so far."""
         self._config = config
         self._worker = worker
@@ -63,8 +63,8 @@ class WeightInbox:
         """Lock for the fields below, which another thread may change in `drop`."""
         self._receivers: dict[str, Receiver] = {}
         self._arriving: tuple[int, Receiver | None, Stream | None] | None = None
-        """Version that is being received, with its receiver and stream, or one whose transfer was only joined and that
-        is received during the commit; None when there is none."""
+        """Version that is being received or, without staging, waits to be received during the commit: its number, its
+        receiver, and its stream once the transfer is joined. None when there is none."""
         self._staged: StagedWeights | None = None
         self._base: StagedWeights | None = None
         self._spare: torch.Tensor | None = None
@@ -80,13 +80,14 @@ class WeightInbox:
 
     @property
     def staging(self) -> Staging:
-        """Staging in use, `full` or `none`. A configured `auto` stays `auto` until the first update has come."""
+        """Staging mode: with `full`, a new version is received into a second copy of the weights; with `none`, straight
+        into the weights of the paused engine. A configured `auto` stays `auto` until the first update has arrived."""
         return self._chosen or self._config.sync.staging
 
     @property
     def staged(self) -> StagedWeights | None:
-        """Version that `prepare` has received and verified; None when there is none, or when it is only received during
-        the commit."""
+        """Version that `prepare` has received and verified; None if there is none, or if the version is received only
+        during the commit."""
         return self._staged
 
     @property
@@ -98,11 +99,11 @@ class WeightInbox:
         return () if arriving is None or arriving[2] is None else arriving[2].plan.names
 
     def prepare(self, update: WeightUpdate) -> None:
-        """Receive and verify `update` in the calling thread. Without staging, only join its transfer: `arriving` then
+        """Receive and verify `update` in the calling thread. Without staging, only join its transfer; `arriving` then
         receives it.
 
-        A version that was prepared before is dropped. Raises WeightTransferError when the transfer fails; then nothing
-        is staged, and the served version can still be the base of a delta.
+        A version that was prepared before is dropped. Raises WeightTransferError if the transfer fails; nothing is
+        staged then, and the version in service can still be the base of a later delta.
         """
         self._forget_prepared()
         receiver = self._receiver(update.kind)
@@ -143,8 +144,8 @@ class WeightInbox:
                     self._arriving = None
 
     def read_ahead(self) -> None:
-        """Start receiving a version whose transfer was only joined, as far as there is buffer room, before `arriving`
-        is called.
+        """Start receiving the version that `prepare` has joined without staging, as far as the buffers have room,
+        before `arriving` is called.
 
         Call it in the thread that called `prepare`. Errors are raised later, by `arriving`.
         """
@@ -155,16 +156,16 @@ class WeightInbox:
     def arriving(
         self, update: WeightUpdate, places: Mapping[str, torch.Tensor] = MappingProxyType({})
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Receive an `update` whose transfer was only joined by `prepare`, and yield lists of (name, whole tensor) as
-        soon as all pieces of a tensor have come.
+        """Receive the `update` that `prepare` has joined without staging. Yields lists of (name, complete tensor), each
+        tensor as soon as all its pieces have arrived.
 
-        Tensors are valid until the next list. Only when the iterator ends have the checksums been verified and is the
-        update known to be whole.
+        The tensors are valid until the next list is requested. Only when the iterator ends have all checksums been
+        verified and is the update known to be complete.
 
-        places: destination memory by weight name. On a GPU, weights may be written to it directly if it is contiguous
-        and has the dtype and shape of the weight as sent; such a weight is yielded as its destination tensor. The
-        mapping must not change, and passing the same one again saves work. Raises WeightTransferError when the transfer
-        fails, and ValueError when `update` was not joined.
+        places: destination memory by weight name. On a GPU, a weight may be written to its destination directly if that
+        is contiguous and has the dtype and shape of the weight as sent; the weight is then yielded as its destination
+        tensor. The mapping must not change, and passing the same one again saves work. Raises WeightTransferError if
+        the transfer fails, and ValueError if `prepare` has not joined `update`.
         """
         arriving = self._arriving
         if arriving is None or arriving[0] != update.version or arriving[2] is None:
@@ -240,7 +241,8 @@ class WeightInbox:
         return self._receivers[kind]
 
     def _choose(self, update: WeightUpdate, stream: Stream) -> Staging:
-        """Return the staging to use, `full` or `none`. The first update decides what `auto` means."""
+        """Return the staging to use, `full` or `none`. At the first update, `auto` becomes `full` if `_has_room`, else
+        `none`."""
         if self._chosen is None:
             self._chosen = self._config.sync.staging
             if self._chosen == "auto":
@@ -286,8 +288,8 @@ class WeightInbox:
         pieces: dict[str, torch.Tensor],
         places: Mapping[str, torch.Tensor],
     ) -> list[tuple[str, torch.Tensor]]:
-        """Return (name, tensor) of the weights that this bucket completes. The tensors are views of the bucket,
-        destinations in `places`, or assembled in `pieces` from several buckets."""
+        """Return (name, tensor) of each weight that this bucket completes. The tensor is a view of the bucket, the
+        weight's destination in `places`, or was assembled in `pieces` from several buckets."""
         bucket = frame.bucket
         inside = self._views.inside(plan, bucket, payload)
         parts = self._views.parts(plan, bucket)
@@ -356,9 +358,9 @@ class WeightInbox:
 def _apply(stream: Stream, frame: BucketFrame, payload: torch.Tensor, base: torch.Tensor, target: torch.Tensor) -> None:
     """Apply a delta to the bucket `base` and write the resulting bucket into `target`.
 
-    Raises WeightTransferError when the delta does not fit the base, or when the checksum of the result is not the
-    trainer's, which means that the base has changed since it was received. The delta is applied in host memory, to
-    which a bucket on a GPU is copied.
+    Raises WeightTransferError if the delta does not fit the base, or if the checksum of the result differs from the
+    trainer's, which means that the base has changed since it was received. The delta is applied in host memory; a
+    bucket on a GPU is copied there and back.
     """
     name = f"bucket {frame.bucket} of {len(stream.plan.sizes)}"
     result = target.copy_(base) if target.device.type == "cpu" else base.cpu()

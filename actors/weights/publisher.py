@@ -27,16 +27,16 @@ WeightSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class WeightPublisher:
-    """Publishes weight versions through one sender. Calls from several threads take turns, each waiting at most
-    `sync.timeout_s`; `abort` never waits.
+    """Publishes weight versions through one sender. Calls from several threads take turns, and each waits at most
+    `sync.timeout_s` seconds for its turn; `abort` never waits.
 
-    Opening an update ends the previous one.
+    Opening an update aborts the one that is still open.
     """
 
     def __init__(self, sender: WeightSender, config: SyncConfig, bucket_bytes: int) -> None:
-        """Take ownership of `sender`, which `close` closes.
+        """Create a publisher that owns `sender` and closes it in `close`.
 
-        bucket_bytes: size of a bucket in bytes, a multiple of 64. Two buckets are in flight at a time.
+        bucket_bytes: size of a bucket in bytes, a multiple of 64. At most two buckets are in transit at a time.
         """
         self._sender = sender
         self._config = config
@@ -46,7 +46,7 @@ class WeightPublisher:
             self._cache = BucketCache(config.timeout_s)
         self._lock = threading.Lock()
         self._task = ""
-        """What the lock is held for at the moment, for error messages."""
+        """Operation for which the lock was last taken; named in error messages."""
         self._opened: Publication | None = None
         self._planned: tuple[list[tuple[str, tuple[torch.dtype, tuple[int, ...]]]], BucketPlan] | None = None
         """Weight specs and bucket plan of the last update; None before the first. Most updates have the same specs and
@@ -59,8 +59,8 @@ class WeightPublisher:
         """Newest update that the sender has finished; None before the first."""
 
     def reserve(self, specs: WeightSpecs) -> None:
-        """Allocate all the host memory that the cache needs for this model, if there is a cache. Raises ValueError when
-        it is too much."""
+        """Allocate all the host memory that the version cache needs for this model. Does nothing without a cache.
+        Raises ValueError if too little memory is available."""
         if self._cache is not None:
             self._cache.reserve(self._plan(specs))
 
@@ -73,13 +73,13 @@ class WeightPublisher:
         base: int | None = None,
         cached: bool = False,
     ) -> WeightUpdate:
-        """Open an update that will send `version`, and return its announcement. Returns at once, unless another thread
-        is publishing.
+        """Open an update that will send `version`, and return its announcement. The call waits only while another
+        thread is publishing.
 
-        base: version that all `receivers` serve. With `sync.delta`, and when it is the newest version in the cache,
-        only the difference from it is sent. cached: True if `version` was published before and is to be sent again
-        whole, from the cache. If receivers can still read the whole version from the sender, nothing is sent, and the
-        version is only announced to `receivers`.
+        base: version that all `receivers` serve now. If `sync.delta` is set and this version is the newest one in the
+        cache, only the differences from it are sent. cached: True if `version` was published before and is to be sent
+        again in full, from the cache. If receivers can still read the complete version from the sender, nothing is
+        sent, and the version is only announced to `receivers`.
 
         Raises what `WeightSender.begin` raises, and ValueError for a cached version that the cache does not hold.
         """
@@ -100,15 +100,16 @@ class WeightPublisher:
             return opened.update
 
     def publish(self, update: WeightUpdate, weights: Iterator[tuple[str, torch.Tensor]]) -> SendReport:
-        """Send `weights` as the open `update`. They are whole tensors in the order, dtypes and shapes of the specs
+        """Send `weights` as the open `update`. They are full tensors, in the order, dtypes and shapes of the specs
         given to `open`.
 
-        Whatever happens, `weights` is read to its end, because the other ranks take part in gathering it. If the sender
-        fails and there is a cache, the whole version is still written to the cache before the error is raised, so that
-        it can be sent to the remaining receivers without gathering again.
+        `weights` is always read to its end, even after an error, because gathering each weight is a collective
+        operation that the other ranks take part in. If the sender fails and there is a cache, the complete version is
+        still written to the cache before the error is raised, so that it can be sent to the remaining receivers without
+        gathering again.
 
-        Raises WeightTransferError or OSError when the sender fails, and ValueError when the weights are not as planned
-        or the update is not open. The receivers learn of the failure.
+        Raises WeightTransferError or OSError if the sender fails, and ValueError if the weights are not as planned or
+        the update is not open. The receivers learn of the failure.
         """
         gather = _Timed(weights)
         try:
@@ -125,10 +126,10 @@ class WeightPublisher:
                 self.sent += 1
 
     def publish_cached(self, update: WeightUpdate) -> SendReport:
-        """Send the open `update` from the cache, or nothing when receivers can still read the whole version from the
-        sender.
+        """Send the open `update` from the cache. Nothing is sent if receivers can still read the complete version from
+        the sender.
 
-        Raises WeightTransferError or OSError when the sender fails, and ValueError when the update was not opened with
+        Raises WeightTransferError or OSError if the sender fails, and ValueError if the update was not opened with
         `cached`.
         """
         with self._publishing(update, cached=True) as opened:
@@ -173,8 +174,8 @@ class WeightPublisher:
         return self._planned[1]
 
     def _has_whole(self, version: int) -> bool:
-        """Return whether the sender holds `version` in a form that a receiver without any earlier version can read
-        now."""
+        """Return whether the sender still offers a full copy of `version`, which a receiver can read without having any
+        earlier version."""
         finished = self._finished
         return self._sender.lasting and finished is not None and finished.version == version and finished.base is None
 
@@ -196,8 +197,9 @@ class WeightPublisher:
 
     @contextmanager
     def _publishing(self, update: WeightUpdate, *, cached: bool) -> Iterator[Publication]:
-        """Hold the lock while the open update is sent. An exception aborts the update; otherwise it becomes the newest
-        finished one. Raises ValueError when `update` is not the open one."""
+        """Context manager that holds the lock while the open update is sent. If the block raises an exception, the
+        update is aborted; otherwise it is recorded as the newest finished one. Raises ValueError if `update` is not the
+        open one."""
         with self._turn(f"publish version {update.version}"):
             opened = self._opened
             if opened is None or opened.update != update or opened.cached != cached:
@@ -229,7 +231,7 @@ class WeightPublisher:
 
 
 class _Timed:
-    """Iterator that passes weights on, and measures how long it waits for them."""
+    """Iterator over another iterator's weights that measures how long it waits for them."""
 
     def __init__(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._weights = weights

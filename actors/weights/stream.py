@@ -45,11 +45,11 @@ class SendReport:
     send_s: float
     """Seconds spent waiting for a free buffer of the sender and, at the end, for the receivers."""
     num_whole: int
-    """Number of buckets that were sent whole."""
+    """Number of buckets that were sent in full."""
     num_same: int
     """Number of buckets that were not sent because they equal those of the base version."""
     num_sparse: int
-    """Number of buckets of which only the changed elements were sent."""
+    """Number of buckets that were sent as their changed elements only."""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Publication:
     cached: bool
     """True if the version is sent from the cache in host memory."""
     there: bool = False
-    """True if the sender still holds the whole version, so that nothing needs to be sent."""
+    """True if the sender still holds the complete version, so that nothing needs to be sent."""
     aborted: str | None = None
     """Why the update was aborted; None while it is not aborted. Any thread may set it."""
 
@@ -81,8 +81,8 @@ class BucketStream:
         """Prepare to send the update `opened` through `sender`.
 
         draft: slot of the host cache that this version is written to; None without a cache. base: cached version that
-        the receivers already have and from which deltas are computed; it needs a draft; None sends all buckets whole.
-        views: views of the sender's buffers, reused from one update to the next.
+        the receivers already have, and from which deltas are computed; None sends all buckets in full. A base requires
+        a draft. views: views of the sender's buffers, reused from one update to the next.
 
         With a draft, a failure of the sender does not end the stream: the draft is still filled, and `report` raises
         the sender's error.
@@ -112,8 +112,8 @@ class BucketStream:
         """Copy the next tensor into its buckets, and send each bucket that becomes full. The caller may change the
         tensor once this returns (on a GPU, once the current CUDA stream has done the work queued here).
 
-        Raises ValueError when the tensor is not the one planned next. Also raises what the sender raises, unless there
-        is a draft (a cache slot that is filled in any case).
+        Raises ValueError if the tensor is not the one planned next. An error of the sender is raised here, or by
+        `report` if the version is also written to the cache.
         """
         upto = self._num_fed
         if upto == len(self._planned) or name != self._planned[upto][0]:
@@ -135,13 +135,13 @@ class BucketStream:
         self._num_fed += 1
 
     def copy(self, bucket: int, source: torch.Tensor) -> None:
-        """Send `source` as the whole content of a bucket. Raises what the sender raises, unless there is a draft (a
-        cache slot that is filled in any case)."""
+        """Send `source` as the full content of a bucket. An error of the sender is raised here, or by `report` if the
+        version is also written to the cache."""
         self._send(bucket, "whole", source)
 
     def finish(self) -> None:
-        """Wait until the sender has finished the update. Raises ValueError when tensors are missing. Also raises what
-        the sender raises, unless there is a draft (a cache slot that is filled in any case)."""
+        """Wait until the sender has finished the update. Raises ValueError if tensors are missing. An error of the
+        sender is raised here, or by `report` if the version is also written to the cache."""
         if self._num_fed < len(self._planned) and not self._opened.cached:
             raise ValueError(
                 f"{self._label}: {self._num_fed} of {len(self._planned)} weights came; "
@@ -190,8 +190,9 @@ class BucketStream:
         return out
 
     def _end(self, bucket: int, out: torch.Tensor) -> None:
-        """Send a full bucket: with a base as a delta against it, otherwise whole, after copying it to the cache if
-        there is one. Does nothing once the sender has failed."""
+        """Send a bucket that is full. With a base, it is sent in the shortest encoding relative to the base; otherwise
+        it is copied to the cache, if there is one, and sent with all its bytes. Does nothing once the sender has
+        failed."""
         if self._base is None:
             if self._failure is None:
                 if self._draft is not None:
@@ -203,8 +204,8 @@ class BucketStream:
             self._send(bucket, encoding, payload, 0 if encoding == "whole" else self._digest.intdigest())
 
     def _send(self, bucket: int, encoding: Encoding, payload: torch.Tensor, result: int = 0) -> None:
-        """Copy a payload from host memory into the sender's buffer, and send it. result: hash of the bucket that the
-        payload leads to, as in `BucketFrame.result`."""
+        """Copy a payload from host memory into the sender's buffer, and send it. result: hash of the bucket that a
+        receiver gets by applying the payload, as in `BucketFrame.result`."""
         out = self._buffer(bucket, len(payload))
         if out is None:
             return
@@ -221,8 +222,8 @@ class BucketStream:
     def _hand_over(
         self, bucket: int, encoding: Encoding, out: torch.Tensor, digest: xxhash.xxh3_64 | None, result: int = 0
     ) -> None:
-        """Give a filled buffer to the sender. digest: hash of a payload on the CPU; the digest of one on a GPU is
-        computed there."""
+        """Give a filled buffer to the sender. digest: hash of a payload on the CPU; None for a payload on a GPU, whose
+        digest is computed on the GPU."""
         if out.is_cuda:
             frame = BucketFrame(bucket, encoding, len(out), 0, result)
             self._attempt(f"bucket {bucket}", lambda: self._sender.send(frame, partial(device_digest, out)))
@@ -234,8 +235,8 @@ class BucketStream:
         self._num_sent[frame.encoding] += 1
 
     def _attempt(self, what: str, call: Callable[[], T]) -> T | None:
-        """Return the result of `call`, a call of the sender; None once the sender has failed. With a cache slot to fill
-        (`_draft`), the sender's error is kept for `report`; without one, it is raised."""
+        """Make `call`, a call of the sender, and return its result; None once the sender has failed. With a cache slot
+        to fill (`_draft`), the sender's error is kept for `report`; without one, it is raised."""
         if self._failure is not None:
             return None
         start = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Keeps tensor views into bucket buffers from one weight update to the next, because making them takes time.
+"""Keeps tensor views into bucket buffers from one weight update to the next, because creating them is slow.
 
-Making 300 views takes milliseconds, and a whole update between GPUs takes only ten.
+Creating 300 views takes milliseconds, while a full weight update between GPUs takes only ten.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class BucketViews:
         self._made: dict[tuple[int, int, int], Views] = {}
 
     def inside(self, plan: BucketPlan, bucket: int, buffer: torch.Tensor) -> Views:
-        """Return views of the weights that lie wholly in this bucket, by name. buffer: payload of the bucket, uint8."""
+        """Return views of the weights that lie entirely in this bucket, by name. buffer: payload of the bucket,
+        uint8."""
         self._turn_to(plan)
         made = self._kept(bucket, buffer)
         if not made:

@@ -56,7 +56,7 @@ class CopyPlan:
     """Copies that fill a model's parameters from weights of known names, dtypes and shapes."""
 
     copies: Mapping[str, tuple[_Copy, ...]]
-    """Copies of each weight: weight name -> copies. A weight of which this worker needs no part is not listed."""
+    """Copies of each weight, by weight name. Weights that this worker does not need are not listed."""
     specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     """Dtype and shape of each weight, by name."""
     places: ParameterPlaces
@@ -67,8 +67,8 @@ class CopyPlan:
         return sum(map(len, self.copies.values()))
 
     def loads(self, names: Collection[str]) -> bool:
-        """Return whether the plan can load an update of these weights: they are the ones that were recorded, and every
-        parameter is still where it was."""
+        """Return whether the plan can load the weights `names`: they are the ones that were recorded, and every
+        parameter is still at the same place in memory."""
         return len(names) == len(self.specs) and all(map(self.specs.__contains__, names)) and self.places.stand()
 
     def load(self, weights: Sequence[tuple[str, torch.Tensor]]) -> bool:
@@ -91,8 +91,8 @@ class CopyPlan:
         return True
 
     def targets(self) -> Mapping[str, torch.Tensor]:
-        """Return the memory of each weight that fills one contiguous piece of a parameter, by weight name. Writing a
-        weight there loads it."""
+        """Return, by weight name, the parameter memory of each weight that fills one contiguous piece of a parameter.
+        Writing the weight there loads it."""
         whole = {name: copies[0] for name, copies in self.copies.items() if len(copies) == 1}
         return {name: copy.target for name, copy in whole.items() if copy.part is None and copy.target.is_contiguous()}
 
@@ -112,7 +112,8 @@ class PlanRecorder:
 
     @contextmanager
     def watching(self, weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
-        """Context manager that records what the model's loaders do inside the block, in which they load `weights`."""
+        """Context manager for a block in which the model's loaders load `weights`; it records the copies that they
+        make."""
         for name, tensor in weights:
             if name in self._specs:
                 self._hinder(f"{name} was loaded twice")
@@ -123,7 +124,7 @@ class PlanRecorder:
             yield
 
     def plan(self) -> CopyPlan | str:
-        """Return the plan, or, as a text, the reason why the recorded copies must not be repeated."""
+        """Return the copy plan, or a string with the reason why the recorded copies must not be repeated."""
         if not self._places.stand():
             self._hinder("the loaders replaced parameters")
         for name, parameter in self._parameters:
@@ -199,8 +200,8 @@ class _Watch(TorchDispatchMode):
 class ParameterPlaces:
     """Remembers a model's modules, its parameters and their memory, and tells whether they are still the same.
 
-    The check runs in every update, while the engine stands still. It therefore compares the modules' own tables without
-    a Python loop, which takes 0.1 ms for 30 layers.
+    The check runs in every update while the engine is stopped, so it must be fast: it compares the modules' own tables
+    without a Python loop, in 0.1 ms for 30 layers.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -1,8 +1,8 @@
-"""`VllmEngine` runs vLLM with continuous batching and tensor parallelism, and changes weights under running requests.
+"""`VllmEngine` runs vLLM with continuous batching and tensor parallelism, and replaces weights while requests run.
 
 generate   submits one vLLM request per sample, and counts tokens by version as they come in (`versions`)
 prepare    has the workers receive and verify new weights, each in a thread of its own
-commit     freezes, ends or awaits requests -> loads -> drops keys and values -> marks the version -> resumes
+commit     freezes, ends or awaits requests -> loads -> drops the KV cache -> marks the version -> resumes
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class VllmEngine:
     """A vLLM engine with `tp` workers.
 
     As far as vLLM allows, a sample depends only on the weights, the prompt, `params.seed`, `request_id` and its own
-    index, and not on what else runs. Without `params.seed`, the engine's own `seed` is used.
+    index, and not on which other requests run. Without `params.seed`, the engine's own `seed` is used.
 
     Stop tokens are the model's own end tokens (from its generation config) and `params.stop_token_ids`. `stop` texts
-    need the model's tokenizer. All calls must come from one event loop, that of the first call.
+    need the model's tokenizer. All calls must come from the event loop that made the first call.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class VllmEngine:
     ) -> None:
         """Start vLLM on `model`, a local folder or a hub id, which takes 5 to 20 s.
 
-        kv_cache_bytes: memory for keys and values in each worker; None takes 256 MiB on a CPU, else what vLLM finds
-        free. receiver: settings with which new weights are received; None when the weights never change. version:
-        policy version of the weights that are loaded at the start. Raises ValueError when there is no such model or
-        vLLM does not run it.
+        kv_cache_bytes: size of the KV cache in each worker; None means 256 MiB on a CPU, and as much as vLLM finds free
+        on a GPU. receiver: settings with which new weights are received; None if the weights never change. version:
+        policy version of the weights that are loaded at the start. Raises ValueError if there is no such model or vLLM
+        cannot run it.
         """
         if tp < 1 or max_num_seqs < 1:
             raise ValueError(f"rollout: got tp {tp} and max_num_seqs {max_num_seqs}, expected at least 1")
@@ -114,8 +114,8 @@ class VllmEngine:
 
     @property
     def progress(self) -> int:
-        """Number that grows with each token made, also for requests that are still running, and with each bucket of
-        weights received. Raises EngineDied when a process of vLLM has died."""
+        """Counter that grows with each token generated, also for requests that are still running, and with each bucket
+        of weights received. Raises EngineDied if a process of vLLM has died."""
         self._expect_alive("progress")
         return self._process.versions.num_tokens + self._updates.num_received
 
@@ -126,7 +126,8 @@ class VllmEngine:
 
     @property
     def load_way(self) -> str:
-        """How the last commit loaded the weights: `in place`, or another way and its reason, as in `LoadReport.way`."""
+        """How the last commit loaded the weights: `in place` (written straight into the live parameters), or another
+        way and its reason, as in `LoadReport.way`."""
         return self._updates.way
 
     @property
@@ -135,8 +136,8 @@ class VllmEngine:
         return self._process.pids
 
     def tokens_of_newest(self) -> list[tuple[int, int]]:
-        """For each running sample, return the version that made its last token, and the number of tokens made by that
-        version in a row up to there; (-1, 0) for a sample without tokens. For tests and benchmarks."""
+        """For each running sample, return the weight version of its last token, and how many tokens at the end of the
+        sample that version generated in a row; (-1, 0) for a sample without tokens. For tests and benchmarks."""
         return self._process.versions.newest()
 
     async def call_workers(self, function: Callable[..., T], *args: Any) -> list[T]:
@@ -153,10 +154,10 @@ class VllmEngine:
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return `params.n` completions of a prompt, in order. Cancelling the call ends the request.
 
-        Raises ValueError when the prompt does not fit (empty, too long, unknown ids) or the id is already in flight,
-        EngineBroken after `sleep(2)`, EngineDied when a process of vLLM has died, FloatingPointError when the weights
-        give non-finite log-probs, and RuntimeError when the engine is asleep or closed. If a load failed half way and
-        left no whole version, the call waits for the next one.
+        Raises ValueError if the prompt does not fit (empty, too long, unknown ids) or the id is already in flight,
+        EngineBroken after `sleep(2)`, EngineDied if a process of vLLM has died, FloatingPointError if the weights give
+        non-finite log-probs, and RuntimeError if the engine is asleep or closed. After a load that failed halfway, the
+        call waits until a complete version of the weights has been loaded.
         """
         self._expect_usable(f"request {request_id!r}")
         self._watch_process()
@@ -236,8 +237,8 @@ class VllmEngine:
     # ---------------------------------------------------------------- pausing
 
     async def pause(self, mode: PauseMode = "wait") -> None:
-        """Make no token between this call's return and `resume`; requests that arrive meanwhile wait. mode: what
-        happens to running requests, see PauseMode."""
+        """Stop generating until `resume`. Requests that arrive in between wait. mode: what happens to running requests,
+        see PauseMode."""
         expect_pause_mode(mode)
 
         async def pause() -> None:
@@ -254,9 +255,10 @@ class VllmEngine:
         await self._alone(resume())
 
     async def _alone(self, change: Coroutine[Any, Any, T]) -> T:
-        """Make one change of the engine's state at a time, and finish it even when the caller is cancelled.
+        """Run `change`, which changes the engine's state, once no other change is in progress. It is finished even if
+        the caller is cancelled.
 
-        A change that was cancelled half way could leave the engine serving new weights as the old version.
+        A change that was cancelled halfway could leave the engine serving new weights as the old version.
         """
         self._watch_process()
 
@@ -267,10 +269,10 @@ class VllmEngine:
         return await asyncio.shield(asyncio.ensure_future(locked()))
 
     async def _freeze(self, mode: PauseMode) -> tuple[int, int]:
-        """Stop generating. Returns the number of requests that were kept and the number that were ended.
+        """Stop generating. Returns the number of running requests that were kept and the number that were ended.
 
-        On a frozen engine `wait` acts like `keep`, because no request would end while it waits. vLLM itself is paused
-        only when it has requests; new requests wait in this process.
+        If vLLM is frozen already, `wait` acts like `keep`, because frozen requests would never end. vLLM itself is
+        paused only when it has requests; new requests wait in this process.
         """
         self._expect_alive("pause")
         self._flowing.clear()
@@ -290,8 +292,8 @@ class VllmEngine:
         return len(running), 0
 
     async def _thaw(self) -> None:
-        """Continue generating, unless a caller has paused the engine, it is asleep or it has no whole version of the
-        weights."""
+        """Continue generating, unless a caller has paused the engine, it is asleep, or it has no complete version of
+        the weights."""
         if self._flowing.is_set() or self._held or self._asleep or self._partial or self._dropped:
             return
         if self._frozen:
@@ -301,7 +303,7 @@ class VllmEngine:
         self._flowing.set()
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached keys and values of earlier prompts. Running requests compute theirs anew."""
+        """Drop the KV cache of earlier prompts. Running requests recompute their keys and values."""
 
         async def reset() -> None:
             await self._freeze("keep")
@@ -321,13 +323,13 @@ class VllmEngine:
         return await self._updates.prepare(update, lambda: -1 if self._partial or self._dropped else self._version)
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """Serve the prepared `version` from now on. Requests that are kept compute their keys and values anew, so that
-        every later log-prob is that of the new model.
+        """Load the prepared `version` and serve it from now on. Requests that are kept recompute their keys and values,
+        so that every later log-prob is that of the new model.
 
         in_flight: what happens to running requests, see PauseMode. A paused engine keeps its requests in flight, or
         ends them for `abort`, and stays paused. A sleeping engine wakes its weights only; `wake` does the rest. If the
-        load fails (WeightTransferError without staging, else EngineBroken), requests in flight and new ones wait for
-        the next whole version, so that no token is made with a mix of two versions.
+        load fails (WeightTransferError without staging, else EngineBroken), requests in flight and new ones wait until
+        a later version is loaded completely, so that no token is generated with a mix of two versions.
         """
         self._expect_alive(f"weights of version {version}")
         expect_pause_mode(in_flight)
@@ -363,7 +365,7 @@ class VllmEngine:
     async def _break(self, version: int, error: Exception) -> Exception:
         """Keep the engine stopped after a failed load, which leaves a mix of two versions. Returns the error to raise.
 
-        vLLM stays frozen with the requests in flight, which continue once a whole version has been loaded.
+        vLLM stays frozen with the requests in flight, which continue once a complete version has been loaded.
         """
         self._partial = f"version {version} was not loaded whole: {error}"
         if died := self.died:
@@ -384,9 +386,10 @@ class VllmEngine:
     # ---------------------------------------------------------------- memory and the end
 
     async def sleep(self, level: int = 1) -> None:
-        """Wait until requests in flight have ended (on a paused engine, end them), then give device memory back.
+        """Wait until requests in flight have ended (requests of a paused engine are aborted), then release device
+        memory.
 
-        level: 1 keeps a copy of the weights in host memory, 2 drops them. On a CPU no memory is given back. Idempotent.
+        level: 1 keeps a copy of the weights in host memory, 2 drops them. On a CPU no memory is released. Idempotent.
         Raises ValueError for another level.
         """
         if level not in (1, 2):
@@ -405,7 +408,8 @@ class VllmEngine:
         await self._alone(sleep())
 
     async def wake(self) -> None:
-        """Take the memory that `sleep` gave back, and go on generating. Idempotent."""
+        """Take back the memory that `sleep` released, and go on generating, unless a caller has paused the engine.
+        Idempotent."""
 
         async def wake() -> None:
             if not self._asleep:
@@ -419,7 +423,7 @@ class VllmEngine:
         await self._alone(wake())
 
     async def close(self) -> None:
-        """Shut down vLLM's processes. Requests in flight return the tokens made so far. Idempotent."""
+        """Shut down vLLM's processes. Requests in flight return the tokens generated so far. Idempotent."""
         if self._closed:
             return
         died, self._closed = self.died, True
@@ -437,7 +441,8 @@ class VllmEngine:
     # ---------------------------------------------------------------- life and death
 
     def _watch_process(self) -> None:
-        """Start watching vLLM's processes, so that requests which wait for the engine learn of its death."""
+        """Start watching vLLM's processes, so that requests that wait for the engine fail if one of the processes
+        dies."""
         if self._death is None:
             self._death = asyncio.create_task(self._tell_death())
 

@@ -28,8 +28,8 @@ _ON_CPU = {
 
 @contextmanager
 def log_level() -> Iterator[None]:
-    """Set vLLM's log level to errors inside the block, unless the user has set a level. Import vLLM there, because it
-    reads the level when it is imported."""
+    """Context manager that sets vLLM's log level to errors, unless the user has set a level. Import vLLM inside the
+    block, because it reads the level when it is imported."""
     chosen = "VLLM_LOGGING_LEVEL" in os.environ
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
@@ -41,7 +41,8 @@ def log_level() -> Iterator[None]:
 
 @contextmanager
 def engine_environment(*, cpu: bool, tp: int) -> Iterator[None]:
-    """Set the environment variables that vLLM's processes inherit, and restore this process's own when the block ends.
+    """Context manager that sets the environment variables that vLLM's processes inherit, and restores this process's
+    own when the block ends.
 
     vLLM itself writes LD_PRELOAD and more into the environment, which every later child process would inherit. The
     states of the random generators of Python, NumPy and torch are restored, too.

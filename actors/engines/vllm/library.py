@@ -61,12 +61,12 @@ __all__ = [
 ]
 
 MIN_TEMPERATURE = 0.01
-"""Lowest temperature above 0 that vLLM uses. It silently raises a lower one to this value; 0 stays 0."""
+"""Lowest temperature above 0 that vLLM uses. vLLM silently raises lower positive temperatures to this value."""
 
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _PLAIN_EXPERT_KERNELS = ("TRITON", "BATCHED_TRITON")
-"""Names of the expert kernels that read experts in the layout of checkpoints. FlashInfer's kernels swap two halves of
-the weights, which their shapes do not show, and CPU kernels repack the experts."""
+"""Names of the MoE expert kernels that read experts in the layout of checkpoints. FlashInfer's kernels swap two halves
+of the weights without changing their shapes, and CPU kernels repack the experts."""
 
 
 def on_cpu() -> bool:
@@ -85,12 +85,12 @@ def check_attention(config: Any) -> None:
 
 
 def keep_prefills_whole(config: Any) -> None:
-    """Configure vLLM on a CPU so that each prompt, and each kept request that is computed anew, is processed in one
-    step.
+    """Configure vLLM on a CPU so that each prompt, and each running request that is recomputed, is processed in one
+    model step.
 
-    In vLLM 0.26 to 0.32 on CPUs, a step that ends within a prompt rewinds the generator of a seeded request by an
-    offset, which CPU generators do not support, and the engine process dies. Delete this function when vLLM no longer
-    does so.
+    In vLLM 0.26 to 0.32 on CPUs, a step that ends within a prompt rewinds the random generator of a seeded request by
+    an offset, which CPU generators do not support, and the engine process dies. Delete this function when vLLM no
+    longer does so.
     """
     if on_cpu():
         scheduler = config.scheduler_config
@@ -99,11 +99,11 @@ def keep_prefills_whole(config: Any) -> None:
 
 
 def forget_moe_kernels(model: torch.nn.Module) -> None:
-    """Make the next load set up the experts' kernels as the first one did.
+    """Make the next weight load set up the kernels of the MoE experts again, as the first load did.
 
     In vLLM 0.28 to 0.32 on CPUs, UnquantizedFusedMoEMethod prepacks experts at the first load only. Updated experts are
-    then read in the wrong layout, which gives wrong log-probs and no error. Delete this function when an update
-    prepacks again.
+    then read in the wrong layout, which gives wrong log-probs and no error. Delete this function when vLLM prepacks at
+    every load.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -138,8 +138,8 @@ def _is_plain(method: Any) -> bool:
 
 
 def _changed_layout(module: torch.nn.Module) -> str:
-    """Describe a parameter of the module itself, not of its children, that is no longer as the loader made it; "" when
-    all are."""
+    """Describe a parameter of the module itself, not of its children, that has changed in layout since the loader made
+    it; "" if none has."""
     made: dict[str, Any] = get_layerwise_info(module).restore_metadata[0]
     live = dict(module.named_parameters(recurse=False))
     for name in live.keys() | made.keys():

@@ -1,8 +1,8 @@
-"""Sends orders from the engine to each vLLM worker, and reports back, over sockets that bypass vLLM's engine process.
+"""Carries orders from the engine to each vLLM worker, and the workers' reports back, bypassing vLLM's engine process.
 
-vLLM's engine process answers calls only between two steps of the model, and makes no step meanwhile. A weight update
-would need dozens of such calls, each of which would have to wait for a step. Here a thread in each worker listens
-instead, which delays nothing.
+vLLM's engine process answers calls only between two steps of the model, and runs no step during a call. A weight update
+would need dozens of these calls, and each would have to wait for a step. Instead, a thread in each worker listens on a
+socket of its own, which delays nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Order:
     """An order from the engine to its workers; exactly one of `prepare` and `load` is set."""
 
     number: int
-    """Number of the order, rising from order to order."""
+    """Sequence number of the order."""
     prepare: WeightUpdate | None = None
     """Update to receive and verify; None in an order to load."""
     load: int | None = None
@@ -56,7 +56,8 @@ class Answer:
     report: LoadReport | None = None
     """Outcome of an order to load."""
     received: int = 0
-    """Number of buckets that the worker has received since its start; 0 in all other messages."""
+    """In a progress message, number of buckets that the worker has received since its start; 0 in all other
+    messages."""
 
 
 class WorkerLinks:
@@ -82,7 +83,7 @@ class WorkerLinks:
 
     @property
     def lost(self) -> str:
-        """Description of a worker whose connection broke while it was needed; "" when there is none."""
+        """Description of a worker whose connection broke before `close`; "" when there is none."""
         return f"vLLM's worker {min(self._lost)} has ended its connection; its process died" if self._lost else ""
 
     async def listen(self) -> str:
@@ -103,11 +104,11 @@ class WorkerLinks:
         return [one.state for _, one in sorted(self._answers.items()) if one.state is not None]
 
     async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]]) -> list[LoadReport]:
-        """Have all workers load the prepared version, and return their reports when all have finished. No step may run
-        meanwhile.
+        """Have all workers load the prepared version, and return their reports when all have finished. No model step
+        may run during the load.
 
-        meanwhile: other work, started once all workers have begun to load, and awaited too. Raises EngineDied when a
-        worker's connection breaks, and what `meanwhile` raises.
+        meanwhile: function whose coroutine is started once all workers have begun to load, and is awaited too. Raises
+        EngineDied if a worker's connection breaks, and what `meanwhile` raises.
         """
         await self._order(load=version)
         await self._until(lambda: len(self._begun | self._answers.keys()) == self._num_workers)
@@ -184,8 +185,8 @@ class WorkerLink:
         threading.Thread(target=self._listen, name="weights-link", daemon=True).start()
 
     def answer(self, order: Order, *, state: PrepareState | None = None, report: LoadReport | None = None) -> None:
-        """Send the outcome of an order, or, without one, the message that its load has begun. Does nothing when the
-        engine is gone."""
+        """Send the outcome of `order`; without `state` and `report`, the message says that the load has begun. Does
+        nothing if the engine is gone."""
         self._send(Answer(self._worker, order.number, state, report))
 
     def tell_received(self, num_received: int) -> None:

@@ -37,7 +37,7 @@ class ModelLoader:
         self._sent: Collection[str] = ()
         """Names of the weights that the open session loads."""
         self._looked: Collection[str] | None = None
-        """Names of the weights that `look` found the copy plan to fit; None when it does not fit."""
+        """Names of the weights for which `look` found the copy plan valid; None if it is not valid."""
         self._confirmed = False
         """True once the parameters have been checked again in the open session."""
         self.in_place = False
@@ -47,8 +47,8 @@ class ModelLoader:
         `layerwise: `, followed by the reason."""
 
     def start(self, names: WeightNames | None, sent: Collection[str]) -> None:
-        """Open a session that loads the weights `sent` (Hugging Face names). names: the names of the model's
-        weights."""
+        """Open a session that loads the weights `sent` (Hugging Face names). names: converts these names to those of a
+        checkpoint; None leaves them as they are."""
         self._names, self._recorder, self._sent = names, None, sent
         if self._looked != sent:
             self.look()
@@ -112,8 +112,8 @@ class ModelLoader:
             torch.cuda.synchronize()
 
     def look(self) -> None:
-        """Check whether the copy plan fits the same weights again. Done after a session, it saves the next `start` half
-        a millisecond."""
+        """Check whether the copy plan can load the same weights again. If this is done right after a session, the next
+        `start` is half a millisecond faster."""
         self._looked = self._sent if self._plan is not None and self._plan.loads(self._sent) else None
 
     @property

@@ -1,9 +1,9 @@
 """Maps a model's weights from Hugging Face names to the checkpoint names that vLLM's loader expects, and checks them.
 
 Transformers 5 stacks experts (`mlp.experts.gate_up_proj [E, 2I, H]`), while checkpoints, and therefore vLLM, have
-separate names for each expert's projections. At the start, Transformers itself says for a model on the meta device
-which names a checkpoint has, and the mapping must give the same names. A model that would be mapped wrongly is
-therefore refused before it serves anything.
+separate names for each expert's projections. At startup, Transformers computes the checkpoint names of a model on the
+meta device, and the mapping must yield the same names. A model that would be mapped wrongly is therefore refused before
+it serves anything.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class WeightNames:
     def __init__(self, model: str) -> None:
         """Read the model's configuration; no weights are loaded.
 
-        model: a folder or hub id. Raises ValueError when the checkpoint names of the model's experts are not known
-        here.
+        model: a folder or hub id. Raises ValueError if no known naming scheme yields the model's checkpoint names.
         """
         config = AutoConfig.from_pretrained(model)
         with torch.device("meta"):
@@ -56,16 +55,17 @@ class WeightNames:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The first name of each weight, in the model's order."""
+        """One name of each weight, in the model's order: the first name of a tied weight, the only name of any
+        other."""
         return tuple(dict.fromkeys(names[0] for names in self._group.values()))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the whole weight `name`."""
+        """Return the full shape of the weight `name`, before tensor parallelism splits it."""
         return self._shapes[name]
 
     def check(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Raise ValueError, naming the weights, when one is unknown, misshapen or missing, or when two tied weights
-        differ."""
+        """Raise ValueError if a weight is unknown, missing, or of the wrong shape or dtype, or if tied weights differ.
+        The error names the weights."""
         for name, tensor in named.items():
             self.check_one(name, tensor)
         self.check_complete(named)
@@ -100,8 +100,8 @@ class WeightNames:
     def checkpoint(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights under their names in a checkpoint, as views.
 
-        A tied weight comes under all its names, because vLLM's layerwise reload unties them, and one that is not sent
-        would keep its old value.
+        A tied weight is yielded under all its names, because vLLM's layerwise reload unties them, and a weight that is
+        not sent would keep its old value.
         """
         seen: set[str] = set()
         for name, tensor in named:
@@ -111,8 +111,8 @@ class WeightNames:
                     yield from _checkpoint_views(alias, tensor, self._style)
 
     def _matching_style(self, meta: Any, model_type: str) -> str:
-        """Return the style of naming experts that gives the names of a saved checkpoint of the model. Raises ValueError
-        when none does."""
+        """Return the naming style for experts that yields the model's checkpoint names: a key of `_EXPERT_STYLES`, or
+        "" if names need no conversion. Raises ValueError if no style does."""
         whole = {name: torch.empty(shape, device="meta") for name, shape in self._shapes.items()}
         saved = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(meta, dict(whole)).items()}
         difference: set[str] = set()

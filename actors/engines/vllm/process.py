@@ -22,7 +22,7 @@ T = TypeVar("T")
 CALL_PATIENCE_S = 300.0
 """Longest time in seconds to wait for the engine process's answer to any call that is not a generation request."""
 LOOK_S = 0.2
-"""Seconds between two checks that the engine process is alive, while an answer from it is awaited."""
+"""Seconds between two checks that the engine process is alive, while waiting for an answer from it."""
 CLOSE_PATIENCE_S = 10.0
 """Seconds that vLLM's processes get to end by themselves before they are killed."""
 
@@ -36,7 +36,7 @@ class ProcessSettings:
     tp: int
     max_num_seqs: int
     kv_cache_bytes: int | None
-    """Number of bytes of the key-value cache in each worker; None leaves the choice to vLLM."""
+    """Size in bytes of the KV cache in each worker; None leaves the choice to vLLM."""
     gpu_memory_utilization: float
     seed: int
     enforce_eager: bool
@@ -65,7 +65,7 @@ class VllmProcess:
         self.versions = TokenVersions(self.llm.engine_core, version)
         self.can_sleep = not cpu
         self._asleep: set[str] = set()
-        """Kinds of memory that vLLM has given back for now: `weights`, `kv_cache`."""
+        """Kinds of device memory that vLLM has released in `sleep` and not taken back yet: `weights`, `kv_cache`."""
         manager: Any = self.llm.engine_core.resources.engine_manager
         self._engines = [psutil.Process(process.pid) for process in manager.processes]
         children = [child for engine in self._engines for child in engine.children(recursive=True)]
@@ -92,10 +92,10 @@ class VllmProcess:
         return self.llm.generate(tokens, params, request_id)
 
     async def call(self, method: str, *args: Any, returns: type[T] | None = None, **kwargs: Any) -> list[T]:
-        """Call a method of all workers and return their results; the engine process does nothing else meanwhile.
+        """Call a method on all workers and return their results. The engine process does nothing else during the call.
 
-        returns: type that each result, sent as msgpack, is decoded to; None returns []. Raises EngineDied when the
-        engine process has died, and RuntimeError when it does not answer in time or a worker raised an error.
+        returns: type that each result, sent as msgpack, is decoded to; with None, [] is returned. Raises EngineDied if
+        the engine process has died, and RuntimeError if it does not answer in time or a worker raised an error.
         """
         results = await self._bounded(method, self.llm.collective_rpc(method, args=args, kwargs=kwargs))
         return [] if returns is None else [messages.decode(result, returns) for result in results]
@@ -106,10 +106,11 @@ class VllmProcess:
         return await self._bounded(function.__name__, self.llm.collective_rpc(method, args=args))
 
     async def pause(self) -> None:
-        """Freeze all requests where they are. On return no step runs, and all tokens made so far have been processed.
+        """Freeze all requests in their current state. On return, no model step is running, and all tokens generated so
+        far have been processed.
 
         `AsyncLLM.pause_generation` is not used, because it sleeps 20 ms to be sure that all outputs have come through;
-        `drain` knows when they have.
+        `TokenVersions.drain` waits only as long as they need.
         """
         await self._bounded("pause", self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
         self.llm._run_output_handler()  # vLLM starts it with the first request, which may be on its way
@@ -120,30 +121,32 @@ class VllmProcess:
         await self._bounded("resume", self.llm.resume_generation())
 
     async def mark(self, version: int) -> None:
-        """Count all tokens that have not arrived yet as made by weight version `version`. Returns when all earlier
-        tokens have been processed. Raises EngineDied when the engine process has died."""
+        """Attribute all tokens that have not arrived yet to weight version `version`. Returns when all earlier tokens
+        have been processed. Raises EngineDied if the engine process has died."""
         self.llm._run_output_handler()  # vLLM starts it with the first request, and there may have been none
         await self._bounded("mark", self.versions.mark(version))
 
     async def forget_keys_and_values(self) -> None:
-        """Drop all keys and values computed so far: cached prefixes are forgotten, and frozen requests compute theirs
-        anew.
+        """Drop the contents of the KV cache: cached prefixes are forgotten, and frozen requests recompute their keys
+        and values.
 
-        Call it only while generation is paused, or when no request runs. Raises RuntimeError when vLLM refuses.
+        Call it only while generation is paused, or when no request is running. Raises RuntimeError if vLLM refuses.
         """
         done = await self._bounded("reset_prefix_cache", self.llm.reset_prefix_cache(reset_running_requests=True))
         if not done:
             raise RuntimeError("vLLM did not reset its prefix cache")
 
     async def sleep(self, level: int) -> None:
-        """Put vLLM to sleep at `level`, which gives device memory back. No request may be running."""
+        """Have vLLM release device memory. level: vLLM's sleep level, 1 or 2 (see `VllmEngine.sleep`). No request may
+        be running."""
         await self._bounded("sleep", self.llm.sleep(level))
         self._asleep = {"weights", "kv_cache"}
 
     async def wake(self, *tags: str) -> None:
-        """Take memory of the kinds `tags` again, or all memory that was given back when no kind is named.
+        """Take back device memory that `sleep` released. tags: kinds of memory, `weights` or `kv_cache`; without any,
+        all that was released.
 
-        vLLM is only asked for memory that it has given back, because it would map memory that it still holds a second
+        vLLM is asked only for memory that it has released, because it would map memory that it still holds a second
         time.
         """
         if wanted := self._asleep & (set(tags) or self._asleep):
@@ -152,8 +155,7 @@ class VllmProcess:
 
     @property
     def died(self) -> str:
-        """Why no call can be answered any more; "" while the engine process lives. The processes are checked at each
-        access."""
+        """Error text that says how the engine process died; "" while it is alive. Each access checks the processes."""
         gone = [process.pid for process in self._engines if not _lives(process)]
         if gone:
             return f"vLLM's engine process died (pid {gone[0]})"
@@ -181,8 +183,9 @@ class VllmProcess:
         del self.llm  # its finalizer would fail at the interpreter's end
 
     async def _bounded(self, name: str, awaitable: Any) -> Any:
-        """Return the engine process's answer. Raises EngineDied as soon as the process is gone, because vLLM would let
-        the call wait on, and RuntimeError when the answer takes longer than CALL_PATIENCE_S or is an error in vLLM."""
+        """Wait for a call to the engine process and return its answer. Raises EngineDied as soon as the process is
+        gone, because vLLM would keep waiting, and RuntimeError if the answer takes longer than CALL_PATIENCE_S or is an
+        error in vLLM."""
         task = asyncio.ensure_future(awaitable)
         deadline = asyncio.get_running_loop().time() + CALL_PATIENCE_S
         try:
@@ -213,8 +216,8 @@ def _lives(process: psutil.Process) -> bool:
 
 
 async def all_of(*calls: Coroutine[Any, Any, None]) -> None:
-    """Start all calls at once, in this order, and wait for all of them. Of those that failed, the error of the first in
-    this order is raised."""
+    """Start all calls at once, in this order, and wait for all of them. If calls fail, the error of the first failed
+    call in this order is raised."""
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome

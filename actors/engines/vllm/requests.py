@@ -26,13 +26,13 @@ class RunningRequest:
         self.id = request_id
         self.sample_ids = [f"{request_id}#{sample}" for sample in range(num_samples)]
         self.submitted = False
-        """True once the request may be handed to vLLM; before, it waits while the engine takes no requests."""
+        """True once the request may be handed to vLLM. Until then, it waits for the engine to accept requests."""
         self.aborted = asyncio.Event()
         self.done = asyncio.Event()
 
     async def admitted(self, flowing: asyncio.Event) -> None:
-        """Wait until the engine takes requests (`flowing` is set), or until this request is aborted and so must not be
-        submitted."""
+        """Wait until the engine accepts requests (`flowing` is set) or this request is aborted. Sets `submitted`,
+        unless the request was aborted."""
         while not flowing.is_set() and not self.aborted.is_set():
             waits = [asyncio.ensure_future(event.wait()) for event in (flowing, self.aborted)]
             try:
@@ -65,7 +65,7 @@ class RequestChecks:
 
     def sampling(self, request_id: str, params: SamplingParams) -> list[library.SamplingParams]:
         """Return vLLM's sampling parameters for each sample. Seeds come from `row_keys`, as in the `hf` engine, so that
-        a sample does not depend on what else runs, except in the last bits of floating point."""
+        a sample does not depend on which other requests run, except in the last bits of floating point."""
         keys = row_keys(self._seed if params.seed is None else params.seed, request_id, params.n)
         return [
             library.SamplingParams(
@@ -113,7 +113,8 @@ class BusyClock:
         self._since = 0.0
 
     def change(self, running: int = 0, *, paused: bool | None = None) -> None:
-        """Record that `running` more requests run (fewer if negative), or that the engine was paused or resumed."""
+        """Record that `running` more requests run (fewer if negative), or that the engine was paused (`paused=True`) or
+        resumed (`paused=False`)."""
         now = time.perf_counter()
         if self._running and not self._paused:
             self._stats.busy_s += now - self._since

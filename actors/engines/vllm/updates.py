@@ -1,4 +1,4 @@
-"""`WeightUpdates` takes a weight update through vLLM's workers: prepare the new version, then load or drop it."""
+"""`WeightUpdates` runs weight updates in vLLM's workers: it has a new version prepared, and then loaded or dropped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .wire import PrepareState
 T = TypeVar("T")
 
 _PREPARE_TIMEOUTS = 20
-"""A worker's thread counts as hung when no bucket has come for this many times the update's `timeout_s`."""
+"""Time without a new bucket after which a worker's thread counts as hung, as a multiple of the update's `timeout_s`."""
 _LOOK_S = 1.0
 """Seconds between two checks of how many buckets the workers have received."""
 
@@ -38,8 +38,8 @@ class WeightUpdates:
         self.prepared: int | None = None
         """Version that is prepared and can be loaded; None when there is none."""
         self.way = ""
-        """How the last version was loaded: `in place`, or another way and its reason, as in `LoadReport.way`; "" before
-        the first."""
+        """How the last version was loaded: `in place` (written straight into the live parameters), or another way and
+        its reason, as in `LoadReport.way`; "" before the first."""
 
     @property
     def num_received(self) -> int:
@@ -48,16 +48,17 @@ class WeightUpdates:
 
     @property
     def lost(self) -> str:
-        """Description of the worker that has died, as its broken connection shows; "" when there is none."""
+        """Description of a worker that has died, as its broken connection shows; "" when there is none."""
         return self._links.lost
 
     async def prepare(self, update: WeightUpdate, current: Callable[[], int]) -> Prepared:
-        """Have the workers receive and verify `update`. Returns `staged` when they have done so, or `joined` when the
-        weights will arrive during the load.
+        """Have the workers receive and verify `update`. Returns `staged` once they have done so, or `joined` if the
+        weights will only arrive during the load.
 
-        If this fails or is cancelled, what has arrived is dropped. A version that is still being received is given up
-        for the new one. current: returns the version that is served, or -1 when the engine has no whole one. Raises
-        WeightTransferError when the transfer fails, and ValueError naming what does not fit.
+        If the call fails or is cancelled, what has arrived is dropped. If another version is still being received, it
+        is dropped first. current: function that returns the version in service, or -1 if the engine has no complete
+        one. Raises WeightTransferError if the transfer fails, and ValueError if the weights do not fit the model or are
+        older than those in service.
         """
         if self._arriving is not None:
             await self.drop(self._arriving)
@@ -100,11 +101,11 @@ class WeightUpdates:
             await self._process.call("headrace_drop", version)
 
     async def load(self, version: int, meanwhile: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Have the workers replace all weights with those of `version`. No step may run meanwhile. meanwhile: work for
-        the engine process at the same time, see `WorkerLinks.load`.
+        """Have the workers replace all weights with those of `version`. No model step may run during the call.
+        meanwhile: work for the engine process at the same time, see `WorkerLinks.load`.
 
-        Raises what `meanwhile` raises, EngineDied when a worker has died, WeightTransferError when the version did not
-        arrive completely, and RuntimeError when loading failed otherwise. After the last two, the model holds a mix of
+        Raises what `meanwhile` raises, EngineDied if a worker has died, WeightTransferError if the version did not
+        arrive completely, and RuntimeError if loading failed otherwise. After the last two, the model holds a mix of
         two versions.
         """
         self.prepared, self.loading = None, version
@@ -130,7 +131,7 @@ class WeightUpdates:
         await self._links.close()
 
     async def _moving(self, work: Coroutine[Any, Any, T], bound_s: float) -> T:
-        """Return what `work` returns. Raises TimeoutError once the workers have received no bucket for `bound_s`
+        """Run `work` and return its result. Raises TimeoutError once the workers have received no bucket for `bound_s`
         seconds."""
         task, received, since = asyncio.ensure_future(work), self.num_received, time.monotonic()
         try:
@@ -145,8 +146,8 @@ class WeightUpdates:
             task.cancel()
 
     async def _receive(self, update: WeightUpdate) -> Prepared:
-        """Have all workers receive `update`. Returns `staged` when they have done so, or `joined` when the weights will
-        arrive during the load. Raises an error as soon as one worker has failed."""
+        """Have all workers receive `update`. Returns `staged` once they have done so, or `joined` if the weights will
+        only arrive during the load. Raises an error as soon as one worker has failed."""
         started, timeout_s = time.perf_counter(), _PREPARE_TIMEOUTS * update.timeout_s
         try:
             states = await self._moving(self._links.prepare(update), timeout_s)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 BACKEND = "headrace"
-"""Name under which our weight-transfer engine is registered in vLLM."""
+"""Name under which Headrace's weight-transfer engine is registered in vLLM."""
 
 WORKER = "headrace.actors.engines.vllm.worker.WeightWorker"
 """Import path of the class that vLLM mixes into its workers."""
@@ -14,14 +14,15 @@ WORKER = "headrace.actors.engines.vllm.worker.WeightWorker"
 
 @dataclass(frozen=True, slots=True)
 class PrepareState:
-    """How far a worker has come in preparing the version that was announced to it."""
+    """A worker's progress in preparing the weight version that was announced to it."""
 
     version: int
     phase: Literal["none", "receiving", "ready", "failed"]
     staged: bool = False
-    """True if the whole version has been received and verified; False if the worker has only joined its transfer."""
+    """True if the complete version has been received and verified; False if the worker has only joined its transfer."""
     kind: Literal["", "transfer", "value"] = ""
-    """Kind of the failure: `transfer` when the version did not arrive whole, `value` when it does not fit the model."""
+    """Kind of the failure: `transfer` if the version did not arrive completely, `value` if it does not fit the
+    model."""
     error: str = ""
     """Description of the failure; "" when there was none."""
 
@@ -37,8 +38,8 @@ class LoadReport:
     seconds: float
     """Seconds that the load took."""
     way: str
-    """How the weights were loaded: `in place`; or `in place by the loaders: ` or `layerwise: `, followed by the
-    reason."""
+    """How the weights were loaded: `in place` (recorded copies into the live parameters were repeated); or `in place by
+    the loaders: ` or `layerwise: `, followed by the reason."""
     error: str = ""
     """Error that broke off the load and left a mix of two versions in the model; "" when the load succeeded."""
     in_transfer: bool = False

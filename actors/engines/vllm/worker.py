@@ -32,7 +32,7 @@ from .names import WeightNames
 from .wire import BACKEND, LoadReport, PrepareState
 
 TELL_EVERY_S = 0.25
-"""Seconds that pass at least between two messages in which a worker reports how many buckets it has received."""
+"""Minimum time in seconds between two messages in which a worker reports how many buckets it has received."""
 
 
 @dataclass
@@ -50,14 +50,14 @@ class InboxInfo(library.WeightTransferInitInfo):
 
 @dataclass
 class StagedVersion(library.WeightTransferUpdateInfo):
-    """Request to load the prepared version with this number."""
+    """Request to load the weight version `version`, which must have been prepared."""
 
     version: int
 
 
 class StagedWeightEngine(library.WeightTransferEngine):
-    """vLLM weight-transfer engine that loads versions which an inbox has staged, or which arrive during the load
-    (`staging: none`)."""
+    """vLLM weight-transfer engine that loads weight versions from this worker's WeightInbox: versions staged there
+    before, or, with `staging: none`, versions that arrive during the load."""
 
     init_info_cls = InboxInfo
     update_info_cls = StagedVersion
@@ -72,7 +72,8 @@ class StagedWeightEngine(library.WeightTransferEngine):
         self._link: WorkerLink | None = None
         self._state = PrepareState(-1, "none")
         self._begun: Callable[[], None] = lambda: None
-        """Function to call once the load in progress has queued its first work."""
+        """Function that tells the engine that the load in progress has begun; called once its first copies are
+        queued."""
         self._told = 0.0
         """Time by `time.monotonic` of the last message that reported received buckets."""
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -128,14 +129,15 @@ class StagedWeightEngine(library.WeightTransferEngine):
     # ---------------------------------------------------------------- the engine's orders
 
     def drop(self, version: int) -> None:
-        """Forget a prepared version, or stop receiving it; its `prepare` then fails with an error. Idempotent."""
+        """Forget a prepared version. If it is still being received, stop receiving it; its `prepare` then fails with an
+        error. Idempotent."""
         inbox, _ = self._opened()
         inbox.drop(version)
         if self._update is not None and self._update.version == version:
             self._update = None
 
     def _follow(self, order: Order) -> None:
-        """Carry out an order of the engine. Runs in the link's thread."""
+        """Carry out an order from the engine, to prepare or to load a version. Runs in the link's thread."""
         link = self._link
         assert link is not None
         with torch.cuda.stream(self._stream):  # without effect for None
@@ -182,8 +184,8 @@ class StagedWeightEngine(library.WeightTransferEngine):
         return state
 
     def _load(self, version: int) -> LoadReport:
-        """Load a prepared version and report the outcome. If loading fails half way, the report names the error, and
-        the model holds a mix of two versions."""
+        """Load a prepared version and report the outcome. If loading fails halfway, the report names the error, and the
+        model holds a mix of two versions."""
         started = time.perf_counter()
         error, in_transfer = "", False
         try:

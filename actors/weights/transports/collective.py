@@ -6,7 +6,7 @@
 
 Messages go over one TCP connection per receiver (`control_link`); only payloads are broadcast. A receiver that finds a
 damaged bucket reports it and still takes part in the remaining broadcasts, so that the other receivers get theirs. The
-group is kept for the next update while its members stay the same.
+next update reuses the group if its members are the same.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .sender import Sender, SenderUpdate
 KIND = "collective"
 _RING = 2
 _START_TICK_S = 5e-5
-"""Seconds between two checks whether all receivers have joined."""
+"""Seconds between two checks that all receivers have joined."""
 _SLICE_S = 0.05
-"""Longest time in seconds that a wait for a broadcast lasts before messages are read again."""
+"""Longest time in seconds spent waiting for a broadcast before control messages are read again."""
 
 
 class CollectiveSender(Sender):
@@ -144,8 +144,8 @@ class CollectiveSender(Sender):
         return self._tracker
 
     def _start(self, update: SenderUpdate) -> None:
-        """Wait until all receivers have joined, and make a process group with them, unless the last one can be kept.
-        Only the first call in an update does anything."""
+        """Wait until all receivers have joined, and form a process group with them, or keep the last group if its
+        members are the same. Does nothing after the first call in an update."""
         if self._started:
             return
         tracker, deadline = self._expect_tracker(), self._deadline(update)
@@ -186,8 +186,8 @@ class CollectiveSender(Sender):
         self._running = [None] * _RING
 
     def _look(self, update: SenderUpdate, what: str | None) -> None:
-        """Read the receivers' messages. Raises WeightTransferError when the update was aborted or, unless `what` is
-        None, when a receiver is lost."""
+        """Read the receivers' messages. Raises WeightTransferError if the update was aborted, or if a receiver is lost
+        and `what` is not None. what: operation to name in that error."""
         self._check_ended(update)
         tracker = self._expect_tracker()
         tracker.poll()

@@ -18,11 +18,11 @@ from .rendezvous import Broadcast, Group, bounded, join_store
 
 _RING = 2
 _SLICE_S = 0.05
-"""Longest time in seconds that a wait for a broadcast lasts before messages are read again."""
+"""Longest time in seconds spent waiting for a broadcast before control messages are read again."""
 
 
 class CollectiveReceiver(Receiver):
-    """WeightReceiver that joins the sender's process group, with a rank from 1 on."""
+    """WeightReceiver that joins the sender's process group, in which the sender is rank 0."""
 
     def __init__(self, engine: str, worker: int, device: torch.device) -> None:
         super().__init__(engine, worker)
@@ -132,7 +132,7 @@ class CollectiveStream(Stream):
         self._ring: list[torch.Tensor] = []
         self._num_in_ring = 0
         self._digests_due = False
-        """True while the sender has yet to broadcast its digests, in which all receivers must take part."""
+        """True while the sender still has to broadcast its digests; every receiver must take part in that broadcast."""
         self._under_way: deque[tuple[BucketFrame, torch.Tensor, Broadcast | None]] = deque()
         self._notes = notes
         self._ended = False
@@ -253,8 +253,8 @@ class CollectiveStream(Stream):
             raise self.deadline.error(f"the sender is lost: {error}") from error
 
     def give_up(self, error: WeightTransferError) -> None:
-        """Report the failure, and still receive the remaining buckets, because broadcasts to other receivers may pass
-        through this process."""
+        """Report `error` to the sender, and still receive the remaining buckets, because broadcasts to other receivers
+        may pass through this process."""
         with contextlib.suppress(WeightTransferError):
             self._tell(Note("failed", str(error)))
             while True:

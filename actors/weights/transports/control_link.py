@@ -1,7 +1,7 @@
 """Carries small messages between a sender and each of its receivers over TCP: joining, announcements and progress.
 
-A connection lasts for one update. When it breaks before that, the sender knows at once which receiver is lost; a broken
-collective operation would not tell.
+Each connection lasts for one update. If it breaks earlier, the sender knows at once which receiver is lost, which a
+failed collective operation would not tell.
 """
 
 from __future__ import annotations
@@ -39,26 +39,27 @@ class Note:
     """Any message after `Hello`, from the sender or from a receiver."""
 
     kind: str
-    """Kind of the message. The sender's are `start`, `frame`, `end` and `abort`; a receiver's are `through`, `failed`,
-    `gave up` and `done`."""
+    """Kind of the message. The sender's are `start`, `frame`, `end` and `abort`; a receiver's are `through` (a bucket
+    is finished), `failed`, `gave up` and `done` (the version is complete)."""
     text: str = ""
-    """In `start`, name and backend of the process group; in `abort` and `failed`, the reason."""
+    """Name and backend of the process group in a `start` message; the reason in an `abort` or `failed` message;
+    otherwise empty."""
     number: int = 0
-    """In `start`, port of the TCP store at which the group meets; in `through`, the bucket that the receiver has
-    finished."""
+    """In a `start` message, the port of the TCP store through which the group's members find each other; in a `through`
+    message, the bucket that the receiver has finished; otherwise 0."""
     data: bytes = b""
-    """In `start`, the encoded bucket plan."""
+    """Encoded bucket plan in a `start` message; otherwise empty."""
     frame: BucketFrame | None = None
-    """In `frame`, the header of the next bucket."""
+    """Header of the next bucket in a `frame` message; otherwise None."""
 
 
 class Link:
-    """One end of a TCP connection between a sender and a receiver. Any thread may call `send` and `close`, but only a
-    single one the other methods."""
+    """One end of a TCP connection between a sender and a receiver. Any thread may call `send` and `close`; the other
+    methods must all be called from one thread."""
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
-        """Take ownership of a connected socket. timeout_s: seconds after which a send fails because the other end does
-        not read."""
+        """Take ownership of a connected socket. timeout_s: seconds after which `send` fails if the other end does not
+        read."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(timeout_s)
         self._socket = connection
@@ -67,7 +68,8 @@ class Link:
 
     @staticmethod
     def connect(host: str, port: int, timeout_s: float) -> Link:
-        """Connect to a listening sender. Raises OSError."""
+        """Connect to a sender that listens at `host` and `port`. Raises OSError if this fails or takes longer than
+        `timeout_s` seconds."""
         return Link(socket.create_connection((host, port), timeout_s), timeout_s)
 
     @property
@@ -126,7 +128,8 @@ class Link:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Open a listening socket on `host`, at `port`, or at any free port when `port` is 0 or taken. Raises OSError."""
+    """Open a listening socket on `host`, at `port`, or at any free port when `port` is 0 or taken. Raises OSError if
+    this fails."""
     for wanted in (port, 0):
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
@@ -142,7 +145,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 def readable(thing: socket.socket | Link, wait_s: float) -> bool:
     """Wait at most `wait_s` seconds until there is something to read or the connection has ended, and return whether
-    that happened. Raises ConnectionError when another thread has closed it."""
+    that happened. Raises ConnectionError if another thread has closed the socket."""
     poll = select.poll()
     try:
         poll.register(thing, select.POLLIN)

@@ -1,6 +1,6 @@
 """The `ipc` transport for GPUs: receivers on any GPU of the host read a ring of two buffers on the sender's GPU.
 
-Weights are copied from GPU to GPU, or stay on one. Only frames (bucket headers) and progress counts go through the
+Weights go from GPU to GPU, or stay on the same one. Only frames (bucket headers) and progress counts go through the
 status file in host memory. Sender and receiver may use the same GPU, which NCCL refuses.
 
     sender     fill b, digest b (queued) ---- done on the GPU -> frame b in the status file
@@ -34,11 +34,12 @@ from .shared_status import Lease, SharedStatus, lease_holders
 
 
 class EventCallbacks:
-    """Makes calls in order from one thread, each as soon as a CUDA stream has done the work that was queued before the
-    call."""
+    """Runs callbacks in order in one background thread, each as soon as a CUDA stream has finished the work that was
+    queued before the callback."""
 
     def __init__(self, device: torch.device, name: str) -> None:
-        """Set up the calls for a device. name: name of the thread, which starts with the first `put`."""
+        """Prepare callbacks for the CUDA streams of `device`. name: name of the background thread, which starts with
+        the first `put`."""
         self._device = device
         self._name = name
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], torch.cuda.Event] | None] = queue.SimpleQueue()
@@ -46,8 +47,8 @@ class EventCallbacks:
         self._thread: threading.Thread | None = None
 
     def put(self, call: Callable[[], None], stream: torch.cuda.Stream | None = None) -> None:
-        """Make `call` in the thread once `stream` (by default the current CUDA stream) has done the work queued so far.
-        `call` must not block."""
+        """Run `call` in the background thread once `stream` (by default the current CUDA stream) has finished the work
+        queued so far. `call` must not block."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -56,12 +57,12 @@ class EventCallbacks:
         self._calls.put((call, event))
 
     def check(self) -> None:
-        """Raise the last error that the GPU or one of the calls has failed with, if there was one."""
+        """Raise the last error of the GPU or of a callback, if there was one."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Wait until all calls have been made, and end the thread. Idempotent."""
+        """Wait until all callbacks have run, and end the thread. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._calls.put(None)
@@ -83,7 +84,7 @@ _TICK_S = 2e-5
 _JOINED = 1
 """Number added to a receiver's count of finished buckets, so that 0 means that the receiver has not joined."""
 _DIGESTS = 4096
-"""Least number of buckets that the array of digests has room for."""
+"""Minimum number of buckets that the array of digests has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +104,8 @@ class CudaIpcSender(IpcSenderBase):
     """WeightSender that publishes weights from a GPU to receivers on the same host."""
 
     def __init__(self, run_id: str, timeout_s: float, device: torch.device, root: Path = SHARED_MEMORY) -> None:
-        """Create the sender's folder. Raises ValueError when a living sender of the same run owns it, or when the host
-        has no shared memory."""
+        """Create the sender's folder in shared memory. Raises ValueError if a running sender of the same run owns the
+        folder, or if the host has no shared memory."""
         super().__init__(run_id, timeout_s, root)
         self._device = device
         self._ring: list[torch.Tensor] = []
@@ -282,8 +283,8 @@ class CudaIpcStream(IpcStreamBase):
         return self._cache.local_copy(number)[: frame.nbytes]
 
     def _through(self, bucket: int, stream: torch.cuda.Stream) -> None:
-        """Count the bucket as finished once `stream` has done the work queued so far, which reads the sender's
-        buffer."""
+        """Count the bucket as finished once `stream` has completed the queued work that reads the sender's buffer. The
+        last bucket is left to `_confirm`."""
         if bucket < len(self.plan.sizes) - 1:  # `_confirm` counts the last one, when the digests were found right
             self._cache.callbacks.put(partial(self._count, bucket + 1), stream)
 
@@ -318,13 +319,13 @@ class RingCache:
         self._ring: list[torch.Tensor] = []
         self._local_copies: list[torch.Tensor] = []
         self.callbacks = EventCallbacks(device, "headrace-ipc-counts")
-        """Calls that count buckets as finished once the GPU has read them."""
+        """Callbacks that count buckets as finished once the GPU has read them."""
         self.gpu_uuid = ""
         """UUID of the GPU that this process uses; "" before the first `open`."""
 
     def open(self, handles: tuple[bytes, ...], deadline: Deadline) -> list[torch.Tensor]:
-        """Return the sender's buffers, opening them unless they are open already. Raises WeightTransferError when they
-        cannot be opened here."""
+        """Return the sender's buffers, opening them unless they are open already. handles: IPC handles of the buffers.
+        Raises WeightTransferError if the buffers cannot be opened here."""
         if self._device.type != "cuda":
             raise deadline.error(
                 f"the sender's weights are on a GPU, this engine's on {self._device}: "
@@ -371,8 +372,8 @@ def _export(buffer: torch.Tensor) -> bytes:
 
 
 def _import(data: bytes, device: torch.device) -> torch.Tensor:
-    """Open another process's buffer as a tensor on this process's own GPU, which reads the other GPU's memory where
-    they differ."""
+    """Open another process's GPU buffer as a tensor on this process's own GPU. If the buffer is on a different GPU, the
+    tensor accesses that GPU's memory."""
     found = messages.decode(data, _Handle)
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):

@@ -1,4 +1,4 @@
-"""`Deadline` limits how long the sender or a receiver of an update waits, and makes the errors of waits that fail."""
+"""`Deadline` limits how long the sender or a receiver of an update waits, and builds the errors of waits that fail."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Deadline:
     any time, as long as buckets keep coming."""
 
     def __init__(self, end: str, version: int, timeout_s: float) -> None:
-        """Start the clock. end: name of the process that waits, for errors. timeout_s: longest time without progress,
-        in seconds."""
+        """Create a deadline whose timeout starts now. end: name of the process that waits, for errors. timeout_s:
+        longest time without progress, in seconds."""
         self.end = end
         self.version = version
         self.timeout_s = timeout_s
@@ -25,11 +25,11 @@ class Deadline:
         self._stopped = False
 
     def moved(self) -> None:
-        """Restart the timeout. Call it after progress, and after time that was spent on work and not on waiting."""
+        """Restart the timeout. Call it after progress, and after time that was spent working rather than waiting."""
         self._moved = time.monotonic()
 
     def stop(self) -> None:
-        """Make all waits fail at once. Meant for another thread than the one that waits."""
+        """Make all waits fail at once. Meant to be called from a thread other than the waiting one."""
         self._stopped = True
 
     @property
@@ -57,7 +57,7 @@ class Deadline:
         tick_s: float = TICK_S,
     ) -> None:
         """Wait until `ready()` is true, checking every `tick_s` seconds. At the deadline, raise WeightTransferError.
-        late: returns what is missing and which engines are at fault, for that error."""
+        late: function that returns what is missing and the names of the engines at fault, for that error."""
         while not ready():
             if not self.left_s:
                 what, engines = late()

@@ -54,7 +54,7 @@ class DiskSender(BackgroundSender):
     kind = KIND
 
     def __init__(self, folder: str, run_id: str, timeout_s: float) -> None:
-        """Create the sender's folder. Raises ValueError when a living sender of the same run publishes in `folder`."""
+        """Create the sender's folder. Raises ValueError if a running sender of the same run publishes in `folder`."""
         super().__init__(timeout_s)
         self.folder = Path(folder).absolute() / f"{PREFIX}{run_id}-weights"
         self._owner = create_owned_folder(self.folder, run_id)

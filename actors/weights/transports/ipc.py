@@ -40,13 +40,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Slot:
-    """Shared memory for one version."""
+    """Slot of shared memory that holds one version of the weights."""
 
     path: Path
     memory: torch.Tensor
     """Writable bytes of the slot, uint8; this tensor keeps the mapping alive."""
     status: SharedStatus | None = None
-    """Status file of the update that is in the slot or was the last in it; None before the first."""
+    """Status file of the update whose bytes are, or last were, in the slot; None before the first update."""
 
     @property
     def rank(self) -> int:
@@ -61,8 +61,8 @@ class IpcSender(IpcSenderBase):
     lasting = True
 
     def __init__(self, run_id: str, timeout_s: float, root: Path = SHARED_MEMORY) -> None:
-        """Create the sender's folder. Raises ValueError when a living sender of the same run owns it, or when the host
-        has no shared memory."""
+        """Create the sender's folder in shared memory. Raises ValueError if a running sender of the same run owns the
+        folder, or if the host has no shared memory."""
         super().__init__(run_id, timeout_s, root)
         self._slots: list[_Slot] = []
         self._num_slots = 0

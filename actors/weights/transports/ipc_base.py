@@ -26,7 +26,7 @@ from .shared_status import OPEN, WHOLE, WITHDRAWN, Lease, SharedStatus
 
 KIND = "ipc"
 _LOOK_S = 0.05
-"""Seconds between two checks whether the sender is alive."""
+"""Seconds between two checks that the sender is alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class IpcSenderBase(Sender):
     kind = KIND
 
     def __init__(self, run_id: str, timeout_s: float, root: Path = SHARED_MEMORY) -> None:
-        """Create the sender's folder. Raises ValueError when a living sender of the same run owns it, or when the host
-        has no shared memory."""
+        """Create the sender's folder in shared memory. Raises ValueError if a running sender of the same run owns the
+        folder, or if the host has no shared memory."""
         if not root.is_dir():
             raise ValueError(f"sync.transport='ipc' needs {root}, which this host does not have")
         super().__init__(timeout_s)
@@ -133,8 +133,8 @@ class IpcStreamBase(Stream):
 
 
 def join(update: WeightUpdate, deadline: Deadline) -> tuple[SharedStatus, Lease, Contents]:
-    """Join an update on this host: map its status file and take a lease on its bytes. Raises WeightTransferError when
-    the update is not there (any more) or its description is damaged."""
+    """Join an update on this host: map its status file and take a lease on its bytes. Raises WeightTransferError if the
+    update does not exist (any more) or its description is damaged."""
     path = Path(update.location)
     gone = f"is not at {path} (any more): the sender has ended or has published two versions since"
     lease = None

@@ -22,8 +22,8 @@ from ....dataplane.handle import DataPlaneHandle
 from ..config import SyncConfig
 
 Encoding = Literal["whole", "same", "sparse"]
-"""Form in which a bucket is sent: `whole` is all its bytes, `same` is no bytes, because the bucket equals that of the
-base version, and `sparse` is only the elements that differ from the base version's bucket."""
+"""How a bucket is sent: `whole` sends all its bytes, `same` sends nothing, because the bucket equals that of the base
+version, and `sparse` sends only the elements that differ from the base version's bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +38,23 @@ class ReceiverGroup:
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """Announcement of a version that is about to be sent. It is small and goes through the driver; the weights
+    """Announcement of a weight version that is about to be sent. This small object goes through the driver; the weights
     themselves do not."""
 
     version: int
     base: int | None
-    """Version that `same` and `sparse` buckets refer to, and that receivers must still hold; None when all buckets are
-    whole."""
+    """Version that `same` and `sparse` buckets are deltas of, and that receivers must still hold; None if every bucket
+    is sent in full."""
     kind: str
     """Kind of the transport, such as `ipc`."""
     location: str
-    """Where receivers find the version, in a format of the transport's own."""
+    """Where receivers find the version, in a format that depends on the transport."""
     num_bytes: int
-    """Number of bytes of all weights, as if every bucket were sent whole."""
+    """Number of bytes of all weights, as if every bucket were sent in full."""
     receivers: tuple[ReceiverGroup, ...]
-    """Engines that take part. Receivers are numbered in this order, worker by worker."""
+    """Engines that take part. Their worker processes are numbered in this order, one engine after another."""
     timeout_s: float
-    """Seconds without progress after which waiting for a peer fails."""
+    """Longest time in seconds that a wait for another process may last without progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class BucketFrame:
     """Header of a bucket, which describes its payload."""
 
     bucket: int
-    """Number of the bucket in the plan."""
+    """Index of the bucket in the bucket plan."""
     encoding: Encoding
     nbytes: int
     """Number of bytes of the payload; 0 for `same`."""
@@ -70,8 +70,8 @@ class BucketFrame:
     """Checksum of the payload (`codecs.weights.buckets.checksum`); 0 when `send` was given a digest function
     instead."""
     result: int = 0
-    """xxh3 hash of the whole bucket that results from applying a `same` or `sparse` payload to the base version's
-    bucket, so that a damaged base is detected; 0 for `whole`."""
+    """xxh3 hash of the bucket that results from applying a `same` or `sparse` payload to the base version's bucket, so
+    that a damaged base is detected; 0 for `whole`."""
 
 
 class WeightTransferError(RuntimeError):
@@ -93,9 +93,9 @@ class WeightSender(Protocol):
         """Announce `version`, after aborting an update that is still open. Returns at once, before any receiver has
         joined.
 
-        base: version that the receivers hold and that deltas refer to; None when all buckets will be whole. Raises
-        ValueError when `version` is below the newest version (the newest itself may be begun again), and OSError,
-        naming the bytes wanted, when there is no room for it.
+        base: version that the receivers hold and that deltas refer to; None if all buckets will be sent in full. Raises
+        ValueError if `version` is below the newest version (the newest itself may be begun again), and OSError, naming
+        the bytes wanted, if there is no room for it.
         """
         ...
 
@@ -110,14 +110,14 @@ class WeightSender(Protocol):
         """Send the receivers the payload that was written into the buffer of `frame.bucket`. Returns at once.
 
         digest: for a payload on a GPU, a function that queues the computation of its `device_digest` on the current
-        CUDA stream, behind the writing of the payload. The digest then replaces `frame.checksum`; it need not be ready
+        CUDA stream, after the writes to the payload. The digest then replaces `frame.checksum`; it need not be ready
         before the end of the update.
         """
         ...
 
     def finish(self) -> None:
-        """Wait until the version is complete: until every receiver can read it if the sender is `lasting`, otherwise
-        until all receivers have it.
+        """Wait until the version is complete. With a `lasting` sender this means that every receiver can read it,
+        otherwise that all receivers have received it.
 
         Raises WeightTransferError naming the receivers that did not get it.
         """
@@ -160,7 +160,7 @@ class WeightStream(Protocol):
         payloads' checksums.
 
         On the CPU a payload is verified before it is yielded. On a GPU all payloads are verified when the iteration
-        ends, so that nothing waits for the GPU in between; use such a payload only in work queued on the current CUDA
+        ends, so that nothing waits for the GPU in between; use a payload only in work queued on the current CUDA
         stream. No payload may be relied on before the iteration has ended.
 
         Raises WeightTransferError naming what is missing, damaged or late. With a lasting sender, the last check is
@@ -177,8 +177,8 @@ class WeightReceiver(Protocol):
     """Receives weight versions, in every process that holds an engine's weights."""
 
     def open(self, update: WeightUpdate) -> WeightStream:
-        """Join `update` and return its stream, waiting for the sender until the update's timeout. Raises
-        WeightTransferError when joining fails."""
+        """Join `update` and return its stream, waiting for the sender no longer than the update's timeout. Raises
+        WeightTransferError if joining fails."""
         ...
 
     def close(self) -> None:
@@ -215,7 +215,7 @@ class ReceiverConfig:
     """Name of the engine, as in the announcement."""
     sync: SyncConfig
     """Settings of the config section `sync`. With `delta`, the receiver keeps the served version as the base of deltas;
-    without it, every update must be whole."""
+    without it, every update must be sent in full."""
     device: str = "cpu"
     """Device of the engine's weights: `cpu`, or `cuda:0`."""
     data_plane: DataPlaneHandle | None = None

@@ -17,7 +17,7 @@ from .protocol import BucketFrame, WeightTransferError, WeightUpdate
 
 
 class Stream(ABC):
-    """Base class of all streams: implements WeightStream, except for the way in which bytes travel.
+    """Base class of the streams of all receivers: implements WeightStream, except for how the bytes travel.
 
     Subclasses implement `_arrivals` and `_close`.
     """
@@ -26,12 +26,12 @@ class Stream(ABC):
     device = torch.device("cpu")
     """Device of the payloads."""
     memory: torch.Tensor | None = None
-    """Memory in which the payloads of whole buckets lie until `close`, uint8; bucket b starts at
-    `bucket_offsets(plan)[b]`. None when payloads are not in one piece of memory."""
+    """One uint8 tensor that holds the payloads of all buckets sent in full, until `close`; bucket b starts at
+    `bucket_offsets(plan)[b]`. None if the payloads are not in one tensor."""
 
     take: Callable[[BucketFrame, torch.Tensor], torch.Tensor] | None = None
-    """Function called instead of `device_digest` with every payload on a GPU; None to call `device_digest`. It copies
-    the bytes to their destinations, and computes and returns the digest on the way."""
+    """Function that copies a payload on a GPU to its destinations, and computes and returns its digest on the way. It
+    is called with each bucket's header and payload, instead of `device_digest`. None to call `device_digest`."""
 
     def __init__(self, update: WeightUpdate, plan: BucketPlan, deadline: Deadline) -> None:
         self.update = update
@@ -67,11 +67,11 @@ class Stream(ABC):
         self._confirm()
 
     def receive_into(self, memory: torch.Tensor) -> None:
-        """Offer memory to receive whole buckets into, laid out like `Stream.memory`. Called only before iterating.
-        Subclasses may ignore the offer, as this base class does."""
+        """Offer memory to receive buckets into, laid out like `Stream.memory`. Called only before iterating. Subclasses
+        may ignore the offer, as this base class does."""
 
     def read_ahead(self) -> None:
-        """Start receiving before the iteration starts, as far as there is buffer room. Subclasses may ignore the call,
+        """Start receiving before the iteration starts, as far as the buffers have room. Subclasses may ignore the call,
         as this base class does."""
 
     def close(self) -> None:
@@ -85,8 +85,8 @@ class Stream(ABC):
 
     @abstractmethod
     def _arrivals(self) -> Iterator[tuple[BucketFrame, torch.Tensor]]:
-        """Yield frames and payloads as they arrive, not verified. Ends after the last one, once the update is
-        complete."""
+        """Yield the header and payload of each bucket as it arrives, without verifying them. Ends after the last
+        bucket, once the update is complete."""
 
     def _digests(self) -> torch.Tensor:
         """Return the sender's digests of payloads on a GPU, int64 `[buckets]`, once all buckets have come. Only
@@ -143,19 +143,19 @@ class Stream(ABC):
 
 
 def bucket_offsets(plan: BucketPlan) -> list[int]:
-    """Return the first byte of each bucket, and the end of the last, in memory that holds all buckets whole and in
+    """Return the byte offset of each bucket, followed by the end of the last one, in memory that holds all buckets in
     order.
 
-    A tensor that continues in the next bucket is contiguous in such memory, because its first bucket is full and a
-    multiple of ALIGN long.
+    A tensor that continues in the next bucket is contiguous in this memory, because the bucket that it continues from
+    is full and a multiple of ALIGN long.
     """
     aligned = [round_up(size, ALIGN) for size in plan.sizes]
     return np.cumsum([0, *aligned]).tolist()
 
 
 class Receiver(ABC):
-    """Base class of all receivers: implements WeightReceiver, except for joining. Subclasses implement `_open`, and
-    `close` if they need it."""
+    """Base class of all receivers: implements WeightReceiver, except for how an update is joined. Subclasses implement
+    `_open`, and `close` if they need it."""
 
     def __init__(self, engine: str, worker: int) -> None:
         self.engine = engine

@@ -38,11 +38,12 @@ class ReceiverTracker:
         self.through: dict[int, int] = dict.fromkeys(self._names, -1)
         """Last bucket that each receiver has finished: rank -> bucket, or -1 before the first."""
         self.done: set[int] = set()
-        """Ranks of the receivers that have the whole version."""
+        """Ranks of the receivers that have the complete version."""
         self.failed: dict[int, str] = {}
         """Receivers that failed or were lost: rank -> reason."""
         self.gave_up: set[int] = set()
-        """Ranks of the receivers that left before they had the whole version and reported no failure of their own."""
+        """Ranks of the receivers that left before they had the complete version and reported no failure of their
+        own."""
 
     @property
     def world(self) -> int:
@@ -56,7 +57,7 @@ class ReceiverTracker:
 
     @property
     def over(self) -> bool:
-        """True once every receiver has the whole version, has failed or has left."""
+        """True once every receiver has the complete version, has failed or has left."""
         return len(self.done | self.gave_up | set(self.failed)) == len(self._names)
 
     def poll(self) -> None:

@@ -1,4 +1,4 @@
-"""Makes and leaves process groups outside of torch's default group: gloo between CPUs, NCCL between GPUs.
+"""Forms process groups outside of torch's default group, gloo between CPUs and NCCL between GPUs, and leaves them.
 
 Members find each other through a TCP store that the sender serves, on a port that the system chooses.
 """
@@ -96,8 +96,8 @@ class Group:
         return Broadcast(work, event, buffer)
 
     def leave(self) -> None:
-        """Leave the group in a separate thread, because an operation that hangs ends only at the group's timeout.
-        Idempotent."""
+        """Leave the group. This is done in a separate thread, because an operation that hangs ends only at the group's
+        timeout. Idempotent."""
         backend, self._backend = self._backend, None
         if backend is not None:
             held = [backend, self._store]
@@ -136,7 +136,7 @@ class Broadcast:
 def bounded(call: Callable[[], T], deadline: Deadline, what: str, look: Callable[[], None]) -> T:
     """Run `call()` in a thread and return its result. The thread is abandoned at the deadline, or when `look` raises.
 
-    look: function that is called again and again while the thread runs, and may raise an error to end the wait. Raises
+    look: function that is called repeatedly while the thread runs, and may raise an error to end the wait. Raises
     WeightTransferError at the deadline, and when `call` fails.
     """
     found: list[T] = []
@@ -175,8 +175,8 @@ def _end(held: list[Any], device: torch.device) -> None:
 
 @atexit.register
 def _wait_for_leaving() -> None:
-    """Wait at exit for the threads that leave groups, because one that is inside a group's destructor at that time
-    would abort the process."""
+    """At interpreter exit, wait for the threads that leave groups. Exiting while a thread is inside a group's
+    destructor would abort the process."""
     until = time.monotonic() + _EXIT_S
     for leaving in list(_leaving):
         leaving.join(max(0.0, until - time.monotonic()))

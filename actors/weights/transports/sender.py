@@ -32,17 +32,17 @@ class SenderUpdate:
     num_sent: int = 0
     """Number of buckets sent."""
     buffered: int | None = None
-    """Bucket whose buffer the caller has been given and has not sent yet; None when there is none."""
+    """Bucket whose buffer was given to the caller and has not been sent yet; None when there is none."""
     ended: str = ""
     """Why the update was aborted; "" when it was not."""
     location: str = field(default="", kw_only=True)
 
 
 class Sender(ABC):
-    """Base class of all senders: implements WeightSender, except for the way in which bytes travel.
+    """Base class of all senders: implements WeightSender, except for how the bytes travel.
 
-    Subclasses implement the methods with a leading underscore. Another thread may call `_abort` while any other of them
-    runs.
+    Subclasses implement the methods with a leading underscore. `_abort` may be called from another thread while one of
+    the others runs.
     """
 
     kind = ""

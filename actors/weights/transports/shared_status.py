@@ -1,4 +1,4 @@
-"""`SharedStatus` is a file in shared memory by which a sender and its receivers on one host follow an update.
+"""`SharedStatus` is a file in shared memory through which a sender and its receivers on one host follow an update.
 
     words 0-7          state, version, number of buckets, number of receivers, bytes of the reason, bytes of the
                        contents; 2 unused
@@ -7,7 +7,7 @@
     1 word a receiver  progress of the receiver (`SharedStatus.counts`)
     the rest           the transport's description of the update, an encoded message
 
-A word is 8 bytes. Words are written whole, in the order in which readers must see them. On a machine that reorders
+A word is 8 bytes. Each is written in one piece, in the order in which readers must see them. On a machine that reorders
 stores, a reader may see a word too early; the checksum then does not match, and the reader raises an error instead of
 using wrong weights.
 """
@@ -93,7 +93,7 @@ class SharedStatus:
 
     @property
     def state(self) -> int:
-        """State of the update: OPEN, WHOLE or WITHDRAWN."""
+        """State of the update: OPEN while buckets are published, WHOLE once all are, or WITHDRAWN."""
         return int(self._words[_STATE])
 
     @property

@@ -40,10 +40,10 @@ SCHEMA = Schema([Field("payload", Kind.RAGGED, torch.uint8, ndim=1), Field("fram
 _KEPT = 2
 _TICK_S = 0.002
 _LONGEST_TICK_S = 0.02
-"""Longest pause in seconds between two queries to the data plane's directory; pauses grow up to it, to spare the
-directory."""
+"""Longest pause in seconds between two queries to the data plane's directory. Pauses grow up to this limit, to reduce
+the load on the directory."""
 _LOOK_S = 0.1
-"""Seconds between two checks whether the update has been ended, while its next bucket is missing."""
+"""Seconds between two checks that the update has not been ended, while its next bucket is missing."""
 _CLOSE_S = 5.0
 
 
