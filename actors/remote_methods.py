@@ -21,8 +21,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def in_thread_of(group: str) -> Callable[[F], F]:
-    """Return a decorator for methods that the actor runs in the threads of its Ray concurrency group `group`, beside
-    its main thread."""
+    """Return a decorator that makes the actor run a method in the threads of its Ray concurrency group `group` instead
+    of its main thread."""
 
     def mark(method: F) -> F:
         method.__dict__["concurrency_group"] = group

@@ -2,7 +2,7 @@
 
 Python cannot end a thread. A call that exceeds its time limit is given up: its thread runs on until the function
 returns, if it ever does, but no longer counts against the limit of concurrent calls. When too many such calls hang, the
-next call is an error.
+next call raises TooManyHang.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 MAX_HUNG = 16
-"""Number of hanging calls (given up, but still running) at which no further call is started. Each of them may take CPU
-time from this process."""
+"""Number of hanging calls (given up, but still running) at which new calls are refused. Each hanging call may use CPU
+time of this process."""
 
 
 class TooManyHang(RuntimeError):
@@ -27,8 +27,8 @@ class TooManyHang(RuntimeError):
 
 
 class UserThreads:
-    """Runs each call in a daemon thread of its own, with a limit on concurrent calls. Must be used in a single event
-    loop."""
+    """Runs each call in a daemon thread of its own, and limits the number of concurrent calls. Must be used from a
+    single event loop."""
 
     def __init__(self, what: str, num_threads: int) -> None:
         """what: kind of the functions in the plural, such as `tools`, for error messages. num_threads: largest number
@@ -48,10 +48,10 @@ class UserThreads:
     ) -> T:
         """Run `function` in a thread and return what it returns, or raise what it raises.
 
-        name: name of the function in error messages. since: function that returns the `time.monotonic` time from which
-        `timeout_s` counts, for work that consists of several pieces with a time limit each; None counts from the start
-        of the call. Raises TimeoutError when the time limit is exceeded, and TooManyHang when too many earlier calls
-        still hang.
+        name: name of the function in error messages. since: function that returns the `time.monotonic()` value at which
+        the current time limit began; it lets work that consists of several pieces have `timeout_s` for each piece. With
+        None the limit counts from the start of the call. Raises TimeoutError if the time limit is exceeded, and
+        TooManyHang if too many earlier calls still hang.
         """
         async with self._places:
             if self._num_hung >= MAX_HUNG:
