@@ -26,8 +26,8 @@ class ParameterSet:
                 self._names_of.setdefault(id(tensor), []).append(name)
 
     def refresh(self, model: torch.nn.Module) -> None:
-        """Look up the model's tensors again after `model` was moved to another device, which replaces its buffers by
-        new tensors."""
+        """Look up the model's tensors again. This is needed after `model` was moved to another device, because moving
+        it replaces its buffers with new tensors."""
         self._tensors.update(model.state_dict(keep_vars=True))
 
     def match(self, named: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
