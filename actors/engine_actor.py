@@ -18,8 +18,8 @@ from .remote_methods import decode_arguments
 from .weights.transports.protocol import WeightUpdate
 
 CONCURRENCY = 1 << 16
-"""Value of Ray's `max_concurrency` option for engine actors, so high that `pause` and `abort` never wait for requests
-in flight."""
+"""Value of Ray's `max_concurrency` option for engine actors. It is so high that `pause` and `abort` never have to wait
+for requests in flight."""
 
 
 class EngineHost(ABC):
@@ -99,11 +99,12 @@ class EngineHost(ABC):
         await self._engine.pause(mode)
 
     async def resume(self) -> None:
-        """Make the engine go on generating after `pause`; see `Sleeper.resume`."""
+        """Make the engine continue generating after `pause`; see `Sleeper.resume`."""
         await self._engine.resume()
 
     async def reset_prefix_cache(self) -> None:
-        """Make the engine drop the cached keys and values of earlier prompts; see `Sleeper.reset_prefix_cache`."""
+        """Make the engine clear its prefix cache (keys and values of earlier prompts); see
+        `Sleeper.reset_prefix_cache`."""
         await self._engine.reset_prefix_cache()
 
     async def sleep(self, level: int) -> None:
@@ -111,7 +112,7 @@ class EngineHost(ABC):
         await self._engine.sleep(level)
 
     async def wake(self) -> None:
-        """Make the engine ready for requests again after `sleep`; see `Sleeper.wake`."""
+        """Make the engine accept requests again after `sleep`; see `Sleeper.wake`."""
         await self._engine.wake()
 
     @property

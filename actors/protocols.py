@@ -44,9 +44,9 @@ class Span:
 
     name: str
     start_s: float
-    """Unix time at which the work began."""
+    """Unix time in seconds at which the work began."""
     dur_s: float
-    """Seconds that the work took."""
+    """Duration of the work in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +110,14 @@ TRAIN_FIELDS = ("input_ids", "response_mask", "rollout_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt as it stands in its source (a file, dataset or generated task), before the run gives it a uid."""
+    """A prompt as read from its source (a file, dataset or generated task), before the run gives it a uid."""
 
     text: str
     """Prompt text as the model receives it, after any chat template has been applied."""
     answer: str
     """Expected answer, which reward functions compare with the response; "" when the dataset has none."""
     fields: Mapping[str, Any]
-    """Other columns of the dataset row, for the user's own rewards."""
+    """Other columns of the dataset row, for use by custom reward functions."""
 
 
 class PromptSource(Protocol):
@@ -130,7 +130,7 @@ class PromptSource(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Number of prompts; None when the source never ends."""
+        """Number of prompts; None if the source is endless."""
         ...
 
     def row(self, index: int) -> PromptRow:
@@ -155,7 +155,7 @@ class Prompt:
     answer: str
     """Expected answer, which reward functions compare with the response; "" when the dataset has none."""
     fields: Mapping[str, Any]
-    """Other columns of the dataset row, for the user's own rewards."""
+    """Other columns of the dataset row, for use by custom reward functions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +236,8 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows of one forward and backward pass, reduced to what this rank needs. The ranks of a replica (one data-parallel
-    share) get the same rows."""
+    """Rows for one forward and backward pass, reduced to the data that this rank needs. All ranks of a data-parallel
+    replica get the same rows."""
 
     batch: Batch
     """Columns of the rows, packed without padding; the backend may pad them or repack them. A pipeline stage gets only
@@ -256,14 +256,14 @@ class MicroBatch:
 
 
 class TrainBackend(Protocol):
-    """A model in training, as one rank of the train mesh sees it. It is driven as a state machine:
+    """Protocol of a model in training, as seen by one rank of the train mesh. Each step is a sequence of calls:
 
     `begin_step -> accumulate* -> finish_step | abort_step`. Every rank of the mesh makes the same calls in the same
     order, because most of them are collective.
     """
 
     def begin_step(self, temperature: float = 1.0) -> None:
-        """Start a step, with gradients and running sums at zero. Raises RuntimeError when a step is already open."""
+        """Start a step and set gradients and running sums to zero. Raises RuntimeError if a step is already open."""
         ...
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
@@ -295,10 +295,10 @@ class TrainBackend(Protocol):
         """Return the log-probs of the tokens of each microbatch, float32 `[sum(lengths)]` on the CPU, aligned with
         `input_ids`.
 
-        The log-prob of a token is conditioned on the tokens before it. It is 0 at each row's first token and, when the
-        batch has `response_mask`, wherever that is 0. reference: True asks for the log-probs of the reference model.
-        The call is collective. The rank that writes the replica's columns back (`Topology.writer`) gets whole rows;
-        other ranks get an empty list.
+        The log-prob of a token is conditioned on the tokens before it. It is 0 at each row's first token and, if the
+        batch has `response_mask`, wherever that mask is 0. reference: True asks for the log-probs of the reference
+        model. The call is collective. In each data-parallel replica, the rank that writes the results to the data plane
+        (`Topology.writer`) gets the log-probs of whole rows; other ranks get an empty list.
         """
         ...
 

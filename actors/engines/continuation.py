@@ -1,4 +1,4 @@
-"""Finishes completions that a weight update cut off: they go on from the tokens made so far, under the new weights.
+"""Finishes completions that a weight update cut off: they continue from the tokens so far, under the new weights.
 
 The technique is the partial rollout of Kimi k1.5 (arXiv:2501.12599 section 2.6.2). Each token keeps the policy version
 that produced it.

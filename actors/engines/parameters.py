@@ -34,8 +34,8 @@ class ParameterSet:
         """Check an update (HF name -> tensor) against the model, and return a (name, source tensor) pair for each
         tensor to replace.
 
-        Tied parameters give one pair. Changes nothing. Raises ValueError naming parameters that are unknown, missing,
-        or of the wrong shape or dtype, and tied parameters that are sent with different values.
+        Tied parameters give one pair. Changes nothing. Raises ValueError if parameters are unknown, missing, or of the
+        wrong shape or dtype, or if tied parameters are sent with different values; the message names the parameters.
         """
         unknown = [name for name in named if name not in self._tensors]
         if unknown:

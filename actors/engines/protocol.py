@@ -14,12 +14,13 @@ import numpy as np
 from ..weights.transports.protocol import WeightUpdate
 
 PauseMode = Literal["keep", "wait", "abort"]
-"""Treatment of requests in flight during a pause. `keep` freezes them, and they go on after `resume`. `wait` lets them
-finish first. `abort` ends them at once with the tokens made so far (finish_reason `abort`)."""
+"""Treatment of requests in flight during a pause. `keep` freezes them, and they continue after `resume`. `wait` lets
+them finish first. `abort` ends them at once with the tokens generated so far (finish_reason `abort`)."""
 
 Prepared = Literal["staged", "joined"]
 """State of an engine after `prepare_weights`. `staged`: it holds the complete, verified version beside the one it
-serves. `joined`: it has only joined the transfer, and receives straight into its parameters during the commit."""
+serves. `joined`: it has only joined the transfer, and receives the weights directly into its parameters during the
+commit."""
 
 SESSION_SEPARATOR = "/"
 """Separator of session and turn in a request id, which is `{session}` or `{session}/{turn}`. All turns of a session are
@@ -69,7 +70,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled continuation."""
+    """One sampled continuation of a prompt."""
 
     token_ids: np.ndarray
     """Token ids of the response alone, int32 `[T]`. The stop token is the last one when finish_reason is `stop`."""
@@ -102,7 +103,8 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """Cost of switching an engine to a new version of the weights."""
+    """Report on switching an engine to a new version of the weights: how long it took and which requests it
+    affected."""
 
     version: int
     """Version that the engine serves now."""

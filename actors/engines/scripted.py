@@ -1,4 +1,4 @@
-"""The `scripted` engine returns deterministic completions after a chosen latency, for tests and dry runs."""
+"""The `scripted` engine returns deterministic completions after a configurable latency, for tests and dry runs."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class ScriptedEngine:
         receiver: ReceiverConfig | None = None,
         version: int = 0,
     ) -> None:
-        """Make an engine that serves `version`.
+        """Create an engine that serves `version`.
 
-        latency_s: median seconds of a request. latency_sigma: sigma of the log-normal distribution of latencies, each
-        drawn with a seed of its own; 0.0 makes all equal. logprob: log-prob reported for every token. tokenizer: needed
-        only for requests with stop texts. receiver: settings of the receiver of new weights; None when weights never
-        change.
+        latency_s: median latency of a request in seconds. latency_sigma: sigma of the log-normal distribution of
+        latencies, each drawn with a seed of its own; 0.0 makes all latencies equal. logprob: log-prob reported for
+        every token. tokenizer: needed only for requests with stop texts. receiver: settings of the receiver of new
+        weights; None when weights never change.
         """
         self._script = script
         self._latency_s = latency_s

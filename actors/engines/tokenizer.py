@@ -36,7 +36,7 @@ def load_tokenizer(path: str) -> Any:
 
 def encode_prompts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
     """Return the token ids of each text, int64 `[L]`. The tokenizer adds its special tokens, unless the text already
-    begins with the tokenizer's begin token, as texts made by a chat template often do."""
+    begins with the beginning-of-sequence token, as texts rendered by a chat template often do."""
     ids: list[np.ndarray] = [np.zeros(0, np.int64)] * len(texts)
     for add_special, chosen in _by_special_tokens(tokenizer, texts).items():
         if chosen:
@@ -63,7 +63,7 @@ def count_tokens(tokenizer: Any, texts: Sequence[str]) -> np.ndarray:
 
 def _by_special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[bool, list[int]]:
     """Split the indices of `texts` into two groups. True: texts to which the tokenizer adds its special tokens. False:
-    texts that already begin with the begin token."""
+    texts that already begin with the beginning-of-sequence token."""
     begin = tokenizer.bos_token
     # A text that starts with the begin token must not get a second one.
     plain = [not (begin and text.startswith(begin)) for text in texts]

@@ -1,4 +1,4 @@
-"""The `tool_use` environment lets the policy call tools within its answer and go on with their results.
+"""The `tool_use` environment lets the policy call tools within its answer and continue with their results.
 
 prompt -> "... <tool>calculator: 12*3</tool>" -> "<result>36</result>" -> "... 36"
           turn 0, chosen by the policy           masked                  turn 1, chosen by the policy

@@ -45,7 +45,8 @@ class RewardFunctionConfig(Section):
 
 
 class RewardConfig(Section):
-    """The rubric. A sample's reward is the sum of weight x value over its reward functions."""
+    """The rubric, which scores samples with one or more reward functions. A sample's reward is the sum of weight x
+    value over these functions."""
 
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(kind="exact_match"),)
     """Reward functions of the rubric: a list of sections with the keys below."""

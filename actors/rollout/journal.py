@@ -5,9 +5,9 @@
                         +--> the resumed run finds the group and puts it unchanged
 
 A group is all rows of one prompt. Every rollout actor appends to its own segment files in one folder and reads those of
-all actors, because another actor may take over a prompt. Files are not flushed to the disk. A killed process loses
-nothing that it has written, as the operating system holds it, but a host that loses power may lose the groups of the
-last seconds.
+all actors, because another actor may take over a prompt. Files are not flushed to the disk. What a killed process has
+written is not lost, because the operating system holds it, but a host that loses power may lose the groups of the last
+seconds.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Encodes a finished group as one record of the journal, and reads records back from a segment file.
 
 bytes 0-7    magic and format version
-bytes 8-47   fingerprint, position, stamp, bytes of the body, xxh3 of the body
+bytes 8-47   fingerprint, position, stamp, number of bytes in the body, xxh3 of the body
 bytes 48-55  xxh3 of bytes 0-47
-then         body: 8 bytes length of the contents, contents (`codecs/messages.py`), the parts of the rows' block
-             (`codecs/blocks.py`), one after another
+then         body: length of the contents (8 bytes), contents (`codecs/messages.py`), and the encoded columns of the
+             rows (`codecs/blocks.py`)
 
 With the two checksums, a reader can distinguish a record that was cut short by a kill from a record whose bytes have
-changed. The first may stand at the end of a file; the second must not be used.
+changed. A record that was cut short may stand at the end of a file; a record with changed bytes must not be used.
 """
 
 from __future__ import annotations

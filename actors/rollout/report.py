@@ -18,7 +18,7 @@ class RolloutReport:
     so that reports can be merged exactly."""
 
     rows: int
-    """Number of rows put into the data plane."""
+    """Number of rows written to the data plane."""
     failed: int
     """Number of rows whose reward or episode failed or whose generation was aborted. These rows are not trained on, and
     no reward statistic includes them."""

@@ -1,10 +1,11 @@
-"""`RolloutWorker` turns prompts into rewarded rows and puts them into the data plane; the driver only gets reports.
+"""`RolloutWorker` turns prompts into rewarded rows and puts them into the data plane; the driver gets only reports.
 
     positions -> prompts -> environment + engine (all at once) -> rewards -> journal -> put, group by group -> report
         |                                                                                ^
         +-- groups that the journal has from before a kill ------------------------------+
 
-A group is all rows of one prompt. Groups that finish while an earlier one is being put share the next put.
+A group is all rows of one prompt. Groups that finish while an earlier group is being put (written to the data plane)
+are put together in the next call.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ class DecodeRequest:
 
 
 class Decoding:
-    """Decodes one batch. Only one thread may use it at a time. Its device memory is freed with the object."""
+    """Decodes one batch of requests. Only one thread may use it at a time. Its device memory is freed when the object
+    is deleted."""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ class Batch:
         return not self._open
 
     def settle_aborted(self, stats: EngineStats) -> None:
-        """Answer the aborted requests with the tokens made so far."""
+        """Answer the aborted requests with the tokens generated so far."""
         assert not self.stepping
         for index in [index for index, pending in self._open.items() if pending.aborted]:
             if self.decoding is None:
@@ -91,7 +91,7 @@ class Batch:
         pending.settle(completions)
 
     def fail(self, error: Exception) -> None:
-        """Answer every open request with `error`, which its caller then raises."""
+        """Make every unanswered request raise `error` in its caller."""
         for pending in self._open.values():
             pending.fail(error)
         self._open.clear()
