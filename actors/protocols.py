@@ -168,7 +168,7 @@ class Sample:
     input_ids: np.ndarray
     """Token ids of prompt + response, int32 `[L]`."""
     response_mask: np.ndarray
-    """1 where the policy chose the token, else 0; uint8 `[L]`."""
+    """Mask of the response, uint8 `[L]`: 1 where the policy chose the token, else 0."""
     logprobs: np.ndarray
     """Log-prob of each token under the policy that sampled it, float32 `[L]`; 0 where the policy did not choose the
     token."""
@@ -198,7 +198,7 @@ class Score:
     components: Mapping[str, float]
     """Unweighted value of each reward function, by name."""
     valid: bool
-    """True if the sample can be trained on; False when a reward function or the episode failed, or generation was
+    """True if the sample can be trained on; False if a reward function or the episode failed, or if generation was
     aborted."""
     error: str = ""
     """Description of the failure in one line; "" when `valid` is True."""

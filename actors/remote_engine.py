@@ -19,7 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 HEALTH_EVERY_S = 5.0
-"""Seconds between health checks of the engine actor. It is checked only while at least one call awaits a reply."""
+"""Seconds between health checks of the engine actor. Checks are made only while at least one call waits for a reply."""
 HEALTH_TIMEOUT_S = 30.0
 """Seconds after which an engine actor that has not answered a health check counts as dead. Other calls have no such
 time limit."""

@@ -17,13 +17,13 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 MAX_HUNG = 16
-"""Number of hanging calls (given up, but still running) at which new calls are refused. Each hanging call may use CPU
-time of this process."""
+"""Number of hanging calls (timed out or cancelled, but still running) at which new calls are refused. Each hanging call
+may use CPU time of this process."""
 
 
 class TooManyHang(RuntimeError):
-    """Raised instead of starting a call when too many earlier calls of users' functions hang. The message names the
-    function that was not started, and the time limit."""
+    """Raised instead of starting a call of a user's function when too many earlier calls hang, that is, still run after
+    they timed out or were cancelled. The message names the function that was not started, and the time limit."""
 
 
 class UserThreads:
@@ -32,7 +32,7 @@ class UserThreads:
 
     def __init__(self, what: str, num_threads: int) -> None:
         """what: kind of the functions in the plural, such as `tools`, for error messages. num_threads: largest number
-        of calls that run at the same time, not counting those that were given up."""
+        of calls that run at the same time, not counting calls that hang (timed out or cancelled, but still running)."""
         self._what = what
         self._places = asyncio.Semaphore(num_threads)
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class UserThreads:
 
     @property
     def num_hung(self) -> int:
-        """Number of calls that were given up and are still running."""
+        """Number of calls that hang: they timed out or were cancelled, but their functions are still running."""
         return self._num_hung
 
     async def call(
@@ -91,7 +91,8 @@ class _Call(Generic[T]):
         result: asyncio.Future[T],
         returned: Callable[[], None],
     ) -> None:
-        """returned: callback that the thread calls when the function returns after the call was given up."""
+        """returned: callback that the thread calls if the function returns only after the call timed out or was
+        cancelled."""
         self._function = function
         self._loop = loop
         self._result = result

@@ -114,7 +114,8 @@ class ScriptedEngine:
     @property
     def progress(self) -> int:
         """Sum of three counts, which changes whenever the engine makes progress: tokens returned, weight buckets
-        received and, while requests run, the milliseconds that the engine has spent unfrozen since its start."""
+        received and, while requests run, the milliseconds since the engine's start, without times in which it was
+        frozen (paused in mode `keep`)."""
         flowed_ms = int(1000 * self._clock.now()) if self._num_flowing else 0
         return self.stats.tokens + flowed_ms + self._incoming.num_received
 
@@ -262,8 +263,9 @@ class ScriptedEngine:
         return await self._incoming.prepare(update, lambda: -1 if self._broken else self._version)
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """Start serving the prepared `version`. An engine that was paused before stays paused; its frozen requests stay
-        frozen, unless `in_flight` is `abort`, which ends them with the tokens generated so far."""
+        """Start serving the prepared `version`. An engine that was paused before stays paused. Requests that the pause
+        froze (mode `keep`) stay frozen, unless `in_flight` is `abort`, which ends them with the tokens generated so
+        far."""
         if self._serves(version):
             return CommitReport(version, 0.0, 0.0, 0, 0)
         self._incoming.expect(version)
@@ -316,8 +318,8 @@ class ScriptedEngine:
 
 
 class _FlowClock:
-    """Clock that counts the seconds during which tokens can be generated. It stands still while the engine is
-    frozen."""
+    """Clock that counts the seconds during which tokens can be generated. It stands still while the engine is frozen
+    (paused in mode `keep`)."""
 
     def __init__(self) -> None:
         self._past_s = 0.0

@@ -44,7 +44,7 @@ class RolloutSetup:
     threads: int
     """Number of CPU threads for torch operations in the actor's process (`torch.set_num_threads`)."""
     seed: int
-    """Seed of the prompts of a generated task, and of the order in which a finite source is read."""
+    """Seed of a generated task's prompts, and of the order in which a finite source is read."""
     engine: EngineConfig | None
     """Engine that the actor runs in its own process. None when the engines are separate actors, which `set_engines` and
     `add_engine` supply."""

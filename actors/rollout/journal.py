@@ -234,7 +234,7 @@ class GroupJournal:
 
 
 def _sizes(folder: Path) -> dict[Path, int]:
-    """Return the size in bytes of each segment file in `folder`."""
+    """Return the size in bytes of each segment file (file of the journal) in `folder`."""
     sizes = {}
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -245,7 +245,8 @@ def _sizes(folder: Path) -> dict[Path, int]:
 
 
 def _remove_unless_written(path: Path, end: int) -> None:
-    """Remove a segment file, unless a process is writing to it or it has records after byte `end`.
+    """Remove a segment file (a file of the journal), unless a process is writing to it or it has records after byte
+    `end`.
 
     Does nothing if the file no longer exists.
     """

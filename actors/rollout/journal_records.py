@@ -156,8 +156,8 @@ def _decode_head(data: bytes, path: Path, offset: int) -> RecordHead:
 
 
 def _decode_rows(data: np.ndarray, layout: BlockLayout) -> Batch:
-    """Decode all rows of an encoded batch. data: the batch's encoded parts, one after another, uint8 1-D. layout:
-    describes these parts."""
+    """Decode all rows of an encoded batch. data: the encoded parts of the batch, one after another, uint8 1-D. layout:
+    layout of these parts."""
     ends = np.cumsum(layout.part_bytes)
     parts = dict(enumerate(np.split(data, ends[:-1])))
     schema, num_rows, lengths = read_header(parts[0])

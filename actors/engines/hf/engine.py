@@ -199,8 +199,9 @@ class HfEngine:
         return await self._incoming.prepare(update, lambda: -1 if self._broken else self._version)
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """Start serving the prepared `version`. An engine that was paused before stays paused; its frozen requests stay
-        frozen, unless `in_flight` is `abort`, which ends them with the tokens generated so far."""
+        """Start serving the prepared `version`. An engine that was paused before stays paused. Requests that the pause
+        froze (mode `keep`) stay frozen, unless `in_flight` is `abort`, which ends them with the tokens generated so
+        far."""
         if self._serves(version):
             return CommitReport(version, 0.0, 0.0, 0, 0)
         self._incoming.expect(version)
@@ -236,7 +237,7 @@ class HfEngine:
         self._incoming.drop(version)
 
     async def sleep(self, level: int = 1) -> None:
-        """Wait for the running batch, unless it is frozen, then free the memory of the weights.
+        """Wait for the running batch, unless a pause in mode `keep` has frozen it, and free the memory of the weights.
 
         Level 1 moves the weights to host memory, which has no effect on the CPU. Level 2 drops them. Keys and values of
         a frozen batch stay where they are.
@@ -289,15 +290,16 @@ class HfEngine:
         return len(self._queue) + (0 if self._batch is None else self._batch.num_open)
 
     def _serve_on(self) -> None:
-        """Start a task that decodes the waiting requests, unless one is running already or the engine is frozen,
-        asleep, broken or closed."""
+        """Start a task that decodes the waiting requests, unless one is running already or the engine is frozen (paused
+        in mode `keep`), asleep, broken or closed."""
         if (self._batch is None and not self._queue) or self._frozen or not self._usable:
             return
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
 
     async def _serve(self) -> None:
-        """Decode batch after batch until no request is left, or the engine is frozen, asleep, broken or closed."""
+        """Decode batch after batch until no request is left, or until the engine is frozen (paused in mode `keep`),
+        asleep, broken or closed."""
         await asyncio.sleep(0)  # calls made in the same loop turn join the first batch
         while (self._batch is not None or self._queue) and not self._frozen and self._usable:
             async with self._exclusive:
