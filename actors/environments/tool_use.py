@@ -27,9 +27,11 @@ CALL_END = "</tool>"
 _CALL = re.compile(r"<tool>\s*(\w+)\s*:((?:(?!<tool>).)*)" + re.escape(CALL_END), re.DOTALL)
 
 TOOL_TIMEOUT_S = 30.0
-"""Time limit for a tool call in seconds. When it is exceeded, the policy gets an error text as the result."""
+"""Time limit in seconds for a tool's function, and again for awaiting the result of an `async def` tool. When it is
+exceeded, the policy gets an error text as the result."""
 NUM_TOOL_THREADS = 32
-"""Largest number of tool calls that run at the same time in a rollout actor."""
+"""Largest number of tool functions that run in threads at the same time in a rollout actor. The awaiting of `async def`
+tools is not limited."""
 
 
 class ToolUse:
