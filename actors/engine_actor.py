@@ -18,8 +18,8 @@ from .remote_methods import decode_arguments
 from .weights.transports.protocol import WeightUpdate
 
 CONCURRENCY = 1 << 16
-"""Value of Ray's `max_concurrency` option for engine actors, so high that `pause` and `abort` never wait for requests
-in flight."""
+"""Value of Ray's `max_concurrency` option for engine actors. It is so high that `pause` and `abort` never have to wait
+for requests in flight."""
 
 
 class EngineHost(ABC):
@@ -47,8 +47,8 @@ class EngineHost(ABC):
         return self
 
     async def info(self) -> ActorInfo:
-        """Return the name, pid and host of this process. The call also serves as a health check. Raises EngineDied when
-        the engine has died."""
+        """Return the name, process id and host of this process. The call also serves as a health check. Raises
+        EngineDied if the engine has died."""
         if self._hosted is not None and (died := self._hosted.died):
             raise EngineDied(f"{self._name}: {died}")
         return ActorInfo.here(self._name)
@@ -56,14 +56,14 @@ class EngineHost(ABC):
     async def build(self) -> None:
         """Load the engine and everything else that the actor hosts.
 
-        The constructor does not do this, because Ray would report its errors only as the death of the actor. Raises
-        ValueError with a one-sentence message when something is misconfigured or cannot be loaded.
+        The constructor does not load anything, because Ray would report its errors only as the death of the actor.
+        Raises ValueError with a one-sentence message if something is misconfigured or cannot be loaded.
         """
         self._hosted = await asyncio.to_thread(self._build)
 
     @abstractmethod
     def _build(self) -> GenerationEngine:
-        """Load everything that the actor hosts and return the engine. `build` calls it in a thread."""
+        """Load everything that the actor hosts, and return the engine. `build` runs this method in a thread."""
 
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
         """Make the engine receive and verify a new version of the weights; see `WeightHost.prepare_weights`."""
@@ -86,12 +86,12 @@ class EngineHost(ABC):
         return self._engine.version
 
     async def stats(self) -> EngineStats:
-        """Return the counters of what the engine has done since it started."""
+        """Return the engine's counters since its start: batches, completions, tokens and busy seconds."""
         return self._engine.stats
 
     async def progress(self) -> int:
-        """Return a number that changes whenever this actor makes progress. Raises EngineDied when the engine has
-        died."""
+        """Return a number that changes whenever this actor makes progress, so that the driver can tell a slow actor
+        from one that hangs. Raises EngineDied if the engine is known to have died."""
         return self._engine.progress
 
     async def pause(self, mode: PauseMode) -> None:
@@ -99,11 +99,12 @@ class EngineHost(ABC):
         await self._engine.pause(mode)
 
     async def resume(self) -> None:
-        """Make the engine go on generating after `pause`; see `Sleeper.resume`."""
+        """Make the engine continue generating after `pause`; see `Sleeper.resume`."""
         await self._engine.resume()
 
     async def reset_prefix_cache(self) -> None:
-        """Make the engine drop the cached keys and values of earlier prompts; see `Sleeper.reset_prefix_cache`."""
+        """Make the engine clear its prefix cache (keys and values of earlier prompts); see
+        `Sleeper.reset_prefix_cache`."""
         await self._engine.reset_prefix_cache()
 
     async def sleep(self, level: int) -> None:
@@ -111,7 +112,7 @@ class EngineHost(ABC):
         await self._engine.sleep(level)
 
     async def wake(self) -> None:
-        """Make the engine ready for requests again after `sleep`; see `Sleeper.wake`."""
+        """Make the engine accept requests again after `sleep`; see `Sleeper.wake`."""
         await self._engine.wake()
 
     @property
@@ -123,12 +124,12 @@ class EngineHost(ABC):
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """Everything that an engine actor is built from, as plain data that is sent to its process."""
+    """Settings from which an engine actor is built, as plain data that can be sent to its process."""
 
     name: str
     """Name of the engine in errors, traces and the router; unique in the run."""
     threads: int
-    """Number of threads that torch computes with in the actor's process."""
+    """Number of CPU threads for torch operations in the actor's process (`torch.set_num_threads`)."""
     engine: EngineConfig
 
 
@@ -147,8 +148,8 @@ class EngineActor(EngineHost):
         return build_engine(self._setup.engine)
 
     async def generate(self, call: GenerateCall) -> GenerateReply | None:
-        """Generate completions with the hosted engine; see `Generator.generate`. Returns None when the caller has
-        abandoned the request, as nobody reads the reply then."""
+        """Generate completions with the hosted engine; see `Generator.generate`. Returns None if the caller abandoned
+        the request, because nobody reads the reply in that case."""
         request_id = call.request_id
         while request_id in self._abandoned:  # its caller sends it again before the first attempt has ended
             await asyncio.wait({self._running[request_id]})
@@ -171,12 +172,12 @@ class EngineActor(EngineHost):
         return list(self._running)
 
     async def abort(self, request_id: str) -> None:
-        """Abort a request; its `generate` call returns the tokens made so far."""
+        """Abort a request; its `generate` call then returns the tokens generated so far."""
         await asyncio.sleep(0)  # lets a `generate` call that came just before reach the engine first
         await self._engine.abort(request_id)
 
     async def abandon(self, request_id: str) -> None:
-        """Cancel a request whose caller no longer waits for the answer. Unknown ids are ignored."""
+        """Cancel a request whose caller no longer waits for the reply. Unknown request ids are ignored."""
         task = self._running.get(request_id)
         if task is not None:
             self._abandoned.add(request_id)

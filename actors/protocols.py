@@ -44,19 +44,19 @@ class Span:
 
     name: str
     start_s: float
-    """Unix time at which the work began."""
+    """Unix time in seconds at which the work began."""
     dur_s: float
-    """Seconds that the work took."""
+    """Duration of the work in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanTable:
-    """Compact form of a list of spans. It is small, because it is sent to the driver in reports."""
+    """Compact form of a list of spans (timed pieces of work), which actors send to the driver in their reports."""
 
     origin_s: float
-    """Unix time in seconds from which the starts of the spans are counted; 0.0 when there are no spans."""
+    """Unix time in seconds relative to which the start times in `spans` are given; 0.0 when there are no spans."""
     spans: tuple[tuple[str, int, int], ...]
-    """One tuple for each span: name, start in microseconds after `origin_s`, and duration in microseconds."""
+    """One tuple for each span: name, start in microseconds since `origin_s`, and duration in microseconds."""
 
     @staticmethod
     def of(spans: Sequence[Span]) -> SpanTable:
@@ -88,36 +88,36 @@ fields are aligned with `input_ids`.
 
 input_ids         token ids
 response_mask     1 where the policy chose the token and training uses it, else 0; all 0 for a failed row
-rollout_logprobs  log-prob with which the engine sampled the token (temperature applied), 0 where response_mask is 0
+rollout_logprobs  log-prob of the token under the sampling policy (temperature applied); 0 where response_mask is 0
 prev_logprobs     log-prob of the token under the policy at the start of the step, written back by train workers
 ref_logprobs      log-prob of the token under the reference policy, written back by train workers
-version_spans     [S, 2], one line for each span of tokens that have the same policy version: index of the first token,
-                  version (-1 where the policy did not choose the tokens)
+version_spans     [S, 2], one entry for each span of tokens that have the same policy version: index of the first
+                  token, version (-1 where the policy did not choose the tokens)
 
 Besides the fields, each row has tags, which are metadata in the data plane: `reward` (total), `valid` (1, or 0 for a
-failed row), `response_length`, `reward/<name>` for every single reward that the advantages need (all float32), and
+failed row), `response_length`, `reward/<name>` for each individual reward that the advantages need (all float32), and
 `position` (integer), the position of the row's prompt in the prompt stream.
 """
 
 ROLLOUT_FIELDS = ("input_ids", "response_mask", "rollout_logprobs", "version_spans")
-"""Fields that a rollout actor puts into the data plane; train workers write the others back."""
+"""Fields of ROLLOUT_SCHEMA that rollout actors write to the data plane. Train workers add the other fields later."""
 
 TRAIN_FIELDS = ("input_ids", "response_mask", "rollout_logprobs")
-"""Those fields of ROLLOUT_FIELDS that a train step reads."""
+"""Fields in ROLLOUT_FIELDS that a train step reads."""
 
 # ---------------------------------------------------------------- prompts, environments, rewards
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt as it stands in its source (a file, dataset or generated task), before the run gives it a uid."""
+    """A prompt as read from its source (a file, dataset or generated task), before the run gives it a uid."""
 
     text: str
-    """Text that the model is given, with the chat template applied."""
+    """Prompt text as the model receives it, after any chat template has been applied."""
     answer: str
-    """Expected answer, with which rewards compare the response; "" when the dataset has none."""
+    """Expected answer, which reward functions compare with the response; "" when the dataset has none."""
     fields: Mapping[str, Any]
-    """Other columns of the dataset row, for the user's own rewards."""
+    """Other columns of the dataset row, for use by custom reward functions."""
 
 
 class PromptSource(Protocol):
@@ -130,17 +130,17 @@ class PromptSource(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Number of prompts; None when the source never ends."""
+        """Number of prompts; None if the source is endless."""
         ...
 
     def row(self, index: int) -> PromptRow:
-        """Return the prompt at `index`, which is the same at every call. Raises ValueError naming the row when it is
-        malformed."""
+        """Return the prompt at `index`. Every call with the same index returns the same prompt. Raises ValueError,
+        which names the row, if the row is malformed."""
         ...
 
     def texts(self, start: int, stop: int) -> list[str]:
-        """Return the texts of the prompts `start` to `stop - 1`. A source may do this faster than by a call of `row`
-        for each."""
+        """Return the texts of the prompts with indices `start` to `stop - 1`. A source may implement this more
+        efficiently than separate calls of `row`."""
         ...
 
 
@@ -151,16 +151,16 @@ class Prompt:
     uid: str
     """Id made from the prompt's position in the run's prompt stream; unique in the run."""
     text: str
-    """Text that the model is given, with the chat template applied."""
+    """Prompt text as the model receives it, after any chat template has been applied."""
     answer: str
-    """Expected answer, with which rewards compare the response; "" when the dataset has none."""
+    """Expected answer, which reward functions compare with the response; "" when the dataset has none."""
     fields: Mapping[str, Any]
-    """Other columns of the dataset row, for the user's own rewards."""
+    """Other columns of the dataset row, for use by custom reward functions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One finished episode of a prompt, which becomes one row of the data plane."""
+    """One finished episode that started from a prompt. It becomes one row of the data plane."""
 
     prompt: Prompt
     index: int
@@ -168,9 +168,10 @@ class Sample:
     input_ids: np.ndarray
     """Token ids of prompt + response, int32 `[L]`."""
     response_mask: np.ndarray
-    """1 where the policy chose the token, else 0; uint8 `[L]`."""
+    """Mask of the response, uint8 `[L]`: 1 where the policy chose the token, else 0."""
     logprobs: np.ndarray
-    """Log-prob that each token was sampled with, float32 `[L]`; 0 where the policy did not choose it."""
+    """Log-prob of each token under the policy that sampled it, float32 `[L]`; 0 where the policy did not choose the
+    token."""
     text: str
     """Text of the response, without special tokens."""
     finish_reason: str
@@ -178,8 +179,8 @@ class Sample:
     versions: np.ndarray
     """Policy version that produced each token, int32 `[L]`; -1 where the policy did not choose it (prompt, tools)."""
     error: str = ""
-    """Error that the episode failed with, as text; the sample then becomes a failed row, which is not trained on. ""
-    when the episode did not fail."""
+    """Message of the error that made the episode fail; "" if it did not fail. A failed sample becomes a row that is not
+    trained on."""
 
     @property
     def version(self) -> int:
@@ -197,7 +198,7 @@ class Score:
     components: Mapping[str, float]
     """Unweighted value of each reward function, by name."""
     valid: bool
-    """True if the sample can be trained on; False when a reward function or the episode failed, or generation was
+    """True if the sample can be trained on; False if a reward function or the episode failed, or if generation was
     aborted."""
     error: str = ""
     """Description of the failure in one line; "" when `valid` is True."""
@@ -212,19 +213,20 @@ class Reward(Protocol):
 # ---------------------------------------------------------------- environments
 
 EPISODE_ERRORS = (ValueError, ArithmeticError, LookupError, TypeError)
-"""Types of errors that make a single episode fail, such as a prompt beyond the model's context or log-probs that are
-not finite. The rows of that episode become failed rows, whose share `reward.max_error_share` limits. Any other error
-ends the rollout."""
+"""Types of errors that make only a single episode fail, such as a prompt that exceeds the model's context or log-probs
+that are not finite. The rows of a failed episode are not trained on; if their share exceeds `reward.max_error_share`,
+the run stops. Any other error ends the rollout."""
 
 
 class Environment(Protocol):
-    """Plays episodes that start from a prompt, in which an engine generates the policy's tokens."""
+    """Protocol of an environment: it plays episodes that start from a prompt, using an engine to generate the policy's
+    tokens."""
 
     async def run(self, prompt: Prompt, engine: Generator, tokenizer: Any, params: SamplingParams) -> list[Sample]:
         """Play `params.n` episodes of `prompt` and return their samples, in order of their `index`.
 
-        tokenizer: a Hugging Face tokenizer. Raises whatever the engine raises; after one of EPISODE_ERRORS all rows of
-        the prompt are failed rows.
+        tokenizer: a Hugging Face tokenizer. Raises whatever the engine raises. If the error is one of EPISODE_ERRORS,
+        the caller records all samples of the prompt as failed.
         """
         ...
 
@@ -234,43 +236,43 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows of one forward and backward pass, reduced to what this rank needs. The ranks of a replica (one data-parallel
-    share) get the same rows."""
+    """Rows for one forward and backward pass, reduced to the data that this rank needs. All ranks of a data-parallel
+    replica get the same rows."""
 
     batch: Batch
-    """Columns of the rows, packed without padding; the backend may pad them or pack them otherwise. A pipeline stage
-    gets only the fields that it uses, which for a middle stage are none. A context-parallel rank gets only its pieces
-    of each row (`codecs.context_slices`)."""
+    """Columns of the rows, packed without padding; the backend may pad them or repack them. A pipeline stage gets only
+    the fields that it uses (a middle stage gets none). A context-parallel rank gets only its parts of each row
+    (`codecs.context_slices`)."""
     lengths: np.ndarray
-    """Number of tokens of each row, int64 `[N]`. It counts the whole row, even where this rank gets only pieces of
-    it."""
+    """Number of tokens in each row, int64 `[N]`. This is the length of the whole row, even if context parallelism gives
+    this rank only parts of it."""
     advantages: np.ndarray
     """Advantage of each row, float32 `[N]`."""
     group_ids: np.ndarray
-    """Number that identifies each row's group (the rows of one prompt), int64 `[N]`."""
+    """Id of each row's group (all rows of one prompt), int64 `[N]`."""
     group_tokens: np.ndarray | None
-    """For each row, number of response tokens of its whole group that the step trains on, int64 `[N]`. None unless
-    `loss.aggregation` is `prompt`, the only setting that needs it."""
+    """For each row, the number of response tokens in its entire group that this step trains on, int64 `[N]`. None
+    unless `loss.aggregation` is `prompt`, the only setting that needs it."""
 
 
 class TrainBackend(Protocol):
-    """A model in training, as one rank of the train mesh sees it. It is driven as a state machine:
+    """Protocol of a model in training, as seen by one rank of the train mesh. Each step is a sequence of calls:
 
     `begin_step -> accumulate* -> finish_step | abort_step`. Every rank of the mesh makes the same calls in the same
     order, because most of them are collective.
     """
 
     def begin_step(self, temperature: float = 1.0) -> None:
-        """Start a step, with gradients and running sums at zero. Raises RuntimeError when a step is already open."""
+        """Start a step and set gradients and running sums to zero. Raises RuntimeError if a step is already open."""
         ...
 
     def accumulate(self, micros: Iterable[MicroBatch], count: int) -> None:
         """Run the forward pass, the summed loss and the backward pass of `count` microbatches, which form one chunk of
-        the step. Gradients add up without being scaled.
+        the step. Gradients are accumulated without scaling.
 
-        It may be called any number of times in a step, but equally often and with equal counts on all ranks.
-        Microbatches are taken from `micros` one by one, when they are needed, so that the next one is read while the
-        present one computes.
+        A step may consist of any number of calls, but all ranks must make the same number of calls with the same
+        counts. Microbatches are taken from `micros` one at a time, so that the next one can be read while the current
+        one is computed.
         """
         ...
 
@@ -293,19 +295,19 @@ class TrainBackend(Protocol):
         """Return the log-probs of the tokens of each microbatch, float32 `[sum(lengths)]` on the CPU, aligned with
         `input_ids`.
 
-        The log-prob of a token is conditioned on the tokens before it. It is 0 at each row's first token and, when the
-        batch has `response_mask`, wherever that is 0. reference: True asks for the log-probs of the reference model.
-        The call is collective. The rank that writes the replica's columns back (`Topology.writer`) gets whole rows;
-        other ranks get an empty list.
+        The log-prob of a token is conditioned on the tokens before it. It is 0 at each row's first token and, if the
+        batch has `response_mask`, wherever that mask is 0. reference: True asks for the log-probs of the reference
+        model. The call is collective. In each data-parallel replica, the rank that writes the results to the data plane
+        (`Topology.writer`) gets the log-probs of whole rows; other ranks get an empty list.
         """
         ...
 
     def weight_specs(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return dtype and shape of each weight by its HF name, in the order in which `weights` yields them; the same
-        on every rank.
+        """Return the dtype and shape of each weight by its Hugging Face (HF) name, in the order in which `weights`
+        yields the weights; the result is the same on every rank.
 
-        Names are those of the HF model's parameters (experts stacked); tied ones appear once. The call is not
-        collective.
+        The names are those of the HF model's parameters, with a layer's experts stacked into one tensor; tied
+        parameters appear once. The call is not collective.
         """
         ...
 
@@ -313,23 +315,23 @@ class TrainBackend(Protocol):
         """Yield the HF name and the full tensor of each weight, gathered from the ranks one weight (or fused module) at
         a time.
 
-        The whole model is never gathered at once. The call is collective, so every rank must iterate to the end. On
-        rank 0 the tensors are whole, detached, on the backend's device, and valid until the next one is requested; on
-        other ranks they are empty.
+        The model is never gathered as a whole. The call is collective, so every rank must iterate to the end. On rank 0
+        each tensor is complete, detached, on the backend's device, and valid until the next one is requested; on other
+        ranks it is empty.
         """
         ...
 
     def save(self, path: str, *, wait: bool = True) -> None:
         """Write a sharded checkpoint of model, optimizer, schedule and RNG. Collective.
 
-        With `wait=False` it is written in the background, and an error in writing it is raised by the next `save`,
+        With `wait=False` the checkpoint is written in the background, and a write error is raised by the next `save`,
         `wait_saved` or `close`.
         """
         ...
 
     def wait_saved(self) -> None:
-        """Wait until a checkpoint that is being written in the background is complete. If that write failed, its error
-        is raised, but only once."""
+        """Wait until the checkpoint that is being written in the background is complete. If writing it failed, raise
+        the error, but only once."""
         ...
 
     def load(self, path: str) -> None:
@@ -342,6 +344,6 @@ class TrainBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Discard an open step, wait for a checkpoint that is being written and raise its error, and release what the
-        backend holds. Idempotent."""
+        """Discard an open step, wait for a checkpoint that is still being written, and release the backend's resources.
+        If writing the checkpoint failed, the error is raised. Idempotent."""
         ...

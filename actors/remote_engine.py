@@ -19,15 +19,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 HEALTH_EVERY_S = 5.0
-"""Seconds between two health checks of the actor while a call waits for its answer."""
+"""Seconds between health checks of the engine actor. Checks are made only while at least one call waits for a reply."""
 HEALTH_TIMEOUT_S = 30.0
-"""Seconds without an answer to a health check after which the actor counts as dead. Other calls may take longer."""
+"""Seconds after which an engine actor that has not answered a health check counts as dead. Other calls have no such
+time limit."""
 
 
 class RemoteEngine:
-    """GenerationEngine whose methods call an EngineActor in another process. Methods must be called in one event loop.
+    """GenerationEngine whose methods call an EngineActor in another process. All methods must be called from the same
+    event loop.
 
-    Once the actor has died or no longer answers health checks, or its engine has died, every call raises EngineDied.
+    Once the actor has died or stopped answering health checks, or its engine has died, every call raises EngineDied.
     """
 
     def __init__(
@@ -50,9 +52,9 @@ class RemoteEngine:
         self._version = 0
         self._num_workers = 1
         self._leaving: dict[str, asyncio.Future[Any]] = {}
-        """Calls of `EngineActor.abandon` in progress, by the id of the request that was cancelled."""
+        """Calls of `EngineActor.abandon` in progress, by the id of the cancelled request."""
         self.stats = EngineStats()
-        """Counters of the engine, as its last answer to `generate` gave them."""
+        """Counters of the engine, taken from its latest reply to `generate`."""
 
     async def connect(self) -> RemoteEngine:
         """Ask the actor for its engine's version and number of workers, and return this object.
@@ -65,8 +67,8 @@ class RemoteEngine:
 
     @property
     def version(self) -> int:
-        """Policy version that the engine served at its last answer. The engine may have moved on, because the driver
-        updates its weights without telling this client."""
+        """Policy version from the engine's latest reply. The engine may already serve a newer version, because the
+        driver updates its weights without telling this client."""
         return self._version
 
     @property
@@ -75,7 +77,7 @@ class RemoteEngine:
 
     @property
     def progress(self) -> int:
-        """Number of tokens that the engine has returned in all, as of its last answer to `generate`."""
+        """Total number of tokens that the engine has returned, as of its latest reply to `generate`."""
         return self.stats.tokens
 
     @property
@@ -98,8 +100,8 @@ class RemoteEngine:
         return reply.completions()
 
     def _abandon(self, request_id: str) -> None:
-        """Tell the actor to end the request, without waiting for it; only a later request with the same id waits until
-        it has ended."""
+        """Tell the actor to cancel the request, without waiting for the reply. A later request with the same id waits
+        until the cancelled one has ended."""
 
         def left(task: asyncio.Future[Any]) -> None:
             self._leaving.pop(request_id, None)
@@ -140,8 +142,8 @@ class RemoteEngine:
         await self._call(EngineActor.wake)
 
     async def close(self) -> None:
-        """Close this client; the actor itself is closed by its owner. Calls that wait for an answer raise EngineDied.
-        Idempotent."""
+        """Close this client, but not the actor, which its owner closes. Calls that still wait for a reply raise
+        EngineDied. Idempotent."""
         self._die("this end was closed")
         if self._health is not None:
             self._health.cancel()
@@ -170,7 +172,7 @@ class RemoteEngine:
     def _submit(
         self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[Any, Any, T]:
-        """Send a call to the actor at once, and return a coroutine that waits for the result."""
+        """Send a call to the actor immediately, and return a coroutine that waits for the result."""
         assert not kwargs, "a message has no names"
         return self._answer(method, submit(self._handle, method, encode_arguments(args)))
 
@@ -188,8 +190,8 @@ class RemoteEngine:
             raise EngineDied(self._dead.result()) from error
 
     async def _watch(self) -> None:
-        """Check the actor's health regularly while calls wait for answers. When the actor does not answer, end them
-        with EngineDied."""
+        """Check the actor's health regularly as long as calls wait for replies. If the actor stops answering, these
+        calls raise EngineDied."""
         while self._num_waiting and not self._dead.done():
             await asyncio.sleep(self._health_every_s)
             if not self._num_waiting or self._dead.done():

@@ -21,8 +21,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def in_thread_of(group: str) -> Callable[[F], F]:
-    """Return a decorator for methods that the actor runs in the threads of its Ray concurrency group `group`, beside
-    its main thread."""
+    """Return a decorator that makes the actor run a method in the threads of its Ray concurrency group `group` instead
+    of its main thread."""
 
     def mark(method: F) -> F:
         method.__dict__["concurrency_group"] = group
@@ -34,8 +34,9 @@ def in_thread_of(group: str) -> Callable[[F], F]:
 def submit(actor: Any, method: Callable[..., Any], message: bytes, actors: Sequence[Any] = ()) -> Any:
     """Start `method` in the process of `actor` (a Ray handle), and return Ray's reference to the encoded result.
 
-    message: the arguments as `encode_arguments` encodes them. actors: the last arguments of the method, if these are
-    Ray handles or lists of handles; they travel beside the message, because Ray keeps track of who holds a handle.
+    message: the arguments, encoded by `encode_arguments`. actors: the last arguments of the method, if these are Ray
+    handles or lists of handles; they are passed separately from the message, because Ray tracks which processes hold a
+    handle.
     """
     group = getattr(method, "concurrency_group", None)
     call = actor.call if group is None else actor.call.options(concurrency_group=group)
@@ -44,15 +45,15 @@ def submit(actor: Any, method: Callable[..., Any], message: bytes, actors: Seque
 
 def encode_arguments(arguments: Sequence[Any]) -> bytes:
     """Return the arguments encoded as the message that `decode_arguments` reads. Raises TypeError for values that must
-    not be sent, above all tensors."""
+    not be sent, in particular tensors."""
     return messages.encode(list(arguments))
 
 
 def decode_arguments(method: Callable[..., Any], message: bytes, num_actors: int = 0) -> tuple[Any, ...]:
-    """Decode the arguments of `method` from `message`. The last `num_actors` parameters, which are Ray handles, are not
-    in it.
+    """Decode the arguments of `method` from `message`. The message does not contain the last `num_actors` arguments,
+    which are Ray handles.
 
-    Raises ValueError when the message does not fit the types of the parameters.
+    Raises ValueError if the message does not fit the types of the parameters.
     """
     parameters, _ = _types(method)
     return messages.decode(message, _tuple_of(parameters[: len(parameters) - num_actors]))

@@ -2,7 +2,7 @@
 
 Python cannot end a thread. A call that exceeds its time limit is given up: its thread runs on until the function
 returns, if it ever does, but no longer counts against the limit of concurrent calls. When too many such calls hang, the
-next call is an error.
+next call raises TooManyHang.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 MAX_HUNG = 16
-"""Number of hanging calls (given up, but still running) at which no further call is started. Each of them may take CPU
-time from this process."""
+"""Number of hanging calls (timed out or cancelled, but still running) at which new calls are refused. Each hanging call
+may use CPU time of this process."""
 
 
 class TooManyHang(RuntimeError):
-    """Raised instead of starting a call when too many earlier calls of users' functions hang. The message names the
-    function that was not started, and the time limit."""
+    """Raised instead of starting a call of a user's function when too many earlier calls hang, that is, still run after
+    they timed out or were cancelled. The message names the function that was not started, and the time limit."""
 
 
 class UserThreads:
-    """Runs each call in a daemon thread of its own, with a limit on concurrent calls. Must be used in a single event
-    loop."""
+    """Runs each call in a daemon thread of its own, and limits the number of concurrent calls. Must be used from a
+    single event loop."""
 
     def __init__(self, what: str, num_threads: int) -> None:
         """what: kind of the functions in the plural, such as `tools`, for error messages. num_threads: largest number
-        of calls that run at the same time, not counting those that were given up."""
+        of calls that run at the same time, not counting calls that hang (timed out or cancelled, but still running)."""
         self._what = what
         self._places = asyncio.Semaphore(num_threads)
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class UserThreads:
 
     @property
     def num_hung(self) -> int:
-        """Number of calls that were given up and are still running."""
+        """Number of calls that hang: they timed out or were cancelled, but their functions are still running."""
         return self._num_hung
 
     async def call(
@@ -48,10 +48,10 @@ class UserThreads:
     ) -> T:
         """Run `function` in a thread and return what it returns, or raise what it raises.
 
-        name: name of the function in error messages. since: function that returns the `time.monotonic` time from which
-        `timeout_s` counts, for work that consists of several pieces with a time limit each; None counts from the start
-        of the call. Raises TimeoutError when the time limit is exceeded, and TooManyHang when too many earlier calls
-        still hang.
+        name: name of the function in error messages. since: function that returns the `time.monotonic()` value at which
+        the current time limit began; it lets work that consists of several pieces have `timeout_s` for each piece. With
+        None the limit counts from the start of the call. Raises TimeoutError if the time limit is exceeded, and
+        TooManyHang if too many earlier calls still hang.
         """
         async with self._places:
             if self._num_hung >= MAX_HUNG:
@@ -91,7 +91,8 @@ class _Call(Generic[T]):
         result: asyncio.Future[T],
         returned: Callable[[], None],
     ) -> None:
-        """returned: callback that the thread calls when the function returns after the call was given up."""
+        """returned: callback that the thread calls if the function returns only after the call timed out or was
+        cancelled."""
         self._function = function
         self._loop = loop
         self._result = result

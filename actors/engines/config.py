@@ -41,7 +41,7 @@ class RolloutConfig(Section):
     a CPU and the extra `vllm` on GPUs. `scripted` makes up answers without a model, to try out everything around the
     engine."""
     num_engines: Count = 1
-    """Number of engines, each of which holds a whole model."""
+    """Number of engines, each with a complete copy of the model."""
     tp: Count = 1
     """Tensor-parallel size of each engine: the number of processes over which it splits its layers."""
     num_actors: Count | None = None
@@ -86,7 +86,7 @@ class ScriptedConfig(Section):
     bench step` and tests use them."""
 
     latency_s: NonNegative = 0.0
-    """Median seconds that the engine takes for a request, which generates all samples of one prompt."""
+    """Median time in seconds that the engine takes for a request. One request generates all samples of a prompt."""
     latency_sigma: NonNegative = 0.0
     """Sigma of the log-normal distribution from which the latency of each request is drawn, with one seed per request.
     0 gives all requests the same latency."""

@@ -1,4 +1,4 @@
-"""Finishes completions that a weight update cut off: they go on from the tokens made so far, under the new weights.
+"""Finishes completions that a weight update cut off: they continue from the tokens so far, under the new weights.
 
 The technique is the partial rollout of Kimi k1.5 (arXiv:2501.12599 section 2.6.2). Each token keeps the policy version
 that produced it.
@@ -23,8 +23,8 @@ async def generate_whole(
     """Generate `params.n` completions, and continue those that were cut off (finish_reason `abort`) until they are
     complete.
 
-    tokenizer: used to find stop texts that begin before a cut and end after it. Raises what the engine raises, which is
-    RuntimeError when the engine is closed.
+    tokenizer: used to find stop texts that begin before a cut and end after it. Raises what the engine raises, such as
+    RuntimeError if the engine is closed.
     """
     completions = await engine.generate(request_id, prompt_ids, params)
     if all(completion.finish_reason != "abort" for completion in completions):
@@ -70,8 +70,8 @@ def _joined(first: Completion, more: Completion) -> Completion:
 
 
 def _cut_at_stop(completion: Completion, tokenizer: Any, params: SamplingParams) -> Completion:
-    """Truncate a continued completion after its first stop text. The engine cannot do this for a stop text that began
-    before the cut, since it only looks at new tokens."""
+    """Truncate a continued completion after its first stop text. The engine misses a stop text that began before the
+    cut, because it looks only at new tokens."""
     end = StopTexts(tokenizer, params.stop).first_end(completion.token_ids.tolist())
     if end is None or end >= len(completion.token_ids):
         return completion

@@ -15,7 +15,7 @@ from .tokenizer import load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything that a generation engine is built from, as plain data that is sent to the engine's process."""
+    """Settings from which a generation engine is built, as plain data that can be sent to the engine's process."""
 
     rollout: RolloutConfig
     model: ModelConfig
@@ -26,12 +26,12 @@ class EngineConfig:
     """Torch device of an `hf` engine."""
     seed: int = 0
     version: int = 0
-    """Policy version that the engine reports for the weights in the model's files."""
+    """Policy version that the engine reports for the weights that it loads from the model's files."""
     receiver: ReceiverConfig | None = None
     """Settings of the receiver of new weights; None when the weights never change."""
     script: str = ""
-    """Import path of the function that makes the answers of a `scripted` engine (see `Script`). Empty: random tokens of
-    the tokenizer's vocabulary, drawn with `seed`."""
+    """Import path of the function that generates the responses of a `scripted` engine (see `Script`). Empty: random
+    tokens of the tokenizer's vocabulary, drawn with `seed`."""
 
 
 def build_engine(config: EngineConfig) -> GenerationEngine:

@@ -40,7 +40,7 @@ class GenerateReply:
 
     @staticmethod
     def of(completions: Sequence[Completion], version: int, stats: EngineStats) -> GenerateReply:
-        """Make the reply: concatenate the completions to columns, and add the engine's version and counters."""
+        """Build the reply: concatenate the completions into columns, and add the engine's version and counters."""
         return GenerateReply(
             lengths=np.array([len(completion.token_ids) for completion in completions], dtype=np.int32),
             token_ids=np.concatenate([completion.token_ids for completion in completions]),
@@ -52,7 +52,7 @@ class GenerateReply:
         )
 
     def completions(self) -> list[Completion]:
-        """Split the columns into the completions of the request."""
+        """Split the columns into the individual completions of the request."""
         bounds = np.cumsum(self.lengths)[:-1]
         return [
             Completion(token_ids, logprobs, reason, versions)

@@ -18,16 +18,16 @@ Ready = TypeVar("Ready")
 
 
 class IncomingWeights(Generic[Ready]):
-    """Receives versions of the weights for an engine and keeps at most one of them, with the result of the engine's
-    check, until it is committed or dropped. Methods run in the event loop."""
+    """Receives versions of the weights for an engine. It holds at most one received version, with the result of the
+    engine's check, until that version is committed or dropped. Methods run in the event loop."""
 
     def __init__(self, receiver: ReceiverConfig | None, check: Callable[[Mapping[str, torch.Tensor]], Ready]) -> None:
-        """Set up the receiver. Versions are always staged in full beside the served one, so that a commit cannot fail
-        half-way.
+        """Set up the receiver. It always holds a new version as a complete second copy beside the served one, so that a
+        commit cannot fail half-way.
 
-        check: called in a thread with the received tensors by HF name. It returns what the commit needs, and raises
-        ValueError when the tensors do not fit the model. receiver: settings of the receiver; None when weights never
-        change.
+        check: function that is called in a thread with the received tensors by Hugging Face (HF) name. It returns the
+        data that the commit needs, and raises ValueError if the tensors do not fit the model. receiver: settings of the
+        receiver; None when weights never change.
         """
         self._inbox: WeightInbox | None = None
         if receiver is not None:
@@ -37,7 +37,7 @@ class IncomingWeights(Generic[Ready]):
         self._turn = asyncio.Lock()
         self._arriving: int | None = None
         self._dropped = False
-        """True if the version that is arriving was dropped."""
+        """True if the version that is being received was dropped in the meantime."""
         self._committing: int | None = None
         self._ready: tuple[int, Ready] | None = None
 
@@ -88,8 +88,8 @@ class IncomingWeights(Generic[Ready]):
         return self._check(staged.named)
 
     def expect(self, version: int) -> Ready:
-        """Return the result of the engine's check for the prepared `version`. Raises ValueError when another version,
-        or none, is prepared."""
+        """Return the result of the engine's check for `version`. Raises ValueError unless `version` is the prepared
+        version."""
         if self._ready is None or self._ready[0] != version:
             prepared = "none" if self._ready is None else self._ready[0]
             raise ValueError(f"weights: got version {version} to commit, expected the prepared one, {prepared}")
@@ -114,8 +114,8 @@ class IncomingWeights(Generic[Ready]):
             self._inbox.committed(version)  # releases the staged bytes, or keeps them as base of a later delta
 
     def drop(self, version: int) -> None:
-        """Discard `version`, or abort the transfer when it is still arriving. Idempotent; has no effect while `version`
-        is being committed."""
+        """Discard `version`, or abort its transfer if it is still being received. Idempotent; has no effect while
+        `version` is being committed."""
         if version == self._committing:
             return
         if self._ready is not None and self._ready[0] == version:

@@ -26,16 +26,16 @@ class ParameterSet:
                 self._names_of.setdefault(id(tensor), []).append(name)
 
     def refresh(self, model: torch.nn.Module) -> None:
-        """Look up the model's tensors again after `model` was moved to another device, which replaces its buffers by
-        new tensors."""
+        """Look up the model's tensors again. This is needed after `model` was moved to another device, because moving
+        it replaces its buffers with new tensors."""
         self._tensors.update(model.state_dict(keep_vars=True))
 
     def match(self, named: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         """Check an update (HF name -> tensor) against the model, and return a (name, source tensor) pair for each
         tensor to replace.
 
-        Tied parameters give one pair. Changes nothing. Raises ValueError naming parameters that are unknown, missing,
-        or of the wrong shape or dtype, and tied parameters that are sent with different values.
+        Tied parameters give one pair. Changes nothing. Raises ValueError if parameters are unknown, missing, or of the
+        wrong shape or dtype, or if tied parameters are sent with different values; the message names the parameters.
         """
         unknown = [name for name in named if name not in self._tensors]
         if unknown:

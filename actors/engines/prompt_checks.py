@@ -14,7 +14,7 @@ def checked_prompt(
 ) -> np.ndarray:
     """Check a prompt and return its token ids as int64 `[L]`.
 
-    Raises ValueError when the prompt is empty, has ids outside of the vocabulary, or is too long: prompt plus
+    Raises ValueError if the prompt is empty, has ids outside the vocabulary, or is too long: prompt plus
     `params.max_new_tokens` must fit into `context` tokens. With `context=None` no prompt is too long.
     """
     prompt = np.asarray(prompt_ids, dtype=np.int64)

@@ -14,12 +14,13 @@ import numpy as np
 from ..weights.transports.protocol import WeightUpdate
 
 PauseMode = Literal["keep", "wait", "abort"]
-"""Treatment of requests in flight during a pause. `keep` freezes them, and they go on after `resume`. `wait` lets them
-finish first. `abort` ends them at once with the tokens made so far (finish_reason `abort`)."""
+"""Treatment of requests in flight during a pause. `keep` freezes them, and they continue after `resume`. `wait` lets
+them finish first. `abort` ends them at once with the tokens generated so far (finish_reason `abort`)."""
 
 Prepared = Literal["staged", "joined"]
 """State of an engine after `prepare_weights`. `staged`: it holds the complete, verified version beside the one it
-serves. `joined`: it has only joined the transfer, and receives straight into its parameters during the commit."""
+serves. `joined`: it has only joined the transfer, and receives the weights directly into its parameters during the
+commit."""
 
 SESSION_SEPARATOR = "/"
 """Separator of session and turn in a request id, which is `{session}` or `{session}/{turn}`. All turns of a session are
@@ -38,7 +39,7 @@ class SamplingParams:
     temperature, top-p and top-k applied."""
 
     n: int = 1
-    """Number of completions."""
+    """Number of completions to generate for the prompt."""
     max_new_tokens: int = 16
     """Largest number of tokens of a completion."""
     temperature: float = 1.0
@@ -69,7 +70,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled continuation."""
+    """One sampled continuation of a prompt."""
 
     token_ids: np.ndarray
     """Token ids of the response alone, int32 `[T]`. The stop token is the last one when finish_reason is `stop`."""
@@ -82,13 +83,13 @@ class Completion:
 
     @staticmethod
     def empty() -> Completion:
-        """Return the completion without tokens of a request that was aborted before its first token."""
+        """Return a completion without tokens, for a request that was aborted before its first token."""
         return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", np.zeros(0, np.int32))
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters of what an engine has done since it started. The engine updates them in place."""
+    """Counters of an engine since its start. The engine updates them in place."""
 
     batches: int = 0
     """Number of batches decoded (`hf`) or requests answered (other engines)."""
@@ -102,17 +103,18 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """Cost of switching an engine to a new version of the weights."""
+    """Report on switching an engine to a new version of the weights: how long it took and which requests it
+    affected."""
 
     version: int
     """Version that the engine serves now."""
     pause_s: float
-    """Seconds until the engine could make no more tokens with the old version."""
+    """Seconds from the start of the commit until the engine had stopped generating with the old version."""
     load_s: float
-    """Seconds that it took to load the received weights into the parameters; with `staging: none` they include the
+    """Seconds spent on loading the received weights into the parameters; with `staging: none` this includes the
     transfer."""
     kept: int
-    """Number of requests in flight that went on under the new weights."""
+    """Number of requests in flight that continued with the new weights."""
     aborted: int
     """Number of requests that the commit ended."""
 
@@ -129,87 +131,89 @@ class EngineDied(RuntimeError):
 
 
 class Generator(Protocol):
-    """Turns prompt token ids into sampled completions: all that an environment or a rollout worker needs of an engine.
+    """Protocol of an engine that turns prompt token ids into sampled completions. Environments and rollout workers need
+    nothing else of an engine.
 
     Methods are asynchronous and requests run concurrently.
     """
 
     @property
     def version(self) -> int:
-        """Policy version that the next token is sampled with."""
+        """Policy version of the weights that will sample the next token."""
         ...
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return `params.n` completions of the prompt, in order. The engine batches concurrent calls.
 
-        request_id: must be unique among the requests in flight. While the engine holds no complete version because a
-        commit failed, requests wait for the next commit.
+        request_id: must be unique among the requests in flight. If a failed commit has left the engine without a
+        complete version of the weights, requests wait for the next commit.
 
-        Raises ValueError when prompt + max_new_tokens exceed the context (the message names the lengths) or the id is
-        already in flight, EngineBroken after `sleep` dropped the weights, EngineDied when the engine's process is gone,
-        and RuntimeError when the engine is asleep or closed.
+        Raises ValueError if prompt + max_new_tokens exceed the context (the message gives the lengths) or the id is
+        already in flight, EngineBroken if `sleep` has dropped the weights, EngineDied if the engine's process is gone,
+        and RuntimeError if the engine is asleep or closed.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its `generate` call returns the tokens made so far, with finish_reason `abort`. Unknown ids
-        are ignored."""
+        """End a request. Its `generate` call returns the tokens generated so far, with finish_reason `abort`. Unknown
+        ids are ignored."""
         ...
 
 
 class WeightHost(Protocol):
-    """Serves one version of the weights and takes the next: all that a weight update needs of an engine."""
+    """Protocol of an engine that serves one version of the weights and can receive the next. A weight update needs
+    nothing else of an engine."""
 
     @property
     def version(self) -> int:
-        """Version of the weights that are served."""
+        """Version of the weights that the engine serves."""
         ...
 
     @property
     def num_workers(self) -> int:
-        """Number of engine processes that receive weights: the tensor-parallel size for vllm, 1 for engines in this
-        process."""
+        """Number of engine processes that receive weights: the tensor-parallel size for vLLM, 1 for engines that run in
+        this process."""
         ...
 
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
-        """Receive and verify the new version `update`. The engine goes on serving the old version, and nothing else
+        """Receive and verify the new version `update`. The engine continues to serve the old version, and nothing else
         changes.
 
         An engine without room for a second copy (`staging: none`) only joins the transfer here, and receives the
-        weights in `commit_weights`. A version that is served already counts as staged, and nothing is received. An
-        engine that holds no complete version accepts any version.
+        weights in `commit_weights`. If the engine already serves this version, it counts as staged and nothing is
+        received. An engine that holds no complete version accepts any version.
 
-        Raises WeightTransferError when the transfer fails, after discarding what was staged, and ValueError for
-        missing, unknown or misshapen parameters or for a version below the current one.
+        Raises WeightTransferError if the transfer fails (the received data is discarded), and ValueError for missing,
+        unknown or misshapen parameters or for a version below the current one.
         """
         ...
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """Put the prepared `version` into service: pause, replace all parameters, clear the prefix cache, resume. Every
-        token made from then on carries `version`, including tokens of requests that were kept.
+        """Start serving the prepared `version`: pause, replace all parameters, clear the prefix cache, resume. Every
+        token generated from then on carries `version`, including tokens of requests that were in flight and continue.
 
-        Does nothing when `version` is served already. Raises ValueError when `version` is not the prepared one. Without
+        Does nothing if `version` is served already. Raises ValueError if `version` is not the prepared one. Without
         staging it may raise WeightTransferError; the engine then holds no complete version, and its requests, including
         those in flight, wait for the next commit.
         """
         ...
 
     async def drop_weights(self, version: int) -> None:
-        """Discard a prepared version, or abort its transfer when it is still arriving. Idempotent; the engine goes on
-        serving the current version."""
+        """Discard a prepared version, or abort its transfer if it is still being received. The engine continues to
+        serve the current version. Idempotent."""
         ...
 
 
 class Sleeper(Protocol):
-    """Part of an engine that can be paused, and put to sleep to free its memory."""
+    """Protocol of an engine that can be paused, and put to sleep to free its memory."""
 
     async def pause(self, mode: PauseMode = "wait") -> None:
-        """Stop generating until `resume`: no token is made after this call has returned, and requests that arrive
-        meanwhile wait. mode: treatment of requests in flight; see PauseMode."""
+        """Stop generating until `resume`. After this call has returned, no token is generated, and new requests wait.
+        mode: treatment of requests in flight; see PauseMode."""
         ...
 
     async def resume(self) -> None:
-        """Go on generating after `pause`. Idempotent."""
+        """Continue generating after `pause`. Idempotent."""
         ...
 
     async def reset_prefix_cache(self) -> None:
@@ -217,39 +221,39 @@ class Sleeper(Protocol):
         ...
 
     async def sleep(self, level: int = 1) -> None:
-        """Free memory and take no requests until `wake`. Level 1 keeps the weights in host memory. Level 2 drops them,
-        so that a version must be committed after `wake`. Idempotent. Platforms that cannot free memory only stop taking
-        requests."""
+        """Free memory and refuse requests until `wake`. Level 1 keeps the weights in host memory. Level 2 drops them,
+        so a version must be committed after `wake`. Engines that cannot free memory only refuse requests.
+        Idempotent."""
         ...
 
     async def wake(self) -> None:
-        """Undo `sleep`: take the memory again and accept requests. Idempotent."""
+        """Undo `sleep`: allocate the memory again and accept requests. Idempotent."""
         ...
 
 
 class GenerationEngine(Generator, WeightHost, Sleeper, Protocol):
-    """A complete engine: it generates, takes new weights, and can pause and sleep. The actor that hosts an engine needs
-    all this."""
+    """Protocol of a complete engine: it generates, takes new weights, and can pause and sleep. The actor that hosts an
+    engine uses all of these."""
 
     @property
     def stats(self) -> EngineStats:
-        """Counters of what the engine has done since it started."""
+        """Counters of the engine since its start."""
         ...
 
     @property
     def progress(self) -> int:
-        """Number that changes whenever the engine makes tokens, even for requests that it has not answered yet, and
-        whenever it receives a bucket of weights.
+        """Number that changes whenever the engine generates tokens, even for requests that it has not answered yet, and
+        whenever it receives a bucket (piece) of a weight update.
 
-        Raises EngineDied when the engine's own process is known to be gone.
+        Raises EngineDied if the engine's own process is known to be gone.
         """
         ...
 
     @property
     def died(self) -> str:
-        """Reason why the engine has died and can never answer again, as text; "" while it is alive."""
+        """Text that says why the engine has died and can never answer again; "" if it is alive."""
         ...
 
     async def close(self) -> None:
-        """Shut the engine down. Requests in flight raise an error or return the tokens made so far. Idempotent."""
+        """Shut the engine down. Requests in flight raise an error or return the tokens generated so far. Idempotent."""
         ...

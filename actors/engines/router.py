@@ -37,13 +37,13 @@ from .protocol import (
 _log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1 << 16
-"""Largest number of sessions for which the router remembers the engine. The next turn of a forgotten session may go to
-another engine, which only costs a new prefill."""
+"""Largest number of sessions (episodes of several turns) whose engine the router remembers. The next turn of a
+forgotten session may go to another engine, which costs only a new prefill."""
 
 
 class NoEngineAvailable(RuntimeError):
     """No engine was available for a request within its time limit, or no engine completed a weight commit. The message
-    says what became of each engine."""
+    says why each engine was removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,17 @@ class LeftOut:
 
     name: str
     reason: str
-    """Error because of which the engine was removed."""
+    """Error that made the router remove the engine, as text."""
 
 
 class Router:
-    """Sends each request to one of several engines and returns one complete answer, from a single engine. Methods run
-    in one event loop."""
+    """Sends each request to one of several engines and returns that engine's complete answer. Methods run in one event
+    loop."""
 
     died = ""
 
     def __init__(self, *, timeout_s: float, on_left_out: Callable[[LeftOut], None] | None = None) -> None:
-        """timeout_s: seconds that a request waits while no engine is available.
+        """timeout_s: seconds that a request waits for an available engine before it raises NoEngineAvailable.
 
         on_left_out: callback that is called in the event loop for each engine that is removed from routing because it
         failed. It must not raise.
@@ -87,16 +87,16 @@ class Router:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Engines removed from routing because they failed, and not added again: engine name -> reason."""
+        """Engines that failed and were removed from routing, without those added again later: engine name -> reason."""
         return self._left_out
 
     def engine_stats(self) -> dict[str, EngineStats]:
-        """Return the counters of each engine, by engine name."""
+        """Return the counters of each engine that has not been removed, by engine name."""
         return {name: member.engine.stats for name, member in self._members.items()}
 
     async def add(self, name: str, engine: GenerationEngine) -> None:
-        """Start sending requests to one more engine, beginning with requests that wait for an engine. Raises ValueError
-        when `name` is in use."""
+        """Start sending requests to `engine`, beginning with requests that already wait for an available engine. Raises
+        ValueError if `name` is in use."""
         if name in self._members:
             raise ValueError(f"engine {name!r} is already there; names must be unique")
         member = self._members[name] = _Member(name, engine, accepting=False)  # in time for `pause` and `resume`
@@ -109,10 +109,11 @@ class Router:
         self._wake()
 
     async def remove(self, name: str, grace_s: float = 0.0) -> GenerationEngine:
-        """Stop sending requests to an engine, wait until none of its requests is in flight, and return it, still open.
+        """Stop sending requests to an engine, wait until none of its requests is in flight, and return it without
+        closing it.
 
-        Requests that the engine has not answered within `grace_s` seconds are cancelled there and sent again, whole, to
-        other engines. Raises KeyError when there is no engine of this name.
+        Requests that the engine has not answered within `grace_s` seconds are cancelled there and started again on
+        other engines. Raises KeyError if there is no engine of this name.
         """
         member = self._members[name]
         member.accepting = False
@@ -178,7 +179,7 @@ class Router:
             del self._requests[request_id]
 
     async def _choose(self, request: _Routed) -> _Member | None:
-        """Wait for an available engine and return it; return None when the request is aborted while it waits."""
+        """Wait for an available engine and return it; return None if the request is aborted during the wait."""
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         while not request.aborted:
             if self._closed:
@@ -231,10 +232,10 @@ class Router:
     # ---------------------------------------------------------------- all engines at once
 
     async def _each(self, method: str, *args: Any, broken_by: tuple[type[Exception], ...] = ()) -> dict[str, Any]:
-        """Call `method` of all engines at the same time and return the results by engine name.
+        """Call `method` of all engines concurrently and return the results by engine name.
 
-        Engines that die or break during the call, or raise an error of a type in `broken_by`, are removed from routing.
-        Other errors are raised.
+        Engines that die or break during the call, or that raise an error of a type in `broken_by`, are removed from
+        routing. Other errors are raised.
         """
         members = list(self._members.values())
         outcomes = await asyncio.gather(
@@ -270,8 +271,8 @@ class Router:
         return sum(member.engine.num_workers for member in self._members.values())
 
     async def prepare_weights(self, update: WeightUpdate) -> Prepared:
-        """Make all engines receive and verify the new version `update`, or none: when one of them refuses it, all
-        discard it."""
+        """Make all engines receive and verify the new version `update`. If one of them rejects it, all engines discard
+        it, and the error is raised."""
         try:
             states = await self._each("prepare_weights", update)
         except (WeightTransferError, ValueError):
@@ -280,11 +281,11 @@ class Router:
         return "joined" if "joined" in states.values() else "staged"
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """Commit the prepared `version` in all engines at the same time. An engine that fails half-way is removed from
+        """Commit the prepared `version` in all engines concurrently. An engine that fails half-way is removed from
         routing.
 
-        The report gives the seconds of the slowest engine and the number of requests of all engines together. Raises
-        NoEngineAvailable when no engine is left that serves `version`.
+        Each time in the report is that of the slowest engine, and each number of requests is the sum over all engines.
+        Raises NoEngineAvailable if no engine that serves `version` is left.
         """
         reports = await self._each("commit_weights", version, in_flight, broken_by=(WeightTransferError,))
         if not reports:
@@ -322,8 +323,8 @@ class Router:
 
     @property
     def progress(self) -> int:
-        """Number of tokens that the engines have returned. Tokens of requests that are not answered yet are not
-        counted; only the engines themselves know of them."""
+        """Number of tokens that the engines have returned. Tokens of requests in flight are not counted, because only
+        the engines themselves know of them."""
         return self.stats.tokens
 
     async def close(self) -> None:
@@ -343,7 +344,8 @@ class _Member:
     outstanding: int = 0
     """Number of samples that the engine is generating now."""
     assigned: int = 0
-    """Number of samples ever sent to the engine, which breaks ties between equally loaded engines."""
+    """Number of samples ever sent to the engine. Of engines with an equal load, the one with the lowest number gets the
+    next request."""
     requests: set[_Routed] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -386,7 +388,8 @@ class _Routed:
 
 
 class _Moved(Exception):
-    """Signals that `Router.remove` cancelled the attempt on an engine, so that the request must go to another one."""
+    """Signals that `Router.remove` cancelled a request on its engine, so that the request must be sent to another
+    engine."""
 
 
 async def _attempt(

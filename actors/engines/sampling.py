@@ -23,7 +23,7 @@ def uniforms(keys: np.ndarray, step: int) -> np.ndarray:
     """Return random number `step` of each row's stream, uniform in [0, 1), float64 `[B]` (SplitMix64, Steele et al.
     2014).
 
-    A number depends only on the key of its row and the step, so that a row gets the same tokens in whatever batch it is
+    Each number depends only on the row's key and the step, so a row gets the same tokens in whatever batch it is
     decoded. The process's global generators are neither read nor advanced.
     """
     state = keys + _GOLDEN * np.full(1, step + 1, dtype=np.uint64)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 _LEAD_IN = 8
-"""Number of extra tokens that are decoded in front of those that a stop text can span. They are needed because
-tokenizers treat the first tokens specially (leading spaces) and special tokens have no text."""
+"""Number of extra tokens that are decoded before those that a stop text can span. They are needed because tokenizers
+treat the first tokens specially (leading spaces), and because special tokens have no text."""
 
 
 class StopTexts:
@@ -24,7 +24,7 @@ class StopTexts:
 
     def ended(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         """Return for each row whether its last tokens contain a stop text, bool `[len(rows)]`. Earlier tokens are not
-        decoded, so it must be called after every new token."""
+        decoded, so this method must be called after every new token."""
         if not len(rows):
             return np.zeros(0, dtype=bool)
         tails = self._tokenizer.batch_decode(

@@ -1,4 +1,4 @@
-"""Converts text to token ids and back, the same way wherever prompts are read, checked or rolled out."""
+"""Converts text to token ids and back, in the same way for all code that reads, checks or rolls out prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 _FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
 _SUFFIXES = (".model", ".tiktoken")
-"""Extensions of tokenizer files. `_FILES` has the beginnings of the names of other tokenizer files."""
+"""Extensions by which tokenizer files are recognised, in addition to the file-name prefixes in `_FILES`."""
 
 
 def load_tokenizer(path: str) -> Any:
@@ -36,7 +36,7 @@ def load_tokenizer(path: str) -> Any:
 
 def encode_prompts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
     """Return the token ids of each text, int64 `[L]`. The tokenizer adds its special tokens, unless the text already
-    begins with the tokenizer's begin token, as texts made by a chat template often do."""
+    begins with the beginning-of-sequence token, as texts rendered by a chat template often do."""
     ids: list[np.ndarray] = [np.zeros(0, np.int64)] * len(texts)
     for add_special, chosen in _by_special_tokens(tokenizer, texts).items():
         if chosen:
@@ -47,8 +47,8 @@ def encode_prompts(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def count_tokens(tokenizer: Any, texts: Sequence[str]) -> np.ndarray:
-    """Return the number of tokens that `encode_prompts` would return for each text, int64 `[N]`. With a fast tokenizer
-    no arrays of ids are made."""
+    """Return the number of tokens that `encode_prompts` would return for each text, int64 `[N]`. A fast tokenizer
+    counts them without building arrays of ids."""
     if not getattr(tokenizer, "is_fast", False):
         return np.array([len(ids) for ids in encode_prompts(tokenizer, texts)], np.int64)
     backend = tokenizer.backend_tokenizer
@@ -62,8 +62,8 @@ def count_tokens(tokenizer: Any, texts: Sequence[str]) -> np.ndarray:
 
 
 def _by_special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[bool, list[int]]:
-    """Split the indices of `texts` in two groups. True: texts that get the tokenizer's special tokens. False: texts
-    that already begin with the begin token."""
+    """Split the indices of `texts` into two groups. True: texts to which the tokenizer adds its special tokens. False:
+    texts that already begin with the beginning-of-sequence token."""
     begin = tokenizer.bos_token
     # A text that starts with the begin token must not get a second one.
     plain = [not (begin and text.startswith(begin)) for text in texts]

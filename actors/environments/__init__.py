@@ -1,1 +1,1 @@
-"""Environments: one module for each, all behind the protocol `Environment`."""
+"""Environments: one module for each; all implement the protocol `Environment`."""

@@ -42,8 +42,8 @@ def response_texts(tokenizer: Any, completions: Sequence[Completion], params: Sa
 
 
 def _without_stop(completion: Completion) -> np.ndarray:
-    """Return the response's token ids without the stop token. Decoding alone would not remove a stop token that is an
-    ordinary token."""
+    """Return the response's token ids without the stop token. This is needed because decoding does not leave out a stop
+    token that is an ordinary token."""
     return completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
 
 

@@ -1,4 +1,4 @@
-"""The `tool_use` environment lets the policy call tools within its answer and go on with their results.
+"""The `tool_use` environment lets the policy call tools within its answer and continue with their results.
 
 prompt -> "... <tool>calculator: 12*3</tool>" -> "<result>36</result>" -> "... 36"
           turn 0, chosen by the policy           masked                  turn 1, chosen by the policy
@@ -27,9 +27,11 @@ CALL_END = "</tool>"
 _CALL = re.compile(r"<tool>\s*(\w+)\s*:((?:(?!<tool>).)*)" + re.escape(CALL_END), re.DOTALL)
 
 TOOL_TIMEOUT_S = 30.0
-"""Seconds after which a tool call is given up; the policy then gets an error text as the result."""
+"""Time limit in seconds for a tool's function, and again for awaiting the result of an `async def` tool. When it is
+exceeded, the policy gets an error text as the result."""
 NUM_TOOL_THREADS = 32
-"""Largest number of tool calls that run at the same time in a rollout actor."""
+"""Largest number of tool functions that run in threads at the same time in a rollout actor. The awaiting of `async def`
+tools is not limited."""
 
 
 class ToolUse:
@@ -53,8 +55,8 @@ class ToolUse:
         text of a sample is the text of its last turn, the answer. An episode that ends with a tool call has
         finish_reason `length`.
 
-        Raises what the engine raises, except for errors of the types in EPISODE_ERRORS, which only fail the episode in
-        which they occur. Raises TooManyHang when too many tool calls have not returned.
+        An error of the engine is raised, unless its type is in EPISODE_ERRORS; such an error makes only its own episode
+        fail. Raises TooManyHang if too many earlier tool calls have not returned.
         """
         (prompt_ids,) = encode_prompts(tokenizer, [prompt.text])
         episodes = [
@@ -95,8 +97,8 @@ class ToolUse:
         return episode.sample("length")
 
     async def _answer(self, name: str, arguments: str) -> str:
-        """Run a tool and return its result as text, or a text that says what is wrong with the call, so that the policy
-        can learn from it."""
+        """Run a tool and return its result as text. If the call is wrong or fails, return a text that describes the
+        error, so that the policy can react to it."""
         tool = self._tools.get(name)
         if tool is None:
             return f"error: no tool {name}, there is {', '.join(self._tools)}"
@@ -113,7 +115,7 @@ class ToolUse:
 
 
 def find_call(text: str) -> tuple[str, str] | None:
-    """Return the name of the tool and the arguments of the call that `text` ends with; None when it does not end with a
+    """Return the tool name and the arguments of the call at the end of `text`; None if `text` does not end with a
     call."""
     if not text.rstrip().endswith(CALL_END):
         return None
@@ -122,8 +124,8 @@ def find_call(text: str) -> tuple[str, str] | None:
 
 
 class _Episode:
-    """An episode in progress: the columns of its sample (token ids, mask, log-probs, versions), which grow with every
-    turn."""
+    """An episode in progress. It holds the columns of its sample (token ids, mask, log-probs, versions), to which every
+    turn is appended."""
 
     def __init__(self, prompt: Prompt, index: int, prompt_ids: np.ndarray) -> None:
         self.prompt = prompt
@@ -158,8 +160,8 @@ class _Episode:
         self._versions = np.concatenate([self._versions, versions])
 
     def sample(self, finish_reason: str, error: str = "") -> Sample:
-        """Return the episode as a finished sample. error: text of the error that the episode failed with; "" when it
-        did not fail."""
+        """Return the episode as a finished sample. error: message of the error that made the episode fail; "" if it did
+        not fail."""
         return Sample(
             prompt=self.prompt,
             index=self.index,

@@ -72,7 +72,7 @@ TOOLS: Mapping[str, Tool] = {"calculator": calculator}
 def build_tools(names: Sequence[str]) -> dict[str, Tool]:
     """Return the tools in `names`, by name.
 
-    names: names in TOOLS, or import paths `package.module:function`; such a tool has the name of the function. Raises
+    names: names in TOOLS, or import paths `package.module:function`, whose tools are named after the function. Raises
     ValueError with a one-sentence message for an unknown name, a path that cannot be imported, or a name given twice.
     """
     tools: dict[str, Tool] = {}

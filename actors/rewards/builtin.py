@@ -18,10 +18,11 @@ def exact_match(prompt: Prompt, response: str, finish_reason: str) -> float:
 
 
 def per_position(prompt: Prompt, response: str, finish_reason: str) -> float:
-    """Return the share, 0.0 to 1.0, of character positions at which the stripped response and answer agree.
+    """Return the share, 0.0 to 1.0, of character positions at which the response and the answer agree, both stripped of
+    surrounding white space.
 
-    The share is taken of the longer text, so that missing and extra characters count as wrong. Two empty texts give
-    1.0.
+    The number of agreeing positions is divided by the length of the longer text, so missing and extra characters count
+    as wrong. Two empty texts give 1.0.
     """
     given, expected = response.strip(), prompt.answer.strip()
     whole = max(len(given), len(expected))
@@ -33,8 +34,8 @@ class Format:
     (finish_reason `stop`), else 0.0."""
 
     def __init__(self, pattern: str) -> None:
-        """pattern: a regular expression, in which `.` also matches newlines. Raises ValueError when it is not a valid
-        one."""
+        """pattern: a regular expression, in which `.` also matches newlines. Raises ValueError if the expression is
+        invalid."""
         try:
             self._pattern = re.compile(pattern, re.DOTALL)
         except (re.error, TypeError) as error:
@@ -51,9 +52,9 @@ class Overlong:
     """
 
     def __init__(self, max_length: int, cache: int) -> None:
-        """max_length: largest number of tokens that the policy may generate, stop token included, that is
-        `rollout.max_new_tokens` (20480 in the paper). cache: number of tokens below `max_length` over which the reward
-        falls (4096 in the paper). Raises ValueError unless 1 <= cache <= max_length."""
+        """max_length: largest number of tokens that the policy may generate, including the stop token; it corresponds
+        to `rollout.max_new_tokens` (20480 in the paper). cache: number of tokens below `max_length` over which the
+        reward falls (4096 in the paper). Raises ValueError unless 1 <= cache <= max_length."""
         for name, value in (("max_length", max_length), ("cache", cache)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"reward overlong: {name} {value!r}, expected a whole number of tokens, 1 or more")

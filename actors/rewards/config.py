@@ -22,7 +22,8 @@ class RewardFunctionConfig(Section):
     the last `options.cache` of `options.max_length` tokens (arXiv:2503.14476). Your own function or class is given as
     `package.module:function`."""
     weight: float = 1.0
-    """Factor of the function's value in a sample's reward. A function of weight 0 is only logged."""
+    """Factor by which the function's value is multiplied in a sample's reward. A function of weight 0 is only
+    logged."""
     options: dict[str, Any] = {}
     """Keyword arguments that a class gets when it is built, or that a function gets in every call."""
     name: str | None = Field(default=None, min_length=1, pattern=r"^[^/\s]+$")
@@ -44,16 +45,16 @@ class RewardFunctionConfig(Section):
 
 
 class RewardConfig(Section):
-    """The rubric. A sample's reward is the sum of weight x value over its reward functions."""
+    """The rubric, which scores samples with one or more reward functions. A sample's reward is the sum of weight x
+    value over these functions."""
 
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(kind="exact_match"),)
     """Reward functions of the rubric: a list of sections with the keys below."""
     max_error_share: Share = 0.5
-    """Largest share of a step's rows whose reward function or episode may fail; above it the run stops. Such rows are
-    counted and not trained on."""
+    """Largest share of a step's rows in which a reward function or the episode may fail; above it the run stops. Failed
+    rows are counted and not trained on."""
     timeout_s: Positive = 60.0
-    """Seconds after which the reward functions of a row are given up; the row then counts as one whose reward function
-    failed."""
+    """Time limit in seconds for the reward functions of one row. A row that exceeds it counts as failed."""
 
     @field_validator("functions")
     @classmethod

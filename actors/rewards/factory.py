@@ -24,8 +24,8 @@ BUILT_REWARDS: dict[str, Any] = {
 def build_rubric(functions: Sequence[RewardFunctionConfig], tagged: Collection[str] = ()) -> Rubric:
     """Build the rubric from the configured reward functions.
 
-    tagged: labels of the functions whose unweighted values become tags of the rows. Raises ValueError for a path that
-    cannot be imported, or for options that do not fit.
+    tagged: names (`RewardFunctionConfig.label`) of the functions whose unweighted values are stored with each row as
+    tags (metadata). Raises ValueError for a path that cannot be imported, or for options that do not fit.
     """
     return Rubric(
         [(function.label, build_reward(function), function.weight) for function in functions],
@@ -34,7 +34,7 @@ def build_rubric(functions: Sequence[RewardFunctionConfig], tagged: Collection[s
 
 
 def check_rewards(functions: Sequence[RewardFunctionConfig]) -> None:
-    """Check the configured reward functions without building users' own classes, which may load a model.
+    """Check the configured reward functions without creating instances of users' classes, which may load a model.
 
     Raises ValueError for a path that cannot be imported, or for options that do not fit.
     """
@@ -49,7 +49,7 @@ def check_rewards(functions: Sequence[RewardFunctionConfig]) -> None:
 def build_reward(config: RewardFunctionConfig) -> Reward:
     """Build one reward function.
 
-    Raises ValueError for a path that cannot be imported, for options that do not fit, and for a class whose objects
+    Raises ValueError for a path that cannot be imported, for options that do not fit, and for a class whose instances
     cannot be called.
     """
     target = _target(config.kind)
@@ -65,7 +65,7 @@ def build_reward(config: RewardFunctionConfig) -> Reward:
 
 
 def _target(kind: str) -> Any:
-    """Return the function or class that `kind` names. Raises ValueError when it cannot be imported or called."""
+    """Return the function or class that `kind` names. Raises ValueError if it cannot be imported or is not callable."""
     if ":" not in kind:
         return BUILT_REWARDS[kind]
     target = import_object(kind, "reward")

@@ -13,7 +13,8 @@ import numpy as np
 from ..protocols import Prompt, Reward, Score
 
 TOKENS = "response_tokens"
-"""Name of the parameter by which a reward function asks for the length of the response in tokens; see TokenReward."""
+"""Name of the parameter through which a reward function receives the length of the response in tokens; see
+TokenReward."""
 
 
 class TokenReward(Protocol):
@@ -24,19 +25,19 @@ class TokenReward(Protocol):
 
 
 def reward_tag(name: str) -> str:
-    """Return the name of the row tag that holds the unweighted value of the reward `name`."""
+    """Return the name of the tag (metadata of a row) that holds the unweighted value of the reward `name`."""
     return f"reward/{name}"
 
 
 class Rubric:
-    """Scores responses with several reward functions. An exception in one of them makes the sample invalid and is not
-    raised."""
+    """Scores responses with several reward functions. If one of them raises an exception, the sample becomes invalid
+    and the exception is not passed on."""
 
     def __init__(self, rewards: Sequence[tuple[str, Reward | TokenReward, float]], tagged: Sequence[str] = ()) -> None:
-        """rewards: name, function and weight of each reward. tagged: names of the rewards whose values become tags of
-        the rows.
+        """rewards: name, function and weight of each reward. tagged: names of the rewards whose unweighted values are
+        stored with each row as tags (metadata).
 
-        Raises ValueError when there are no rewards, when a name is given twice, and for a weight that is not finite.
+        Raises ValueError if there are no rewards, if a name is given twice, or if a weight is not finite.
         """
         if not rewards:
             raise ValueError("reward: got no functions, expected at least one")
@@ -62,8 +63,8 @@ class Rubric:
         response_tokens: int | None = None,
         begin: Callable[[str], None] = lambda name: None,
     ) -> Score:
-        """Return the weighted sum of the rewards. The sample is invalid when a reward raises or does not return a
-        finite number.
+        """Return the sample's score: the weighted sum of the rewards and the value of each. The sample is invalid if a
+        reward raises an exception or does not return a finite number.
 
         In that case `components` has the values of the other rewards, and `error` describes the first failure.
         response_tokens: number of tokens that the policy chose, stop token included. None means that the number is
@@ -88,7 +89,7 @@ class Rubric:
 
 
 def takes_tokens(reward: Any) -> bool:
-    """Return whether a reward function takes the keyword argument `response_tokens` and so is a TokenReward."""
+    """Return whether a reward function has the keyword argument `response_tokens`, which makes it a TokenReward."""
     try:
         return TOKENS in inspect.signature(reward).parameters
     except ValueError:  # some built-in callables have no signature

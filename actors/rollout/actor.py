@@ -37,41 +37,42 @@ hyphen."""
 
 @dataclass(frozen=True, slots=True)
 class RolloutSetup:
-    """Everything that a rollout actor is built from, as plain data that is sent to its process."""
+    """Settings from which a rollout actor is built, as plain data that can be sent to its process."""
 
     name: str
     """Name of the actor in errors, traces and the data plane's status."""
     threads: int
-    """Number of threads that torch computes with in the actor's process."""
+    """Number of CPU threads for torch operations in the actor's process (`torch.set_num_threads`)."""
     seed: int
-    """Seed of the prompts that a generated task makes, and of the order in which a finite source is read."""
+    """Seed of a generated task's prompts, and of the order in which a finite source is read."""
     engine: EngineConfig | None
     """Engine that the actor runs in its own process. None when the engines are separate actors, which `set_engines` and
     `add_engine` supply."""
     rollout: RolloutConfig
-    """Section `rollout` of the configuration. Only its keys for the environment are read here; the engine has its own
-    copy."""
+    """Section `rollout` of the configuration. Only its keys for the environment are read here, because the engine has
+    its own copy."""
     tokenizer: str
     """Folder or hub id of the tokenizer."""
     rewards: tuple[RewardFunctionConfig, ...]
     """Reward functions that score every sample."""
     tagged_rewards: frozenset[str]
-    """Labels of the reward functions whose unweighted values become tags of the rows, for advantages that need more
-    than the total reward."""
+    """Names (`RewardFunctionConfig.label`) of the reward functions whose unweighted values are stored with each row as
+    tags (metadata), for advantages that need more than the total reward."""
     data: DataConfig
     """Section `data` of the configuration: the sources of prompts."""
     validates: bool
     """True if this actor also opens the validation prompts."""
     check_prompts: bool
-    """True if this actor looks for prompts of more than `data.max_prompt_tokens` tokens in the training and validation
-    sources and treats them as an error."""
+    """True if this actor checks the training and validation sources for prompts of more than `data.max_prompt_tokens`
+    tokens, and raises an error if it finds one (except where `data.overlong_prompts=drop` leaves such prompts out)."""
     data_plane: DataPlaneHandle
     reward_timeout_s: float = 60.0
-    """Seconds after which the reward functions of a row are given up."""
+    """Time limit in seconds for the reward functions of one row. A row that exceeds it counts as failed."""
     engine_timeout_s: float = 120.0
-    """Seconds that a request waits for an engine actor when none is available."""
+    """Seconds that a request waits for an available engine actor before it fails."""
     journal: JournalConfig | None = None
-    """Settings of the journal that keeps finished groups on disk; None when there is no journal."""
+    """Settings of the journal, which keeps finished groups (all rows of one prompt) on disk; None when there is no
+    journal."""
 
 
 class RolloutActor(EngineHost):
@@ -127,17 +128,18 @@ class RolloutActor(EngineHost):
         return engine
 
     def data_notes(self) -> tuple[str, ...]:
-        """Return sentences for the user about the prompts that `build` opened, such as which split was chosen and how
-        many prompts were left out."""
+        """Return sentences for the user about the prompt sources that `build` opened, such as which split was chosen
+        and how many prompts were left out."""
         return self._data_notes
 
     # ---------------------------------------------------------------- engines that are actors of their own
 
     async def set_engines(self, names: Sequence[str], handles: Sequence[Any]) -> None:
-        """Send requests to these engine actors, on which `build` must have been called, and to no others. handles: Ray
+        """Send requests to exactly these engine actors. `build` must have been called on each of them. handles: Ray
         handles in the order of `names`.
 
-        Engines that are in use already are not touched. Raises EngineDied naming the first engine that does not answer.
+        Engines that are already in use stay in use. Raises EngineDied, which names the engine, if one of them does not
+        answer.
         """
         wanted = dict(zip(names, handles, strict=True))
         for name in set(self._router.names) - set(wanted):
@@ -147,10 +149,10 @@ class RolloutActor(EngineHost):
         )
 
     async def add_engine(self, name: str, handle: Any) -> None:
-        """Start sending requests to one more engine actor, or again to one that was removed from routing. handle: its
-        Ray handle.
+        """Start sending requests to one more engine actor. It may be one that was removed from routing before. handle:
+        its Ray handle.
 
-        Raises EngineDied when the engine does not answer, and ValueError when one of this name is already in use.
+        Raises EngineDied if the engine does not answer, and ValueError if an engine of this name is already in use.
         """
         engine = RemoteEngine(name, handle)
         try:
@@ -177,8 +179,8 @@ class RolloutActor(EngineHost):
         return engine
 
     async def progress(self) -> int:
-        """Return a number that changes whenever the engine or the worker makes progress. Raises EngineDied when the
-        engine has died."""
+        """Return a number that changes whenever the engine or the worker makes progress, so that the driver can tell a
+        slow actor from one that hangs. Raises EngineDied if the engine is known to have died."""
         return self._engine.progress + self.worker.progress
 
     # ---------------------------------------------------------------- the end

@@ -21,11 +21,11 @@ class DataConfig(Section):
     split: str = "train"
     """Name of the split of a Hugging Face dataset that is trained on."""
     validation_subset: str | None = None
-    """Name of the configuration of the dataset that validation reads. Unset: `data.subset` if that is the dataset of
-    `data.train`, else none."""
+    """Name of the configuration of the dataset that validation reads. Unset: `data.subset` if validation reads the same
+    dataset as training, else none."""
     validation_split: str | None = None
-    """Name of the split that validation reads. Unset: `validation`, or `test` where there is none. A dataset that
-    training also reads must have one of these; any other dataset may instead have a single split or the one named by
+    """Name of the split that validation reads. Unset: `validation`, or `test` if there is none. A dataset that training
+    also reads must have one of these; any other dataset may instead have a single split or the one named by
     `data.split`."""
     prompt_field: str = "prompt"
     """Name of the column that holds the prompt: text, or a list of chat messages."""

@@ -5,9 +5,9 @@
                         +--> the resumed run finds the group and puts it unchanged
 
 A group is all rows of one prompt. Every rollout actor appends to its own segment files in one folder and reads those of
-all actors, because another actor may take over a prompt. Files are not flushed to the disk. A killed process loses
-nothing that it has written, as the operating system holds it, but a host that loses power may lose the groups of the
-last seconds.
+all actors, because another actor may take over a prompt. Files are not flushed to the disk. What a killed process has
+written is not lost, because the operating system holds it, but a host that loses power may lose the groups of the last
+seconds.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ class JournalConfig:
     folder: str
     """Folder that all rollout actors can read and write. It is created when missing."""
     fingerprint: str
-    """Text that represents all settings that influence the content of a group, besides the policy's weights. Groups
-    with another fingerprint are ignored."""
+    """Text that represents all settings, other than the policy's weights, that influence the content of a group (all
+    rows of one prompt). Groups that were written with another fingerprint are ignored."""
     purpose: Purpose = "resume"
-    """Purpose of the journal. `resume` keeps groups without failed rows until a checkpoint covers them. `record` keeps
-    all groups for good. `replay` writes nothing, and a missing group is an error."""
+    """Purpose of the journal. `resume` keeps groups (all rows of one prompt) without failed rows until a checkpoint
+    covers them. `record` keeps all groups for good. `replay` only reads, and a missing group is an error."""
 
 
 @dataclass(slots=True)
 class _Segment:
-    """What this process knows of one segment file, a file of the journal that one writer appends to."""
+    """State of reading one segment file, a file of the journal to which a single writer appends."""
 
     end: int = 0
-    """Byte offset of the end of the last complete record that was read."""
+    """Byte offset of the end of the last complete record that this process has read."""
     positions: set[int] = field(default_factory=set)
     """Positions, in the prompt stream, of the prompts whose groups are in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Location of the latest record of one position of the prompt stream."""
+    """Location of the latest journal record for one position in the prompt stream."""
 
     stamp: int
     path: Path
@@ -66,14 +66,14 @@ class _Entry:
 
 
 class GroupJournal:
-    """Access to the journal for one writer, such as a rollout actor. Threads may share it. All methods use the disk, so
-    they must not be called directly in an event loop."""
+    """Access to the journal for one writer, such as a rollout actor. Thread-safe. All methods access the disk, so they
+    must not be called directly in an event loop."""
 
     def __init__(self, config: JournalConfig, writer: str) -> None:
-        """writer: name that becomes part of the names of this writer's files. A later writer of the same name does not
-        overwrite them.
+        """writer: name that becomes part of the names of this writer's files. A later writer with the same name does
+        not overwrite them.
 
-        Raises ValueError when the purpose is `replay` and the folder does not exist.
+        Raises ValueError if the purpose is `replay` and the folder does not exist.
         """
         self._folder = Path(config.folder)
         self.purpose: Purpose = config.purpose
@@ -93,10 +93,12 @@ class GroupJournal:
         self._lock = threading.Lock()
 
     def append(self, groups: Iterable[JournaledGroup]) -> None:
-        """Write one record for each group. A record replaces earlier ones of the same position in the prompt stream.
+        """Write one record for each group. A record replaces earlier records for the same position in the prompt
+        stream.
 
-        Killing this process after the call loses no group; killing it during the call loses only the groups not yet
-        written. Raises OSError naming the file when it cannot be written, usually because the disk is full.
+        If this process is killed after the call, no group is lost; if it is killed during the call, only groups not yet
+        written are lost. Raises OSError, which names the file, if the file cannot be written, usually because the disk
+        is full.
         """
         with self._lock:
             for group in groups:
@@ -105,8 +107,8 @@ class GroupJournal:
                 self._write(encode_record(group, self._fingerprint, self._stamp))
 
     def refresh(self) -> None:
-        """Read the heads of all records that any writer has added since the last call. Raises DamagedJournal when a
-        head is damaged."""
+        """Read the headers of all records that any writer has added since the last call. Raises DamagedJournal if a
+        header is damaged."""
         with self._lock:
             self._refresh()
 
@@ -116,10 +118,11 @@ class GroupJournal:
         return sorted(self._latest)
 
     def find_all(self, positions: Iterable[int]) -> list[JournaledGroup]:
-        """Call `refresh`, and return the groups of those prompts at `positions` that are in the journal.
+        """Call `refresh`, and return the groups of the prompts at `positions`, leaving out prompts without a group in
+        the journal.
 
-        Raises DamagedJournal when a record is damaged. In a replay, raises ValueError naming the position of a prompt
-        without a group.
+        Raises DamagedJournal if a record is damaged. In a replay, a prompt without a group raises ValueError, which
+        names the prompt's position.
         """
         self.refresh()
         found = {position: self.find(position) for position in positions}
@@ -133,9 +136,9 @@ class GroupJournal:
         return [group for group in found.values() if group is not None]
 
     def find(self, position: int) -> JournaledGroup | None:
-        """Return the latest group of the prompt at `position`, as of the last `refresh`; None when there is none.
+        """Return the latest group of the prompt at `position`, as of the last `refresh`; None if there is none.
 
-        Raises DamagedJournal when its record is damaged.
+        Raises DamagedJournal if the group's record is damaged.
         """
         entry = self._latest.get(position)
         if entry is None:
@@ -146,11 +149,12 @@ class GroupJournal:
             return None
 
     def trim(self, first: int, outstanding: Collection[int]) -> None:
-        """Remove the segment files, of all writers, in which every position is below `first` and not in `outstanding`.
+        """Remove segment files, of any writer, that are no longer needed: those whose positions in the prompt stream
+        are all below `first` and not in `outstanding`.
 
-        The segment file that this process is writing is ended first, so that it can be removed too, now or later. Files
-        that other processes are writing stay. Idempotent; does nothing unless the purpose is `resume`. Raises
-        DamagedJournal when a record is damaged.
+        The segment file that this process is writing is closed first, so that it can be removed too, now or later.
+        Files that other processes are writing are kept. Idempotent; does nothing unless the purpose is `resume`. Raises
+        DamagedJournal if a record is damaged.
         """
         if self.purpose != "resume":
             return
@@ -164,7 +168,7 @@ class GroupJournal:
             self._refresh()
 
     def close(self) -> None:
-        """End the segment file that is being written; a later append starts another one. Idempotent."""
+        """Close the segment file that is being written; a later `append` starts a new one. Idempotent."""
         with self._lock:
             self._end_segment()
 
@@ -207,10 +211,10 @@ class GroupJournal:
             raise OSError(error.errno, f"journal: {path} cannot be written: {error.strerror}") from error
 
     def _begin_segment(self) -> tuple[Path, int]:
-        """Create a new segment file, locked while this process writes to it, and return its path and descriptor.
+        """Create a new segment file, locked as long as this process writes to it, and return its path and descriptor.
 
-        The operating system releases the lock when the process ends, however it ends. The file's name contains the
-        time, because readers recognise a file by its name, and the name of a removed file must not be used again.
+        The operating system releases the lock when the process ends for any reason. The file's name contains the time,
+        because readers identify a file by its name, so the name of a removed file must not be used again.
         """
         while True:
             path = self._folder / f"{self._writer}-{time.time_ns()}{_SUFFIX}"
@@ -230,7 +234,7 @@ class GroupJournal:
 
 
 def _sizes(folder: Path) -> dict[Path, int]:
-    """Return the size in bytes of each segment file in `folder`."""
+    """Return the size in bytes of each segment file (file of the journal) in `folder`."""
     sizes = {}
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -241,9 +245,10 @@ def _sizes(folder: Path) -> dict[Path, int]:
 
 
 def _remove_unless_written(path: Path, end: int) -> None:
-    """Remove a segment file, unless a process is writing to it or it has records after byte `end`.
+    """Remove a segment file (a file of the journal), unless a process is writing to it or it has records after byte
+    `end`.
 
-    A file that is gone already is ignored.
+    Does nothing if the file no longer exists.
     """
     try:
         descriptor = try_lock(path)

@@ -1,13 +1,13 @@
 """Encodes a finished group as one record of the journal, and reads records back from a segment file.
 
 bytes 0-7    magic and format version
-bytes 8-47   fingerprint, position, stamp, bytes of the body, xxh3 of the body
+bytes 8-47   fingerprint, position, stamp, number of bytes in the body, xxh3 of the body
 bytes 48-55  xxh3 of bytes 0-47
-then         body: 8 bytes length of the contents, contents (`codecs/messages.py`), the parts of the rows' block
-             (`codecs/blocks.py`), one after another
+then         body: length of the contents (8 bytes), contents (`codecs/messages.py`), and the encoded columns of the
+             rows (`codecs/blocks.py`)
 
 With the two checksums, a reader can distinguish a record that was cut short by a kill from a record whose bytes have
-changed. The first may stand at the end of a file; the second must not be used.
+changed. A record that was cut short may stand at the end of a file; a record with changed bytes must not be used.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ HEAD_BYTES = _HEAD.size + _DIGEST.size
 
 
 class DamagedJournal(RuntimeError):
-    """The bytes of a record are not those that were written. The message names the file and the byte at which the
-    record begins."""
+    """The bytes of a journal record are not those that were written. The message names the file and the byte at which
+    the record begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +47,21 @@ class JournaledGroup:
     """Position of the group's prompt in the run's prompt stream."""
     rows: RolloutRows
     figures: GroupFigures
-    """Counts and sums that the group adds to the report of the rollout actor that puts it into the data plane."""
+    """Counts and sums of the group, which are added to the report of the rollout actor that writes the group to the
+    data plane."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordHead:
-    """Head of a record, which stands in front of its body."""
+    """Header of a journal record. It precedes the record's body."""
 
     fingerprint: int
     """Hash of the settings that the group was made with (`JournalConfig.fingerprint`)."""
     position: int
     """Position of the group's prompt in the run's prompt stream."""
     stamp: int
-    """Number that grows from record to record. Of several records of one position, the one with the highest stamp is
-    valid."""
+    """Number that increases from record to record. If several records have the same position, the one with the highest
+    stamp is valid."""
     nbytes: int
     """Number of bytes of the body."""
     digest: int
@@ -69,7 +70,8 @@ class RecordHead:
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """Contents of a record's body besides the bytes of its rows."""
+    """Part of a record's body that precedes the encoded columns of the rows: the rows' metadata, the group's counts and
+    sums, and the layout of the columns."""
 
     keys: list[str]
     versions: np.ndarray
@@ -89,12 +91,12 @@ def encode_record(group: JournaledGroup, fingerprint: int, stamp: int) -> bytes:
 
 
 def read_heads(path: Path, start: int) -> tuple[list[tuple[int, RecordHead]], int]:
-    """Return the byte offset and head of every complete record from byte `start` on, and the byte at which the last of
-    them ends.
+    """Return the byte offset and the header of every complete record from byte `start` on, and the byte at which the
+    last of these records ends.
 
-    An incomplete record at the end of the file is left out, because its writer was killed in the middle of it or is
-    still writing it. Bodies are not read. Raises DamagedJournal when a head is damaged, and FileNotFoundError when
-    there is no such file.
+    An incomplete record at the end of the file is left out, because its writer was killed while writing it or is still
+    writing it. Bodies are not read. Raises DamagedJournal if a header is damaged, and FileNotFoundError if there is no
+    such file.
     """
     found = []
     descriptor = os.open(path, os.O_RDONLY)
@@ -114,7 +116,7 @@ def read_heads(path: Path, start: int) -> tuple[list[tuple[int, RecordHead]], in
 def read_group(path: Path, offset: int) -> JournaledGroup:
     """Read the record that begins at byte `offset` and return its group, which does not share memory with the file.
 
-    Raises DamagedJournal when the record is damaged, and FileNotFoundError when there is no such file.
+    Raises DamagedJournal if the record is damaged, and FileNotFoundError if there is no such file.
     """
     with open(path, "rb") as file:
         file.seek(offset)
@@ -154,7 +156,8 @@ def _decode_head(data: bytes, path: Path, offset: int) -> RecordHead:
 
 
 def _decode_rows(data: np.ndarray, layout: BlockLayout) -> Batch:
-    """Decode all rows of a block (an encoded batch) whose parts lie one after another in `data`, uint8 1-D."""
+    """Decode all rows of an encoded batch. data: the encoded parts of the batch, one after another, uint8 1-D. layout:
+    layout of these parts."""
     ends = np.cumsum(layout.part_bytes)
     parts = dict(enumerate(np.split(data, ends[:-1])))
     schema, num_rows, lengths = read_header(parts[0])

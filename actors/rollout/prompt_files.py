@@ -63,16 +63,16 @@ def load_rows(config: DataConfig, *, validation: bool = False) -> PromptRows:
 
 
 def subset_of(config: DataConfig, *, validation: bool) -> str | None:
-    """Return the name of the dataset configuration that training reads, or that validation reads if `validation` is
-    True; None when none is named."""
+    """Return the name of the dataset configuration (subset) that training reads, or that validation reads if
+    `validation` is True; None if no name is configured."""
     if not validation or (config.validation_subset is None and config.source(validation=True) == config.train):
         return config.subset
     return config.validation_subset
 
 
 def validation_note(config: DataConfig, rows: PromptRows) -> str | None:
-    """Return a sentence that tells the user which prompts validation reads, when the configuration does not name the
-    split or when they are also trained on; else None."""
+    """Return a sentence that tells the user which prompts validation reads, if the split was chosen automatically or if
+    the prompts are also trained on; else None."""
     same = config.source(validation=True) == config.train
     if rows.split is not None and config.validation_split is None:
         return f"validation reads the split {rows.split!r} of {rows.name} (data.validation_split is not set)"
@@ -82,8 +82,8 @@ def validation_note(config: DataConfig, rows: PromptRows) -> str | None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Read one JSON object from each line; blank lines are skipped. Raises ValueError naming the file, and the line
-    that is not a JSON object."""
+    """Read one JSON object from each line; blank lines are skipped. Raises ValueError if the file cannot be read or a
+    line is not a JSON object; the message names the file and the line."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -121,10 +121,10 @@ def _load_split(config: DataConfig, source: str, path: Path, validation: bool) -
 
 
 def _validation_split(config: DataConfig, source: str, splits: Sequence[str]) -> str:
-    """Return the name of the split that validation reads: the configured one, else `validation` or `test`, else, for a
-    dataset that training does not read, its only split or `data.split`.
+    """Return the name of the split that validation reads: the configured one; else `validation` or `test`; else, for a
+    dataset that training does not read, its only split or the one named by `data.split`.
 
-    Raises ValueError when training reads the dataset and it has neither a `validation` nor a `test` split left.
+    Raises ValueError if training reads the dataset and neither `validation` nor `test` is left for validation.
     """
     if config.validation_split is not None:
         return config.validation_split
@@ -142,7 +142,7 @@ def _validation_split(config: DataConfig, source: str, splits: Sequence[str]) ->
 
 
 def _load_dataset(config: DataConfig, source: str, path: Path, validation: bool) -> tuple[Any, Any]:
-    """Load the dataset `source`, and return it together with the package `datasets`."""
+    """Load the dataset `source`, and return it together with the imported module `datasets`."""
     try:
         import datasets  # takes seconds to import, and most runs do not need it
     except ModuleNotFoundError:

@@ -42,7 +42,7 @@ class TableSource:
     """PromptSource that makes prompts from the rows of a file or dataset."""
 
     def __init__(self, config: DataConfig, rows: PromptRows, tokenizer: Any = None) -> None:
-        """Check the arguments of the chat template and the first row. Raises ValueError when they do not fit or there
+        """Check the arguments of the chat template and the first row. Raises ValueError if these do not fit or there
         are no rows."""
         self.name = rows.name
         self.size: int | None = len(rows)
@@ -125,8 +125,8 @@ class TableSource:
             ) from error
 
     def _check_template_arguments(self) -> None:
-        """Raise ValueError for an argument in `data.chat_template_kwargs` that the chat template does not read, as the
-        template would ignore it."""
+        """Raise ValueError if `data.chat_template_kwargs` has an argument that the chat template does not read, because
+        the template would ignore it."""
         given = self._config.chat_template_kwargs
         template = str(getattr(self._tokenizer, "chat_template", None) or "")
         for name in given:
@@ -146,15 +146,16 @@ class TableSource:
 
 
 class PromptStream:
-    """Endless sequence of the prompts of a source, in an order made from a seed. Every actor finds the same prompt at a
-    position.
+    """Endless sequence of the prompts of a source, in an order determined by a seed, so that every actor finds the same
+    prompt at a given position.
 
-    A finite source is read epoch by epoch, each epoch in its own order; an endless one is read in its own order.
+    A finite source is read in epochs, each with its own random order if `shuffle` is True. The order of an endless
+    source is kept.
     """
 
     def __init__(self, source: PromptSource, *, seed: int = 0, shuffle: bool = True, uid_prefix: str = "") -> None:
-        """shuffle: True gives each epoch of a finite source its own random order. uid_prefix: prefix of the prompts'
-        uids, which keeps the uids of two streams apart."""
+        """shuffle: True gives each epoch of a finite source its own random order. uid_prefix: prefix of the uids of the
+        prompts; streams with different prefixes never share a uid."""
         self._source = source
         self._seed = seed
         self._shuffle = shuffle
@@ -179,7 +180,7 @@ class PromptStream:
 
 
 def row_key(prompt_uid: str, sample: int) -> str:
-    """Return the key that the row of one sample has in the data plane."""
+    """Return the key that identifies a sample's row in the data plane."""
     return f"{prompt_uid}.{sample}"
 
 
@@ -194,10 +195,10 @@ def base36(number: int) -> str:
 
 
 class KeptSource:
-    """PromptSource with some of the rows of another source."""
+    """PromptSource that has only some of the rows of another source."""
 
     def __init__(self, source: PromptSource, kept: np.ndarray) -> None:
-        """kept: indices, in `source`, of the rows that stay, ascending, int64 `[N]`."""
+        """kept: indices of the rows of `source` to keep, ascending, int64 `[N]`."""
         self.name = source.name
         self.size: int | None = len(kept)
         self._source = source
@@ -221,9 +222,10 @@ def prompt_lengths(source: PromptSource, tokenizer: Any) -> np.ndarray:
 
 
 def check_prompt_lengths(source: PromptSource, tokenizer: Any, max_tokens: int) -> int:
-    """Tokenise the source's prompts (the first 1000 of an endless one), and return the length of the longest in tokens.
+    """Tokenise the source's prompts (the first 1000 of an endless one), and return the length in tokens of the longest
+    prompt.
 
-    Raises ValueError when prompts have more than `max_tokens` tokens. The message names the first of them with their
+    Raises ValueError if prompts have more than `max_tokens` tokens. The message names the first of them with their
     lengths, and says how many there are.
     """
     lengths = prompt_lengths(source, tokenizer)
@@ -241,7 +243,7 @@ def check_prompt_lengths(source: PromptSource, tokenizer: Any, max_tokens: int) 
 def without_overlong(source: PromptSource, tokenizer: Any, max_tokens: int) -> tuple[PromptSource, int]:
     """Return the source without its prompts of more than `max_tokens` tokens, and the number of prompts left out.
 
-    Raises ValueError when no prompt is left.
+    Raises ValueError if no prompt is left.
     """
     lengths = prompt_lengths(source, tokenizer)
     kept = np.flatnonzero(lengths <= max_tokens)
@@ -261,7 +263,8 @@ class OpenedPrompts:
     validation: PromptSource | None
     """Source of the validation prompts; None in a run that does not validate."""
     notes: tuple[str, ...]
-    """Sentences for the user about what was chosen or left out, such as the split that validation reads."""
+    """Sentences for the user about choices made when the sources were opened, such as the split that validation reads
+    or how many prompts were left out."""
 
 
 def open_prompts(
@@ -270,8 +273,9 @@ def open_prompts(
     """Open the sources of a run's prompts. With `data.overlong_prompts=drop`, prompts of finite sources that are too
     long are left out.
 
-    validates: True opens the validation prompts too. check_lengths: True makes any other prompt that is too long an
-    error. Raises ValueError with a one-sentence message when a source cannot be opened or its prompts do not fit.
+    validates: True opens the validation prompts too. check_lengths: True makes prompts that are too long an error,
+    unless they were left out. Raises ValueError with a one-sentence message if a source cannot be opened or its prompts
+    do not fit.
     """
     sources, notes = list[PromptSource](), list[str]()
     for validation in (False, True) if validates else (False,):

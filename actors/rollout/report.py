@@ -14,20 +14,20 @@ from ..protocols import Sample, Score, Span, SpanTable
 
 @dataclass(frozen=True, slots=True)
 class RolloutReport:
-    """Results of one `rollout` call, or of several merged. They are totals instead of means, so that reports merge
-    exactly."""
+    """Results of one `RolloutWorker.rollout` call, or of several calls merged. The values are totals rather than means,
+    so that reports can be merged exactly."""
 
     rows: int
-    """Number of rows put into the data plane."""
+    """Number of rows written to the data plane."""
     failed: int
-    """Number of rows whose reward or episode failed or whose generation was aborted. They are masked, and no reward
-    figure includes them."""
+    """Number of rows whose reward or episode failed or whose generation was aborted. These rows are not trained on, and
+    no reward statistic includes them."""
     first_error: str
     """Error of the first failed row; "" when none failed."""
     truncated: int
     """Number of rows whose response was cut off at max_new_tokens."""
     prompt_tokens: int
-    """Number of prompt tokens of all rows; the prompt of a group counts once for each row."""
+    """Number of prompt tokens in all rows. A prompt is counted once for each of its rows."""
     response_tokens: int
     """Number of response tokens of all rows."""
     response_length_max: int
@@ -35,15 +35,16 @@ class RolloutReport:
     reward_sum: float
     """Sum of the total rewards of the rows that did not fail."""
     component_sums: Mapping[str, float]
-    """Sum of the unweighted values of each reward function over the rows that did not fail, by name."""
+    """For each reward function, by name, the sum of its unweighted values over the rows that did not fail."""
     generate_s: float
-    """Wall-clock seconds from the start of the call to the end of its last episode."""
+    """Wall-clock seconds from the start of the `rollout` call to the end of its last episode."""
     traffic: bytes
     """Statistics of this actor's data-plane calls since its last report, encoded by `Traffic.to_bytes`."""
     spans: SpanTable
     """Timed pieces of work, for the run's trace."""
     left_out: tuple[LeftOut, ...] = ()
-    """Engines that were removed from routing since the last report; their requests went to other engines."""
+    """Engines that were removed from routing because they failed since the last report. Their requests went to other
+    engines."""
     restored: int = 0
     """Number of rows taken from the journal instead of generated. The other counts and sums include these rows."""
     restored_tokens: int = 0
@@ -55,13 +56,14 @@ class RolloutReport:
         return self.rows - self.failed
 
     def component_means(self) -> dict[str, float]:
-        """Return the mean of the unweighted values of each reward function over the rows that did not fail, by name."""
+        """Return, for each reward function by name, the mean of its unweighted values over the rows that did not
+        fail."""
         return {name: total / self.valid for name, total in self.component_sums.items()} if self.valid else {}
 
 
 def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
-    """Merge the reports of actors that worked at the same time. Counts, sums and traffic add up; of seconds and lengths
-    the largest is taken."""
+    """Merge the reports of actors that worked at the same time. Counts, sums and traffic are added; of `generate_s` and
+    `response_length_max` the merged report has the largest."""
     names = dict.fromkeys(name for report in reports for name in report.component_sums)
     return RolloutReport(
         rows=sum(r.rows for r in reports),
@@ -84,7 +86,7 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """Results of one `validate` call."""
+    """Results of one `RolloutWorker.validate` call."""
 
     rows: int
     """Number of samples that were generated."""
@@ -93,15 +95,15 @@ class ValidationReport:
     first_error: str
     """Error of the first failed sample; "" when none failed."""
     sums: Mapping[str, float]
-    """Sum of each validation figure, by its key in the metrics; see `FigureSums`."""
+    """Sum of each validation metric, by metric key; see `FigureSums`."""
     counts: Mapping[str, int]
-    """Number of samples or prompts that each sum was taken over, by key."""
+    """Number of samples or prompts over which each sum was taken, by metric key."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFigures:
-    """Counts and sums that some rows, usually those of a group, add to a RolloutReport. The fields have the same names
-    and meaning as there."""
+    """Counts and sums that a set of rows, usually the group of one prompt, adds to a RolloutReport. The fields have the
+    same names and meanings as those of RolloutReport."""
 
     rows: int
     failed: int
@@ -154,7 +156,7 @@ class RolloutTally:
     restored_tokens: int = 0
 
     def add(self, group: GroupFigures, *, restored: bool = False) -> None:
-        """Add the figures of a group. restored: True if the group comes from the journal."""
+        """Add the counts and sums of a group. restored: True if the group comes from the journal."""
         self.rows += group.rows
         self.failed += group.failed
         self.first_error = self.first_error or group.first_error

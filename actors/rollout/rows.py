@@ -16,7 +16,7 @@ from ..rewards.rubric import reward_tag
 
 @dataclass(frozen=True, slots=True)
 class RolloutRows:
-    """N rows with everything that is needed to put them into the data plane."""
+    """N rows that are ready to be written to the data plane, with their keys, versions, tags and columns."""
 
     keys: list[str]
     """Keys of the rows, each `{prompt_uid}.{sample}`."""
@@ -29,8 +29,8 @@ class RolloutRows:
     """Columns of the rows, one for each field in ROLLOUT_FIELDS."""
 
     def split(self, counts: Sequence[int]) -> list[RolloutRows]:
-        """Split the rows, in order, into consecutive parts, as views. counts: number of rows of each part; they must
-        add up to N."""
+        """Split the rows into consecutive parts, which are views. counts: number of rows of each part; they must add up
+        to N."""
         ends = np.cumsum(counts).tolist()
         assert ends[-1:] == [len(self.keys)], (counts, len(self.keys))
         return [self._part(end - count, end) for count, end in zip(counts, ends, strict=True)]
@@ -54,8 +54,8 @@ def join(parts: Sequence[RolloutRows]) -> RolloutRows:
 def rollout_rows(
     samples: Sequence[Sample], scores: Sequence[Score], tagged: Sequence[str] = ()
 ) -> tuple[Batch, dict[str, np.ndarray]]:
-    """Convert N samples and their scores to rows with the fields ROLLOUT_FIELDS, and to tags (tag name -> float32
-    `[N]`). Failed rows are masked.
+    """Convert N samples and their scores to rows with the fields ROLLOUT_FIELDS, and to tags, the metadata of the rows
+    (tag name -> float32 `[N]`). Failed rows are masked.
 
     tagged: names of the rewards whose unweighted values also become tags, named by `reward_tag`, with 0 for failed
     rows.
@@ -88,8 +88,8 @@ def rollout_rows(
 
 
 def version_spans(versions: np.ndarray, lengths: np.ndarray) -> Ragged:
-    """Compress one policy version per token to spans of tokens with equal version. A row of S spans gets int32 `[S,
-    2]`: index of each span's first token in the row, and version.
+    """Compress one policy version per token to spans of tokens with equal versions. Each row gets int32 `[S, 2]`, where
+    S is its number of spans: the index of each span's first token in the row, and the version.
 
     versions: versions of the tokens of all rows in order, int32 `[sum(lengths)]`. Rows without tokens have no spans.
     """

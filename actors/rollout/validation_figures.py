@@ -12,17 +12,17 @@ if TYPE_CHECKING:  # the configuration imports this module, and a mistake in it 
     from ..protocols import Sample, Score
 
 REWARD = "val/reward"
-"""Key of the mean total reward. With `/NAME` appended it is the key of the mean unweighted value of one reward
+"""Metric key of the mean total reward. With `/NAME` appended, it is the key of the mean unweighted value of one reward
 function."""
 EXACT_MATCH = "val/exact_match"
-"""Key of the share of samples whose response equals the expected answer, apart from surrounding white space."""
+"""Metric key of the share of samples whose response equals the expected answer, apart from surrounding white space."""
 RESPONSE_LENGTH = "val/response_length_mean"
-"""Key of the mean number of response tokens."""
+"""Metric key of the mean number of response tokens."""
 
 
 def figure_names(rewards: Sequence[str], n: int) -> list[str]:
-    """Return the keys of all figures that tell how good a policy is: means and best-of-K values of rewards and exact
-    match.
+    """Return the keys of all validation metrics that measure the quality of a policy: means and best-of-K values of
+    rewards and exact match.
 
     rewards: names of the reward functions. n: number of samples of each prompt.
     """
@@ -31,26 +31,26 @@ def figure_names(rewards: Sequence[str], n: int) -> list[str]:
 
 
 def find_figure(name: str, known: Collection[str]) -> str | None:
-    """Return the key in `known` that a user means by `name`; None when there is none. `name` may be the key itself, the
-    key without `val/`, or the name of a reward function."""
+    """Return the metric key in `known` that a user means by `name`, or None if there is none. `name` may be the key
+    itself, the key without `val/`, or the name of a reward function."""
     return next((key for key in (name, f"val/{name}", f"{REWARD}/{name}") if key in known), None)
 
 
 def best_counts(n: int) -> list[int]:
-    """Return the numbers K for which best-of-K figures are computed when a prompt has `n` samples: the powers of two
+    """Return the values of K for which best-of-K metrics are computed when a prompt has `n` samples: the powers of two
     from 2 to `n`, and `n` itself. There are none when `n` is 1."""
     return sorted({2**power for power in range(1, n.bit_length()) if 2**power <= n} | ({n} if n > 1 else set()))
 
 
 def best_of(key: str, count: int) -> str:
-    """Return the key of the best-of-K figure that belongs to the figure `key`, with K = `count`, such as `val/pass@4`
-    for exact match."""
+    """Return the key of the best-of-K variant of the metric `key`, with K = `count`, such as `val/pass@4` for exact
+    match."""
     return {REWARD: f"val/best@{count}", EXACT_MATCH: f"val/pass@{count}"}.get(key, f"{key}/best@{count}")
 
 
 def needs_answers(key: str) -> bool:
-    """Return whether a figure is about exact matches. Such a figure is a share, and it exists only where prompts have
-    answers."""
+    """Return whether the metric `key` measures exact matches. Its values are shares, and it exists only if prompts have
+    expected answers."""
     return key == EXACT_MATCH or key.startswith("val/pass@")
 
 
@@ -64,18 +64,18 @@ def expected_best(values: Sequence[float], count: int) -> float:
 
 
 class FigureSums:
-    """Sums of validation figures over prompts. The sums of several actors add up to exact totals."""
+    """Sums of validation metrics over prompts. Unlike means, the sums of several actors can simply be added."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
-        """Sum of each figure, by key: over samples, or over prompts if it is a best-of-K figure."""
+        """Sum of each metric, by metric key: over prompts if it is a best-of-K metric, otherwise over samples."""
         self.counts: dict[str, int] = {}
-        """Number of samples or prompts in each sum, by key. A figure to which nothing was added has no entry."""
+        """Number of samples or prompts in each sum, by metric key. A metric to which nothing was added has no entry."""
 
     def add_group(self, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
-        """Add the scored samples of one prompt. Failed rows do not count in the figures of rewards.
+        """Add the scored samples of one prompt. Reward metrics do not include failed samples.
 
-        A sample counts for exact match whenever its prompt has an answer, even if its rewards failed.
+        Exact match includes every sample whose prompt has an answer, even if its rewards failed.
         """
         for sample in samples:
             self.add(RESPONSE_LENGTH, float(np.count_nonzero(sample.response_mask)), 1)
@@ -96,10 +96,10 @@ class FigureSums:
                     self.add(best_of(key, count), expected_best(found, count), 1)
 
     def add(self, key: str, total: float, count: int) -> None:
-        """Add the sum of `count` values to the figure `key`."""
+        """Add `total`, the sum of `count` values, to the metric `key`."""
         self.sums[key] = self.sums.get(key, 0.0) + total
         self.counts[key] = self.counts.get(key, 0) + count
 
     def means(self) -> dict[str, float]:
-        """Return the mean of each figure, by key."""
+        """Return the mean of each metric, by metric key."""
         return {key: total / self.counts[key] for key, total in self.sums.items()}

@@ -1,10 +1,11 @@
-"""`RolloutWorker` turns prompts into rewarded rows and puts them into the data plane; the driver only gets reports.
+"""`RolloutWorker` turns prompts into rewarded rows and puts them into the data plane; the driver gets only reports.
 
     positions -> prompts -> environment + engine (all at once) -> rewards -> journal -> put, group by group -> report
         |                                                                                ^
         +-- groups that the journal has from before a kill ------------------------------+
 
-A group is all rows of one prompt. Groups that finish while an earlier one is being put share the next put.
+A group is all rows of one prompt. Groups that finish while an earlier group is being put (written to the data plane)
+are put together in the next call.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .rows import RolloutRows, join, rollout_rows
 from .validation_figures import FigureSums
 
 _RESTORED_TOGETHER = 16
-"""Largest number of groups from the journal that are put together in one call."""
+"""Largest number of groups from the journal that are written to the data plane in one call."""
 
 
 class RolloutWorker:
@@ -54,8 +55,9 @@ class RolloutWorker:
         journal: GroupJournal | None = None,
         reward_timeout_s: float = 60.0,
     ) -> None:
-        """held_out: prompts that `validate` reads; None when the run has none. journal: keeps finished groups on disk;
-        None to keep none. reward_timeout_s: seconds after which the reward functions of a row are given up."""
+        """held_out: prompts that `validate` reads; None when the run has none. journal: keeps finished groups (all rows
+        of one prompt) on disk; None keeps none. reward_timeout_s: time limit in seconds for the reward functions of one
+        row."""
         self._engine = engine
         self._environment = environment
         self._tokenizer = tokenizer
@@ -67,8 +69,8 @@ class RolloutWorker:
         self._left_out: list[LeftOut] = []
         self._open: set[_OpenCall] = set()
         self.progress = 0
-        """Number that grows while calls make progress: whenever the episodes of a prompt end, a sample is scored, or
-        finished groups are kept or put."""
+        """Number that grows when calls make progress: whenever the episodes of a prompt end, a sample is scored, or
+        finished groups are recorded or written to the data plane."""
         # Users' reward functions may be slow or hang, so they run in a thread while generation and other calls go on.
         self._scoring = UserThreads("rewards", 1)
         self._reward_timeout_s = reward_timeout_s
@@ -85,17 +87,17 @@ class RolloutWorker:
         fresh: bool = False,
         traced: bool = False,
     ) -> RolloutReport:
-        """Generate and score `params.n` samples for each prompt at `positions` of the prompt stream, and put them as
-        rows into the data plane's partition `partition`.
+        """Generate and score `params.n` samples for each prompt at `positions` of the prompt stream, and write them as
+        rows to the data plane's partition `partition`.
 
-        Each finished group (the rows of one prompt) is put as a whole, and its rows have the keys
-        `{prompt_uid}.{sample}`. Groups that are in the journal are put as they are, unless `fresh` is True: then all
-        groups are generated, and replace those in the journal. traced: True if the report is to have spans.
+        Each finished group (all rows of one prompt) is written as a whole, and its rows have the keys
+        `{prompt_uid}.{sample}`. Groups that are in the journal are written unchanged, unless `fresh` is True: then all
+        groups are generated, and replace those in the journal. traced: True if the report should contain spans.
 
-        A row fails when its rewards fail or take too long, when its generation is aborted, or when its episode fails
-        with one of EPISODE_ERRORS. A failed row is also put, but masked: its response_mask, its log-probs and its tags
-        `valid` and `reward` are 0. When an episode fails with another error, a put fails, or the call is cancelled, the
-        remaining episodes are ended before the error is raised; groups already put stay.
+        A row fails if its rewards fail or take too long, if its generation is aborted, or if its episode fails with one
+        of EPISODE_ERRORS. A failed row is also written, but masked: its response_mask, its log-probs and its tags
+        `valid` and `reward` are 0. If an episode fails with another error, a write fails, or the call is cancelled, the
+        remaining episodes are ended before the error is raised; groups already written stay in the data plane.
         """
         tally, call = RolloutTally(), _OpenCall()
         self._open.add(call)
@@ -110,7 +112,7 @@ class RolloutWorker:
         return tally.report(self._client.stats.take(), left_out)
 
     def end_rollouts(self) -> None:
-        """Make the running calls of `rollout` return early, with only the groups that are finished by now."""
+        """Make all running `rollout` calls return early, with only the groups that are already finished."""
         for call in self._open:
             call.end()
 
@@ -156,10 +158,10 @@ class RolloutWorker:
                 await self._score_and_put(by_position, partition, tally)
 
     async def validate(self, start: int, count: int, params: SamplingParams) -> ValidationReport:
-        """Generate and score `params.n` samples for each of `count` validation prompts from position `start` on. No
-        rows are put.
+        """Generate and score `params.n` samples for each of `count` validation prompts from position `start` on.
+        Nothing is written to the data plane.
 
-        Raises ValueError when the run has no validation prompts.
+        Raises ValueError if the run has no validation prompts.
         """
         if self._held_out is None:
             raise ValueError("validation: the run has no held-out prompts, expected data.validation to be set")
@@ -188,8 +190,8 @@ class RolloutWorker:
         )
 
     async def trim_journal(self, first: int, outstanding: Sequence[int]) -> None:
-        """Remove from the journal the groups that a checkpoint covers: those of all positions below `first`, except
-        `outstanding` (see `GroupJournal.trim`). Does nothing without a journal."""
+        """Remove from the journal the groups that a checkpoint covers: those of all positions below `first`, except the
+        positions in `outstanding` (see `GroupJournal.trim`). Does nothing without a journal."""
         if self._journal is not None:
             await asyncio.to_thread(self._journal.trim, first, outstanding)
 
@@ -209,12 +211,12 @@ class RolloutWorker:
             return _failed_samples(prompt, self._tokenizer, params.n, f"{type(error).__name__}: {error}")
 
     async def _journaled(self, positions: Sequence[int]) -> list[JournaledGroup]:
-        """Return those groups of the prompts at `positions` that are in the journal."""
+        """Return the groups that the journal has for the prompts at `positions`."""
         journal = self._journal
         return [] if journal is None else await asyncio.to_thread(journal.find_all, positions)
 
     async def _score_and_put(self, groups: Mapping[int, list[Sample]], partition: str, tally: RolloutTally) -> None:
-        """Score finished groups (position of the prompt -> samples), write them to the journal, and put them into the
+        """Score finished groups (position of the prompt -> samples), record them in the journal, and write them to the
         data plane."""
         samples = [sample for group in groups.values() for sample in group]
         with _span(tally, "reward"):
@@ -229,10 +231,11 @@ class RolloutWorker:
     async def _keep(
         self, rows: RolloutRows, scores: Sequence[Score], groups: Mapping[int, list[Sample]], tally: RolloutTally
     ) -> None:
-        """Add finished groups to the tally and write them to the journal. rows, scores: those of all groups, in order.
+        """Add finished groups to the tally and write them to the journal. rows, scores: rows and scores of all groups,
+        in order.
 
         Groups with failed rows are written only if the journal is meant for a replay (purpose `record`). After a resume
-        they are generated again, so that a reward function that was fixed meanwhile can score them.
+        they are generated again, so that a reward function that has since been fixed can score them.
         """
         kept, left = [], list(scores)
         parts = rows.split([len(samples) for samples in groups.values()])
@@ -259,8 +262,8 @@ class RolloutWorker:
         return np.where(versions < 0, self._engine.version, versions)
 
     async def _score(self, samples: list[Sample]) -> list[Score]:
-        """Score samples one after another. When the rewards of a sample take too long, they are given up: its row
-        fails, and another thread goes on with the next sample."""
+        """Score samples one after another. If the rewards of a sample take too long, the sample counts as failed, and
+        another thread continues with the next sample."""
         scores: list[Score] = []
         while len(scores) < len(samples):
             work = _Scoring(self._rubric, samples[len(scores) :], self._step)
@@ -273,16 +276,17 @@ class RolloutWorker:
         return scores
 
     def _step(self, _: object = None) -> None:
-        """Add one to `progress`. The argument is ignored; it lets the method be a callback of tasks."""
+        """Add one to `progress`. The ignored argument allows this method to be used as a callback of tasks."""
         self.progress += 1
 
 
 def generation_spans(wall: float, ends: Sequence[float], positions: Sequence[int]) -> list[Span]:
-    """Return the trace spans of one call's generation: the whole, the time to its first finished group, and its tail.
+    """Return trace spans for the generation of one `rollout` call: one for all of it, one until its first group was
+    finished, and one for its tail.
 
-    The tail is the time in which the last quarter of the groups was generated. wall: Unix time at which the call
-    started. ends: seconds from then until each group was finished, ascending. positions: positions of the prompts, for
-    the name.
+    The tail is the time in which the last quarter of the groups was finished. wall: Unix time in seconds at which the
+    call started. ends: seconds from then until each group was finished, ascending. positions: positions of the prompts
+    in the prompt stream, used in the name of the span.
     """
     first, last = min(positions), max(positions)
     prompts = f"{first}" if first == last else f"{first}-{last}"
@@ -308,7 +312,7 @@ class _Scoring:
 
     @property
     def name(self) -> str:
-        """Name of this piece of work in error messages: the rewards of the first sample's prompt."""
+        """Description of this work in error messages: the rewards of the first sample's prompt."""
         return f"the rewards of prompt {self._samples[0].prompt.uid!r}"
 
     def run(self) -> None:
@@ -321,8 +325,8 @@ class _Scoring:
         self._reward = reward
 
     def given_up(self, bound: str) -> list[Score]:
-        """Return the scores so far, and a failed score for the sample whose reward has not returned. bound: the time
-        limit, as text for the error."""
+        """Return the scores so far, followed by a failed score for the sample whose reward has not returned. bound: the
+        time limit, as text for the error message."""
         scores = list(self.scores)
         if len(scores) == len(self._samples):
             return scores
@@ -383,7 +387,7 @@ class _OpenCall:
 
 
 async def _drain(finished: asyncio.Queue[asyncio.Task[list[Sample]]]) -> list[asyncio.Task[list[Sample]]]:
-    """Wait until a task has finished, and return it with all others that have finished by now."""
+    """Wait until at least one task has finished, and return all tasks that have finished by then."""
     done = [await finished.get()]
     while not finished.empty():
         done.append(finished.get_nowait())
@@ -391,7 +395,8 @@ async def _drain(finished: asyncio.Queue[asyncio.Task[list[Sample]]]) -> list[as
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks that still run and wait until they have ended, so that none outlives its call."""
+    """Cancel the tasks that are still running and wait until they have ended, so that none outlives the call it belongs
+    to."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -22,8 +22,8 @@ from ..sampling import draw, log_distribution, uniforms
 from ..stop_texts import StopTexts
 
 COMPACT_BELOW = 0.75
-"""Share of running rows in the key-value cache below which the finished rows are removed. They are not removed earlier,
-because that copies the cache."""
+"""Share of running rows in the key-value cache below which finished rows are removed from it. They are not removed one
+by one, because each removal copies the cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,11 +33,12 @@ class DecodeRequest:
     prompt_ids: np.ndarray
     """Token ids of the prompt, int64 `[L]`, L >= 1."""
     keys: np.ndarray
-    """Random-number key of each of the n samples to draw (from `sampling.row_keys`), uint64 `[n]`."""
+    """Key of the random-number stream of each of the n samples (from `sampling.row_keys`), uint64 `[n]`."""
 
 
 class Decoding:
-    """Decodes one batch. Only one thread may use it at a time. Its device memory is freed with the object."""
+    """Decodes one batch of requests. Only one thread may use it at a time. Its device memory is freed when the object
+    is deleted."""
 
     def __init__(
         self,
@@ -70,12 +71,12 @@ class Decoding:
 
     @torch.inference_mode()
     def run(self, version: int, interrupt: threading.Event) -> bool:
-        """Decode until all rows have ended, or until the next step once `interrupt` is set. Returns whether all rows
-        have ended.
+        """Decode until all rows have ended, or stop before the next step once `interrupt` is set. Returns whether all
+        rows have ended.
 
         version: policy version of the model's current weights, which may change only between two calls. The forward
-        pass and the draw of a token happen within one call, so that its version is exact. Keys and values of earlier
-        tokens stay as they were computed.
+        pass and the sampling of a token happen within the same call, so the recorded version of each token is exact.
+        Keys and values of earlier tokens are not recomputed.
         """
         rows = self._rows
         while self._step < self._params.max_new_tokens and rows.running.any():
@@ -144,17 +145,17 @@ class _Rows:
         self.tokens = np.zeros(shape, dtype=np.int32)
         self.logprobs = np.zeros(shape, dtype=np.float32)
         self.versions = np.zeros(max_new_tokens, dtype=np.int32)
-        """Policy version of each decoding step. All rows start together, so that their tokens of one step have the same
+        """Policy version at each decoding step. All rows start together, so all tokens of one step have the same
         version."""
         self.lengths = np.zeros(len(self.keys), dtype=np.int64)
         self.reasons = np.full(len(self.keys), "length", dtype="U6")
         self.running = np.ones(len(self.keys), dtype=bool)
         self.lost_at: dict[int, int] = {}
-        """Rows that got a log-prob that is not finite: row -> policy version of the first such token."""
+        """Rows with a log-prob that is not finite: row index -> policy version of the first such token."""
 
     def record(self, rows: np.ndarray, step: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Store the tokens and log-probs that one step gave to `rows`, and mark the rows that a stop token or stop text
-        ended."""
+        """Store the tokens and log-probs that were sampled for `rows` in one step, and mark the rows that ended with a
+        stop token or stop text."""
         active = self.running[rows]
         written = rows[active]
         self.tokens[written, step] = tokens[active]
@@ -215,8 +216,8 @@ class _Window:
         self.rows = np.arange(len(self.rows))
 
     def keep(self, indices: np.ndarray) -> None:
-        """Reduce the cache to the rows at `indices`, in that order. An index may occur several times, which copies its
-        row."""
+        """Replace the cached rows by those at `indices`, in that order. An index that occurs several times duplicates
+        its row."""
         self.rows = self.rows[indices]
         at = torch.from_numpy(indices).to(self.model.device)
         self.cache.batch_select_indices(at)

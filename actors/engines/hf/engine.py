@@ -42,13 +42,13 @@ class HfEngine:
     """Generation engine for a Hugging Face causal LM. It decodes one batch at a time in one thread; a batch consists of
     waiting requests with the same sampling parameters.
 
-    A sample is a function of weights, prompt, `params.seed`, `request_id` and its index; without `params.seed` the
-    engine's own `seed` is used. It does not depend on what else is in the batch (beyond the last bits of floating
-    point), and global random generators are left alone.
+    A sample depends only on the weights, the request (prompt, sampling parameters and `request_id`), the index of the
+    sample and the seed: `params.seed`, or the engine's own `seed` if that is None. The rest of the batch affects at
+    most the last bits of floating-point results. Global random generators are neither read nor advanced.
 
     Stop tokens are the model's own end tokens (from its generation config) and `params.stop_token_ids`. Weights can
-    change between two decoding steps. A request that goes on after such a change keeps the keys and values of its
-    earlier tokens, as the older weights made them.
+    change between two decoding steps. A request that continues after such a change keeps the keys and values that the
+    older weights computed for its earlier tokens.
     """
 
     died = ""
@@ -66,10 +66,10 @@ class HfEngine:
     ) -> None:
         """Load the model from `path`, a local folder or a hub id.
 
-        max_batch: largest number of rows decoded together. A request is never split, so that one with a larger `n` runs
+        max_batch: largest number of rows decoded together. A request is never split, so one whose `n` is larger runs
         alone. receiver: settings of the receiver of new weights; None when weights never change. version: policy
-        version of the loaded weights. Raises ValueError when there is no such model, or it is not a decoder-only causal
-        LM.
+        version of the loaded weights. Raises ValueError if there is no such model, or if it is not a decoder-only
+        causal LM.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch: got {max_batch}, expected at least 1")
@@ -113,8 +113,8 @@ class HfEngine:
 
     @property
     def progress(self) -> int:
-        """Sum of three counts: tokens returned, decoding steps of the current batch, and buckets of weights
-        received."""
+        """Sum of three counts, which changes whenever the engine makes progress: tokens returned, decoding steps of the
+        current batch, and weight buckets received."""
         decoding = None if self._batch is None else self._batch.decoding
         return self.stats.tokens + (0 if decoding is None else decoding.num_steps) + self._incoming.num_received
 
@@ -123,9 +123,9 @@ class HfEngine:
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Return `params.n` completions, in order. Cancelling the call ends the request at the next decoding step.
 
-        Raises ValueError for a prompt that does not fit (empty, too long, unknown ids) or an id that is already in
-        flight, FloatingPointError when the weights give logits that are not finite, EngineBroken after `sleep` dropped
-        the weights, and RuntimeError when the engine is asleep or closed.
+        Raises ValueError if the prompt does not fit (empty, too long, unknown token ids) or the request id is already
+        in flight, FloatingPointError if the model's logits are not finite, EngineBroken if `sleep` has dropped the
+        weights, and RuntimeError if the engine is asleep or closed.
         """
         if self._unusable:
             raise RuntimeError(f"request {request_id!r}: the engine is {self._unusable}")
@@ -152,8 +152,8 @@ class HfEngine:
             self._end(pending)
 
     def _end(self, pending: Pending) -> None:
-        """Abort a request and answer it with the tokens made so far: at once when it is not being decoded, otherwise
-        after the current decoding step."""
+        """Abort a request. It is answered with the tokens generated so far: immediately if it is not being decoded,
+        otherwise after the current decoding step."""
         for queue in (self._held, self._queue):
             if pending in queue:
                 queue.remove(pending)
@@ -199,8 +199,9 @@ class HfEngine:
         return await self._incoming.prepare(update, lambda: -1 if self._broken else self._version)
 
     async def commit_weights(self, version: int, in_flight: PauseMode = "wait") -> CommitReport:
-        """Put the prepared `version` into service. An engine that was paused stays paused; its frozen requests stay
-        frozen, or are ended when `in_flight` is `abort`."""
+        """Start serving the prepared `version`. An engine that was paused before stays paused. Requests that the pause
+        froze (mode `keep`) stay frozen, unless `in_flight` is `abort`, which ends them with the tokens generated so
+        far."""
         if self._serves(version):
             return CommitReport(version, 0.0, 0.0, 0, 0)
         self._incoming.expect(version)
@@ -236,7 +237,7 @@ class HfEngine:
         self._incoming.drop(version)
 
     async def sleep(self, level: int = 1) -> None:
-        """Wait for the running batch, unless it is frozen, then free the memory of the weights.
+        """Wait for the running batch, unless a pause in mode `keep` has frozen it, and free the memory of the weights.
 
         Level 1 moves the weights to host memory, which has no effect on the CPU. Level 2 drops them. Keys and values of
         a frozen batch stay where they are.
@@ -263,7 +264,7 @@ class HfEngine:
         self._serve_on()
 
     async def close(self) -> None:
-        """Close the engine: queued requests raise RuntimeError, running ones return the tokens made so far.
+        """Close the engine. Queued requests raise RuntimeError; running requests return the tokens generated so far.
 
         Idempotent.
         """
@@ -285,19 +286,20 @@ class HfEngine:
 
     @property
     def _num_running(self) -> int:
-        """Number of unanswered requests, without those that a pause holds back."""
+        """Number of unanswered requests, not counting those that a pause holds back."""
         return len(self._queue) + (0 if self._batch is None else self._batch.num_open)
 
     def _serve_on(self) -> None:
-        """Start a task that decodes the waiting requests, unless one is running already or the engine is frozen,
-        asleep, broken or closed."""
+        """Start a task that decodes the waiting requests, unless one is running already or the engine is frozen (paused
+        in mode `keep`), asleep, broken or closed."""
         if (self._batch is None and not self._queue) or self._frozen or not self._usable:
             return
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
 
     async def _serve(self) -> None:
-        """Decode batch after batch until no request is left, or the engine is frozen, asleep, broken or closed."""
+        """Decode batch after batch until no request is left, or until the engine is frozen (paused in mode `keep`),
+        asleep, broken or closed."""
         await asyncio.sleep(0)  # calls made in the same loop turn join the first batch
         while (self._batch is not None or self._queue) and not self._frozen and self._usable:
             async with self._exclusive:
@@ -305,8 +307,8 @@ class HfEngine:
                     await self._decode_on()
 
     async def _decode_on(self) -> None:
-        """Decode the current batch, or else a new one, until it ends or is interrupted, and answer the requests that
-        have ended."""
+        """Decode the current batch, or start a new one if there is none, until it ends or is interrupted. Then answer
+        the requests that have ended."""
         if self._batch is None:
             if not self._queue:
                 return
@@ -343,8 +345,8 @@ class HfEngine:
         return StopTexts(self._tokenizer, texts)
 
     def _take(self) -> list[Pending]:
-        """Remove the oldest request from the queue, with all others that have the same sampling parameters, up to
-        max_batch rows. Returns them in order."""
+        """Take the oldest request from the queue, together with others that have the same sampling parameters, up to
+        max_batch rows. Returns the requests in queue order."""
         first = self._queue[0].batch_key
         taken: list[Pending] = []
         left: deque[Pending] = deque()

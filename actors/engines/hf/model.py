@@ -15,7 +15,7 @@ _FORWARD_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "use_
 
 
 def model_stop_ids(model: Any) -> np.ndarray:
-    """Return the ids of the end tokens in the model's generation config, int64."""
+    """Return the ids of the end-of-sequence tokens in the model's generation config, int64."""
     ids = model.generation_config.eos_token_id
     return np.array([] if ids is None else np.atleast_1d(ids), dtype=np.int64)
 

@@ -1,4 +1,4 @@
-"""Requests of the `hf` engine: `Pending` is one that waits for its answer, `Batch` those that decode together."""
+"""Requests of the `hf` engine: `Pending` is one unanswered request, `Batch` a set of requests decoded together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pending:
             self.future.set_result(completions)
 
     def settle_empty(self) -> None:
-        """Answer the request with empty completions, because it was aborted before its first token."""
+        """Answer the request with empty completions. Used for a request that was aborted before its first token."""
         self.settle([Completion.empty() for _ in range(self.params.n)])
 
     def fail(self, error: Exception) -> None:
@@ -39,13 +39,13 @@ class Pending:
 
 
 class Batch:
-    """Requests that are decoded together. Methods run in the event loop, and never while the decoding thread works on
-    the batch (`stepping`)."""
+    """Requests that are decoded together. Methods are called from the event loop, and never while the decoding thread
+    works on the batch (`stepping`)."""
 
     def __init__(self, pendings: list[Pending]) -> None:
         self.pendings = pendings
         self.params = pendings[0].params
-        """Sampling parameters that the requests have in common. Its `n` and `seed` are those of the first request."""
+        """Sampling parameters of the first request. All requests of the batch share them, except for `n` and `seed`."""
         self.decoding: Decoding | None = None
         self.stepping = False
         """True while the decoding thread uses `decoding`."""
@@ -62,7 +62,7 @@ class Batch:
         return not self._open
 
     def settle_aborted(self, stats: EngineStats) -> None:
-        """Answer the aborted requests with the tokens made so far."""
+        """Answer the aborted requests with the tokens generated so far."""
         assert not self.stepping
         for index in [index for index, pending in self._open.items() if pending.aborted]:
             if self.decoding is None:
@@ -72,7 +72,7 @@ class Batch:
             self._settle(index, stats)
 
     def settle(self, stats: EngineStats) -> None:
-        """Answer all requests. Called once all their rows have ended."""
+        """Answer all requests. Must be called only after all their rows have ended."""
         for index in list(self._open):
             self._settle(index, stats)
 
@@ -91,7 +91,7 @@ class Batch:
         pending.settle(completions)
 
     def fail(self, error: Exception) -> None:
-        """Answer every open request with `error`, which its caller then raises."""
+        """Make every unanswered request raise `error` in its caller."""
         for pending in self._open.values():
             pending.fail(error)
         self._open.clear()
