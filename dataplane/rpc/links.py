@@ -84,6 +84,12 @@ def unknown_outcome(op: str) -> str:
     return "; it is not known whether the call took effect" if op in TAKE_EFFECT else ""
 
 
+def lasting_effect(op: str, undo: Undo | None, reply: bytes) -> str:
+    """Return the text to append to the error when the reply to an interrupted request came late: that the call took
+    effect, if it did and cannot be undone. Returns "" when it was cancelled or undone, or failed."""
+    return "; the call took effect" if undo is None and op in TAKE_EFFECT and is_done(reply) else ""
+
+
 async def wait_out(future: asyncio.Future[Any], timeout_s: float) -> None:
     """Wait for `future` for at most `timeout_s`, even if the caller's task is cancelled again meanwhile. Raises neither
     for a timeout nor for an error of `future`: the caller raises its own error."""
@@ -201,8 +207,9 @@ class _Call:
     ) -> None:
         self.reply: concurrent.futures.Future[bytes] = concurrent.futures.Future()
         """Future of the reply. An exception set on it indicates a bug in the directory."""
-        self.taken_back: concurrent.futures.Future[None] = concurrent.futures.Future()
-        """Future that completes once an abandoned call has been cancelled or undone."""
+        self.taken_back: concurrent.futures.Future[str] = concurrent.futures.Future()
+        """Future that completes once an abandoned call has been cancelled or undone, or is known to have taken effect.
+        Its result is the text that `lasting_effect` returns."""
         for future in (self.reply, self.taken_back):
             future.set_running_or_notify_cancel()  # a waiter that is cancelled must not cancel it
         self._service = service
@@ -220,12 +227,12 @@ class _Call:
         try:
             self._loop.call_soon_threadsafe(self._abandon)
         except RuntimeError:  # the directory was closed, and everything went with it
-            self.taken_back.set_result(None)
+            self.taken_back.set_result("")
 
     def outcome(self) -> str:
-        """Return the text to append to the error of an abandoned call: "" if it has been cancelled or undone, else what
-        `unknown_outcome` returns."""
-        return "" if self.taken_back.done() else unknown_outcome(self._op)
+        """Return the text to append to the error of an abandoned call: what `lasting_effect` returns if its outcome is
+        known, else what `unknown_outcome` returns."""
+        return self.taken_back.result() if self.taken_back.done() else unknown_outcome(self._op)
 
     def _start(self) -> None:
         self._task = self._loop.create_task(self._answer())
@@ -248,11 +255,12 @@ class _Call:
         assert self._task is not None, "calls start in the order in which they were made"
         if self._op in WAITING_OPS:
             self._task.cancel()
-        request = undoing(self._undo, await self._task)
+        reply = await self._task
+        request = undoing(self._undo, reply)
         if request is not None:
             _logger.debug("%s: nobody waits for its reply any more, it is undone by %s", self._op, request[0])
             await self._service.call(*request)
-        self.taken_back.set_result(None)
+        self.taken_back.set_result(lasting_effect(self._op, self._undo, reply))
 
 
 async def _end_tasks() -> None:

@@ -20,7 +20,7 @@ from typing import cast
 from ..errors import DirectoryLost
 from . import tcp
 from .frames import CANCEL, HEADER, DirectoryAddress, FrameReader, frame, head
-from .links import Undo, call_s, take_back_s, undoing, unknown_outcome, wait_out
+from .links import Undo, call_s, lasting_effect, take_back_s, undoing, unknown_outcome, wait_out
 
 CONNECT_TIMEOUT_S = 10.0
 CONNECT_AGAIN_S = 0.02
@@ -56,13 +56,12 @@ class SocketLink:
         try:
             reply = _receive(connection, deadline)
         except TimeoutError as error:
-            known = self._take_back(connection, undo)
-            raise self._lost(op, error, started, "" if known else unknown_outcome(op)) from None
+            raise self._lost(op, error, started, self._take_back(op, connection, undo)) from None
         except OSError as error:
             connection.close()
             raise self._lost(op, error, started, unknown_outcome(op)) from None
         except BaseException:
-            self._take_back(connection, undo)
+            self._take_back(op, connection, undo)
             raise
         self._give(connection)
         return reply
@@ -77,7 +76,7 @@ class SocketLink:
                 except _Ended:  # before the request was sent
                     return await self._channel(op).ask(request)
         except OSError as error:  # TimeoutError and ConnectionError are such
-            raise self._lost(op, error, started, unknown_outcome(op) if request.is_open else "") from None
+            raise self._lost(op, error, started, unknown_outcome(op) if request.is_open else request.lasting) from None
 
     async def detach_async(self) -> None:
         self.detach()
@@ -117,28 +116,30 @@ class SocketLink:
                 connection.close()
                 raise
 
-    def _take_back(self, connection: socket.socket, undo: Undo | None) -> bool:
+    def _take_back(self, op: str, connection: socket.socket, undo: Undo | None) -> str:
         """Cancel the request that was sent over this connection, or undo it if it has been carried out.
 
-        Returns True if the directory answered in time: the request was then cancelled or undone, or there was nothing
-        to undo. If it did not answer, the connection is closed: the directory then drops the request if it has not read
-        it yet, and a lease that the request obtained runs out, because nobody renews it.
+        Returns the text to append to the call's error: what `lasting_effect` returns if the directory answered in time,
+        else what `unknown_outcome` returns. If the directory did not answer, the connection is closed: the directory
+        then drops the request if it has not read it yet, and a lease that the request obtained runs out, because nobody
+        renews it.
         """
         deadline = time.monotonic() + take_back_s()
         try:
             _send(connection, CANCEL, b"", deadline)
-            request = undoing(undo, _receive(connection, deadline))
+            reply = _receive(connection, deadline)
+            request = undoing(undo, reply)
             if request is not None:
                 _send(connection, *request, deadline)
                 _receive(connection, deadline)
         except OSError:
             connection.close()
-            return False
+            return unknown_outcome(op)
         except BaseException:
             connection.close()
             raise
         self._give(connection)
-        return True
+        return lasting_effect(op, undo, reply)
 
     def _take(self) -> socket.socket | None:
         """Return an idle connection from the pool that is still open; None when there is none."""
@@ -343,6 +344,8 @@ class _Request:
     undo: Undo | None
     is_open: bool = False
     """Whether the request was sent and is still open: no reply has come, and it has not been undone."""
+    lasting: str = ""
+    """Text that `lasting_effect` returns for a request that was interrupted."""
 
 
 class _Channel(asyncio.Protocol):
@@ -410,6 +413,7 @@ class _Channel(asyncio.Protocol):
         try:
             reply = await future
             undo = undoing(request.undo, reply)
+            request.lasting = lasting_effect(request.op, request.undo, reply)
             if undo is not None:
                 await self.ask(_Request(*undo, None))
             request.is_open = False

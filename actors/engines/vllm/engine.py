@@ -417,6 +417,7 @@ class VllmEngine:
             if self._process.can_sleep:
                 await self._process.wake()  # which also has vLLM's scheduler go on
                 self._frozen = False
+                self._busy.change(paused=False)
             self._asleep = 0
             await self._thaw()
 

@@ -74,7 +74,7 @@ class EventCallbacks:
             try:
                 event.synchronize()
                 call()
-            except RuntimeError as error:  # `check` raises it
+            except Exception as error:  # `check` raises it
                 self._failure = error
 
 

@@ -294,6 +294,46 @@ def test_calls_that_failed_in_a_stall_take_no_effect_afterwards(
     assert len(far.claim("p", "a", ["y"], 3, timeout_s=5)) == 3
 
 
+def test_a_call_that_cannot_be_undone_says_that_it_took_effect(
+    far: DataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer comes after its time, while the client waits for it to be cancelled."""
+    far.put("p", ["a.0"], {"y": torch.ones(1)})
+    receive, late = socket_link._receive, [True]
+
+    def receive_late(*arguments: Any) -> bytes:
+        if late:
+            late.clear()
+            raise TimeoutError
+        return receive(*arguments)
+
+    monkeypatch.setattr(socket_link, "_receive", receive_late)
+    with pytest.raises(DirectoryLost, match="did not answer; the call took effect .op=clear"):
+        far.clear("p")
+    assert far.status().rows == 0
+
+
+def test_a_call_in_the_process_that_cannot_be_undone_says_that_it_took_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, abandon = threading.Event(), links._Call.abandon
+
+    def open_and_abandon(call: links._Call) -> None:
+        gate.set()
+        abandon(call)
+
+    with (
+        open_data_plane(config(store=STORE), run_id=fresh_run_id(), in_process=True) as plane,
+        connect(plane.handle) as client,
+    ):
+        client.register("p", SCHEMA, ("a",))
+        monkeypatch.setattr(links._Call, "abandon", open_and_abandon)
+        monkeypatch.setattr(links, "call_s", lambda timeout_s: 0.05)
+        link: Any = client._link
+        link._loop.call_soon_threadsafe(gate.wait)
+        with pytest.raises(DirectoryLost, match="did not answer; the call took effect .op=unregister"):
+            client.unregister("p")
+        assert "p" not in client.status().partitions
+
+
 def test_requests_of_a_client_that_has_gone_are_dropped(served: Served, far: DataPlaneClient) -> None:
     """As after a stall, in which a client died: its request and the end of its connection lie in the socket."""
     far.put("p", ["a.0", "a.1"], {"y": torch.ones(2)})
