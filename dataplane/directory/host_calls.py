@@ -1,4 +1,4 @@
-"""Calls the store host for the directory service: directly if it returns at once, otherwise in one worker thread."""
+"""Calls the store's host (its part in this process) for the directory service, in a worker thread if calls can wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .block_table import FreedBlock, Reservation
 
 
 class HostCalls:
-    """Makes the calls to one store host. All methods must be called from the service's event loop."""
+    """Makes the calls to the host of one store, which is the part that runs in the directory's process. All methods
+    must be called from the service's event loop."""
 
     def __init__(self, host: StoreHost, space_freed: Callable[[], None]) -> None:
         """space_freed: callback that is run whenever blocks or reservations have been removed from the store."""
@@ -46,9 +47,9 @@ class HostCalls:
         return reservation.location is not None
 
     def allocate_ready(self, reservation: Reservation) -> bool:
-        """Allocate a reservation's space if that is possible at once, and return whether it was. Otherwise the store is
-        asked to prepare such space for a later put. A store that locates blocks only after the write needs no
-        allocation here."""
+        """Allocate space for a reservation if the store can do so at once, and return whether it did. If it cannot, it
+        prepares such space in the background for a later put. For a store that locates blocks only after the write,
+        nothing is allocated and the result is True."""
         if self._cuts is not None:
             if not self._cuts.has_ready(reservation.nbytes):
                 if self._readying is None or self._readying.done():

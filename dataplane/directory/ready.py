@@ -20,8 +20,8 @@ _FEW_LATE = 1024
 
 
 class _Run:
-    """Holds queue entries `[N, 4]` (key, tie, item, ticket) in ascending order. Only those from `head` to `tail`
-    count."""
+    """Queue entries `[N, 4]` (key, tie, item, ticket) in ascending order, where the ticket is the item's arrival
+    number. Only the entries from `head` to `tail` count."""
 
     def __init__(self) -> None:
         self.entries = np.empty((0, 4), dtype=np.int64)
@@ -42,7 +42,8 @@ class _Run:
         self.tail += len(new)
 
     def live(self, ticket: np.ndarray) -> np.ndarray:
-        """Return the entries that are not stale, which are those with their item's current ticket."""
+        """Return the entries that are not stale. An entry is stale if its item has been removed or queued again
+        since."""
         entries = self.entries[self.head : self.tail]
         return entries[ticket[entries[:, _ITEM]] == entries[:, _TICKET]]
 
@@ -71,7 +72,8 @@ class ReadyQueue:
 
     def __init__(self) -> None:
         self._ticket = np.empty(0, dtype=np.int64)
-        """Ticket of each item's entry, -1 when the item is not queued. An entry with another ticket is stale."""
+        """Ticket (arrival number) of each item's valid entry, -1 if the item is not queued. An entry with another
+        ticket is stale."""
         self._main = _Run()
         self._late = _Run()
         """Sorted entries that arrived out of order: at most _FEW_LATE, or an eighth of the entries in order if that is
@@ -95,7 +97,8 @@ class ReadyQueue:
         return np.flatnonzero(self._ticket >= 0)
 
     def tickets(self, items: np.ndarray) -> np.ndarray:
-        """Return the tickets of queued items, int64 `[N]`. An item that was queued later has a higher ticket."""
+        """Return the tickets (arrival numbers) of queued items, int64 `[N]`. An item that was queued later has a higher
+        ticket."""
         return self._ticket[items]
 
     def push(self, items: np.ndarray, keys: np.ndarray, ties: np.ndarray) -> None:
@@ -132,7 +135,8 @@ class ReadyQueue:
         return main[:, _ITEM]
 
     def _entries(self, items: np.ndarray) -> np.ndarray:
-        """Create entries for newly queued items, int64 `[N, 4]`, with only item and ticket filled in."""
+        """Create entries for newly queued items, int64 `[N, 4]`, with only the columns for item and ticket (arrival
+        number) filled in."""
         new = np.empty((len(items), 4), dtype=np.int64)
         new[:, _ITEM] = items
         new[:, _TICKET] = np.arange(self._next_ticket, self._next_ticket + len(items))
@@ -159,8 +163,8 @@ def _in_order(entries: np.ndarray) -> np.ndarray:
 
 
 class ReadyView:
-    """Keeps the rows, or whole groups, that one task can claim: all of `fields` are written, and the task has neither
-    leased nor finished them."""
+    """The index of the rows, or whole groups, that one task can claim: all of `fields` are written, and the task has
+    neither leased nor finished them."""
 
     def __init__(
         self,
@@ -171,8 +175,8 @@ class ReadyView:
         order: Order = "version",
         progress: StreamProgress | None = None,
     ) -> None:
-        """progress: the task's progress in the prompt stream, in which the positions of items that are too old are
-        settled."""
+        """progress: the task's progress in the prompt stream. The positions of items that are too old are marked as
+        settled in it, so that the task does not wait for them."""
         self.fields = fields
         self.whole_groups = whole_groups
         self._rows = rows
@@ -214,7 +218,7 @@ class ReadyView:
         return self._queue.first(min(count, len(self._queue)))
 
     def candidates(self, items: np.ndarray) -> Candidates:
-        """Return queued items in the form in which a sampler sees them."""
+        """Return queued items as the `Candidates` among which a sampler chooses."""
         tickets = self._queue.tickets(items)
         return Candidates(items, tickets, self._rows, self._groups, self.whole_groups, self._progress)
 
@@ -227,8 +231,8 @@ class ReadyView:
         return self.rows_of(np.flatnonzero(self._aside)) if self._num_aside else np.empty(0, dtype=np.int64)
 
     def set_min_version(self, version: int | None) -> None:
-        """Set the lowest version that can be claimed. Ready items below it are set aside; None sets no items aside. The
-        call is free while the version stays the same."""
+        """Set the lowest policy version that can be claimed. Ready items with a lower version are not queued until they
+        can be claimed again; None allows all versions. Does nothing if the version is unchanged."""
         before, self._min_version = self._min_version, version
         if version == before:
             return

@@ -107,7 +107,8 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Request for a receipt of rows by key. `fields` None stands for all fields that are written for every row."""
+    """Request for a receipt (the keys and locations) of the rows with given keys. `fields` None stands for all fields
+    that are written for every row."""
 
     partition: str
     keys: bytes
@@ -116,7 +117,8 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Request to lease rows to a task, waiting at most `timeout_s` for them. The reply is a receipt."""
+    """Request to lease rows to a task, waiting at most `timeout_s` for them. The reply is a receipt (their keys and
+    locations)."""
 
     rows: ClaimRows
     timeout_s: float
@@ -132,7 +134,8 @@ class ClearStale:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Request to extend leases to `lease_s` from now. The reply is the ids of the leases that still exist."""
+    """Request to extend leases, so that they expire `lease_s` seconds from now. The reply is the ids of the leases that
+    still exist."""
 
     lease_ids: tuple[int, ...]
 

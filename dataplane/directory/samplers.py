@@ -85,7 +85,7 @@ class Candidates:
 
     @property
     def groups(self) -> np.ndarray:
-        """Id of each item's group, int64 `[N]`, as in receipts."""
+        """Id of each item's group, int64 `[N]`, equal to `groups` in a receipt (`KVBatchMeta`)."""
         return self._groups.numbers[self._group_index]
 
     @property
@@ -111,7 +111,8 @@ class Candidates:
 
     @property
     def tags(self) -> Mapping[str, np.ndarray]:
-        """Tags that all rows of the items were given, as tag name -> array `[N, rows per item]`."""
+        """Tags (named numbers of rows) that all rows of the items were given, as tag name -> array `[N, rows per
+        item]`."""
         return _Tags(self._rows, self._members)
 
     @property

@@ -117,7 +117,7 @@ class _Place:
 _logger = logging.getLogger(__name__)
 
 LATE_S = 0.1
-"""Delay of the timer in seconds above which this process must have been stopped or busy."""
+"""Delay of the timer in seconds that shows that this process was suspended or busy."""
 HEAR_FIRST_S = 1.0
 """Seconds for which a directory that was stopped or busy first answers the requests that have piled up, before it lets
 any lease or reservation expire."""
@@ -127,7 +127,8 @@ memory."""
 
 
 class DirectoryService:
-    """Answers requests to one run's directory and store host. All methods must be called from one event loop."""
+    """Answers requests to one run's directory, and makes the calls to its store. All methods must be called from one
+    event loop."""
 
     def __init__(self, config: DataPlaneConfig, host: StoreHost) -> None:
         self._directory = Directory(
@@ -279,8 +280,8 @@ class DirectoryService:
             raise
 
     async def _wait_for_space(self, seen: int, deadline: float, *, look_again: bool) -> None:
-        """Wait until space is freed, unless some was freed after the count of such events was `seen`. Raises
-        TimeoutError at the deadline.
+        """Wait until space is freed. Returns at once if that has happened since the count of such events was `seen`.
+        Raises TimeoutError at the deadline.
 
         look_again: whether to return after LOOK_AGAIN_S at the latest, because memory held by a stopped process, a
         dying writer or another program becomes free without any call.
