@@ -26,7 +26,8 @@ class _Put:
 @dataclass(frozen=True, slots=True)
 class _Get:
     blocks: tuple[tuple[int, tuple[int, ...]], ...]
-    """Id and part numbers of each block. Without part numbers, the request asks whether the block is still there."""
+    """Block id and numbers of the wanted parts (the block's byte arrays) for each block. A block without part numbers
+    is only checked for whether it still exists."""
 
 
 class LocalHost:

@@ -12,7 +12,7 @@ from ...codecs.memory import ALIGN
 
 MIN_BYTES = 1 << 20
 KEEP_BYTES = 256 << 20
-"""Number of bytes in idle buffers above which idle buffers are freed when a new one has to be made."""
+"""Limit on the bytes in idle buffers. When a new buffer has to be made, idle ones beyond this limit are freed."""
 
 
 class _Memory:
