@@ -43,7 +43,8 @@ class RayPutContender:
 
 
 class RayPutEndpoint:
-    """Reads and writes with Ray's own put and get. A reader of a share must fetch all rows and select its own."""
+    """Reads and writes rows with Ray's own put and get. The reader of a share (some of the rows) must fetch all rows
+    and select its own."""
 
     def put(self, load: Load, values: TensorDict, keys: Sequence[str]) -> RayToken:
         return RayToken((ray.put(values),), load.schema.subset(load.first))
