@@ -48,7 +48,7 @@ class StepOptions:
     """Number of warm-up steps at the start of a run, which are not counted."""
     counted: int = 30
     prompts: int = 32
-    """Number of groups in a step."""
+    """Number of groups (one for each prompt) in a step."""
     group_size: int = 2
     chunk_groups: int = 4
     """Number of groups that `streaming` trains on together."""

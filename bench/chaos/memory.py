@@ -47,7 +47,7 @@ class MemoryLog:
 
     def sample(self, processes: dict[ProcessKind, list[psutil.Process]], shared: list[Path]) -> None:
         """Take one sample: the bytes used in /dev/shm and, for each kind of process, the largest resident memory
-        without shared pages. Raylets, and processes younger than SETTLED_S, are left out."""
+        without shared pages. Raylets (Ray's own processes), and processes younger than SETTLED_S, are left out."""
         found: dict[str, float] = {}
         if shared:  # else the run is just being started
             found["/dev/shm"] = sum(_disk_bytes(path) for path in shared)

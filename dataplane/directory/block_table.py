@@ -31,13 +31,13 @@ class Reservation:
     reservation_id: int
     writer: str
     block_ids: range
-    """Block ids for the put, which uses as many as it needs, starting with the first."""
+    """Ids for the put's blocks. The put may have fewer blocks than ids, and then uses the first ones."""
     nbytes: int
     """Maximum total size of the put's blocks in bytes."""
     deadline: float
     credit: bool
-    """True when the space was granted in advance, for the writer's next put. Such credit is revoked when another writer
-    needs the space."""
+    """True if the space was granted in advance for the writer's next put. It is revoked if another writer needs the
+    space."""
     location: bytes | None = None
     """Address of the space in the store; None until the store has allocated it."""
 

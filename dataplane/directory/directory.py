@@ -149,7 +149,8 @@ class Directory:
         return sum(item.nbytes for item in self._blocks.credits() if item.location is not None)
 
     def reservation(self, reservation_id: int) -> Reservation:
-        """Return the reservation. Raises DataPlaneTimeout when it has expired, was aborted or was revoked."""
+        """Return a put's reservation of space. Raises DataPlaneTimeout if it has expired, was aborted, or was
+        revoked."""
         found = self.find_reservation(reservation_id)
         if found is None:
             raise DataPlaneTimeout(
@@ -159,16 +160,16 @@ class Directory:
         return found
 
     def find_reservation(self, reservation_id: int) -> Reservation | None:
-        """Return the reservation, or None when it has expired, was aborted or was revoked."""
+        """Return a put's reservation of space, or None if it has expired, was aborted, or was revoked."""
         return self._blocks.reservations.get(reservation_id)
 
     def commit(self, reservation_id: int, put: PutRows, locate: Locate) -> tuple[Committed, list[FreedBlock]]:
-        """Make all rows of a put readable at once. Returns what the writer needs for its receipt, and the blocks to
-        which no row refers any more because their rows were replaced.
+        """Make all rows of a put readable at once. Returns what the writer needs to build its receipt (the keys and
+        locations of the rows), and the blocks to which no row refers any more because their rows were replaced.
 
         locate: function (block ids, their sizes) -> locations, called once all checks have passed. Raises the errors of
-        `check` (another put may have come first) and of `reservation`, and ValueError for more blocks or bytes than
-        reserved. The reservation then remains until `abort`.
+        `check` (another put may have come first) and of `reservation`, and ValueError if there are more blocks or bytes
+        than reserved. After an error the reservation remains until `abort`.
         """
         reservation = self.reservation(reservation_id)
         partition = self._partition(put.partition)
@@ -188,8 +189,8 @@ class Directory:
         return _committed(partition, put, rows, block_ids.start, locations), self._blocks.unlink(replaced)
 
     def abort(self, reservation_id: int) -> Reservation | None:
-        """Cancel a reservation or credit, and return it, so that the store can take its space back. Returns None when
-        it no longer exists."""
+        """Cancel a reservation or credit (a reservation made in advance), and return it, so that the store can take its
+        space back. Returns None if it no longer exists."""
         return self._blocks.cancel(reservation_id)
 
     def withdraw(self, partition: str, keys: Sequence[str], first_block_id: int, num_blocks: int) -> list[FreedBlock]:

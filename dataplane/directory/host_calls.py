@@ -17,7 +17,7 @@ class HostCalls:
     must be called from the service's event loop."""
 
     def __init__(self, host: StoreHost, space_freed: Callable[[], None]) -> None:
-        """space_freed: callback that is run whenever blocks or reservations have been removed from the store."""
+        """space_freed: function that is called whenever blocks or reservations have been removed from the store."""
         self.spec = host.spec
         self.is_remote = isinstance(host, FreesMany)
         """True when calls to the host are round trips. They are then made in a worker thread, because claims must not
@@ -142,7 +142,7 @@ class HostCalls:
     # -------------------------------------------------------------- the host itself
 
     async def usage(self) -> tuple[int, int]:
-        """Return the number of bytes that the store holds, and how many of them belong to blocks that were already
+        """Return the number of bytes that the store holds, and the number of those that belong to blocks that have been
         freed."""
 
         def ask() -> tuple[int, int]:
@@ -152,8 +152,7 @@ class HostCalls:
         return await self._in_thread(ask)
 
     async def shortage(self) -> str:
-        """Return the store's reason for having no room; "" when it knows of none beyond the directory's own count of
-        bytes."""
+        """Return why the store itself has no room; "" if it knows no reason besides the directory's limit on bytes."""
         return await self._in_thread(self._host.shortage)
 
     async def close(self) -> None:

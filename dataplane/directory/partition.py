@@ -85,13 +85,13 @@ class ClaimRows:
     num_rows: int
     whole_groups: bool = False
     min_version: int | None = None
-    """Lowest policy version to take. Rows with a lower version, and groups with such a row, are skipped. None takes all
-    versions."""
+    """Lowest policy version to take. Rows with a lower version, and groups that contain one, are skipped. None takes
+    all versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class PutRows:
-    """Describes the rows and blocks of one put, without their bytes."""
+    """Describes the rows and blocks of one put, without the content of the rows."""
 
     partition: str
     keys: Sequence[str]

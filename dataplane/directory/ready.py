@@ -67,8 +67,8 @@ class _Run:
 
 
 class ReadyQueue:
-    """Keeps items (row or group numbers) sorted by key and then tie. Items that arrive in order are appended; the
-    others are kept separately, and sorted only when the queue is read."""
+    """Keeps items (row or group numbers) sorted by key, with a tie-breaker for equal keys. Items that arrive in order
+    are appended; the others are kept separately, and sorted only when the queue is read."""
 
     def __init__(self) -> None:
         self._ticket = np.empty(0, dtype=np.int64)
@@ -102,8 +102,8 @@ class ReadyQueue:
         return self._ticket[items]
 
     def push(self, items: np.ndarray, keys: np.ndarray, ties: np.ndarray) -> None:
-        """Insert items in the order of their keys and ties. They must be without repeats, and none may be queued
-        already."""
+        """Insert items at the places that their keys and tie-breakers give them. They must be without repeats, and none
+        may be queued already."""
         new = self._entries(items)
         new[:, _KEY], new[:, _TIE] = keys, ties
         if self._main.takes(new):
@@ -189,7 +189,8 @@ class ReadyView:
         """Bool array that is True for items that are ready but older than `_min_version`, and therefore not queued."""
         self._num_aside = 0
         self._counted = np.empty(0, dtype=bool)
-        """Bool array that is True for rows that are ready and counted in their group. Used for whole groups only."""
+        """Bool array that is True for rows that are ready and have been counted in their group. Used only for claims of
+        whole groups."""
         self._ready_in_group = np.empty(0, dtype=np.int32)
 
     @property
@@ -248,10 +249,10 @@ class ReadyView:
 
     def refresh(self, rows: np.ndarray, cursor: np.ndarray, *, requeue: bool = False) -> None:
         """Update the view for rows (given without repeats) that were written, leased or released, or that are about to
-        be cleared and whose slots are already UNWRITTEN.
+        be cleared and are already marked as unwritten.
 
-        cursor: column of the task's cursor, 0 where a row is free. requeue: whether the rows' versions may have
-        changed, too.
+        cursor: the task's state of every row (`TaskCursor.column`), 0 for a free row. requeue: whether the rows' policy
+        versions may have changed, too.
         """
         ready = self._rows.written(rows, self.fields) & (cursor[rows] == 0)
         if self.whole_groups:

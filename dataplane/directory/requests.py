@@ -69,7 +69,7 @@ class Commit:
 
     space_id: int
     credit: bool
-    """True when the space was granted in advance, with the reply to an earlier put."""
+    """True if the space was granted in advance (as credit), with the reply to an earlier put."""
     put: PutRows
     locations: tuple[bytes, ...] | None
     """Location of each block, as the store returned it when the block was written; None when the space itself has a
@@ -177,7 +177,8 @@ the request took effect. A put is not listed, because an interrupted put is undo
 TAKE_BACK = frozenset(("abort", "withdraw"))
 """Names of the requests that undo something, and are carried out even if nobody waits for the reply."""
 REVOKED = b""
-"""Body of the reply to a Commit whose credit was revoked: nothing became readable, and the put must reserve space."""
+"""Body of the reply to a Commit if its space had been granted in advance and was revoked. Nothing became readable, and
+the put must reserve space."""
 
 _ERRORS: dict[str, type[Exception]] = {
     cls.__name__: cls

@@ -79,12 +79,13 @@ class RowTable:
         self.arrivals = np.empty(0, dtype=np.int64)
         """Sequence number of each row's first write; a higher number is later."""
         self.slots = {name: np.empty(0, dtype=np.int64) for name in fields}
-        """For each field, the slot of each row's value, `block_id << ROW_BITS | row in block`, or UNWRITTEN."""
+        """For each field, the slot (location) of each row's value, `block_id << ROW_BITS | row in block`, or
+        UNWRITTEN."""
         self.num_written = dict.fromkeys(self.slots, 0)
         """For each field, the number of rows in which it is written."""
         self.tags: dict[str, np.ndarray] = {}
         self.tag_given: dict[str, np.ndarray] = {}
-        """For each tag, a bool array that is True for the rows that were given it."""
+        """For each tag (a named number of a row), a bool array that is True for the rows that were given it."""
         self._numbers = Numbers()
         self._arrived = 0
 
@@ -113,7 +114,7 @@ class RowTable:
         return rows
 
     def remove(self, rows: np.ndarray) -> None:
-        """Forget rows, given without repeats. Their slots must already be UNWRITTEN."""
+        """Forget rows, given without repeats. All of their fields must already be marked as unwritten."""
         for key in self.keys[rows].tolist():
             del self.index[key]
         self.keys[rows] = None

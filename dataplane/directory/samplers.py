@@ -127,7 +127,8 @@ class Candidates:
 
 
 class _Tags(Mapping[str, np.ndarray]):
-    """Maps tag names to arrays, and looks up each tag only when it is accessed."""
+    """Mapping from the names of tags (named numbers of rows) to arrays. Each array is looked up only when it is
+    accessed."""
 
     def __init__(self, rows: RowTable, members: np.ndarray) -> None:
         self._rows = rows
@@ -156,7 +157,8 @@ class Sampler(Protocol):
     each claim 1 ms per 10 k items or so."""
 
     def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
-        """Return the items to take, as integer positions in `candidates` without repeats, in the order of the receipt.
+        """Return the items to take, as integer positions in `candidates` without repeats, in the order in which the
+        claim is to return them.
 
         candidates: at least `wanted` items, all claimable now. If fewer than `wanted` positions are returned, the claim
         waits, and calls `select` again when rows become ready, are given back or are cleared. If more are returned, the

@@ -24,8 +24,8 @@ it, the least recently used one is dropped, and rebuilt when it is needed again.
 
 
 class TaskCursor:
-    """Records for each row whether one task (consumer) has finished it, has leased it or may claim it, and keeps views
-    of the rows that it may claim."""
+    """Records for each row whether one task (consumer) has finished it, has leased it or may claim it, and keeps
+    indexes of the rows that it may claim."""
 
     def __init__(self, config: TaskConfig, partition: str, rows: RowTable, groups: GroupTable) -> None:
         """Raise ValueError for an unknown sampler, or for options that the sampler does not take."""
@@ -111,8 +111,8 @@ class TaskCursor:
         self.column = grown(self.column, self._rows.capacity, 0)
 
     def forget(self, rows: np.ndarray) -> np.ndarray:
-        """Forget rows that are being cleared and whose slots are already UNWRITTEN. Returns the ids of the leases that
-        held them, one id for each row held."""
+        """Forget rows that are being cleared and are already marked as unwritten. Returns the ids of the leases that
+        held them; an id occurs once for each row."""
         self.refresh(rows)
         held = self._assign(rows, 0)
         self._settle(rows)

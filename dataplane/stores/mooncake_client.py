@@ -76,8 +76,8 @@ class MooncakeClient:
         self._lock = threading.Lock()
         self._leaving: threading.Thread | None = None
         self.ended = threading.Event()
-        """Event that is set when the connection to the master breaks, which means that the master is gone, or when this
-        client is closed."""
+        """Event that is set when this client is closed, or when its connection to the Mooncake master breaks, which
+        means that the master is gone."""
         self._store: Any = library.MooncakeDistributedStore()
         self._watch = self._connect(started)
         threading.Thread(target=self._watch_master, name="mooncake-watch", daemon=True).start()
@@ -161,7 +161,7 @@ class MooncakeClient:
 
     def remove(self, keys: Sequence[str], timeout_s: float) -> list[int]:
         """Delete objects, even while others read them. Returns 0, NOT_FOUND or UNFINISHED for each. Raises StoreLost
-        for any other result, and when the master does not answer in time."""
+        for any other result, and if the Mooncake master does not answer in time."""
         started = time.monotonic()
         codes = self._run("clear", lambda: self._store.batch_remove(list(keys), True), timeout_s)
         for key, code in zip(keys, codes, strict=True):

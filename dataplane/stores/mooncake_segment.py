@@ -1,8 +1,8 @@
-"""Lends a run's memory to its Mooncake master from a separate process, which ends with the master.
+"""Lends a run's memory to its Mooncake master (metadata server) from a separate process that ends with the master.
 
-In a process that lends memory, the library's threads go on calling a dead master for ever, and signing off from one
-takes 20 s under Python's global interpreter lock. In a separate process they end with that process, and the directory's
-process is not disturbed.
+If a process lends memory and the master dies, the threads of Mooncake's library go on calling the dead master for ever,
+and disconnecting from it takes 20 s under Python's global interpreter lock. In a separate process these threads end
+with the process, and the directory's process is not disturbed.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ class RayObjectsHost(RayActorsHost):
     first keeper. Called from one thread."""
 
     def __init__(self, run_id: str, capacity_bytes: int) -> None:
-        """Raise ValueError when Ray is not initialised, and StoreLost when a keeper does not start within
-        START_TIMEOUT_S."""
+        """Raise ValueError if Ray is not initialised, and StoreLost if a keeper (an actor that owns blocks) does not
+        start within START_TIMEOUT_S."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='ray' needs Ray: call ray.init() first, or use 'local' or 'shm'")
         self._keepers: list[Any] = []
@@ -112,11 +112,11 @@ class RayObjectsHost(RayActorsHost):
         self.spec = StoreSpec(kind="ray", run_id=run_id, address=address)
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Make the keepers drop these blocks, so that nobody can read them any more. It takes one round trip, about a
-        millisecond. Idempotent.
+        """Make the keepers (the actors that own the blocks) drop these blocks, so that nobody can read them any more.
+        It takes one round trip, about a millisecond. Idempotent.
 
-        The blocks of a keeper that does not answer are remembered, and the keeper is asked again at the next call,
-        unless it is dead.
+        If a keeper does not answer, its blocks are remembered, and it is asked again at the next call unless it is
+        dead.
         """
         for block_id, location in blocks:
             nbytes = self._bytes.pop(block_id, None)
@@ -146,8 +146,8 @@ class RayObjectsHost(RayActorsHost):
         return dict(self._local)
 
     def close(self) -> None:
-        """Kill the keepers, and with them their objects. The keepers on this node have ended when this returns.
-        Idempotent."""
+        """Kill the keepers (the actors that own the blocks), and with them their objects. The keepers on this node have
+        ended when this returns. Idempotent."""
         keepers, self._keepers = self._keepers, []
         if keepers:
             end_actors(keepers, list(self._local.values()))
@@ -157,7 +157,8 @@ class RayObjectsStore:
     """Reads and writes blocks through the keeper actors, from any process connected to the Ray cluster. Thread-safe."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        """Raise ValueError when Ray is not initialised, and StoreLost when a keeper has ended."""
+        """Raise ValueError if Ray is not initialised, and StoreLost if a keeper (an actor that owns blocks) has
+        ended."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='ray' needs Ray: call ray.init() before connecting")
         started = time.monotonic()

@@ -128,8 +128,8 @@ class UnitLink:
 
     @contextmanager
     def _sockets(self, units: Sequence[int]) -> Iterator[list[tuple[zmq.Socket, zmq.Socket]]]:
-        """Lend a socket and its connection monitor for each unit. They are closed after an error, so that a late answer
-        is not taken for the answer to another request."""
+        """Lend a socket and its connection monitor for each storage unit. They are closed after an error, so that a
+        late answer is not taken for the answer to another request."""
         if self._closed:
             raise StoreLost("this client is closed", op="connect", peer=self.units[0].peer)
         pairs = []
@@ -230,9 +230,9 @@ class SimpleHost(RayActorsHost):
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Delete these blocks from the storage units, with one round trip to each, about a millisecond. Idempotent.
 
-        A block that was never committed may still be on its way to its unit, so it is deleted again together with later
-        blocks. The blocks of a unit that does not answer are remembered, and the unit is asked again at the next call,
-        unless it is dead.
+        A block that was never committed may still be on its way to its storage unit, so it is deleted again together
+        with later blocks. If a storage unit does not answer, its blocks are remembered, and it is asked again at the
+        next call unless it is dead.
         """
         for block_id in self._uncommitted:
             self._unfreed.add(block_id % len(self._link.units), block_id, 0)

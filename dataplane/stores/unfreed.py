@@ -22,12 +22,12 @@ class Unfreed:
     """
 
     def __init__(self, peers: list[str], limit_bytes: int) -> None:
-        """peers: names of the processes, as shown in the log. limit_bytes: number of bytes of unfreed blocks above
-        which nothing new should be written."""
+        """peers: names of the processes, as shown in the log. limit_bytes: number of bytes of blocks freed but not
+        deleted yet above which nothing new should be written."""
         self._peers = peers
         self._limit_bytes = limit_bytes
         self._blocks: list[dict[int, int]] = [{} for _ in peers]
-        """For each process, block id -> number of bytes."""
+        """Blocks freed but not deleted yet, for each process: block id -> number of bytes."""
         self._silent: set[int] = set()
         self._dead: set[int] = set()
 

@@ -24,8 +24,9 @@ CLOSE_TIMEOUT_S = 30.0
 NUM_CPUS = 2
 """Number of free CPUs that Ray must have so that TransferQueue can start."""
 PROCESS_ENV = {"TQ_NUM_THREADS": "1"}
-"""Environment of every process that uses TransferQueue, which reads it at import. Above 1 it changes torch's number of
-threads around every request, and the idle OpenMP threads spin, so that 12 MB take 100 ms instead of 13."""
+"""Environment variables that every process needs before it imports TransferQueue. With more than one thread,
+TransferQueue changes torch's number of threads around every request, and the idle OpenMP threads spin, so that 12 MB
+take 100 ms instead of 13."""
 
 
 class TransferQueueContender:
@@ -82,8 +83,8 @@ class TransferQueueContender:
 
 
 class _Owner:
-    """Runs in the actor that initialises TransferQueue first and therefore owns it: TransferQueue ends with this
-    actor."""
+    """Runs in the actor that initialises TransferQueue first and therefore owns it. TransferQueue ends when this actor
+    ends."""
 
     def open(self, backend: dict[str, Any]) -> None:
         import transfer_queue
@@ -97,7 +98,7 @@ class _Owner:
 
 
 class TransferQueueEndpoint:
-    """The TransferQueue baseline in a worker process, which joins the queue with its first call."""
+    """The TransferQueue baseline in a worker process, which connects to TransferQueue at its first call."""
 
     def __init__(self, partition: str) -> None:
         import transfer_queue
