@@ -61,7 +61,7 @@ class Fault:
     """True if the fault had an effect, for example a signal was sent, a connection was cut, or a write failed."""
     on_top: bool = False
     worst: Outcome = "goes on"
-    """Most severe outcome that is allowed."""
+    """Most severe outcome of the fault that is allowed."""
     outcome: Outcome = "goes on"
     recovery_s: float = 0.0
     """Seconds that the run took to recover, from when all faults were over until STEPS_AFTER steps had been

@@ -431,8 +431,8 @@ def _described(tasks: Iterable[TaskConfig]) -> list[str]:
 
 
 def _token_starts(lengths: np.ndarray | None, layouts: Sequence[BlockLayout]) -> list[np.ndarray | None]:
-    """Return for each block an array with the index of each row's first token; None in place of each array if there are
-    no lengths."""
+    """Return for each block an array with the index of each row's first token within the block. If the rows have no
+    lengths (None), the list holds None for each block."""
     if lengths is None:
         return [None] * len(layouts)
     ends = np.cumsum([layout.num_rows for layout in layouts])

@@ -76,8 +76,8 @@ class HostCalls:
         return of
 
     async def count(self, reservation: Reservation, sizes: Sequence[int]) -> None:
-        """Tell a remote host the sizes of a put's blocks, which are about to be committed. Raises CapacityExceeded when
-        the store has no room for one of them."""
+        """Tell a store whose calls are round trips (`is_remote`) the sizes of a put's blocks, which are about to be
+        committed. Raises CapacityExceeded if the store has no room for one of them."""
         await self._in_thread(self._count, reservation.block_ids[: len(sizes)], sizes)
 
     def _count(self, block_ids: Sequence[int], sizes: Sequence[int]) -> None:

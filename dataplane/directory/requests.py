@@ -126,8 +126,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class ClearStale:
-    """Request to clear the rows that a claim like `rows` skips because their version is too old. The reply is their
-    keys, packed."""
+    """Request to clear the rows that a claim like `rows` skips because their policy version is too old. The reply is
+    the keys of the cleared rows, as `pack_keys` encodes them."""
 
     rows: ClaimRows
 

@@ -174,7 +174,7 @@ class GroupTable:
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
         self.index: dict[str, int] = {}
-        """Index of each group in the arrays below, by name."""
+        """For each group name, the group's index in the other arrays of this table."""
         self.names = np.empty(0, dtype=object)
         self.numbers = np.empty(0, dtype=np.int64)
         """Id of each group, an integer that is unique in the directory and never used again."""

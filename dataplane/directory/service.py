@@ -117,7 +117,7 @@ class _Place:
 _logger = logging.getLogger(__name__)
 
 LATE_S = 0.1
-"""Delay of the timer in seconds that shows that this process was suspended or busy."""
+"""Seconds by which the timer must be late for this process to count as having been suspended or busy."""
 HEAR_FIRST_S = 1.0
 """Seconds for which a directory that was suspended or busy first answers the requests that have piled up. Only then
 does it let leases or reservations expire."""

@@ -125,8 +125,8 @@ def free_memory(root: Path = SHARED_MEMORY) -> int:
 
 
 def reserve_memory(path: Path, offset: int, nbytes: int) -> None:
-    """Allocate the memory of a range of a file in advance, so that a lack of memory raises OSError here instead of
-    SIGBUS in a process that writes."""
+    """Allocate the memory of a range of a file in advance. A lack of memory then raises OSError here, instead of
+    killing a process that writes to the range with SIGBUS."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.posix_fallocate(descriptor, offset, nbytes)

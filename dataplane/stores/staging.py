@@ -27,7 +27,7 @@ class _Memory:
 
 
 class _Loan:
-    """Base object of the arrays that share one lent buffer. It is garbage-collected with the last of them, and then
+    """Base object of all arrays that share one lent buffer. When the last of them is gone, it is garbage-collected and
     returns the buffer to the pool."""
 
     __slots__ = ("_pool", "_memory", "__array_interface__")

@@ -30,7 +30,7 @@ class Beat:
     """One heartbeat record: the stage that the driver is in, since when, and for how long it may be."""
 
     step: int
-    """Number of the current step; 0 before the first."""
+    """Number of the current step; 0 before the first step."""
     stage: str
     """Name of the current stage, or of the last one when none is in progress."""
     inside: bool
