@@ -20,8 +20,8 @@ GIT_TIMEOUT_S = 10.0
 
 
 def conditions(**more: Any) -> dict[str, Any]:
-    """Return cores, memory, versions, commit, date, load and garbage collector, and the items of `more`, as plain
-    data."""
+    """Return the conditions of a measurement as plain data: cores, memory, versions, commit, date, load and garbage
+    collector, and the items of `more`."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _cpu(),

@@ -44,10 +44,10 @@ _PARTITION, _TASK = "train", "train"
 def run_directory(
     out: Path, *, num_rows: int, tell: Callable[[str], None], in_process: bool = False
 ) -> dict[str, float]:
-    """Fill, probe and clear a directory, then make the same calls through the directory's actor. Writes results.jsonl
-    and summary.json, and returns the summary.
+    """Measure the directory's operations, first in this process with `num_rows` rows, and then as small calls to the
+    directory's actor. Writes results.jsonl and summary.json, and returns the summary.
 
-    in_process: for tests; the directory runs in a thread of this process instead of an actor, without Ray.
+    in_process: for tests; the directory of the calls runs in a thread of this process instead of an actor, without Ray.
     """
     out.mkdir(parents=True, exist_ok=True)
     facts = conditions(repeats=PROBES, rows=num_rows, fields=NUM_FIELDS, rows_per_call=PUT_ROWS)
@@ -67,7 +67,7 @@ def run_directory(
 
 
 def measure_directory(num_rows: int) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Fill a bare directory, without store or process, with `num_rows` rows, and time its operations. Returns the
+    """Fill a directory in this process, without a store, with `num_rows` rows, and time its operations. Returns the
     summary and, for each operation, the seconds of each call."""
     directory = Directory(capacity_bytes=1 << 50, lease_s=600.0, reserve_s=60.0)
     directory.register(_PARTITION, _schema(), (_TASK,), GROUP_SIZE)
@@ -103,8 +103,8 @@ def measure_directory(num_rows: int) -> tuple[dict[str, float], dict[str, list[f
 
 
 def _probe_claims(directory: Directory, num_rows: int, size: int, times: dict[str, list[float]]) -> None:
-    """Time claims and releases of whole groups. The first claim is timed apart, because it builds what the later ones
-    use."""
+    """Time claims and releases of whole groups. The first claim is timed separately, because it builds the index that
+    later claims use."""
     size -= size % GROUP_SIZE
     claim = ClaimRows(_PARTITION, _TASK, _NAMES, max(size, GROUP_SIZE), whole_groups=True)
     for number in range(min(PROBES, num_rows // claim.num_rows)):
@@ -175,7 +175,8 @@ def _key(row: int) -> str:
 
 
 def _put_rows(start: int, count: int) -> PutRows:
-    """Return the metadata of one put of `count` rows from row `start` on, in blocks of BLOCK_ROWS rows."""
+    """Return the `PutRows` (metadata without row content) of one put of `count` rows from row `start` on, in blocks of
+    BLOCK_ROWS rows."""
     layouts = []
     for at in range(0, count, BLOCK_ROWS):
         rows = min(BLOCK_ROWS, count - at)

@@ -73,7 +73,7 @@ class Rows:
     ids: list[np.ndarray]
     """Token ids of each row, int32 `[L]`."""
     logprobs: list[np.ndarray]
-    """Made-up log-probs of the engine for each row, float32 `[L]`."""
+    """Invented log-probs of each row's tokens, in place of those of a sampling engine, float32 `[L]`."""
     advantages: np.ndarray
     """Advantage of each row, float32 `[N]`."""
 
@@ -159,8 +159,8 @@ def timed(rank: int, topology: Topology, folder: str, micros: int, tokens: int, 
     """Time four train steps of `micros` microbatches, each of about `tokens` tokens, per replica. Returns the metrics
     of the last step.
 
-    A replica of one rank reads its microbatches from a data plane with the store `shm`, each while the one before is
-    computed, and also reports the share of the step in which it waited for rows.
+    A replica of one rank prefetches its microbatches from a data plane with the store `shm` while it computes, and its
+    metrics include the share of the step in which it waited for rows.
     """
     gc.collect()
     backend_config = config(folder, topology, mixed_precision=True, **changes)
@@ -192,18 +192,18 @@ def timed(rank: int, topology: Topology, folder: str, micros: int, tokens: int, 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Microbatches in a data plane, together with the reader that reads them."""
+    """Microbatches stored in a data plane, together with a reader for them."""
 
     reader: ReplicaReader
     shard: TrainShard
 
     def rows(self) -> Iterator[MicroBatch]:
-        """Read all microbatches again."""
+        """Read all microbatches from the data plane once more."""
         self.reader.begin(self.shard)
         return self.reader.stream(TRAIN_FIELDS)
 
     def wait_s(self) -> float:
-        """Return the seconds for which the reader waited for rows since the last call."""
+        """Return the number of seconds that the reader has waited for rows since the last call of this method."""
         return self.reader.take_metrics().wait_s
 
 
@@ -261,7 +261,8 @@ def run_rank(rank: int, world: int, folder: str, rows: Rows, backend: str, micro
 
 
 def gathered(folder: str, world: int) -> list[tuple[str, Any]]:
-    """Load the results of rank 0. The log-probs of each check are filled in from the rank that returned them."""
+    """Load the results of rank 0. Only one rank returns the log-probs of a check, and they are filled in from that
+    rank."""
     of_ranks = [torch.load(f"{folder}/results.{rank}", weights_only=False) for rank in range(world)]
     for entries in zip(*of_ranks, strict=True):
         if entries[0][0].startswith("check"):

@@ -1,14 +1,15 @@
 """`headrace bench step` times the three modes in the real system, with a scripted engine and trainer.
 
 Everything runs as in training: Ray, directory, store, rollout actor, train worker, controllers, weight syncs. Only the
-model is missing. For each group the engine waits for a log-normal latency (sigma 1, all groups at once), and the train
-worker takes a set time for each row. The training of a step takes as long as the slowest group of a step does on
-average over the counted steps. `sync` must therefore take twice that, and the other modes show how much they overlap.
+model is missing. For each group the engine waits for a random latency from a log-normal distribution (sigma 1, all
+groups at once), and the train worker takes a fixed time for each row. The times are chosen so that on average the
+training of a step takes as long as its generation, which ends with the slowest group. `sync` must therefore take twice
+that time, and the other modes show how much they overlap.
 
 The seconds per step are the wall time of the counted steps divided by their number, which is what a long run takes. The
-median is reported, too; the heavy tail has less weight in it. Then `headrace simulate` gets the time that the sync
-run's steps took in addition to the set times, and its figures for the same groups are reported beside the measured
-ones.
+median is reported, too; slow steps have less weight in it. Then `headrace simulate` simulates the same groups. It takes
+into account the overhead of the sync run's steps, which is the time in addition to the chosen times, and its figures
+are reported beside the measured ones.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from .transfer.results import write_records, write_summary
 
 MODES: tuple[Mode, ...] = ("sync", "streaming", "async")
 LAST = 2
-"""Number of steps at a run's end that are not counted, because no rollouts of later steps run beside them."""
+"""Number of steps at a run's end that are not counted, because no rollouts of later steps run at the same time."""
 TRAIN_STEP_SHARE = 0.05
-"""Share of a step's training time that the optimizer takes, after the last row has been processed."""
+"""Share of a step's training time that the optimizer step takes, after all rows have been processed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """The sizes and times of the benchmark's runs."""
+    """Options of the benchmark `headrace bench step`."""
 
     out: Path
     """Folder for the results and the run folders."""
     warm: int = 3
-    """Number of steps before the steps that count."""
+    """Number of warm-up steps at the start of a run, which are not counted."""
     counted: int = 30
     prompts: int = 32
-    """Number of groups in a step."""
+    """Number of groups (one for each prompt) in a step."""
     group_size: int = 2
     chunk_groups: int = 4
     """Number of groups that `streaming` trains on together."""
@@ -75,7 +76,7 @@ class ModeResult:
     seconds: tuple[float, ...]
     """Wall seconds of each step, from the end of the previous step."""
     trainer_busy_s: float
-    """Seconds in which the train worker computed, over all counted steps."""
+    """Number of seconds for which the train worker computed, over all counted steps."""
     staleness_mean: float
     """Mean number of versions between the policy that generated a row's oldest token and the policy that was trained on
     it."""
@@ -172,8 +173,8 @@ def mode_config(options: StepOptions, mode: Mode) -> Config:
 
 
 def median_latency(options: StepOptions) -> float:
-    """Return the median seconds of a request, chosen so that the slowest groups of the counted steps take `train_s` on
-    average."""
+    """Return the median of the distribution of request latencies in seconds. It is chosen so that the slowest group of
+    a counted step takes `train_s` on average."""
     section = SimulationConfig(latency_s=1.0, latency_sigma=options.sigma)
     plain = build_scenario(build_config({"run": {"seed": options.seed}}), section, {})
     slowest = plain.draw_latencies(options.steps * options.prompts).reshape(-1, options.prompts).max(axis=1)
@@ -181,7 +182,7 @@ def median_latency(options: StepOptions) -> float:
 
 
 def measured_steps(config: Config, mode: Mode, options: StepOptions) -> ModeResult:
-    """Return the figures of a finished run's counted steps, from its metrics.jsonl."""
+    """Read a finished run's metrics.jsonl and return the figures of its counted steps."""
     assert config.run.dir is not None
     records = read_metrics(Path(config.run.dir) / "metrics.jsonl")[0]
     by_step = {int(record["step"]): record for record in records if record.get("time/step_s")}
@@ -198,7 +199,8 @@ def measured_steps(config: Config, mode: Mode, options: StepOptions) -> ModeResu
 
 
 def simulated_steps(config: Config, mode: Mode, options: StepOptions, overheads: Mapping[str, float]) -> ModeResult:
-    """Simulate the same steps and return their figures. overheads: the result of `measure_run` for the sync run."""
+    """Simulate the same steps and return their figures. overheads: the overheads of the sync run, as `measure_run`
+    returns them."""
     run = simulate(build_scenario(config, SimulationConfig(), overheads), mode)
     kept = run.steps[options.warm : options.warm + options.counted]
     return ModeResult(

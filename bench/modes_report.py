@@ -53,7 +53,7 @@ def write_report(report: StepReport, options: StepOptions, command: str) -> Path
 
 
 def meaning(options: StepOptions) -> str:
-    """Return the paragraph of the report that says what was measured, and how."""
+    """Return the paragraph of the report that explains what was measured, and how."""
     return (
         f"{options.prompts} groups of {options.group_size} rows a step, generated at once, a group in a log-normal "
         f"time of sigma {options.sigma:g}; the slowest of a step takes {options.train_s:g} s on average, and so does "

@@ -43,7 +43,7 @@ def run_plan(out: Path, *, quick: bool, tell: Callable[[str], None]) -> list[Pla
 
 
 def measure_plan(case: PlanCase) -> PlanResult:
-    """Make one plan in a fresh process, and return its result."""
+    """Make one plan in a fresh process, and return its cost and quality."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(plan_here, case).result(PLAN_TIMEOUT_S)
 

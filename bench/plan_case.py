@@ -27,7 +27,8 @@ QUADRATIC_COST = 2 * 4096 * 32
 
 @dataclass(frozen=True, slots=True)
 class PlanCase:
-    """The input of one plan."""
+    """The input of one measured plan: the numbers of rows and ranks, the distribution of lengths, and the cost to
+    balance."""
 
     rows: int
     dp: int
@@ -49,7 +50,8 @@ class PlanResult:
     flops_max_over_mean: float
     """Imbalance between the ranks of the cost that the plan balances."""
     bound_max_over_mean: float
-    """Lower bound of `flops_max_over_mean` that no plan with any grouping can beat, from `least_max_over_mean`."""
+    """Lower bound of `flops_max_over_mean`, from `least_max_over_mean`: no assignment of rows to ranks can be
+    better."""
     squares_max_over_mean: float
     """Imbalance between the ranks of sum(L²), L being the number of tokens of a row."""
     tokens_max_over_mean: float

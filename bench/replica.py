@@ -1,7 +1,8 @@
-"""`headrace bench replica` compares one read and a broadcast with a read by each rank and a padded broadcast.
+"""`headrace bench replica` compares three ways to bring the rows of a step to all ranks of a replica.
 
-For each replica size, fresh processes are started, one per rank. All ways of reading run in them in turn, on the same
-rows of the same plan.
+The ways are one read and a broadcast, a read by each rank, and one read and a broadcast of padded rows
+(`replica_rank.py` describes them). For each replica size, fresh processes are started, one per rank. All ways run in
+them in turn, on the same rows of the same plan.
 """
 
 from __future__ import annotations
@@ -138,8 +139,8 @@ def run_replica(options: ReplicaOptions, tell: Callable[[str], None]) -> list[Re
 
 
 def put_rows(client: DataPlaneClient, num_rows: int) -> KVBatchMeta:
-    """Put the rows of a step with all columns, group by group, as they are after rollouts and write-back. Returns a
-    receipt for all of them."""
+    """Put the rows of a step with all columns, group by group, as they are after rollouts and write-back. Returns one
+    receipt (the keys and locations of rows) for all of them."""
     rng = np.random.default_rng(3)
     lengths = rng.lognormal(6.5, 0.8, num_rows).clip(16, MAX_TOKENS).astype(np.int64)
     client.register(PARTITION, SCHEMA, group_size=GROUP_SIZE)

@@ -48,7 +48,7 @@ class RankTask:
     world: int
     """Number of ranks of the single replica, all tensor-parallel."""
     rendezvous: str
-    """Path of the file through which the ranks find each other."""
+    """Path of the file through which the ranks find each other to form a process group."""
     handle: DataPlaneHandle
     shard: TrainShard
     repeats: int
@@ -107,8 +107,8 @@ def run_rank(task: RankTask) -> dict[str, WayResult]:
 
 
 _Way = tuple[Callable[[bool], str], Callable[[], int]]
-"""Two functions of one way of reading. The first runs it once, and returns a digest of the rows if it is called with
-True, else "". The second returns the number of bytes broadcast in the last run."""
+"""The two functions that implement one way of reading. The first reads all rows once; called with True, it returns a
+digest of the rows, else "". The second returns the number of bytes that this rank broadcast in the last read."""
 
 
 def _ways(task: RankTask, client: DataPlaneClient, device: torch.device) -> tuple[dict[str, _Way], Callable[[], None]]:

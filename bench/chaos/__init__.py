@@ -1,1 +1,1 @@
-"""Chaos: injures real runs at random moments and checks that they lose and double no row."""
+"""The chaos benchmark injects faults into real runs at random moments, and checks that no row is lost or doubled."""

@@ -1,4 +1,4 @@
-"""`headrace bench chaos` injures real runs at random moments, and compares the rows trained with the rows put."""
+"""`headrace bench chaos` injects faults into real runs at random moments, and checks that rows are trained once."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from .schedule import STORES, TWICE, Injury, StoreKind, more, schedule
 from .surgeon import Fault, Hung, Surgeon
 
 WHOLE_MINUTES = 15.0
-"""Minutes from which a benchmark must reach the bars; a shorter one only may break no promise."""
+"""Default duration in minutes. A benchmark of at least this duration must also reach minimum numbers of faults and
+steps, and inject every fault at least TWICE times; a shorter one need not."""
 LEAST_FAULTS, LEAST_STEPS = 60, 100
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosOptions:
-    """What is run, and for how long."""
+    """Options of the chaos benchmark."""
 
     out: Path
-    """Folder for the results and the run folders, which must hold none yet."""
+    """Folder for the results and the run folders. It must not contain run folders yet."""
     minutes: float = WHOLE_MINUTES
     seed: int = 0
     engine: str = "scripted"
-    """`scripted`, or `hf` for the tiny model on a CPU."""
+    """Engine of the runs: `scripted`, or `hf` for the tiny built-in model on a CPU."""
 
 
 @dataclass(slots=True)
 class Injured:
-    """One run and what became of it."""
+    """Results of one run into which faults were injected."""
 
     store: StoreKind
     faults: list[Fault]
@@ -49,25 +50,27 @@ class Injured:
 
 @dataclass(slots=True)
 class ChaosReport:
-    """All runs, and what they broke."""
+    """Results of all runs of the chaos benchmark, and the failures that were found."""
 
     runs: list[Injured]
     complaints: list[str] = field(default_factory=list)
-    """Broken promises and missed bars, in sentences."""
+    """Failures found, as sentences: promises that the library broke, and minimum numbers that the benchmark did not
+    reach."""
     conditions: dict[str, Any] = field(default_factory=dict)
 
     @property
     def faults(self) -> list[Fault]:
-        """The faults that have struck."""
+        """Faults of all runs that had an effect."""
         return [fault for run in self.runs for fault in run.faults if fault.struck]
 
     def count(self, pair: Pair) -> int:
-        """Number of times that a pair has struck."""
+        """Return how often the fault of `pair` has struck a process of that kind, in all runs together."""
         return sum(fault.process == pair.process and fault.kind == pair.fault for fault in self.faults)
 
 
 def run_chaos(options: ChaosOptions, tell: Callable[[str], None]) -> ChaosReport:
-    """Injure one run for each store in turn; writes faults.jsonl and summary.json into `options.out`."""
+    """Inject faults into one run for each store, one run after another, and return the report. Writes faults.jsonl and
+    summary.json into `options.out`."""
     options.out.mkdir(parents=True, exist_ok=True)
     facts = conditions(minutes=options.minutes, seed=options.seed, engine=options.engine)
     planned = schedule(options.seed)
@@ -90,7 +93,8 @@ def run_chaos(options: ChaosOptions, tell: Callable[[str], None]) -> ChaosReport
 
 
 def missed_bars(report: ChaosReport) -> list[str]:
-    """Return a sentence for each bar that a whole benchmark has missed."""
+    """Return one sentence for each minimum (number of faults, of steps, or of repetitions of a fault) that the
+    benchmark did not reach."""
     missed = []
     if len(report.faults) < LEAST_FAULTS:
         missed.append(f"{len(report.faults)} faults struck, expected at least {LEAST_FAULTS}")
@@ -106,7 +110,7 @@ def missed_bars(report: ChaosReport) -> list[str]:
 
 
 def summarise(report: ChaosReport) -> dict[str, float]:
-    """Return the figures by name."""
+    """Return the benchmark's figures by name, such as `faults` or `shm/lost`."""
     figures: dict[str, float] = {
         "faults": len(report.faults),
         "pairs_twice": sum(report.count(pair) >= TWICE for pair in PAIRS),

@@ -1,7 +1,8 @@
-"""The control folder, through which the benchmark orders faults inside a run's processes and they note what they do.
+"""The control folder of a chaos run, for the benchmark's orders to inject faults and for notes of the processes.
 
-`orders/{pid}.json` is the newest order to a process. `notes/{pid}.jsonl` is what it has noted, a JSON object a line,
-each with the key `t`, `time.monotonic` in seconds, which all processes of a host share.
+`orders/{pid}.json` holds the newest order to the process with this pid. `notes/{pid}.jsonl` holds the process's notes,
+one JSON object per line. The key `t` of a note is its time in seconds by `time.monotonic()`, a clock that all processes
+of a host share.
 """
 
 from __future__ import annotations
@@ -15,53 +16,56 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "HEADRACE_CHAOS"
-"""Environment variable that names the control folder. Without it the hook does nothing."""
+"""Environment variable with the path of the control folder. If it is not set, the hook that every process loads
+(`hook.py`) does nothing."""
 Note = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A fault that a process is to suffer."""
+    """An order to one process to inject a fault into its own calls."""
 
     number: int
-    """Number of the order, by which a process tells a new one, and by which its notes name it."""
+    """Number of the order. A process recognises a new order by it, and its notes refer to the order by it."""
     kind: str
-    """`cut`, `disk`, `shm`, `slow_store` or `slow_checkpoint`."""
+    """Kind of the fault: `cut`, `disk`, `shm`, `slow_store` or `slow_checkpoint` (explained in `pairs.FAULTS`)."""
     lasts_s: float
-    """Seconds for which the fault lasts from the first time that it strikes. A cut strikes once."""
+    """Seconds from the fault's first effect to its end. A cut ignores this, because it takes effect once."""
     waits_s: float
-    """Seconds within which it must strike, else it is over."""
+    """Seconds within which the fault must have its first effect. If it has none by then, it is cancelled."""
     delay_s: float = 0.0
-    """Seconds that a slow call takes longer."""
+    """Seconds by which a slow-call fault delays each affected call."""
     folder: str = ""
-    """Run folder, whose disk is full or slow."""
+    """Run folder in which writes to files fail or are slow; "" for faults that are not about files."""
     ports: tuple[int, ...] = ()
-    """TCP ports of the data plane, whose connections are cut beside those of the directory's Unix socket."""
+    """TCP ports of the data plane. A cut shuts down the connections to them, and those over the directory's Unix
+    socket."""
 
 
 class Control:
-    """One control folder."""
+    """Gives orders to the processes of a run and records their notes, in one control folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._orders = folder / "orders"
         self._notes = folder / "notes"
         self._descriptors: dict[int, int] = {}
-        """Descriptor of the notes of a process, by its pid: a forked process must not use its parent's."""
+        """Open file descriptor of the notes file for each pid. A forked process thus opens its own file instead of
+        using its parent's."""
 
     def create(self) -> None:
-        """Make the folders."""
+        """Create the folders for orders and notes. Idempotent."""
         for folder in (self._orders, self._notes):
             folder.mkdir(parents=True, exist_ok=True)
 
     def order(self, pid: int, order: Order) -> None:
-        """Give an order to a process; it replaces the one of before."""
+        """Give an order to the process `pid`. It replaces any earlier order to that process."""
         draft = self._orders / f"{pid}.new"
         draft.write_text(json.dumps(asdict(order)), encoding="utf-8")
         draft.rename(self._orders / f"{pid}.json")
 
     def newest_order(self, pid: int) -> Order | None:
-        """Return the newest order to a process; None when it has none."""
+        """Return the newest order to the process `pid`; None if it has none."""
         try:
             said = json.loads((self._orders / f"{pid}.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -69,7 +73,8 @@ class Control:
         return Order(**{**said, "ports": tuple(said["ports"])})
 
     def note(self, **what: Any) -> None:
-        """Append a note of this process. It is whole, or missing when the process is killed meanwhile."""
+        """Append a note (the current time and the keyword arguments) to the notes of this process. If the process is
+        killed meanwhile, readers see either the whole note or none of it."""
         pid = os.getpid()
         if pid not in self._descriptors:
             path = self._notes / f"{pid}.jsonl"
@@ -78,20 +83,23 @@ class Control:
         os.write(self._descriptors[pid], line.encode() + b"\n")
 
     def notes(self) -> list[Note]:
-        """Return the notes of all processes so far, in the order of time, each with its `pid`."""
+        """Return all notes written so far, in order of time. Each has the additional key `pid`, the process that wrote
+        it."""
         found = [note for path in sorted(self._notes.glob("*.jsonl")) for note in _read(path)]
         return sorted(found, key=lambda note: note["t"])
 
 
 class NotesTail:
-    """Reads what was noted since the last look."""
+    """Reads the notes of all processes step by step: each call of `new` returns those that were added since the last
+    one."""
 
     def __init__(self, control: Control) -> None:
         self._folder = control.folder / "notes"
         self._read: dict[Path, int] = {}
 
     def new(self) -> list[Note]:
-        """Return the new notes, in the order of time."""
+        """Return the notes that were added since the last call, in order of time. Each has the additional key `pid`,
+        the process that wrote it."""
         found = []
         for path in self._folder.glob("*.jsonl"):
             with open(path, "rb") as file:

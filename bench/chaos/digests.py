@@ -1,4 +1,4 @@
-"""Digests of rows, field by field, so that what was put can be compared with what was read."""
+"""Computes digests of rows, field by field, so that the rows read can be compared with the rows put."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ...codecs.batch import Batch, Column, Jagged, Ragged
 
 
 def row_digests(batch: Batch) -> dict[str, list[str]]:
-    """Return, for each field, the digest of every row's bytes, in the order of the rows."""
+    """Return for each field the digests of its values (xxh3 in hexadecimal), one for each row in the order of the
+    batch."""
     return {name: _column_digests(batch[name]) for name in batch}
 
 

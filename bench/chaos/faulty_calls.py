@@ -1,4 +1,4 @@
-"""Faults inside one process of a run: full disks, slow calls and cut connections, as the newest order says."""
+"""Injects faults into the calls of this process as ordered: full disks, slow calls and cut connections."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .control import Control, Order
 POLL_S = 0.05
 SHARED_MEMORY = "/dev/shm/"
 SOCKET_PREFIX = b"\0headrace-"
-"""Start of the names of directories' Unix sockets."""
+"""Start of the names of the Unix sockets on which directories listen. The zero byte marks an abstract socket."""
 
 
 class Faults:
-    """The faults that this process suffers now."""
+    """The fault that the newest order tells this process to inject into its own calls."""
 
     def __init__(self, control: Control) -> None:
         self.control = control
@@ -31,10 +31,11 @@ class Faults:
         self._struck = False
         self._lock = threading.Lock()
         self._listening = 0
-        """Pid of the process that listens for orders."""
+        """Pid of the process that started the thread that looks for orders; 0 before. A forked process must start its
+        own."""
 
     def listen(self) -> None:
-        """Look for orders from now on, in a thread."""
+        """Start a thread that looks for new orders to this process, unless it is already running."""
         with self._lock:
             if self._listening == os.getpid():
                 return
@@ -42,8 +43,8 @@ class Faults:
         threading.Thread(target=self._listen, name="chaos", daemon=True).start()
 
     def strikes(self, kind: str, path: str = "") -> Order | None:
-        """Return the order when a fault of `kind` is on, for a file at `path` if it is about files; and note its first
-        strike."""
+        """Return the current order if its fault is active and of `kind`, else None. With a `path`, the fault must also
+        affect that file. The first time that a fault strikes is noted in the control folder."""
         order = self._order
         if order is None or order.kind != kind or time.monotonic() > self._ends:
             return None
@@ -56,7 +57,8 @@ class Faults:
         return order
 
     def delay(self, kind: str, path: str = "") -> None:
-        """Sleep when calls are to be slow."""
+        """Sleep for the order's `delay_s` if a slow-call fault of `kind` is active (with a `path`: and affects that
+        file)."""
         order = self.strikes(kind, path)
         if order is not None:
             time.sleep(order.delay_s)
@@ -77,7 +79,8 @@ class Faults:
 
 
 def cut_connections(ports: tuple[int, ...]) -> int:
-    """Shut down all connections of this process to, or of, the data plane; returns how many."""
+    """Shut down all of this process's connections that have an end at one of `ports` or at a directory's Unix socket.
+    Returns their number."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -107,7 +110,7 @@ def _is_of_data_plane(address: Any, ports: tuple[int, ...]) -> bool:
 
 
 class _FaultyFile(io.FileIO):
-    """A file whose disk may be full or slow."""
+    """A binary file whose writes are delayed or fail with ENOSPC while a fault ordered for its folder is active."""
 
     faults: Faults
 
@@ -124,7 +127,8 @@ def _expect_room(faults: Faults, path: str) -> None:
 
 
 def install_file_faults(faults: Faults, folder: str) -> None:
-    """Make files below `folder`, the run's, and shared memory suffer the faults that are ordered."""
+    """Patch the functions that open files, write to them and reserve memory, so that ordered faults affect the files
+    below `folder` (the run folder) and the memory in /dev/shm."""
     kind = type("FaultyFile", (_FaultyFile,), {"faults": faults})
     real_open, real_write, real_fallocate = builtins.open, os.write, os.posix_fallocate
 
@@ -171,7 +175,7 @@ def _path_of(descriptor: int) -> str:
 
 
 def slowed(faults: Faults, call: Callable[..., Any], kind: str = "slow_store") -> Callable[..., Any]:
-    """Return `call`, which takes longer while such a fault is on."""
+    """Wrap `call` so that it is delayed while a slow-call fault of `kind` is active."""
 
     @functools.wraps(call)
     def slow(*arguments: Any, **named: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The hook that every process of an injured run loads at its start: it patches modules as they are imported.
+"""The hook that every process of a chaos run loads at its start, to patch the library's modules on import.
 
-Python imports `sitecustomize` at its start; the benchmark puts one on the path that imports this module. Only where the
-environment names a control folder does it do anything: then rows that are put, read and trained are noted, and calls
-suffer the faults that are ordered. The product itself knows nothing of it.
+Python imports the module `sitecustomize` at its start. The benchmark puts one on the module path that calls `install`.
+If the environment names a control folder, the patched modules write a note whenever rows are put, read or trained, and
+ordered faults affect their calls; otherwise nothing is patched. The library itself contains no code for this.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .control import VARIABLE, Control
 from .faulty_calls import Faults, install_file_faults, slowed
 
 SITE = "import headrace.bench.chaos.hook as hook\nhook.install()\n"
-"""Text of the `sitecustomize.py`."""
+"""Content of the file `sitecustomize.py`, which every Python process of the run imports at its start."""
 RUN_FOLDER = "HEADRACE_CHAOS_RUN"
-"""Environment variable that names the run folder, whose files suffer full and slow disks."""
+"""Environment variable with the path of the run folder. Full and slow disks are simulated for the files in it."""
 
 
 def _patch_async_client(module: ModuleType, faults: Faults) -> None:
@@ -149,11 +149,12 @@ PATCHES: dict[str, Callable[[ModuleType, Faults], None]] = {
     "headrace.dataplane.stores.shared_memory": _patch_shared_memory,
     "headrace.dataplane.stores.simple": _patch_simple,
 }
-"""What is done to a module once it is imported, by its name."""
+"""Functions that patch the library's modules after their import, by the name of the module."""
 
 
 class _Patcher(importlib.abc.MetaPathFinder):
-    """Finds the modules of PATCHES as Python would, and patches them when they have been executed."""
+    """Import hook that finds the modules of PATCHES as Python does, and patches each one right after it has been
+    executed."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -178,7 +179,7 @@ class _Patcher(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Begin to patch, if this process belongs to a run of the benchmark."""
+    """Install the patches if the environment says that this process belongs to a chaos run; otherwise do nothing."""
     folder, run_folder = os.environ.get(VARIABLE), os.environ.get(RUN_FOLDER)
     if not folder or not run_folder:
         return

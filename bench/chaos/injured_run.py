@@ -1,4 +1,4 @@
-"""A run of the real product in a process of its own, whose processes can be found, injured, and started again."""
+"""Controls one real run of the chaos benchmark: starts it, finds its processes, and resumes it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from .schedule import StoreKind
 PROMPTS_PER_STEP, GROUP_SIZE = 8, 2
 CAPACITY_MIB = 64
 GONE_S = 60.0
-"""Seconds within which the processes of a run must be gone after it has ended; its watchdog may have to see to it."""
+"""Seconds within which all processes of a run must be gone after the run has ended. Its watchdog may have to kill
+some."""
 _NAMES: tuple[tuple[str, ProcessKind], ...] = (
     ("directory", "directory"),
     (r"headrace-\w+-unit-\d+", "storage unit"),
@@ -39,7 +40,7 @@ _WATCHDOG = "headrace.trainers.supervision.watchdog"
 
 
 def run_config(folder: Path, store: StoreKind, engine: str, seed: int) -> dict[str, Any]:
-    """Return the configuration of one run, as its YAML file has it."""
+    """Return the configuration of one run of the benchmark, as it stands in the run's YAML file."""
     config: dict[str, Any] = {
         "run": {
             "dir": str(folder), "name": f"chaos-{store}", "seed": seed, "checkpoint_every": 5,
@@ -69,10 +70,10 @@ def run_config(folder: Path, store: StoreKind, engine: str, seed: int) -> dict[s
 
 
 class InjuredRun:
-    """One run folder, its control folder, and the process that works on it now."""
+    """One run of the chaos benchmark: its run folder, its control folder and its current driver process."""
 
     def __init__(self, folder: Path, store: StoreKind, engine: str, seed: int) -> None:
-        """Make the folders. Nothing is started."""
+        """Create the run's folders and files in `folder`. Starts no process."""
         self.folder = folder / "run"
         self.control = Control(folder / "control")
         self.control.create()
@@ -84,15 +85,15 @@ class InjuredRun:
         (self._site / "sitecustomize.py").write_text(SITE)
         self._process: subprocess.Popen[bytes] | None = None
         self._said = 0
-        """Number of bytes of the output of earlier processes."""
+        """Number of bytes that earlier drivers wrote to the output file. The current driver's output follows them."""
         self.family: set[psutil.Process] = set()
-        """Every process that was seen below a driver of this run."""
+        """All processes seen so far that are a driver of this run or a descendant of one."""
         self.run_ids: set[str] = set()
 
     # ------------------------------------------------------------ the driver
 
     def start(self, *, resume: bool) -> None:
-        """Start the driver, in a session of its own."""
+        """Start the driver process in a session of its own, with `--resume` if `resume` is true."""
         self._said = self.output_path.stat().st_size if self.output_path.exists() else 0
         paths = [str(self._site), str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
@@ -120,23 +121,24 @@ class InjuredRun:
 
     @property
     def returncode(self) -> int | None:
-        """The driver's exit code; None while it runs."""
+        """Exit code of the driver, -N if signal N killed it; None while it is running."""
         assert self._process is not None
         return self._process.poll()
 
     def interrupt(self) -> None:
-        """Ask the driver to save a checkpoint and end, as Ctrl-C does."""
+        """Send SIGINT to the driver, as Ctrl-C does, so that it saves a checkpoint and ends."""
         os.kill(self.pid, signal.SIGINT)
 
     @property
     def output(self) -> str:
-        """What the present process has said so far."""
+        """Everything that the current driver has printed so far."""
         with open(self.output_path, "rb") as file:
             file.seek(self._said)
             return file.read().decode(errors="replace")
 
     def explanation(self) -> str:
-        """Return the sentence with which the run that has ended explains its end; "" when there is none."""
+        """Return the sentence that says why the run has ended; "" if there is none. For a driver that was killed, it
+        comes from the watchdog's report, otherwise from the driver's output."""
         if self.returncode == -signal.SIGKILL:
             path = self.folder / "watchdog.txt"
             text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -151,7 +153,7 @@ class InjuredRun:
     # ------------------------------------------------------------ its processes
 
     def look(self) -> dict[ProcessKind, list[psutil.Process]]:
-        """Return the living processes by kind, and remember all of the family."""
+        """Return the run's living processes by kind. All descendants of the driver are also added to `family`."""
         try:
             driver = psutil.Process(self.pid)
             below = driver.children(recursive=True) if is_alive(driver) else []
@@ -185,7 +187,8 @@ class InjuredRun:
                     yield kind, actor.pid
 
     def unit_ports(self) -> tuple[int, ...]:
-        """Return the TCP ports on which storage units listen."""
+        """Return the TCP ports on which the run's storage units (the processes that keep the rows of the store
+        `simple`) listen."""
         units = self.look().get("storage unit", [])
         return tuple(
             connection.laddr.port
@@ -195,7 +198,8 @@ class InjuredRun:
         )
 
     def left_behind(self) -> list[str]:
-        """Wait until every process of an ended run is gone; returns those that are not, and what is in /dev/shm."""
+        """Wait, for at most GONE_S, until an ended run has no processes and no folders in /dev/shm any more. Returns
+        the names of those that remain."""
         deadline = time.monotonic() + GONE_S
         while time.monotonic() < deadline:
             alive = [process for process in self.family if is_alive(process)]
@@ -212,11 +216,11 @@ class InjuredRun:
         return names + [path.name for path in self.shared_memory()]
 
     def shared_memory(self) -> list[Path]:
-        """Return what the runs so far have in /dev/shm."""
+        """Return the paths in /dev/shm that belong to the run, including those of earlier launches."""
         return [path for path in Path("/dev/shm").iterdir() if any(run_id in path.name for run_id in self.run_ids)]
 
     def end(self) -> None:
-        """Kill whatever is left of the run, and remove what it has in /dev/shm."""
+        """Kill all remaining processes of the run, and remove its folders in /dev/shm."""
         for process in [psutil.Process(self.pid)] if self.returncode is None else []:
             self.family |= set(process.children(recursive=True))
         for process in self.family:
@@ -229,5 +233,5 @@ class InjuredRun:
 
 
 def _obey_interrupts() -> None:
-    """Undo what a shell does to background commands, which ignore Ctrl-C."""
+    """Restore the default handling of SIGINT, because a shell makes background commands ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

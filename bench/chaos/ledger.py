@@ -1,21 +1,23 @@
-"""The ledger compares the rows that were trained with the rows that were put, over the history that survived.
+"""The ledger compares the rows that a run trained on with the rows that were put, to find lost and doubled rows.
 
-A run that goes back to a checkpoint takes steps again that it has taken before; what they did to the weights is undone,
-and their rows are trained again, as they must be. So "twice" means: twice in the history that survived. It is defined
-by the notes of the driver and of the train workers:
+When a run goes back to a checkpoint, it repeats the steps after that checkpoint. The first attempt is undone: its
+effect on the weights is lost, and its rows must be trained on again. Only the steps that were not undone count. They
+are called the surviving history, and follow from the notes of the driver and of the train workers:
 
-- An epoch begins whenever the driver opens a feed, at step c: at the start, or after going back to the checkpoint of
-  step c. Data plane and partition together are unique to an epoch.
-- A step n is committed in an epoch when the driver counts it, after all train workers have taken the optimizer step.
-- Step n of the history that survived is the one of the last epoch that began before it (c < n). Earlier epochs' step n
-  was undone, as all steps after c are when a run goes back to c.
+- An epoch begins at step c whenever the driver opens a feed of rollouts: at its start, or after going back to the
+  checkpoint of step c. No two epochs share the same data plane and partition.
+- Step n is committed in an epoch when the driver counts it, after all train workers have taken the optimizer step.
+- The surviving step n is the one of the last epoch that began before it (c < n). Step n of an earlier epoch was undone,
+  because going back to step c undoes all steps after c.
 
-The prompts come in the order of their positions (`in_order`), P groups of G rows a step. So the history of N steps must
-have trained every row of the positions 0 to N * P - 1, and each of them once:
+Prompts are taken in the order of their positions in the prompt stream (sampler `in_order`), P prompts with G rows each
+per step. A surviving history of N steps must therefore have trained on every row of positions 0 to N * P - 1 exactly
+once. Errors are:
 
-lost         a row of these positions that no surviving step has trained
-twice        a row that surviving steps have trained more than once, or that was put twice into one partition
-wrong bytes  a row that a train worker read with other bytes than were put under its key there, or trained unread
+lost         a row of these positions on which no surviving step has trained
+twice        a row on which surviving steps have trained more than once, or that was put twice into one partition
+wrong bytes  a row that was read with other bytes than were put under its key in that partition, or that was trained on
+             although no complete and correct read of it was noted
 """
 
 from __future__ import annotations
@@ -29,36 +31,36 @@ from ...actors.rollout.prompts import base36, row_key
 from .control import Note
 
 Place = tuple[int, str]
-"""Id of the data plane, and the partition."""
+"""Where a row was put: (id of the data plane, name of the partition)."""
 SHOWN = 5
-"""Number of keys that are named in a complaint."""
+"""Maximum number of row keys that an error message quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """The outcome of the comparison."""
+    """Result of comparing the rows that a run trained on with the rows that were put."""
 
     steps: int
-    """Number of steps of the history that survived."""
+    """Number of steps in the surviving history, which are those that no return to a checkpoint has undone."""
     undone: int
-    """Number of steps that were committed and undone."""
+    """Number of steps that were committed, and later undone by a return to a checkpoint."""
     epochs: int
     rows_put: int
-    """Number of different rows that were put, by key."""
+    """Number of distinct keys among the rows that were put."""
     rows_trained: int
-    """Number of rows of the history that survived."""
+    """Number of rows that the surviving steps trained on."""
     reads_checked: int
-    """Number of rows that train workers read, each compared field by field."""
+    """Number of rows that train workers read. Each was compared, field by field, with what was put."""
     lost: list[str] = field(default_factory=list)
-    """Keys."""
+    """Keys of the rows on which the surviving steps should have trained, but did not."""
     twice: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     odd: list[str] = field(default_factory=list)
-    """Sentences about notes that contradict one another."""
+    """Sentences about notes that contradict each other or the order of the prompts."""
 
     @property
     def complaints(self) -> list[str]:
-        """Return a sentence for each kind of error that was found."""
+        """Return one sentence for each kind of row error that was found, followed by the sentences of `odd`."""
         found = [
             f"{len(keys)} rows {what}: {', '.join(keys[:SHOWN])}"
             for what, keys in (
@@ -73,17 +75,17 @@ class Balance:
 
 @dataclass(slots=True)
 class _Epoch:
-    """The time from one opening of a feed to the next."""
+    """The part of a run between two moments at which the driver opened a feed of rollouts."""
 
     place: Place
     after: int
-    """Step after which it begins."""
+    """Number of the step from which the epoch goes on; 0 at the start of a run."""
     committed: dict[int, list[int]] = field(default_factory=dict)
-    """Positions of the groups of each committed step."""
+    """For each committed step, the positions of its groups in the prompt stream."""
 
 
 def balance(notes: Iterable[Note], *, prompts_per_step: int, group_size: int) -> Balance:
-    """Compare what the notes of one run say. They must be in the order of time."""
+    """Compare the rows put, read and trained on according to the notes of one run, which must be in order of time."""
     epochs: list[_Epoch] = []
     by_place: dict[Place, _Epoch] = {}
     trained: dict[tuple[Place, int], list[str]] = defaultdict(list)
@@ -142,7 +144,8 @@ def balance(notes: Iterable[Note], *, prompts_per_step: int, group_size: int) ->
 
 
 def _surviving(epochs: list[_Epoch], odd: list[str]) -> dict[int, _Epoch]:
-    """Return the epoch of each step of the history that survived."""
+    """Return the epoch to which each step of the surviving history belongs, by step number. Steps that are missing in
+    the notes are reported in `odd`."""
     history: dict[int, _Epoch] = {}
     for epoch in epochs:
         missing = [step for step in range(1, epoch.after + 1) if step not in history]
@@ -158,13 +161,13 @@ def _surviving(epochs: list[_Epoch], odd: list[str]) -> dict[int, _Epoch]:
 
 
 class _Puts:
-    """The rows that were put into each partition, with their digests by field."""
+    """The rows that were put into each partition, with a digest of each field."""
 
     def __init__(self) -> None:
         self.keys: set[str] = set()
         self.twice: list[str] = []
         self._intended: dict[tuple[Place, str], list[tuple[int, dict[str, str]]]] = defaultdict(list)
-        """(pid, digests by field) of each attempt to put a row."""
+        """For each row, all attempts to put it: (pid of the writer, field name -> digest)."""
         self._done: dict[tuple[Place, str], dict[str, str]] = {}
 
     def intend(self, place: Place, note: Note) -> None:
@@ -181,9 +184,11 @@ class _Puts:
             self._done[place, key] = mine[-1] if mine else {}
 
     def compare(self, reads: Iterable[tuple[Place, Note]]) -> tuple[list[str], set[tuple[Place, str]]]:
-        """Return the keys that were read with other bytes than were put, and the rows that were read whole and right.
+        """Return the keys of the rows that were read with other bytes than were put, and the rows of which all training
+        fields were read correctly.
 
-        A row whose put was not confirmed, as its process was killed, may be that of any attempt.
+        If no put of a row was confirmed, because its writer was killed, the bytes of any attempt to put it count as
+        correct.
         """
         wrong: list[str] = []
         fields: dict[tuple[Place, str], set[str]] = defaultdict(set)

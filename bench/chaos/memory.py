@@ -1,4 +1,4 @@
-"""Measures the memory of a run's processes and of its shared memory over time, and tells whether it grows."""
+"""Measures the memory of a run's processes and its files in /dev/shm over time, and tells whether it grows."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import psutil
 from .pairs import ProcessKind
 
 SETTLED_S = 20.0
-"""Age in seconds from which a process counts: before, it imports and allocates what it keeps."""
+"""Age in seconds from which a process is measured. Younger ones still import modules and allocate lasting memory."""
 MOST_GROWTH = 1.10
-"""Largest memory of the last third of a run, as a multiple of the first third's."""
+"""Largest allowed ratio of the median memory in the last third of a run to the median in its first third."""
 SLACK_BYTES = 8 << 20
-"""Growth that is never complained about: pools are this large."""
+"""Number of bytes by which memory may grow in any case, because memory pools are this large."""
 LEAST_SAMPLES = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Memory of one kind of process, or of /dev/shm, early and late in a run, in bytes."""
+    """Memory in bytes of one kind of process, or of /dev/shm, as medians over the first and the last third of a run."""
 
     what: str
     early: float
@@ -39,14 +39,15 @@ class Growth:
 
 
 class MemoryLog:
-    """Samples of one run, which are also written to a file, a JSON object a line."""
+    """Memory samples of one run. Each sample is also appended to a file as one line of JSON."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._sizes: dict[str, list[float]] = defaultdict(list)
 
     def sample(self, processes: dict[ProcessKind, list[psutil.Process]], shared: list[Path]) -> None:
-        """Take one sample: the largest resident memory of each kind's settled processes, and the bytes in /dev/shm."""
+        """Take one sample: the bytes used in /dev/shm and, for each kind of process, the largest resident memory
+        without shared pages. Raylets (Ray's own processes), and processes younger than SETTLED_S, are left out."""
         found: dict[str, float] = {}
         if shared:  # else the run is just being started
             found["/dev/shm"] = sum(_disk_bytes(path) for path in shared)
@@ -60,7 +61,7 @@ class MemoryLog:
             file.write(json.dumps({"t": time.monotonic(), **found}) + "\n")
 
     def growths(self) -> list[Growth]:
-        """Return early and late medians of what has enough samples."""
+        """Return the early and late medians of everything that has at least LEAST_SAMPLES samples."""
         found = []
         for what, sizes in self._sizes.items():
             if len(sizes) >= LEAST_SAMPLES:
@@ -70,7 +71,7 @@ class MemoryLog:
 
 
 def _settled_bytes(process: psutil.Process) -> int:
-    """Return the resident memory without shared pages; 0 of a process that is young or gone."""
+    """Return the bytes of resident memory without shared pages; 0 if the process is younger than SETTLED_S or gone."""
     try:
         if time.time() - process.create_time() < SETTLED_S:
             return 0

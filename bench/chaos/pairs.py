@@ -1,4 +1,4 @@
-"""The table of faults: which process suffers which, what the run must do then, and why the others make no sense."""
+"""The table of faults: which processes suffer which faults, how a run may react, and what makes no sense."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ ProcessKind = Literal[
 ]
 FaultKind = Literal["stop", "kill", "cut", "disk", "shm", "slow_store", "slow_checkpoint"]
 Outcome = Literal["goes on", "restarts", "stops"]
-"""The worst that a run may do: go on in all its processes but those that were killed, and those that it replaces; go
-back to its last checkpoint by itself; or stop with a sentence, and go on by `--resume`."""
+"""How a run reacts to a fault, from mild to severe: it goes on, and only replaces processes that were killed; it goes
+back to its last checkpoint by itself; or it stops with an explanation, and goes on when it is started with
+`--resume`."""
 
 PROCESSES: tuple[ProcessKind, ...] = (
     "driver", "directory", "rollout actor", "engine actor", "train worker", "storage unit", "watchdog", "raylet",
@@ -29,14 +30,14 @@ FAULTS: dict[FaultKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One kind of fault on one kind of process."""
+    """One kind of fault in one kind of process."""
 
     process: ProcessKind
     fault: FaultKind
     worst: Outcome
-    """Worst outcome that keeps what the product promises."""
+    """Most severe outcome that the library's promises allow."""
     store: Literal["shm", "simple", "any"] = "any"
-    """Store of the runs in which the pair exists."""
+    """Store of the runs in which this fault is injected; `any` means every store."""
 
     def __str__(self) -> str:
         return f"{self.fault} {self.process}"
@@ -109,4 +110,4 @@ NO_SENSE: dict[tuple[ProcessKind, FaultKind], str] = {
     ("raylet", "slow_store"): _NO_STORE,
     ("raylet", "slow_checkpoint"): _NO_FILE,
 }
-"""Why the other pairs make no sense. Train workers suffer every kind of fault."""
+"""Reasons why a fault makes no sense for a kind of process, for all combinations that are not in PAIRS."""

@@ -1,4 +1,4 @@
-"""Tables of an injured run: what was done to which process, and what became of it."""
+"""Writes the chaos benchmark's report: which faults struck, how the runs reacted, and what became of the rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _TITLES = ("process", *FAULTS)
 
 
 def pairs_table(report: ChaosReport) -> Table:
-    """How often each kind of fault has struck each kind of process; "-" where it makes no sense."""
+    """Return a table of how often each kind of fault struck each kind of process, with "-" where a fault makes no
+    sense."""
     table = Table(title="times that each fault struck")
     for name in _TITLES:
         table.add_column(name.replace("_", " "), justify="left" if name == "process" else "right")
@@ -26,7 +27,8 @@ def pairs_table(report: ChaosReport) -> Table:
 
 
 def rows_table(report: ChaosReport) -> Table:
-    """The rows of each run: put, trained, lost, doubled, damaged."""
+    """Return a table of each run's numbers of rows: put, trained on, lost, trained on or put twice, and with wrong
+    bytes."""
     table = Table(title="rows of the history that survived")
     for name in ("store", "steps", "undone", "put", "trained", "reads checked", "lost", "twice", "wrong bytes"):
         table.add_column(name, justify="left" if name == "store" else "right")
@@ -39,7 +41,8 @@ def rows_table(report: ChaosReport) -> Table:
 
 
 def lines(report: ChaosReport) -> list[str]:
-    """Say in sentences how the faults went, how memory went, and how each stop was explained."""
+    """Return sentences about the outcomes of the faults, the recovery times, the growth of memory, and the reason of
+    each stop."""
     figures = summarise(report)
     said = [
         f"{len(report.faults)} faults struck: the run went on after {figures.get('outcome/goes on', 0):.0f}, went back "
@@ -58,7 +61,8 @@ def lines(report: ChaosReport) -> list[str]:
 
 
 def write_report(report: ChaosReport, out: Path, command: str) -> Path:
-    """Write report.md: the figures, what makes no sense and why, and the conditions; returns its path."""
+    """Write report.md into `out`: the figures, the failures, the allowed outcome of each fault, and the conditions.
+    Returns its path."""
     text = ["# headrace bench chaos", "", f"`{command}`", "", *_markdown(pairs_table(report))]
     text += ["", *_markdown(rows_table(report)), "", *(f"- {line}" for line in lines(report))]
     text += ["", "## Failed", "", *(f"- {line}" for line in report.complaints or ["nothing"])]
@@ -71,7 +75,8 @@ def write_report(report: ChaosReport, out: Path, command: str) -> Path:
 
 
 def promises() -> list[str]:
-    """A Markdown table of the worst that a run does after each fault, or why the fault makes no sense there."""
+    """Return the lines of a Markdown table with the most severe outcome that is allowed after each fault in each kind
+    of process, or the reason why the fault is not tried there."""
     known: dict[tuple[str, str], Outcome] = {(pair.process, pair.fault): pair.worst for pair in PAIRS}
     rows = ["| process | fault | the run |", "| --- | --- | --- |"]
     for process in PROCESSES:

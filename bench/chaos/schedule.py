@@ -1,4 +1,4 @@
-"""The schedule of a benchmark: which fault comes when, from a seed."""
+"""Draws the schedule of a chaos benchmark from a seed: which faults strike in which order, and for how long."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from .pairs import PAIRS, Pair
 
 StoreKind = Literal["shm", "simple"]
 STORES: tuple[StoreKind, ...] = ("shm", "simple")
-"""Stores of the benchmark's runs, one after another: with `shm` the engines are embedded in the rollout actors, with
-`simple` they are actors of their own, and there is a storage unit."""
+"""Stores of the benchmark's runs, one run after another. With `shm` the engines run inside the rollout actors; with
+`simple` they are separate actors, and a storage unit (a process of its own) keeps the rows."""
 TWICE = 2
-"""Number of times that each pair comes at least."""
+"""Minimum number of times that each fault must strike each kind of process for which it is planned."""
 REST_S = 1.5
-"""Longest rest between a recovery and the next fault."""
+"""Maximum number of seconds between the recovery from a fault and the next fault."""
 LASTS_S = (1.0, 4.0)
-"""Shortest and longest time that a fault lasts."""
+"""Minimum and maximum duration of a fault in seconds."""
 ON_TOP_SHARE = 0.15
-"""Share of faults that do not wait until the run has recovered from the one before."""
+"""Share of faults after which the next fault strikes without waiting for the run's recovery."""
 
 
 @dataclass(frozen=True, slots=True)
 class Injury:
-    """One fault that is to come."""
+    """One planned fault: where, for how long, and how it follows the fault before it."""
 
     pair: Pair
     lasts_s: float
-    """Seconds that it lasts; a kill or a cut is over at once."""
+    """Duration of the fault in seconds. A kill or a cut ignores it, because it is over at once."""
     rest_s: float
-    """Seconds after the recovery from the fault before."""
+    """Seconds to wait before this fault, once the run has recovered from the one before."""
     on_top: bool
-    """Whether it comes without waiting for that recovery."""
+    """True if the next fault is to strike without waiting until the run has recovered from this one."""
     choice: float
-    """Number in [0, 1) that chooses one of several processes of the kind."""
+    """Random number in [0, 1) that selects one of the run's processes of the wanted kind."""
 
 
 def schedule(seed: int) -> dict[StoreKind, list[Injury]]:
-    """Return the faults of each store's run, in their order. Over all runs, each pair comes at least twice.
+    """Return the planned faults of each store's run, in random order. Over all runs together, each pair (a kind of
+    fault in a kind of process) occurs at least twice.
 
-    A run that has suffered all of them and has time left begins again with another order (`more`).
+    If a run has suffered all of its faults before its time is over, it goes on with those of `more`.
     """
     dice = random.Random(seed)
     found: dict[StoreKind, list[Pair]] = {store: [] for store in STORES}
@@ -54,9 +55,10 @@ def schedule(seed: int) -> dict[StoreKind, list[Injury]]:
 
 
 def more(store: StoreKind, seed: int, again: int) -> list[Injury]:
-    """Return faults for a run that has suffered those of `schedule`: each pair of the store once, in another order.
+    """Return further faults for a run that has suffered all faults of `schedule`: each pair that exists with the store
+    once, in a new random order.
 
-    again: 1 for the first such list, 2 for the next.
+    again: 1 for the first additional list, 2 for the second, and so on.
     """
     pairs = [pair for pair in PAIRS if pair.store in ("any", store)]
     return _injuries(pairs, random.Random(f"{seed}/{store}/{again}"))

@@ -1,4 +1,4 @@
-"""Injures one run as a schedule says, waits for its recovery, and records what became of every fault."""
+"""Injects faults into one run as a schedule says, waits for its recovery, and records the outcome of every fault."""
 
 from __future__ import annotations
 
@@ -20,64 +20,68 @@ from .schedule import Injury
 POLL_S = 0.1
 SAMPLE_S = 1.0
 FIRST_STEP_S = 180.0
-"""Seconds within which a run must have come to its first checkpoint."""
+"""Seconds within which a new run must finish enough steps to have a complete checkpoint."""
 RECOVERY_S = 180.0
-"""Seconds within which a run must finish a step after a fault: longer than stage_timeout_s, the watchdog's margin and a
-new start together."""
+"""Seconds within which a run must recover after a fault. This is longer than `resources.stage_timeout_s`, the
+watchdog's margin and a new start together."""
 STRIKE_S = 20.0
-"""Seconds within which an ordered fault must strike: some calls come only with a checkpoint."""
+"""Seconds within which an ordered fault must have its first effect. Some of the affected calls are made only when a
+checkpoint is written."""
 SLOW_S = 0.4
-"""Seconds that a slow call takes longer."""
+"""Seconds by which a slow-call fault delays each call."""
 STUTTER_S = (0.3, 0.1)
-"""Seconds for which a storage unit, whose calls are not ours to slow, stands and runs by turns."""
+"""Seconds for which a storage unit is suspended, and then runs, by turns. This takes the place of slow calls, because
+the hook cannot delay the calls inside a storage unit."""
 END_S = 120.0
 STEPS_AFTER = 3
-"""Number of steps after a fault by which the run has recovered; those in flight may have been as good as done."""
+"""Number of steps that a run must finish after a fault before it counts as recovered. Fewer would not prove recovery,
+because steps in flight may have been almost done when the fault struck."""
 NOTICE_S = 75.0
-"""Seconds that Ray may take to notice that a raylet is dead."""
+"""Seconds that Ray may take to notice that a raylet (Ray's process on each node) is dead."""
 _ORDER: tuple[Outcome, ...] = ("goes on", "restarts", "stops")
 
 
 class Hung(RuntimeError):
-    """The run finished no step for RECOVERY_S."""
+    """Raised when a run does not reach its first checkpoint, does not recover from a fault, or does not end in time."""
 
 
 @dataclass(slots=True)
 class Fault:
-    """What became of one injury."""
+    """Record of one injected fault and its outcome."""
 
     process: ProcessKind
     kind: FaultKind
     pid: int
     at_s: float
-    """Seconds since the run's start."""
+    """Seconds from the run's start to the fault."""
     present: int
-    """Number of processes of the kind before."""
+    """Number of living processes of this kind just before the fault."""
     lasted_s: float = 0.0
     struck: bool = False
-    """Whether it has had an effect: a signal was sent, a connection was cut, a write has failed."""
+    """True if the fault had an effect, for example a signal was sent, a connection was cut, or a write failed."""
     on_top: bool = False
     worst: Outcome = "goes on"
-    """Worst outcome that is allowed."""
+    """Most severe outcome of the fault that is allowed."""
     outcome: Outcome = "goes on"
     recovery_s: float = 0.0
-    """Seconds from its end to the end of the next step."""
+    """Seconds that the run took to recover, from when all faults were over until STEPS_AFTER steps had been
+    finished."""
     sentences: list[str] = field(default_factory=list)
-    """What the run said of a restart or a stop."""
+    """Sentences with which the run explained a restart or a stop."""
 
     def record(self) -> dict[str, object]:
-        """Return plain data."""
+        """Return the record as plain data for faults.jsonl."""
         return asdict(self)
 
 
 class Surgeon:
-    """Works on one run until its time is over."""
+    """Injects faults into one run, and checks that it recovers from them, until the run's time is over."""
 
     def __init__(self, run: InjuredRun, tell: Callable[[str], None]) -> None:
         self.run = run
         self.faults: list[Fault] = []
         self.complaints: list[str] = []
-        """What the product must not do, in sentences."""
+        """Sentences about things that the run did although the library promises that it does not."""
         self.memory = MemoryLog(run.folder.with_name("memory.jsonl"))
         self.launches = 0
         self._tell = tell
@@ -87,17 +91,18 @@ class Surgeon:
         self._began_s = time.monotonic()
         self._sampled_s = 0.0
         self._events = 0
-        """Number of events in metrics.jsonl that were looked at."""
+        """Number of events in metrics.jsonl that have been read."""
         self._open: list[Fault] = []
-        """Faults from which the run has not recovered."""
+        """Faults from which the run has not recovered yet."""
 
     @property
     def steps(self) -> int:
-        """Number of steps that were counted so far, those taken again counted again."""
+        """Number of steps committed so far. A step that is repeated after going back to a checkpoint counts again."""
         return sum("committed" in note for note in self._notes)
 
     def operate(self, injuries: Iterator[Injury], until_s: float) -> None:
-        """Start the run, injure it until `until_s` (`time.monotonic`), and end it as a user would. Raises Hung."""
+        """Start the run, inject faults until the time `until_s` (by `time.monotonic()`), and end it with an interrupt,
+        as a user would. Raises Hung if the run makes no progress."""
         self._start(resume=False)
         self._wait_for_steps(11, FIRST_STEP_S)  # the checkpoint of step 5 is whole once that of step 10 begins
         for injury in injuries:
@@ -149,7 +154,8 @@ class Surgeon:
             target.resume()
 
     def _hurt_unit(self, target: psutil.Process, injury: Injury) -> None:
-        """Cut the connections of the unit, from the side of its clients, or let it stutter."""
+        """Inject a fault into a storage unit from outside: make all other processes of the run cut their connections to
+        it, or suspend it for short times so that its calls are slow."""
         if injury.pair.fault == "cut":
             for members in self.run.look().values():
                 for process in members:
@@ -163,7 +169,8 @@ class Surgeon:
             self._pause(STUTTER_S[1])
 
     def _order(self, target: psutil.Process, injury: Injury) -> bool:
-        """Order a fault inside the process, and wait until it is over; returns whether it has struck."""
+        """Order the process `target` to inject the fault into its own calls, and wait until the fault is over. Returns
+        whether it had an effect."""
         number = self._give(target, injury.pair.fault, injury.lasts_s)
         deadline = time.monotonic() + STRIKE_S
         while time.monotonic() < deadline and self.run.returncode is None and target.is_running():
@@ -184,7 +191,8 @@ class Surgeon:
     # ------------------------------------------------------------ recovery
 
     def _recover(self) -> None:
-        """Wait until the run has finished a step after the last fault, starting it again if it has stopped."""
+        """Wait until the run has recovered from all of its faults, and resume it if it has stopped. An outcome that is
+        more severe than allowed becomes a complaint. Raises Hung if the run does not recover within RECOVERY_S."""
         since_s = time.monotonic()
         deadline = since_s + RECOVERY_S
         while self._open:
@@ -211,8 +219,8 @@ class Surgeon:
                 )
 
     def _has_recovered(self, since_s: float) -> bool:
-        """Whether what was killed has been noticed and is there again, and steps have been finished since: so many that
-        the last began after the faults."""
+        """Return whether the run has finished STEPS_AFTER steps since `since_s` (by `time.monotonic()`), killed
+        processes have been replaced, and Ray has noticed a killed raylet (or NOTICE_S have passed)."""
         if sum("committed" in note and note["t"] > since_s for note in self._notes) < STEPS_AFTER:
             return False
         kinds = self.run.look()
@@ -227,12 +235,14 @@ class Surgeon:
         return True
 
     def _worst_allowed(self) -> Outcome:
-        """Return the worst outcome that the open faults together allow."""
+        """Return the most severe outcome that is allowed for any of the faults from which the run has not recovered
+        yet."""
         allowed: list[Outcome] = [fault.worst for fault in self._open]
         return _worse(*allowed)
 
     def _note_outcomes(self) -> None:
-        """Give the open faults the restarts that metrics.jsonl tells of since the last look."""
+        """Read the new events in metrics.jsonl. A restart becomes the outcome of all faults from which the run has not
+        recovered yet."""
         for event in self._new_events():
             if event["event"] == "resumed" and event.get("died"):
                 self._set("restarts", event["died"])
@@ -252,7 +262,8 @@ class Surgeon:
             fault.sentences.append(sentence)
 
     def _note_stop(self) -> None:
-        """Record that the run has stopped, and complain when it said nothing or left something behind."""
+        """Record that the run has stopped. If it gave no explanation, or left processes or shared memory behind, add a
+        complaint."""
         left = self.run.left_behind()
         sentence = self.run.explanation()
         names = " and ".join(f"{fault.kind} {fault.process}" for fault in self._open) or "nothing"
@@ -281,7 +292,7 @@ class Surgeon:
             self._pause(POLL_S)
 
     def _pause(self, seconds: float) -> None:
-        """Let time pass, in which notes are read and memory is measured."""
+        """Wait for `seconds`, and meanwhile read notes and sample the run's memory."""
         deadline = time.monotonic() + seconds
         while True:
             self._notes += [note for note in self._tail.new() if not note.keys() & {"putting", "read"}]
@@ -294,7 +305,8 @@ class Surgeon:
             time.sleep(min(POLL_S, deadline - now))
 
     def _end(self) -> None:
-        """Interrupt the run, which then saves a checkpoint and ends."""
+        """Interrupt the run, and wait until it has saved a checkpoint and ended. A wrong exit code, or anything that it
+        leaves behind, becomes a complaint. Raises Hung if it does not end in time."""
         self.run.interrupt()
         deadline = time.monotonic() + END_S
         while self.run.returncode is None:
@@ -311,5 +323,5 @@ class Surgeon:
 
 
 def _worse(*outcomes: Outcome) -> Outcome:
-    """Return the worst of them."""
+    """Return the most severe of the outcomes."""
     return _ORDER[max(_ORDER.index(outcome) for outcome in outcomes)]

@@ -1,1 +1,1 @@
-"""The benchmark `headrace bench transfer` compares every store with every baseline on the same rows."""
+"""`headrace bench transfer` moves the same rows through every store and every baseline, and compares the times."""

@@ -45,7 +45,7 @@ PATTERNS: dict[str, frozenset[Op]] = {
 TOGETHER = ("wide-32", "narrow-1")
 """Workloads that are measured in the same rounds, because the summary has the ratio of their times."""
 CHECKSUM_WORKLOADS = ("rl-1024", "rl-256")
-"""Workloads that can be measured with checksums, too. Only the first of them that is chosen is."""
+"""Workloads that can also be measured with checksums. Of those that are chosen, only the first in this list is."""
 QUICK_WORKLOADS = {"rl-256": 1.0, "rl-1024": 1.0, "tiny": 1.0, "dense": 0.25}
 QUICK_STORES = tuple(kind for kind in STORES if kind != "local")
 """Stores that `--quick` measures. It leaves out `local`, the reference implementation, which is slow between
@@ -70,7 +70,7 @@ class TransferOptions:
     in_process: bool = False
     """True to use threads of this process in place of Ray and its processes, as tests do."""
     share: float = 1.0
-    """Share of every workload's rows that is measured, smaller in tests."""
+    """Share of each workload's rows that is measured. Tests use a small share."""
 
     def __post_init__(self) -> None:
         _check("--stores", self.stores, STORES)
@@ -94,7 +94,8 @@ class TransferOptions:
         return [[spec] for spec in chosen if spec.name not in TOGETHER] + ([pair] if pair else [])
 
     def second_specs(self) -> list[list[LoadSpec]]:
-        """Return the workloads for `transferqueue_mooncake`; `--quick` has time for only one."""
+        """Return the workloads on which the baseline `transferqueue_mooncake` is measured, in lists as `specs` does;
+        `--quick` has time for only one."""
         specs = self.specs()
         return [group for group in specs if group[0].name == QUICK_SECOND] or specs[:1] if self.quick else specs
 
@@ -111,7 +112,7 @@ class TransferReport:
     steps: list[StepResult]
     summary: dict[str, float]
     absent: dict[str, str]
-    """For each store or baseline that was not measured, by name: why, and how to install it."""
+    """Stores and baselines that were not measured: name -> why, and how to install what is missing."""
     conditions: dict[str, Any]
 
 
@@ -212,7 +213,8 @@ def _first_run(
 
 
 def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable[[str], None]) -> list[Result]:
-    """Measure `mooncake` against TransferQueue's MooncakeStore; the store's results here have the suffix PAIRED.
+    """Measure the store `mooncake` against TransferQueue on MooncakeStore, and return the results. The store's name in
+    them has the suffix PAIRED.
 
     This needs a Ray cluster of its own, because one cluster cannot host two TransferQueues, and separate processes for
     each of the two, because MooncakeStore changes mooncake's settings in its process.
@@ -239,8 +241,8 @@ def _second_run(options: TransferOptions, absent: dict[str, str], tell: Callable
 
 
 class _Opener:
-    """Opens contenders (stores and baselines) and closes them at the end. One that cannot start is recorded as
-    absent."""
+    """Starts stores and baselines, and closes them at the end. For one that cannot start, the reason is recorded in
+    `absent`."""
 
     def __init__(self, stack: ExitStack, absent: dict[str, str], tell: Callable[[str], None]) -> None:
         self._stack = stack

@@ -1,8 +1,8 @@
 """Defines the interfaces of contenders: the stores and baselines, each a way to bring rows from one process to others.
 
 A `Contender` is in the driver; it starts and ends what it needs. An `Endpoint` is in every worker process, where only
-its `put`, `get`, `write`, `claim` and `clear` are timed. A put returns a token that a reader needs: a receipt, keys, an
-object reference or a number of bytes.
+its `put`, `get`, `write`, `claim` and `clear` are timed. A put returns a token, which a reader needs to read the rows:
+a receipt (their keys and locations), keys, an object reference or a number of bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHECKSUMMED = "+checksum"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a put that one of several readers reads."""
+    """The part of a put's rows that one of several readers reads."""
 
     index: int
     count: int
@@ -55,7 +55,8 @@ class Endpoint(Protocol):
     """The part of a contender (store or baseline) that runs in one worker process, for one workload."""
 
     def put(self, load: Load, values: TensorDict, keys: Sequence[str]) -> Any:
-        """Write the fields of the workload's first put as new rows. Returns the token for all of them."""
+        """Write the fields of the workload's first put as new rows. Returns a token with which all of these rows can be
+        read."""
         ...
 
     def get(self, token: Any, share: Share, fields: Sequence[str] | None) -> Any:
@@ -86,16 +87,17 @@ class RowEndpoint(Endpoint, Protocol):
     """An endpoint of a store or baseline that knows rows and fields."""
 
     def write(self, keys: Sequence[str], values: TensorDict, rewards: np.ndarray | None) -> Any:
-        """Write fields of new or existing rows, and `rewards` `[N]` as a tag. Returns the token of what was written."""
+        """Write fields of new or existing rows, and `rewards` `[N]` as a tag (a number stored in each row's metadata).
+        Returns a token with which the written values can be read."""
         ...
 
     def clear(self, token: Any) -> None:
-        """Remove the rows that `token`, the result of a put, stands for."""
+        """Remove the rows that were written by the put that returned `token`."""
         ...
 
     def counters(self) -> dict[str, int]:
-        """Return the totals so far of `directory_calls`, `bytes_got` and `wire_bytes_put`, as far as the endpoint
-        counts them."""
+        """Return the total counts so far of those among `directory_calls`, `bytes_got` and `wire_bytes_put` that the
+        endpoint keeps."""
         ...
 
 
@@ -123,7 +125,7 @@ class Contender(Protocol):
         ...
 
     def part(self, token: Any, share: Share) -> Any:
-        """Return the token with which a reader can read its share of what `token` stands for."""
+        """Return a token with which one reader can read its share of the rows of `token`."""
         ...
 
     def close(self) -> None:
@@ -136,7 +138,7 @@ class RowContender(Contender, Protocol):
     """A contender whose tokens stand for rows, which the stages of a step read and write in turn."""
 
     def keys(self, token: Any) -> Sequence[str]:
-        """Return the keys of the rows that `token`, the result of a put, stands for."""
+        """Return the keys of the rows that were written by the put that returned `token`."""
         ...
 
     def merge(self, token: Any, written: Any) -> Any:
@@ -144,5 +146,6 @@ class RowContender(Contender, Protocol):
         ...
 
     def blocks(self, token: Any, fields: Sequence[str]) -> frozenset[int]:
-        """Return the ids of the blocks that a read of `fields` touches; empty for a contender without blocks."""
+        """Return the ids of the blocks (units of storage that hold several rows) that a read of `fields` touches; empty
+        for a contender without blocks."""
         ...

@@ -80,5 +80,5 @@ _DTYPE_SEEDS = {
         )
     )
 }
-"""Seed of the digest for each dtype, so that a row that is read with another dtype than it was written with is a
+"""Seed of the digest for each dtype. It makes a row that is read with another dtype than it was written with count as a
 mismatch."""

@@ -22,7 +22,8 @@ SHOWN_OPS = ("put", "get", "get8")
 
 
 def draw(results: Sequence[Result], stores: Sequence[str], under: str, folder: Path) -> list[Path]:
-    """Draw all plots that the results have values for; returns the files. `under` is a line with the conditions."""
+    """Draw all plots for which there are results, and return their files. `under` is a line that names the conditions;
+    it is drawn below each plot."""
     timed = [result for result in results if result.seconds and not result.contender.endswith((CHECKSUMMED, PAIRED))]
     moved = [result for result in timed if result.nbytes and result.op in SHOWN_OPS]
     if not moved:

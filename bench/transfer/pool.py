@@ -38,7 +38,8 @@ class ProcessPool(Protocol):
 
     names: tuple[str, ...]
     lead_s: float
-    """Seconds from the first request to several processes until their common start. Sending the requests takes less."""
+    """Seconds from sending a request to several processes until the time at which all of them start together. It leaves
+    enough time to send the requests."""
 
     def start(self, process: str, method: str, *args: Any) -> Any:
         """Start `method` in a process, and return a handle of the call, which `gather` takes."""

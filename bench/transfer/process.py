@@ -41,7 +41,7 @@ class LoadSize:
     lengths: np.ndarray | None
     """Number of tokens of each row: int64 `[N]`; None when rows have no tokens."""
     groups: np.ndarray
-    """Index of each row's prompt, int64 `[N]`."""
+    """Index of each row's prompt, int64 `[N]`. The rows of one prompt form a group."""
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +56,7 @@ class OpenEndpoint:
     spec: LoadSpec
     endpoint: Endpoint
     kept: dict[str, Any]
-    """Columns that the stages of a step have read, by name."""
+    """Columns that earlier stages of the current step have read, by name."""
 
 
 class BenchProcess:
@@ -109,8 +109,8 @@ class BenchProcess:
     # -------------------------------------------------------------- timed
 
     def put(self, label: str, run: str) -> tuple[Any, Span]:
-        """Write the fields of the workload's first put, under keys of `run`. Returns the token, and the span of the
-        call."""
+        """Write the fields of the workload's first put. `run` makes the rows' keys unique. Returns the endpoint's token
+        for reading these rows, and the start and end of the call."""
         opened = self._open[label]
         load, endpoint = self._load(opened.spec), opened.endpoint
         values, keys = self._tensordict(opened.spec, load.first, None), load.keys(run)
@@ -127,8 +127,8 @@ class BenchProcess:
         start_at: float = 0.0,
         expected: Digests | None = None,
     ) -> Span:
-        """Read a share, not before `start_at`, and return the span of the call. Raises Mismatch when the result is not
-        `expected`."""
+        """Read a share of the rows, starting at `start_at` (by `time.monotonic()`) at the earliest. Returns the start
+        and end of the call. Raises Mismatch if the digests of what was read are not `expected`."""
         endpoint = self._open[label].endpoint
         time.sleep(max(0.0, start_at - time.monotonic()))
         start = max(start_at, time.monotonic())
@@ -141,7 +141,8 @@ class BenchProcess:
     def write(
         self, label: str, keys: Sequence[str], fields: tuple[str, ...], rows: np.ndarray | None, reward: bool = False
     ) -> tuple[Any, Span]:
-        """Write fields of rows, and with `reward` a tag, too. Returns the token, and the span of the call."""
+        """Write fields of rows and, with `reward`, a reward for each row as a tag (a number in its metadata). Returns
+        the endpoint's token for reading the written values, and the start and end of the call."""
         endpoint = self._open[label].endpoint
         assert isinstance(endpoint, RowEndpoint)
         values = self._tensordict(self._open[label].spec, fields, rows)
@@ -173,10 +174,10 @@ class BenchProcess:
         write: tuple[tuple[str, ...], Sequence[str]] | None,
         expected: Digests | None = None,
     ) -> tuple[Any, Span]:
-        """Run one stage of a step: read those of the columns `read` that were not read since `forget`, and write
-        `write`, which is (fields, keys).
+        """Run one stage of a step: read those of the columns `read` that no earlier stage of the step has read, and
+        then write `write`, which is (fields, keys).
 
-        Returns the token of what was written, None without `write`, and the span of the whole stage.
+        Returns a token for reading what was written (None without `write`), and the start and end of the whole stage.
         """
         opened = self._open[label]
         endpoint, kept = opened.endpoint, opened.kept
@@ -194,7 +195,7 @@ class BenchProcess:
         return written, Span(start, time.monotonic())
 
     def forget(self, label: str) -> None:
-        """Drop the columns that stages have kept."""
+        """Drop the columns that the stages of a step have read, so that the next step reads them again."""
         self._open[label].kept.clear()
 
     # -------------------------------------------------------------- verification and counts
@@ -212,7 +213,8 @@ class BenchProcess:
         return {field: self._digests[opened.spec][field][share.rows] for field in names}
 
     def counters(self, label: str) -> dict[str, int]:
-        """Return the totals so far of this process's endpoint for `label`; {} when it counts nothing."""
+        """Return the total counts so far (calls and bytes) of this process's endpoint for `label`; {} if it keeps
+        none."""
         endpoint = self._open[label].endpoint
         return endpoint.counters() if isinstance(endpoint, RowEndpoint) else {}
 

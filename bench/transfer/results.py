@@ -73,7 +73,8 @@ class StepResult:
     """Seconds of every run after the warm-up; () when the case failed. A run is the sum over its stages, each from the
     first process's start to the last one's end."""
     called_seconds: tuple[float, ...] = ()
-    """Seconds of every run including the benchmark's own calls between processes, which all contenders share."""
+    """Seconds of every run, including the time of the benchmark's own calls to its processes, which is about the same
+    for all contenders."""
     bytes_put_per_token: float = math.nan
     """Number of bytes of the values of all columns written, per token."""
     wire_bytes_put_per_token: float = math.nan
@@ -81,9 +82,11 @@ class StepResult:
     them."""
     bytes_got_per_token: float = math.nan
     directory_calls: float = math.nan
-    """Number of directory calls of all processes in one step; nan for contenders without a directory."""
+    """Number of calls that all processes together make to the directory in one step; nan for contenders without a
+    directory."""
     blocks_read_ratio: float = math.nan
-    """Number of blocks read over the number that had to be read; nan for contenders without blocks."""
+    """Number of blocks (units of storage that hold several rows) that the processes read, divided by the number of
+    distinct blocks among them; nan for contenders without blocks."""
     failure: str = ""
 
     @property
@@ -117,10 +120,12 @@ def summarise(
     baselines: Mapping[str, str],
     paired_baselines: Sequence[str] = (),
 ) -> dict[str, float]:
-    """Return the flat summary of all cases that have results; a ratio above 1 means that the store is faster.
+    """Return the flat summary of all cases that have results, by key. A ratio above 1 means that the store is faster
+    than the baseline.
 
-    `baselines` maps the baselines' names in the summary to their contenders' names. `paired_baselines` are compared
-    with a store's PAIRED results only, and the other baselines with its other results.
+    `baselines` maps the names that baselines have in the summary to their contenders' names. `paired_baselines` are
+    compared only with those results of a store whose name has the suffix PAIRED, the other baselines only with its
+    other results.
     """
     median = {(r.workload, r.op, r.contender): r.median_s for r in results if r.seconds}
     summary: dict[str, float] = {}
@@ -173,7 +178,8 @@ def _checksum_cost(median: Mapping[tuple[str, str, str], float], store: str) -> 
 
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]], conditions: Mapping[str, Any]) -> None:
-    """Write records as JSON lines, each with the conditions, so that a single line still says where it is from."""
+    """Write records as JSON lines. Each line contains the conditions of the measurement, so that it can be understood
+    alone."""
     lines = [json.dumps({**record, "conditions": conditions}, allow_nan=False) for record in records]
     path.write_text("".join(line + "\n" for line in lines))
 

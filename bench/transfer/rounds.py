@@ -20,11 +20,11 @@ _logger = logging.getLogger(__name__)
 
 ROUND_BUDGET_S = 0.4
 MAX_ITERATIONS = 12
-"""Maximum number of iterations in a contender's turn of a round. A turn has at least one, and as many as fit into
-ROUND_BUDGET_S."""
+"""Maximum number of iterations in a contender's turn of a round. Within this limit, a turn has as many as fit into
+ROUND_BUDGET_S seconds, but at least one."""
 CLAIM_TIMEOUT_S = 20.0
 SETTLE_TIMEOUT_S = 60.0
-"""Seconds within which the calls of a failed case must end."""
+"""Seconds to wait for the running calls of a failed case to end."""
 
 _runs = itertools.count()
 
@@ -116,8 +116,8 @@ def close_cases(cases: Sequence[Case]) -> None:
 
 
 def attempt(case: Case, cases: Iterable[Case], run: Callable[[], None]) -> None:
-    """Call `run`, unless the case has failed before. An error becomes the failure of this case and does not stop the
-    others."""
+    """Call `run`, unless the case has failed before. An error is recorded as the failure of this case, and the other
+    cases go on."""
     if case.failure:
         return
     try:
@@ -161,8 +161,8 @@ def _warm_up(case: Case, pattern: Pattern) -> None:
 
 
 def _iterate(case: Case, ops: frozenset[Op], readers: tuple[int, ...], verify: bool) -> None:
-    """Run one put and the chosen operations that follow it, up to the clear, and record their times. verify: whether to
-    check every read."""
+    """Run one iteration, which is a put, the chosen operations on its rows, and the clear, and record their times.
+    verify: whether to check every read."""
     pool = case.pool
     ops = ops & case.contender.ops
     label, whole = case.label, shares(case.size.num_rows, 1)[0]

@@ -31,7 +31,8 @@ from .workloads import STEP_FIRST, LoadSpec
 
 DP = 2
 BLOCK_ROWS = 16
-"""Number of rows of a block. A block holds the rows of one prompt, so that only one rank reads it."""
+"""Number of rows of a block (the unit of storage). A block holds the rows of one prompt, so that only one rank reads
+it."""
 TOKENS_PER_MICROBATCH = 32_768
 
 FORWARD = ("input_ids", "mask")
@@ -39,8 +40,8 @@ TRAIN = (*FORWARD, "generation_logprobs", "previous_logprobs", "reference_logpro
 
 
 def measure_steps(seats: Sequence[Seat], share: float, repeats: int, tell: Callable[[str], None]) -> list[StepResult]:
-    """Run the step through every contender in turn: once with every read verified, once to count bytes and calls, then
-    `repeats` times for the times. The pools need DP + 1 consumers."""
+    """Run a GRPO step through every contender in turn: once with every read verified, once to count bytes and calls,
+    and then `repeats` times to measure its duration. Each pool of processes needs DP + 1 consumers."""
     chosen = [(pool, contender) for pool, contender in seats if "step" in contender.ops]
     cases = open_cases(chosen, [LoadSpec("step", share)])
     counts: dict[str, StepResult] = {}
@@ -92,7 +93,8 @@ class _Step:
         self._blocks_needed = 0
 
     def run(self, *, verify: bool = False) -> None:
-        """Run one step, and record its seconds in the case (one contender on one workload)."""
+        """Run one step and record its duration in the case, which is the measurement of one contender on one
+        workload."""
         self._stages_s = 0.0
         names = tuple(self._size.field_bytes)
         expected = [self._expected(share, names) if verify else None for share in (*self._shares, self._whole)]
@@ -121,7 +123,8 @@ class _Step:
         self.run(verify=True)
 
     def count(self) -> StepResult:
-        """Run one more step, and return the numbers of its bytes, calls and blocks, without times."""
+        """Run one extra, untimed step, and return its bytes per token, its number of directory calls, and its ratio of
+        blocks read."""
         before = self._counters()
         self._counting = True
         self.run()
@@ -147,7 +150,8 @@ class _Step:
         write: str | None,
         expected: Sequence[Digests | None],
     ) -> list[Any]:
-        """Run a stage on all ranks at once. Returns tokens that can also read what was written.
+        """Run a stage on all ranks at once. Returns one token for each rank, with which it can also read what it has
+        just written.
 
         `missing` are the fields of `read` that no earlier stage has read.
         """
@@ -167,8 +171,8 @@ class _Step:
         return [self._contender.merge(token, new) for token, new in zip(tokens, written, strict=True)]
 
     def _stage(self, calls: Sequence[Any]) -> list[Any]:
-        """Wait for the calls of a stage, which run in parallel, and return their tokens. The time from the first start
-        to the last end is added to the step's time."""
+        """Wait for the calls of a stage, which run in parallel, and return the tokens for reading what they wrote. The
+        time from the first start to the last end is added to the step's time."""
         done: list[tuple[Any, Span]] = self._pool.gather(calls)
         self._stages_s += max(span.end for _, span in done) - min(span.start for _, span in done)
         return [token for token, _ in done]

@@ -39,7 +39,7 @@ class StoreContender:
         checksum: bool = False,
         in_process: bool = False,
     ) -> None:
-        """Start the data plane. Raises what `open_data_plane` raises, and ValueError for an unknown kind."""
+        """Start the data plane. Raises the errors of `open_data_plane`, and ValueError for an unknown kind of store."""
         self.name = kind + (CHECKSUMMED if checksum else "")
         store = StoreConfig.model_validate({"kind": kind, "capacity_mib": capacity_mib})
         config = DataPlaneConfig(

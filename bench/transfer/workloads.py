@@ -32,7 +32,7 @@ class LoadSpec:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A workload in memory."""
+    """The rows of a workload in memory."""
 
     spec: LoadSpec
     batch: Batch
@@ -51,7 +51,7 @@ class Load:
         return self.batch.num_rows
 
     def keys(self, run: str) -> list[str]:
-        """Return `[N]` row keys that no other `run` has."""
+        """Return the keys of all rows. They contain `run`, so that no other run has the same keys."""
         return [f"{run}p{row // self.group_size}.{row % self.group_size}" for row in range(self.num_rows)]
 
     def nbytes(self, fields: Iterable[str] | None = None) -> int:
@@ -245,7 +245,8 @@ def _vision(rng: np.random.Generator, share: float) -> Any:
 
 
 def _step(rng: np.random.Generator, share: float) -> Any:
-    """Build the columns of one GRPO step, 21 bytes per token. The reward is not a column, as a tag is enough for it."""
+    """Build the columns of one GRPO step, 21 bytes per token. There is no column for the reward, because it is written
+    as a tag (a number in each row's metadata)."""
     lengths = rng.integers(1024, 4097, _rows(256, share, 16))
     tokens = int(lengths.sum())
     floats = ("generation_logprobs", "previous_logprobs", "reference_logprobs", "advantages")

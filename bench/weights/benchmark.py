@@ -37,7 +37,7 @@ from .models import SHAPES, num_bytes
 from .peers import Peer, PeerTask, make_host
 
 LIMITS = {"collective": "broadcast", "ipc": "memcpy", "store": "memcpy", "disk": "write"}
-"""Operation whose time on the same bytes is the limit that a transport is compared with, for each kind of transport."""
+"""For each kind of weight transport, the operation that serves as its speed limit when it moves the same bytes."""
 MEMORY_SHARE = 0.85
 TIMEOUT_S = 120.0
 
@@ -76,7 +76,7 @@ class WeightOptions:
 
 @dataclass(frozen=True, slots=True)
 class WeightCase:
-    """One configuration of the weight benchmark."""
+    """One case of the weight benchmark: a transport, a model size, a number of engines and a bucket size."""
 
     kind: str
     size: str
@@ -105,7 +105,8 @@ class WeightResult:
     limit_s: float
     """Median seconds of the limit's operation, with the same bytes in the same processes."""
     peak_extra_bytes: int
-    """Peak memory in bytes of the trainer's process beyond its weights, including shared memory that it filled."""
+    """Peak memory in bytes of the trainer's process in addition to its weights. Shared memory that it filled is
+    included."""
 
     @property
     def median_s(self) -> float:
@@ -140,10 +141,10 @@ class WeightResult:
 
 
 def run_weights(options: WeightOptions, tell: Callable[[str], None]) -> tuple[list[WeightResult], dict[str, str]]:
-    """Measure all cases, and write results.jsonl and summary.json. Returns the results, and label -> reason for each
-    case that was left out.
+    """Measure all cases, and write results.jsonl and summary.json. Returns the results, and the cases that were left
+    out: label -> reason.
 
-    Raises RuntimeError when an engine ends up with other bytes than the trainer's.
+    Raises RuntimeError if an engine ends up with other bytes than the trainer's.
     """
     options.out.mkdir(parents=True, exist_ok=True)
     facts = conditions(dtype=options.dtype, device=options.device, repeats=options.repeats, threads_per_process=1)
@@ -247,8 +248,8 @@ def _measure(case: WeightCase, nbytes: int, options: WeightOptions) -> WeightRes
 
 
 def _update(trainer: Peer, engines: Sequence[Peer], version: int) -> tuple[float, float]:
-    """Make one update. Returns the seconds until all engines have received it, and the seconds of the slowest engine's
-    load."""
+    """Send one version of the weights to all engines. Returns the seconds until all engines have received it, and the
+    seconds that the slowest engine took to load it."""
     update, (start, _) = trainer.call("open", version, len(engines))
     for engine in engines:
         engine.start("prepare", update)
@@ -296,8 +297,8 @@ def _limit(name: str, nbytes: int, peers: Sequence[Peer], folder: Path, repeats:
 
 @contextmanager
 def _peers(case: WeightCase, nbytes: int, options: WeightOptions, folder: Path) -> Iterator[list[Peer]]:
-    """Start the processes of the trainer and its engines with their weights. When the context ends, end them and remove
-    everything that was published."""
+    """Start the processes of the trainer and its engines with their weights. At the end of the context, they are ended
+    and everything that was published is removed."""
     run_id = f"bench-weights-{uuid.uuid4().hex[:8]}"
     with ExitStack() as stack:
         plane: DataPlaneHandle | None = None

@@ -37,7 +37,8 @@ _LIMIT_REPEATS = 7
 
 
 def setups(size: str, gpus: int, only: Sequence[str]) -> list[Setup]:
-    """Return all setups that are possible with `gpus` GPUs, or those named in `only`."""
+    """Return all setups (an engine's settings and its measurements) that are possible with `gpus` GPUs, or only those
+    named in `only`."""
     other_gpu = 1 if gpus > 1 else 0
 
     def cases(*sizes: int) -> tuple[Case, ...]:
@@ -63,7 +64,7 @@ def setups(size: str, gpus: int, only: Sequence[str]) -> list[Setup]:
 async def measure_setup(setup: Setup, device: str, updates: int, folder: Path, log: Log) -> None:
     """Start the trainers and one engine, and measure all cases of the setup.
 
-    updates: number of updates of each case; 0 for each case's own.
+    updates: number of weight updates in each case; 0 stands for the case's own number.
     """
     dtype = "bfloat16" if device == "cuda" else "float32"
     with ExitStack() as stack:
@@ -112,7 +113,7 @@ def _start_engine(model: Path, dtype: str, device: str, setup: Setup) -> VllmEng
 
 
 async def _measure_colocated(session: Session, engine: VllmEngine, cycle: int) -> None:
-    """Measure one cycle of sleep, update and wake, with the trainer on the engine's GPU."""
+    """Measure one cycle in which the engine sleeps, is updated and wakes, while the trainer uses the same GPU."""
     if not cycle:
         await start_publisher(session, Case("ipc", 0, 256))
     start = time.perf_counter()
@@ -140,7 +141,8 @@ async def _measure_colocated(session: Session, engine: VllmEngine, cycle: int) -
 
 
 async def _measure_limits(session: Session, folder: Path) -> None:
-    """Measure how fast the hardware moves the same bytes when no engine is involved."""
+    """Measure how fast the hardware moves the same number of bytes without an engine, as the limit for weight
+    updates."""
     nbytes, device = session.num_bytes, session.device
     place = "cuda:0" if device == "cuda" else "cpu"
     found = {"copy in one GPU": await session.call(0, "copies", nbytes, place, _LIMIT_REPEATS)}

@@ -37,7 +37,7 @@ class Transfer:
     backend: str
     """Name of the backend, `nccl` or `ipc`."""
     trainer: int
-    """GPU of the trainer; the engine is on GPU 0."""
+    """Number of the GPU that the trainer uses; the engine is on GPU 0."""
     packed_mib: int = 0
     """Size of the backend's buffers in MiB; 0 sends each tensor separately."""
 
@@ -46,8 +46,8 @@ TRANSFERS = (Transfer("nccl", 1, 256), Transfer("nccl", 1, 1024), Transfer("nccl
 
 
 async def measure_builtin(model: Path, num_bytes: int, gpus: int, call: Call, tell: Callable[..., None]) -> list[str]:
-    """Measure all TRANSFERS that are possible with `gpus` GPUs. Returns a message for everything that was wrong. tell:
-    function that is called with each result."""
+    """Measure all TRANSFERS that are possible with `gpus` GPUs. Returns one message for each error that was found.
+    tell: function that is called with each result."""
     wrong = []
     for backend in ("nccl", "ipc"):
         transfers = [one for one in TRANSFERS if one.backend == backend and one.trainer < gpus]

@@ -1,7 +1,8 @@
 """The trainer of the GPU weight benchmark publishes a real model with new random weights at every version.
 
-It stands for a train rank 0 that has all weights, and publishes them as a train worker does. Its own forward pass gives
-the log-probs that an engine's tokens must have, and its own bytes are those that an engine's parameters must have.
+It plays the part of train rank 0, which has all weights, and publishes them as a train worker does. Its forward pass
+computes the log-probs that are expected for an engine's tokens, and its weights are the bytes that are expected in an
+engine's parameters.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Trainer:
         self._builtin = BuiltinSender(self._weights)
 
     def ready(self) -> int:
-        """Set the weights of version 0, and return their number of bytes."""
+        """Set the weights to version 0, and return their number of bytes."""
         self.change(0)
         return sum(one.nbytes for one in self._weights.values())
 
@@ -117,7 +118,7 @@ class Trainer:
         self._model.save_pretrained(self.task.folder)
 
     def change(self, version: int) -> None:
-        """Set the weights of `version`, random numbers that differ from those of every other version."""
+        """Set the weights to `version`: random numbers that differ from those of every other version."""
         generator = torch.Generator(self.device)
         for number, tensor in enumerate(self._weights.values()):
             generator.manual_seed(version << 16 | number)
@@ -132,7 +133,7 @@ class Trainer:
     # ---------------------------------------------------------------- publishing
 
     def publisher(self, kind: str, bucket_bytes: int, timeout_s: float) -> None:
-        """Create the publisher that sends the weights through this transport from now on."""
+        """Create the publisher that from now on sends the weights through the given transport."""
         self.close()
         self._num_publishers += 1
         sender = SenderConfig(
@@ -222,8 +223,8 @@ class Trainer:
 
 
 def expected_parameters(weights: Mapping[str, torch.Tensor], rank: int, tp: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name in vLLM and the value of every parameter that worker `rank` of `tp` must have, made of the Hugging
-    Face weights."""
+    """Yield the name in vLLM and the value of every parameter that worker `rank` of `tp` must have, computed from the
+    Hugging Face weights."""
 
     def rows(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return tensor.chunk(tp, dim)[rank]

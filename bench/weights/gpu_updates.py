@@ -40,11 +40,11 @@ class Case:
     kind: str
     """Kind of the weight transport."""
     trainer: int
-    """GPU of the trainer; the engine is on GPU 0."""
+    """Number of the GPU that the trainer uses; the engine is on GPU 0."""
     bucket_mib: int
     """Size of a bucket in MiB."""
     in_flight: int = 32
-    """Number of requests that run during the updates; 0 leaves the engine idle."""
+    """Number of requests that the engine works on during the updates; with 0 it is idle."""
     updates: int = 20
     """Number of updates that are measured."""
 
@@ -61,7 +61,7 @@ class Setup:
     tp: int = 1
     """Number of tensor-parallel workers."""
     colocated: int = 0
-    """Number of cycles of sleep, update and wake to measure, with the trainer on the engine's GPU."""
+    """Number of cycles in which the engine sleeps, is updated and wakes, while the trainer uses the same GPU."""
     builtin: bool = False
     """True to measure vLLM's own weight transfers instead of Headrace's."""
 
@@ -84,7 +84,7 @@ class Log:
             file.write(line + "\n")
 
     def expect(self, right: bool, what: str) -> None:
-        """Record the failure `what` unless `right` is true."""
+        """Record `what` as a failure unless `right` is true."""
         if not right:
             self.failures.append(what)
             self.tell("wrong", what=what)
@@ -221,7 +221,8 @@ async def check_bytes(session: Session, engine: VllmEngine, trainer: int, *, exa
 
 
 async def _check_tokens(session: Session, case: Case, first: int, completions: list[list[Completion]]) -> None:
-    """Check that every token has a version, and that its log-prob is the one that this version's weights give.
+    """Check that every token has a weight version, and that its log-prob is the one that the weights of this version
+    give.
 
     first: version of the case's first update.
     """

@@ -90,7 +90,7 @@ class Peer:
         return result, span
 
     def call(self, method: str, *args: Any) -> tuple[Any, tuple[float, float]]:
-        """Call a method and wait for its result, as `start` followed by `answer`."""
+        """Call a method and wait for its result. Returns what `answer` returns."""
         self.start(method, *args)
         return self.answer()
 
@@ -134,7 +134,7 @@ class _Host:
         self._flat: torch.Tensor | None = None
 
     def ready(self) -> None:
-        """Create the weights, which also touches all of their memory."""
+        """Create the weights, so that all of their memory is in use before measurements begin."""
         self.weights = random_weights(self.task.size, getattr(torch, self.task.dtype), self.task.placed)
 
     def digest(self) -> str:

@@ -1,6 +1,7 @@
-"""Keeps the existing blocks, the number of references to each, and the bytes used and reserved.
+"""Counts the values still in use in each block of the store, and the bytes used and reserved.
 
-A reference is one field of one row.
+A block holds values that one put wrote. Every value in it (one field of one row) is a reference to the block, and a
+block without references can be freed.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class Reservation:
     reservation_id: int
     writer: str
     block_ids: range
-    """Block ids for the put, which uses as many as it needs, starting with the first."""
+    """Ids for the put's blocks. The put may have fewer blocks than ids, and then uses the first ones."""
     nbytes: int
-    """Maximum number of bytes of the put's blocks, laid end to end."""
+    """Maximum total size of the put's blocks in bytes."""
     deadline: float
     credit: bool
-    """True when the space was granted in advance, for the writer's next put. Such credit is revoked when another writer
-    needs the space."""
+    """True if the space was granted in advance for the writer's next put. It is revoked if another writer needs the
+    space."""
     location: bytes | None = None
     """Address of the space in the store; None until the store has allocated it."""
 
@@ -57,9 +58,9 @@ class BlockTable:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.reserved_bytes = 0
-        """Number of bytes reserved by puts in progress, without credit."""
+        """Number of bytes reserved by puts in progress. Credit (space granted in advance) is not included."""
         self.credit_bytes = 0
-        """Number of bytes reserved as credit, in advance of a put."""
+        """Number of bytes granted in advance for future puts (credit)."""
         self.reservations: dict[int, Reservation] = {}
         """Reservations by id, in the order of their deadlines."""
         self._entries: dict[int, _Entry] = {}
@@ -110,10 +111,10 @@ class BlockTable:
         starts: Sequence[np.ndarray | None],
         live: Sequence[int],
     ) -> None:
-        """Turn a reservation into blocks. Its unused bytes become free.
+        """Replace a reservation by the blocks that its put has written. Its unused bytes become free.
 
-        refs, sizes, starts, live: for each block, its reference, number of bytes, index of each row's first token (None
-        without tokens) and number of (row, field) references.
+        refs, sizes, starts, live: for each block, its `BlockRef`, its number of bytes, the index of each row's first
+        token (None for a block without tokens), and the number of values (row and field) that refer to it.
         """
         self.cancel(reservation.reservation_id)
         self.used_bytes += sum(sizes)
@@ -121,8 +122,8 @@ class BlockTable:
             self._entries[ref.block_id] = _Entry(ref, row_starts, nbytes, count)
 
     def unlink(self, slots: np.ndarray) -> list[FreedBlock]:
-        """Drop one reference for each slot in `slots` (any shape; UNWRITTEN is skipped). Returns the blocks that have
-        no references left."""
+        """Drop one reference to a block for each slot. A slot is a number that locates one value by block and row;
+        `slots` may have any shape, and UNWRITTEN is skipped. Returns the blocks that have no references left."""
         slots = slots[slots != UNWRITTEN]
         freed = []
         for block_id, count in zip(*distinct_counts(slots >> ROW_BITS), strict=True):

@@ -31,28 +31,28 @@ Outcome = Literal["done", "retry"]
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """Lists what was taken back because its deadline had passed."""
+    """The leases and reservations that one call of `Directory.expire` ended because their deadlines had passed."""
 
     num_rows: int
-    """Number of rows whose lease expired, because a consumer died or stopped, and that can be claimed again."""
+    """Number of rows whose lease expired because a consumer died or stopped. They can be claimed again."""
     writers: tuple[str, ...]
     """Names of the writers that reserved space and did not commit in time. Writers whose unused credit expired are left
     out."""
     reservations: tuple[Reservation, ...]
-    """Expired reservations, whose space the store must take back."""
+    """Expired reservations. The caller must give their space back to the store."""
 
 
 Locate = Callable[[range, Sequence[int]], Sequence[bytes]]
 SPARE_PART = 8
-"""Divisor that gives the share of the capacity from which no credit is granted: the last eighth. Granting space in
-advance to one writer there would make another writer wait."""
+"""Divisor that gives the share of the capacity, one eighth, that must stay free when space is granted to a writer in
+advance (credit), so that the grant does not make other writers wait."""
 
 
 class Directory:
-    """Holds the partitions, blocks and leases of one run."""
+    """Holds the partitions of one run, the blocks of data in its store, and the leases of rows to consumers."""
 
     def __init__(self, *, capacity_bytes: int, lease_s: float, reserve_s: float, plane_id: int = 0) -> None:
-        """plane_id: number of the data plane, which its receipts carry (`StoreSpec.plane_id`)."""
+        """plane_id: number of the data plane, which every receipt (the keys and locations of rows) contains."""
         self._plane_id = plane_id
         self._lease_s = lease_s
         self._reserve_s = reserve_s
@@ -66,9 +66,9 @@ class Directory:
     def register(self, name: str, schema: Schema, tasks: Sequence[str | TaskConfig], group_size: int) -> None:
         """Declare a partition. Repeating the call with equal arguments does nothing.
 
-        tasks: consumers of the partition; one given by name alone takes the lowest version first. Raises ValueError for
-        invalid arguments, for a sampler that cannot be built, and for a partition that is registered with other
-        arguments. The error names the difference.
+        tasks: consumers of the partition. A task given only by its name uses the default sampler, which takes the rows
+        of the lowest policy version first. Raises ValueError for invalid arguments, for a sampler that cannot be built,
+        and if the partition is already registered with other arguments; the error names the difference.
         """
         configs = {task.name: task for task in (TaskConfig(t) if isinstance(t, str) else t for t in tasks)}
         if not name or not len(schema) or group_size < 1 or len(configs) < len(tasks):
@@ -107,8 +107,8 @@ class Directory:
         return self._blocks.reserve(put.writer, put.nbytes, len(put.layouts), now + self._reserve_s)
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether the account has so many bytes free, so that only the store's lack of room can keep a put
-        waiting."""
+        """Return whether the directory's count leaves `nbytes` bytes of the capacity free. If so, a put that still has
+        to wait does so only because the store itself has no room."""
         return nbytes <= self._blocks.free_bytes
 
     def check(self, put: PutRows) -> None:
@@ -125,8 +125,8 @@ class Directory:
             )
 
     def grant(self, writer: str, nbytes: int, num_blocks: int, now: float) -> Reservation | None:
-        """Reserve space for a writer's next put in advance (credit). Returns None when that would leave less than an
-        eighth of the capacity free, or when nothing is asked for."""
+        """Reserve space in advance for a writer's next put (credit). Returns None if less than an eighth of the
+        capacity would remain free, or if `nbytes` or `num_blocks` is 0."""
         if not 0 < nbytes <= self._blocks.free_bytes - self._blocks.capacity_bytes // SPARE_PART or num_blocks < 1:
             return None
         return self._blocks.reserve(writer, nbytes, num_blocks, now + self._reserve_s, credit=True)
@@ -144,11 +144,13 @@ class Directory:
 
     @property
     def allocated_credit_bytes(self) -> int:
-        """Number of bytes of credit that are already allocated in the store, which counts them as used."""
+        """Number of bytes of credit (space granted in advance) that the store has allocated already and therefore
+        counts as used."""
         return sum(item.nbytes for item in self._blocks.credits() if item.location is not None)
 
     def reservation(self, reservation_id: int) -> Reservation:
-        """Return the reservation. Raises DataPlaneTimeout when it has expired, was aborted or was revoked."""
+        """Return a put's reservation of space. Raises DataPlaneTimeout if it has expired, was aborted, or was
+        revoked."""
         found = self.find_reservation(reservation_id)
         if found is None:
             raise DataPlaneTimeout(
@@ -158,16 +160,16 @@ class Directory:
         return found
 
     def find_reservation(self, reservation_id: int) -> Reservation | None:
-        """Return the reservation, or None when it has expired, was aborted or was revoked."""
+        """Return a put's reservation of space, or None if it has expired, was aborted, or was revoked."""
         return self._blocks.reservations.get(reservation_id)
 
     def commit(self, reservation_id: int, put: PutRows, locate: Locate) -> tuple[Committed, list[FreedBlock]]:
-        """Make all rows of a put readable at once. Returns what the writer needs for its receipt, and the blocks to
-        which no row refers any more because their rows were replaced.
+        """Make all rows of a put readable at once. Returns what the writer needs to build its receipt (the keys and
+        locations of the rows), and the blocks to which no row refers any more because their rows were replaced.
 
         locate: function (block ids, their sizes) -> locations, called once all checks have passed. Raises the errors of
-        `check` (another put may have come first) and of `reservation`, and ValueError for more blocks or bytes than
-        reserved. The reservation then remains until `abort`.
+        `check` (another put may have come first) and of `reservation`, and ValueError if there are more blocks or bytes
+        than reserved. After an error the reservation remains until `abort`.
         """
         reservation = self.reservation(reservation_id)
         partition = self._partition(put.partition)
@@ -187,8 +189,8 @@ class Directory:
         return _committed(partition, put, rows, block_ids.start, locations), self._blocks.unlink(replaced)
 
     def abort(self, reservation_id: int) -> Reservation | None:
-        """Cancel a reservation or credit, and return it, so that the store can take its space back. Returns None when
-        it no longer exists."""
+        """Cancel a reservation or credit (a reservation made in advance), and return it, so that the store can take its
+        space back. Returns None if it no longer exists."""
         return self._blocks.cancel(reservation_id)
 
     def withdraw(self, partition: str, keys: Sequence[str], first_block_id: int, num_blocks: int) -> list[FreedBlock]:
@@ -203,11 +205,11 @@ class Directory:
     # -------------------------------------------------------------- read and consume
 
     def lookup(self, partition: str, keys: Sequence[str], fields: Sequence[str] | None) -> KVBatchMeta:
-        """Return a receipt for the rows of `keys`, in that order. With `fields` None it covers all fields that are
-        written for every one of these rows.
+        """Return a receipt (the keys and locations of rows) for the rows of `keys`, in that order. With `fields` None
+        it covers all fields that are written for every one of these rows.
 
-        Raises KeysNotFound for unknown keys, SchemaMismatch for invalid fields, and FieldsNotReady when a field is not
-        written for every row, or no field is.
+        Raises KeysNotFound for unknown keys, SchemaMismatch for invalid fields, and FieldsNotReady if a field is not
+        written for every row, or if no field is.
         """
         part = self._partition(partition)
         rows = part.find(keys, "lookup")
@@ -227,11 +229,11 @@ class Directory:
         return self._receipt(part, rows, tuple(fields))
 
     def claim(self, claim: ClaimRows, now: float) -> KVBatchMeta | None:
-        """Lease `num_rows` ready rows, chosen by the task's sampler, and return their receipt. Returns None when too
-        few rows are ready or the sampler waits for more.
+        """Lease `num_rows` ready rows, chosen by the task's sampler, and return a receipt (their keys and locations).
+        Returns None if too few rows are ready or the sampler waits for more.
 
-        With `whole_groups` it takes only groups whose `group_size` rows are all ready, and the receipt lists them group
-        by group. Raises SamplerError, and the errors of `check_claim`.
+        With `whole_groups`, the claim takes only groups whose `group_size` rows are all ready, and the receipt lists
+        the rows group by group. Raises SamplerError, and the errors of `check_claim`.
         """
         part, view = self.check_claim(claim)
         view.set_min_version(claim.min_version)
@@ -244,8 +246,9 @@ class Directory:
         return self._receipt(part, rows, claim.fields, lease.lease_id)
 
     def check_claim(self, claim: ClaimRows) -> tuple[Partition, ReadyView]:
-        """Check that a claim could ever be served, and return its partition and view. Raises SchemaMismatch for invalid
-        fields, and ValueError for any other argument."""
+        """Check that the arguments of a claim are valid, so that it can be served once enough rows are ready. Returns
+        its partition, and the index of the rows that it can take (a `ReadyView`). Raises SchemaMismatch for invalid
+        fields, and ValueError for any other invalid argument."""
         part = self._partition(claim.partition)
         view = part.view(claim.task, claim.fields, claim.whole_groups)
         multiple = part.groups.group_size if claim.whole_groups else 1
@@ -259,15 +262,16 @@ class Directory:
         return part.shortage(claim, view)
 
     def renew(self, lease_ids: Sequence[int], now: float) -> list[int]:
-        """Extend leases to `lease_s` from `now`. Returns the ids of the leases that still exist."""
+        """Extend leases, so that they expire `lease_s` seconds after `now`. Returns the ids of the leases that still
+        exist."""
         return self._leases.renew(lease_ids, now + self._lease_s)
 
     def release(self, partition: str, task: str, lease_id: int, keys: Sequence[str], outcome: Outcome) -> None:
-        """Release the rows of `keys` from a lease. With outcome `done` the task has finished them, with `retry` it can
-        claim them again.
+        """Release the rows of `keys` from a lease. The outcome `done` means that the task has finished them; `retry`
+        lets the task claim them again.
 
-        Raises ValueError for an unknown task or outcome, or for a receipt without a lease. Raises LeaseLost naming the
-        keys that the lease no longer holds, after releasing the others.
+        Raises ValueError for an unknown task or outcome, or if `lease_id` is not positive. Raises LeaseLost if the
+        lease no longer holds some of the rows; it names their keys, and the other rows are released nevertheless.
         """
         part = self._partition(partition)
         cursor = part.tasks.get(task)
@@ -291,8 +295,8 @@ class Directory:
             raise LeaseLost(message, op="release", partition=partition, keys=lost)
 
     def clear(self, partition: str, keys: Sequence[str] | None) -> tuple[int, list[FreedBlock]]:
-        """Forget rows (None: all rows of the partition). Returns their number, and the blocks to which no row refers
-        any more.
+        """Forget the rows of `keys`, or all rows of the partition if `keys` is None. Returns their number, and the
+        blocks to which no row refers any more.
 
         Raises KeysNotFound for unknown keys, and then nothing is cleared.
         """
@@ -305,11 +309,12 @@ class Directory:
         return len(rows), self._blocks.unlink(slots)
 
     def clear_stale(self, claim: ClaimRows) -> tuple[list[str], list[FreedBlock]]:
-        """Forget the rows that a claim like `claim` skips as too old, except rows that a task holds under a lease, and
-        groups with such a row if the claim takes whole groups.
+        """Forget the ready rows that a claim like `claim` skips because their policy version is too old, except those
+        that are leased to any task. For a claim of whole groups this holds for groups: one is skipped if any of its
+        rows is too old, and kept if any is leased.
 
-        Returns the keys of the forgotten rows, and the blocks to which no row refers any more. Raises ValueError for a
-        claim without `min_version`.
+        Returns the keys of the forgotten rows, and the blocks to which no row refers any more. Raises ValueError if the
+        claim has no `min_version`.
         """
         if claim.min_version is None:
             raise ValueError("clear_stale: got min_version=None, expected a version")
@@ -348,8 +353,8 @@ class Directory:
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def status(self, partition: str | None, now: float) -> DataPlaneStatus:
-        """Return the counts of rows and leases of one partition, or of all partitions (None), and those of blocks and
-        bytes."""
+        """Return the numbers of rows and leases of one partition, or of all partitions if `partition` is None, and the
+        numbers of blocks and bytes of the whole store."""
         parts = list(self._partitions.values()) if partition is None else [self._partition(partition)]
         ready: dict[str, int] = {}
         for part in parts:
@@ -382,8 +387,8 @@ class Directory:
             ) from None
 
     def _receipt(self, part: Partition, rows: np.ndarray, fields: tuple[str, ...], lease_id: int = 0) -> KVBatchMeta:
-        """Build a receipt for `rows`. Fields that are stored in the same slots for all of the rows share one
-        `RowSource`."""
+        """Build a receipt (the keys and locations of rows) for `rows`. Fields whose values are in the same blocks and
+        rows for all of `rows` share one `RowSource`."""
         together: list[tuple[list[str], np.ndarray]] = []
         for name in fields:
             slots = part.rows.slots[name][rows]
@@ -418,7 +423,7 @@ class Directory:
 
 def _described(tasks: Iterable[TaskConfig]) -> list[str]:
     """Describe tasks as text in sorted order, for comparing two registrations and for showing their difference. The
-    `settled` positions are left out."""
+    field `settled` is left out."""
     return sorted(
         f"{task.name} ({task.sampler}, {dict(sorted(task.options.items()))}, from prompt {task.first_prompt})"
         for task in tasks
@@ -426,8 +431,8 @@ def _described(tasks: Iterable[TaskConfig]) -> list[str]:
 
 
 def _token_starts(lengths: np.ndarray | None, layouts: Sequence[BlockLayout]) -> list[np.ndarray | None]:
-    """Return for each block an array with the index of each row's first token; None in place of each array if there are
-    no lengths."""
+    """Return for each block an array with the index of each row's first token within the block. If the rows have no
+    lengths (None), the list holds None for each block."""
     if lengths is None:
         return [None] * len(layouts)
     ends = np.cumsum([layout.num_rows for layout in layouts])

@@ -1,4 +1,4 @@
-"""Calls the store host for the directory service: directly if it returns at once, otherwise in one worker thread."""
+"""Calls the store's host (its part in this process) for the directory service, in a worker thread if calls can wait."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from .block_table import FreedBlock, Reservation
 
 
 class HostCalls:
-    """Makes the calls to one store host. All methods must be called from the service's event loop."""
+    """Makes the calls to the host of one store, which is the part that runs in the directory's process. All methods
+    must be called from the service's event loop."""
 
     def __init__(self, host: StoreHost, space_freed: Callable[[], None]) -> None:
-        """space_freed: callback that is run whenever blocks or reservations have been removed from the store."""
+        """space_freed: function that is called whenever blocks or reservations have been removed from the store."""
         self.spec = host.spec
         self.is_remote = isinstance(host, FreesMany)
         """True when calls to the host are round trips. They are then made in a worker thread, because claims must not
@@ -46,9 +47,9 @@ class HostCalls:
         return reservation.location is not None
 
     def allocate_ready(self, reservation: Reservation) -> bool:
-        """Allocate a reservation's space if that is possible at once, and return whether it was. Otherwise the store is
-        asked to prepare such space for a later put. A store that locates blocks only after the write needs no
-        allocation here."""
+        """Allocate space for a reservation if the store can do so at once, and return whether it did. If it cannot, it
+        prepares such space in the background for a later put. For a store that locates blocks only after the write,
+        nothing is allocated and the result is True."""
         if self._cuts is not None:
             if not self._cuts.has_ready(reservation.nbytes):
                 if self._readying is None or self._readying.done():
@@ -75,8 +76,8 @@ class HostCalls:
         return of
 
     async def count(self, reservation: Reservation, sizes: Sequence[int]) -> None:
-        """Tell a remote host the sizes of a put's blocks, which are about to be committed. Raises CapacityExceeded when
-        the store has no room for one of them."""
+        """Tell a store whose calls are round trips (`is_remote`) the sizes of a put's blocks, which are about to be
+        committed. Raises CapacityExceeded if the store has no room for one of them."""
         await self._in_thread(self._count, reservation.block_ids[: len(sizes)], sizes)
 
     def _count(self, block_ids: Sequence[int], sizes: Sequence[int]) -> None:
@@ -141,7 +142,7 @@ class HostCalls:
     # -------------------------------------------------------------- the host itself
 
     async def usage(self) -> tuple[int, int]:
-        """Return the number of bytes that the store holds, and how many of them belong to blocks that were already
+        """Return the number of bytes that the store holds, and the number of those that belong to blocks that have been
         freed."""
 
         def ask() -> tuple[int, int]:
@@ -151,8 +152,7 @@ class HostCalls:
         return await self._in_thread(ask)
 
     async def shortage(self) -> str:
-        """Return the store's reason for having no room; "" when it knows of none beyond the directory's own count of
-        bytes."""
+        """Return why the store itself has no room; "" if it knows no reason besides the directory's limit on bytes."""
         return await self._in_thread(self._host.shortage)
 
     async def close(self) -> None:

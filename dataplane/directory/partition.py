@@ -1,4 +1,7 @@
-"""Keeps the state of one partition: its schema, rows, groups and task cursors. It handles neither bytes nor time."""
+"""Keeps the state of one partition: its schema, rows and groups, and the progress of each task.
+
+It uses neither the content of the rows nor a clock.
+"""
 
 from __future__ import annotations
 
@@ -82,13 +85,13 @@ class ClaimRows:
     num_rows: int
     whole_groups: bool = False
     min_version: int | None = None
-    """Lowest policy version to take. Rows with a lower version, and groups with such a row, are skipped. None takes all
-    versions."""
+    """Lowest policy version to take. Rows with a lower version, and groups that contain one, are skipped. None takes
+    all versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class PutRows:
-    """Describes the rows and blocks of one put, without their bytes."""
+    """Describes the rows and blocks of one put, without the content of the rows."""
 
     partition: str
     keys: Sequence[str]
@@ -101,7 +104,7 @@ class PutRows:
     groups: Grouping
     tags: Mapping[str, np.ndarray]
     layouts: tuple[BlockLayout, ...]
-    """Layouts of the blocks, which hold the rows in order."""
+    """Layout of each block. The blocks hold the rows in the order of `keys`."""
     replace: bool
     writer: str
     schema_id: int
@@ -120,7 +123,8 @@ class PutRows:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Holds what the directory adds to a put. Together with the writer's own `PutRows` it makes a receipt."""
+    """What the directory adds to the writer's `PutRows` when it commits a put. Both together make a receipt (the keys
+    and locations of the rows)."""
 
     first_block_id: int
     locations: tuple[bytes, ...]
@@ -131,10 +135,11 @@ class Committed:
     groups: np.ndarray
     """Id of each row's group, int64 `[N]`, unique in the directory."""
     tags: dict[str, np.ndarray]
-    """Tags, by name, that earlier puts gave to all of these rows."""
+    """Tags (named numbers, one for each row) that earlier puts gave to all of these rows."""
 
     def receipt(self, put: PutRows, schema: Schema, plane_id: int) -> KVBatchMeta:
-        """Build the receipt of a put, with which the fields of this put can be read, and no others."""
+        """Build the put's receipt (the keys and locations of its rows), with which only the fields of this put can be
+        read."""
         lengths = put.lengths if self.lengths is None else self.lengths
         versions = put.versions if self.versions is None else self.versions
         assert lengths is not None and versions is not None
@@ -169,7 +174,7 @@ def schema_id(schema: Schema) -> int:
 
 
 class Partition:
-    """Holds the rows, groups and task cursors of one named flow of data."""
+    """Holds the rows and groups of one partition (a named flow of data), and the progress of each of its tasks."""
 
     def __init__(self, name: str, schema: Schema, tasks: Sequence[TaskConfig], group_size: int) -> None:
         """Raise ValueError for a task whose sampler cannot be built."""
@@ -184,8 +189,8 @@ class Partition:
     # -------------------------------------------------------------- reading
 
     def view(self, task: str, fields: tuple[str, ...], whole_groups: bool) -> ReadyView:
-        """Return the view of the rows, or whole groups, that `task` can claim with all of `fields`. The view is kept up
-        to date from now on.
+        """Return the index of the rows, or whole groups, that `task` can claim with all of `fields`. It is kept up to
+        date from now on.
 
         Raises ValueError for an unknown task, for whole groups in a partition with group_size 1, and for single rows
         when the task's sampler takes only whole groups. Raises SchemaMismatch for invalid fields.
@@ -311,8 +316,9 @@ class Partition:
     def write(self, put: PutRows, rows: np.ndarray, block_ids: Sequence[int], numbering: Numbers) -> np.ndarray:
         """Record the rows of a put that has passed `check_put`, which makes them readable.
 
-        rows: the result of `check_put`, in which the numbers of new rows are filled in. Returns the previous slots of
-        the fields that were put, int64 `[fields, N]`, UNWRITTEN where there was no value.
+        rows: the result of `check_put`, in which the numbers of new rows are filled in. Returns the slots (numbers that
+        locate a value by block and row) that the fields of the put had before, int64 `[fields, N]`, UNWRITTEN where
+        there was no value.
         """
         new = np.flatnonzero(rows < 0)
         if len(new):
@@ -342,8 +348,8 @@ class Partition:
         return replaced
 
     def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Forget rows, given without repeats. Returns the slots of all their fields, and the ids of the leases that
-        held them, one id for each row of a lease."""
+        """Forget rows, given without repeats. Returns the slots (numbers that locate a value by block and row) of all
+        their fields, and the ids of the leases that held the rows; an id occurs once for each row."""
         slots = np.stack([column[rows] for column in self.rows.slots.values()])
         for name, before in zip(self.rows.slots, slots, strict=True):
             self.rows.slots[name][rows] = UNWRITTEN
@@ -358,8 +364,8 @@ class Partition:
         """Undo a put: mark the fields of `rows` (given without repeats) that are stored in its blocks as unwritten, and
         forget the rows that have no other field.
 
-        Returns the slots that were unwritten, and the ids of the leases that held forgotten rows, one id for each row
-        of a lease.
+        Returns the slots (numbers that locate a value by block and row) of the undone values, and the ids of the leases
+        that held forgotten rows; an id occurs once for each row.
         """
         slots = np.stack([column[rows] for column in self.rows.slots.values()])
         blocks = slots >> ROW_BITS

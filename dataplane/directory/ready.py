@@ -20,8 +20,8 @@ _FEW_LATE = 1024
 
 
 class _Run:
-    """Holds queue entries `[N, 4]` (key, tie, item, ticket) in ascending order. Only those from `head` to `tail`
-    count."""
+    """Queue entries `[N, 4]` (key, tie, item, ticket) in ascending order, where the ticket is the item's arrival
+    number. Only the entries from `head` to `tail` count."""
 
     def __init__(self) -> None:
         self.entries = np.empty((0, 4), dtype=np.int64)
@@ -42,7 +42,8 @@ class _Run:
         self.tail += len(new)
 
     def live(self, ticket: np.ndarray) -> np.ndarray:
-        """Return the entries that are not stale, which are those with their item's current ticket."""
+        """Return the entries that are not stale. An entry is stale if its item has been removed or queued again
+        since."""
         entries = self.entries[self.head : self.tail]
         return entries[ticket[entries[:, _ITEM]] == entries[:, _TICKET]]
 
@@ -66,12 +67,13 @@ class _Run:
 
 
 class ReadyQueue:
-    """Keeps items (row or group numbers) sorted by key and then tie. Items that arrive in order are appended; the
-    others are kept separately, and sorted only when the queue is read."""
+    """Keeps items (row or group numbers) sorted by key, with a tie-breaker for equal keys. Items that arrive in order
+    are appended; the others are kept separately, and sorted only when the queue is read."""
 
     def __init__(self) -> None:
         self._ticket = np.empty(0, dtype=np.int64)
-        """Ticket of each item's entry, -1 when the item is not queued. An entry with another ticket is stale."""
+        """Ticket (arrival number) of each item's valid entry, -1 if the item is not queued. An entry with another
+        ticket is stale."""
         self._main = _Run()
         self._late = _Run()
         """Sorted entries that arrived out of order: at most _FEW_LATE, or an eighth of the entries in order if that is
@@ -95,12 +97,13 @@ class ReadyQueue:
         return np.flatnonzero(self._ticket >= 0)
 
     def tickets(self, items: np.ndarray) -> np.ndarray:
-        """Return the tickets of queued items, int64 `[N]`. An item that was queued later has a higher ticket."""
+        """Return the tickets (arrival numbers) of queued items, int64 `[N]`. An item that was queued later has a higher
+        ticket."""
         return self._ticket[items]
 
     def push(self, items: np.ndarray, keys: np.ndarray, ties: np.ndarray) -> None:
-        """Insert items in the order of their keys and ties. They must be without repeats, and none may be queued
-        already."""
+        """Insert items at the places that their keys and tie-breakers give them. They must be without repeats, and none
+        may be queued already."""
         new = self._entries(items)
         new[:, _KEY], new[:, _TIE] = keys, ties
         if self._main.takes(new):
@@ -132,7 +135,8 @@ class ReadyQueue:
         return main[:, _ITEM]
 
     def _entries(self, items: np.ndarray) -> np.ndarray:
-        """Create entries for newly queued items, int64 `[N, 4]`, with only item and ticket filled in."""
+        """Create entries for newly queued items, int64 `[N, 4]`, with only the columns for item and ticket (arrival
+        number) filled in."""
         new = np.empty((len(items), 4), dtype=np.int64)
         new[:, _ITEM] = items
         new[:, _TICKET] = np.arange(self._next_ticket, self._next_ticket + len(items))
@@ -159,8 +163,8 @@ def _in_order(entries: np.ndarray) -> np.ndarray:
 
 
 class ReadyView:
-    """Keeps the rows, or whole groups, that one task can claim: all of `fields` are written, and the task has neither
-    leased nor finished them."""
+    """The index of the rows, or whole groups, that one task can claim: all of `fields` are written, and the task has
+    neither leased nor finished them."""
 
     def __init__(
         self,
@@ -171,8 +175,8 @@ class ReadyView:
         order: Order = "version",
         progress: StreamProgress | None = None,
     ) -> None:
-        """progress: the task's progress in the prompt stream, in which the positions of items that are too old are
-        settled."""
+        """progress: the task's progress in the prompt stream. The positions of items that are too old are marked as
+        settled in it, so that the task does not wait for them."""
         self.fields = fields
         self.whole_groups = whole_groups
         self._rows = rows
@@ -185,7 +189,8 @@ class ReadyView:
         """Bool array that is True for items that are ready but older than `_min_version`, and therefore not queued."""
         self._num_aside = 0
         self._counted = np.empty(0, dtype=bool)
-        """Bool array that is True for rows that are ready and counted in their group. Used for whole groups only."""
+        """Bool array that is True for rows that are ready and have been counted in their group. Used only for claims of
+        whole groups."""
         self._ready_in_group = np.empty(0, dtype=np.int32)
 
     @property
@@ -214,7 +219,7 @@ class ReadyView:
         return self._queue.first(min(count, len(self._queue)))
 
     def candidates(self, items: np.ndarray) -> Candidates:
-        """Return queued items in the form in which a sampler sees them."""
+        """Return queued items as the `Candidates` among which a sampler chooses."""
         tickets = self._queue.tickets(items)
         return Candidates(items, tickets, self._rows, self._groups, self.whole_groups, self._progress)
 
@@ -227,8 +232,8 @@ class ReadyView:
         return self.rows_of(np.flatnonzero(self._aside)) if self._num_aside else np.empty(0, dtype=np.int64)
 
     def set_min_version(self, version: int | None) -> None:
-        """Set the lowest version that can be claimed. Ready items below it are set aside; None sets no items aside. The
-        call is free while the version stays the same."""
+        """Set the lowest policy version that can be claimed. Ready items with a lower version are not queued until they
+        can be claimed again; None allows all versions. Does nothing if the version is unchanged."""
         before, self._min_version = self._min_version, version
         if version == before:
             return
@@ -244,10 +249,10 @@ class ReadyView:
 
     def refresh(self, rows: np.ndarray, cursor: np.ndarray, *, requeue: bool = False) -> None:
         """Update the view for rows (given without repeats) that were written, leased or released, or that are about to
-        be cleared and whose slots are already UNWRITTEN.
+        be cleared and are already marked as unwritten.
 
-        cursor: column of the task's cursor, 0 where a row is free. requeue: whether the rows' versions may have
-        changed, too.
+        cursor: the task's state of every row (`TaskCursor.column`), 0 for a free row. requeue: whether the rows' policy
+        versions may have changed, too.
         """
         ready = self._rows.written(rows, self.fields) & (cursor[rows] == 0)
         if self.whole_groups:

@@ -69,7 +69,7 @@ class Commit:
 
     space_id: int
     credit: bool
-    """True when the space was granted in advance, with the reply to an earlier put."""
+    """True if the space was granted in advance (as credit), with the reply to an earlier put."""
     put: PutRows
     locations: tuple[bytes, ...] | None
     """Location of each block, as the store returned it when the block was written; None when the space itself has a
@@ -107,7 +107,8 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Request for a receipt of rows by key. `fields` None stands for all fields that are written for every row."""
+    """Request for a receipt (the keys and locations) of the rows with given keys. `fields` None stands for all fields
+    that are written for every row."""
 
     partition: str
     keys: bytes
@@ -116,7 +117,8 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Request to lease rows to a task, waiting at most `timeout_s` for them. The reply is a receipt."""
+    """Request to lease rows to a task, waiting at most `timeout_s` for them. The reply is a receipt (their keys and
+    locations)."""
 
     rows: ClaimRows
     timeout_s: float
@@ -124,15 +126,16 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class ClearStale:
-    """Request to clear the rows that a claim like `rows` skips because their version is too old. The reply is their
-    keys, packed."""
+    """Request to clear the rows that a claim like `rows` skips because their policy version is too old. The reply is
+    the keys of the cleared rows, as `pack_keys` encodes them."""
 
     rows: ClaimRows
 
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Request to extend leases to `lease_s` from now. The reply is the ids of the leases that still exist."""
+    """Request to extend leases, so that they expire `lease_s` seconds from now. The reply is the ids of the leases that
+    still exist."""
 
     lease_ids: tuple[int, ...]
 
@@ -174,7 +177,8 @@ the request took effect. A put is not listed, because an interrupted put is undo
 TAKE_BACK = frozenset(("abort", "withdraw"))
 """Names of the requests that undo something, and are carried out even if nobody waits for the reply."""
 REVOKED = b""
-"""Body of the reply to a Commit whose credit was revoked: nothing became readable, and the put must reserve space."""
+"""Body of the reply to a Commit if its space had been granted in advance and was revoked. Nothing became readable, and
+the put must reserve space."""
 
 _ERRORS: dict[str, type[Exception]] = {
     cls.__name__: cls

@@ -12,13 +12,13 @@ from ..config import MAX_BLOCK_ROWS
 from ..meta import POSITION
 
 ROW_BITS = MAX_BLOCK_ROWS.bit_length() - 1
-"""Number of bits for a row's index within its block in a slot, `block_id << ROW_BITS | row in block`. It allows for 16
-M rows per block and 2^39 blocks per run."""
+"""Number of low bits of a slot that hold the row's index within its block. A slot, `block_id << ROW_BITS | row in
+block`, locates one value. There can be 16 M rows per block and 2^39 blocks per run."""
 UNWRITTEN = -1
 UNKNOWN = -1
 """Value in the column of lengths for a row that has no PER_TOKEN field yet."""
 NO_POSITION = -1
-"""Position in the prompt stream of a row that was not given the tag POSITION."""
+"""Value that stands for the position in the prompt stream if a row has no tag POSITION."""
 
 
 def grown(column: np.ndarray, size: int, fill: object) -> np.ndarray:
@@ -79,12 +79,13 @@ class RowTable:
         self.arrivals = np.empty(0, dtype=np.int64)
         """Sequence number of each row's first write; a higher number is later."""
         self.slots = {name: np.empty(0, dtype=np.int64) for name in fields}
-        """For each field, the slot of each row's value, `block_id << ROW_BITS | row in block`, or UNWRITTEN."""
+        """For each field, the slot (location) of each row's value, `block_id << ROW_BITS | row in block`, or
+        UNWRITTEN."""
         self.num_written = dict.fromkeys(self.slots, 0)
         """For each field, the number of rows in which it is written."""
         self.tags: dict[str, np.ndarray] = {}
         self.tag_given: dict[str, np.ndarray] = {}
-        """For each tag, a bool array that is True for the rows that were given it."""
+        """For each tag (a named number of a row), a bool array that is True for the rows that were given it."""
         self._numbers = Numbers()
         self._arrived = 0
 
@@ -100,7 +101,7 @@ class RowTable:
         return np.fromiter(map(self.index.get, keys, itertools.repeat(-1)), np.int64, len(keys))
 
     def add(self, keys: Sequence[str], groups: np.ndarray) -> np.ndarray:
-        """Add rows, with no field written yet. Returns their row numbers, int64 `[N]`."""
+        """Add rows without any written field. Returns their row numbers, int64 `[N]`."""
         rows = self._numbers.take(len(keys))
         self._grow(self._numbers.end)
         self.index.update(zip(keys, rows.tolist(), strict=True))
@@ -113,7 +114,7 @@ class RowTable:
         return rows
 
     def remove(self, rows: np.ndarray) -> None:
-        """Forget rows, given without repeats. Their slots must already be UNWRITTEN."""
+        """Forget rows, given without repeats. All of their fields must already be marked as unwritten."""
         for key in self.keys[rows].tolist():
             del self.index[key]
         self.keys[rows] = None
@@ -129,7 +130,7 @@ class RowTable:
         self.tag_given[name][rows] = True
 
     def tags_of(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the tags that every one of `rows` was given, as tag name -> values of these rows."""
+        """Return the tags (named numbers) that every one of `rows` was given, as tag name -> values of these rows."""
         return {
             name: self.tags[name][rows] for name, given in self.tag_given.items() if len(rows) and given[rows].all()
         }
@@ -173,7 +174,7 @@ class GroupTable:
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
         self.index: dict[str, int] = {}
-        """Index of each group in the arrays below, by name."""
+        """For each group name, the group's index in the other arrays of this table."""
         self.names = np.empty(0, dtype=object)
         self.numbers = np.empty(0, dtype=np.int64)
         """Id of each group, an integer that is unique in the directory and never used again."""

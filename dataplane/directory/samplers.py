@@ -85,7 +85,7 @@ class Candidates:
 
     @property
     def groups(self) -> np.ndarray:
-        """Id of each item's group, int64 `[N]`, as in receipts."""
+        """Id of each item's group, int64 `[N]`, equal to `groups` in a receipt (`KVBatchMeta`)."""
         return self._groups.numbers[self._group_index]
 
     @property
@@ -111,7 +111,8 @@ class Candidates:
 
     @property
     def tags(self) -> Mapping[str, np.ndarray]:
-        """Tags that all rows of the items were given, as tag name -> array `[N, rows per item]`."""
+        """Tags (named numbers of rows) that all rows of the items were given, as tag name -> array `[N, rows per
+        item]`."""
         return _Tags(self._rows, self._members)
 
     @property
@@ -126,7 +127,8 @@ class Candidates:
 
 
 class _Tags(Mapping[str, np.ndarray]):
-    """Maps tag names to arrays, and looks up each tag only when it is accessed."""
+    """Mapping from the names of tags (named numbers of rows) to arrays. Each array is looked up only when it is
+    accessed."""
 
     def __init__(self, rows: RowTable, members: np.ndarray) -> None:
         self._rows = rows
@@ -155,7 +157,8 @@ class Sampler(Protocol):
     each claim 1 ms per 10 k items or so."""
 
     def select(self, candidates: Candidates, wanted: int) -> np.ndarray:
-        """Return the items to take, as integer positions in `candidates` without repeats, in the order of the receipt.
+        """Return the items to take, as integer positions in `candidates` without repeats, in the order in which the
+        claim is to return them.
 
         candidates: at least `wanted` items, all claimable now. If fewer than `wanted` positions are returned, the claim
         waits, and calls `select` again when rows become ready, are given back or are cleared. If more are returned, the

@@ -8,9 +8,9 @@ reserve (put)    its turn among waiting puts     the put before it
                  space                           revoking the credit of idle writers; blocks freed by
                                                  clear, replace, abort or expiry
 
-All other requests are answered at once. The only timer is set to the directory's next deadline. Nothing polls, with one
-exception: a put that waits while a process that may be stopped or dying still holds freed blocks, or while the store
-has less room than the account (/dev/shm is full of other programs' files), because no call announces the end of these.
+All other requests are answered at once. The only timer is set to the directory's next deadline. Nothing polls, except a
+put that waits for memory whose release no call announces: a process that may be stopped or dying still holds freed
+blocks, or other programs' files fill /dev/shm, so that the store has less room than the directory counts.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Queue:
 
     @contextmanager
     def place(self, wants: str) -> Iterator[_Place]:
-        """Join the queue for as long as the context lasts. wants: what this caller waits for, to be quoted in the
-        timeout errors of the callers behind it."""
+        """Join the queue for as long as the context lasts. wants: text that says what this caller waits for; the
+        timeout errors of the callers behind it quote it."""
         place = _Place(self._lock, wants)
         self._places.append(place)
         try:
@@ -109,25 +109,26 @@ class _Place:
 
     def __init__(self, lock: asyncio.Lock, wants: str) -> None:
         self.turn = lock
-        """Lock to hold during the caller's turn. The whole queue shares it, and callers get it in the order in which
-        they ask."""
+        """Lock that a caller holds during its turn. The whole queue shares it, and callers get it in the order in which
+        they ask for it."""
         self.wants = wants
 
 
 _logger = logging.getLogger(__name__)
 
 LATE_S = 0.1
-"""Delay of the timer in seconds above which this process must have been stopped or busy."""
+"""Seconds by which the timer must be late for this process to count as having been suspended or busy."""
 HEAR_FIRST_S = 1.0
-"""Seconds for which a directory that was stopped or busy first answers the requests that have piled up, before it lets
-any lease or reservation expire."""
+"""Seconds for which a directory that was suspended or busy first answers the requests that have piled up. Only then
+does it let leases or reservations expire."""
 LOOK_AGAIN_S = 0.25
 """Seconds after which a waiting put checks again whether a writer, another process or another program still holds the
 memory."""
 
 
 class DirectoryService:
-    """Answers requests to one run's directory and store host. All methods must be called from one event loop."""
+    """Answers requests to one run's directory, and makes the calls to its store. All methods must be called from one
+    event loop."""
 
     def __init__(self, config: DataPlaneConfig, host: StoreHost) -> None:
         self._directory = Directory(
@@ -279,8 +280,8 @@ class DirectoryService:
             raise
 
     async def _wait_for_space(self, seen: int, deadline: float, *, look_again: bool) -> None:
-        """Wait until space is freed, unless some was freed after the count of such events was `seen`. Raises
-        TimeoutError at the deadline.
+        """Wait until space is freed. Returns at once if that has happened since the count of such events was `seen`.
+        Raises TimeoutError at the deadline.
 
         look_again: whether to return after LOOK_AGAIN_S at the latest, because memory held by a stopped process, a
         dying writer or another program becomes free without any call.
@@ -471,8 +472,7 @@ class DirectoryService:
             yield
 
     async def _free(self, blocks: Sequence[FreedBlock]) -> None:
-        """Free blocks, and wait until they are gone from the store, so that reading with a receipt for them fails from
-        then on."""
+        """Free blocks, and wait until they are gone from the store, so that later reads of their rows fail."""
         task = self._store.free(blocks)
         if task is not None:
             await asyncio.shield(task)

@@ -19,13 +19,13 @@ DONE = -1
 """Value in a cursor's column for a row that the task has finished. The value 0 means that the row is free, and a
 positive value is the id of the lease that holds it."""
 MAX_VIEWS = 8
-"""Maximum number of views (one for each set of claimed fields) that a task keeps up to date. Beyond it, the least
-recently used view is dropped, and rebuilt when it is needed again."""
+"""Maximum number of indexes of claimable rows (one for each set of claimed fields) that a task keeps up to date. Beyond
+it, the least recently used one is dropped, and rebuilt when it is needed again."""
 
 
 class TaskCursor:
-    """Records for each row whether one task (consumer) has finished it, has leased it or may claim it, and keeps views
-    of the rows that it may claim."""
+    """Records for each row whether one task (consumer) has finished it, has leased it or may claim it, and keeps
+    indexes of the rows that it may claim."""
 
     def __init__(self, config: TaskConfig, partition: str, rows: RowTable, groups: GroupTable) -> None:
         """Raise ValueError for an unknown sampler, or for options that the sampler does not take."""
@@ -42,8 +42,8 @@ class TaskCursor:
         self._views: OrderedDict[tuple[tuple[str, ...], bool], ReadyView] = OrderedDict()
 
     def view(self, fields: tuple[str, ...], whole_groups: bool) -> ReadyView:
-        """Return the view of the rows, or whole groups, that the task can claim with all of `fields`. The view is kept
-        up to date from now on.
+        """Return the index of the rows, or whole groups, that the task can claim with all of `fields`. It is kept up to
+        date from now on.
 
         Raises ValueError when single rows are asked for although the task's sampler follows the prompts and takes only
         whole groups.
@@ -111,8 +111,8 @@ class TaskCursor:
         self.column = grown(self.column, self._rows.capacity, 0)
 
     def forget(self, rows: np.ndarray) -> np.ndarray:
-        """Forget rows that are being cleared and whose slots are already UNWRITTEN. Returns the ids of the leases that
-        held them, one id for each row held."""
+        """Forget rows that are being cleared and are already marked as unwritten. Returns the ids of the leases that
+        held them; an id occurs once for each row."""
         self.refresh(rows)
         held = self._assign(rows, 0)
         self._settle(rows)
@@ -146,7 +146,7 @@ class TaskCursor:
 
 @dataclass(slots=True)
 class Lease:
-    """Gives one claim the right to its rows until it releases them or the deadline passes."""
+    """A claim's right to its rows, which lasts until the rows are released or the deadline passes."""
 
     lease_id: int
     partition: str
@@ -158,7 +158,8 @@ class Lease:
     """Number of rows that the lease still holds."""
     granted: float
     deadline: float
-    """Time at which the lease runs out unless it is renewed."""
+    """Time at which the lease expires unless it is renewed, by the monotonic clock of the `now` that is passed to the
+    directory."""
 
 
 class LeaseBook:
@@ -193,15 +194,15 @@ class LeaseBook:
         return live
 
     def take_expired(self, now: float) -> list[Lease]:
-        """Return the leases whose deadline has passed. They stay in the book until `drop_rows` has dropped their
-        rows."""
+        """Return the leases whose deadline is not after `now`. They still count as held until `drop_rows` has dropped
+        their rows."""
         expired = []
         while (deadline := self.next_deadline()) is not None and deadline <= now:
             expired.append(self._leases[heapq.heappop(self._deadlines)[1]])
         return expired
 
     def next_deadline(self) -> float | None:
-        """Return the earliest deadline of the live leases; None when there are none."""
+        """Return the earliest deadline of the live leases, by the same clock as `now`; None when there are none."""
         while self._deadlines:
             deadline, lease_id = self._deadlines[0]
             lease = self._leases.get(lease_id)

@@ -1,4 +1,4 @@
-"""Implements the reference store `local`: a dict in the directory's process, which other processes reach over links."""
+"""Implements the reference store `local`: a dict in the directory's process, which answers the other processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class _Put:
 @dataclass(frozen=True, slots=True)
 class _Get:
     blocks: tuple[tuple[int, tuple[int, ...]], ...]
-    """Id and part numbers of each block. Without part numbers, the request asks whether the block is still there."""
+    """Block id and numbers of the wanted parts (the block's byte arrays) for each block. A block without part numbers
+    is only checked for whether it still exists."""
 
 
 class LocalHost:
@@ -83,8 +84,8 @@ class LocalHost:
             self._blocks[block_id] = copies
 
     def read(self, block_id: int, numbers: Sequence[int]) -> dict[int, np.ndarray]:
-        """Return the parts of a block with these numbers, by number and without a copy. Raises RowsCleared when the
-        block was freed."""
+        """Return parts of a block without copying them: part number -> array. Raises RowsCleared if the block was
+        freed."""
         with self._lock:
             parts = self._blocks.get(block_id)
         if parts is None:
@@ -158,8 +159,8 @@ class LinkedLocalStore:
 
 
 def _attach(spec: StoreSpec, link: Link) -> BlockStore:
-    """Return a store that uses the host's memory directly in the directory's own process, or the link in any other
-    process."""
+    """Return a store that uses the host's memory directly, if this is the directory's process, else one that uses this
+    process's connection to the directory (its link)."""
     if isinstance(link, InProcessLink) and isinstance(link.host, LocalHost):
         return LocalStore(link.host)
     return LinkedLocalStore(link)

@@ -1,6 +1,7 @@
-"""Wraps Mooncake's client: adds time limits and errors that name the master, and overrides the shell's settings for it.
+"""Wraps Mooncake's client with time limits, errors that name the master process, and settings independent of the shell.
 
-No other module imports mooncake. A client that lends no memory (no segment) holds no rows, so none are lost with it.
+No other module imports mooncake. A client that lends no memory to the store (no segment) holds no rows, so no rows are
+lost when its process ends.
 """
 
 from __future__ import annotations
@@ -57,14 +58,15 @@ _CLEARED = (
 
 
 class MooncakeClient:
-    """Represents one client of one Mooncake master. Thread-safe. Each call returns or raises within its `timeout_s`."""
+    """One connection to a Mooncake master, the process that knows where each object is. Thread-safe. Each call returns
+    or raises within its `timeout_s`."""
 
     def __init__(self, master: MasterAddress, protocol: str, device: str, segment_bytes: int = 0) -> None:
         """protocol: `tcp` or `rdma`. device: names of the RDMA devices, comma-separated; "" for all. segment_bytes:
         number of bytes of this process's memory to lend to the store.
 
-        Raises ValueError when mooncake or an RDMA device is missing, and StoreLost when the master cannot be reached or
-        the client does not start.
+        Raises ValueError if mooncake or an RDMA device is missing, and StoreLost if the Mooncake master cannot be
+        reached or the client does not start.
         """
         self.master = master
         self._lends = segment_bytes > 0
@@ -74,8 +76,8 @@ class MooncakeClient:
         self._lock = threading.Lock()
         self._leaving: threading.Thread | None = None
         self.ended = threading.Event()
-        """Event that is set when the connection to the master breaks, which means that the master is gone, or when this
-        client is closed."""
+        """Event that is set when this client is closed, or when its connection to the Mooncake master breaks, which
+        means that the master is gone."""
         self._store: Any = library.MooncakeDistributedStore()
         self._watch = self._connect(started)
         threading.Thread(target=self._watch_master, name="mooncake-watch", daemon=True).start()
@@ -102,8 +104,8 @@ class MooncakeClient:
         """Write objects to the store, from `addresses` within `memory`, a buffer of `staging`. The store holds all of
         them when this returns.
 
-        Raises CapacityExceeded when the segment has no room, and StoreLost when Mooncake fails or does not answer in
-        time.
+        Raises CapacityExceeded if the memory lent to Mooncake (the segment) has no room, and StoreLost if Mooncake
+        fails or does not answer in time.
         """
 
         def call() -> list[int]:
@@ -159,7 +161,7 @@ class MooncakeClient:
 
     def remove(self, keys: Sequence[str], timeout_s: float) -> list[int]:
         """Delete objects, even while others read them. Returns 0, NOT_FOUND or UNFINISHED for each. Raises StoreLost
-        for any other result, and when the master does not answer in time."""
+        for any other result, and if the Mooncake master does not answer in time."""
         started = time.monotonic()
         codes = self._run("clear", lambda: self._store.batch_remove(list(keys), True), timeout_s)
         for key, code in zip(keys, codes, strict=True):
@@ -168,10 +170,10 @@ class MooncakeClient:
         return codes
 
     def close(self) -> None:
-        """Disconnect from the master in a background thread, which withdraws the memory that this client lent.
+        """Disconnect from the Mooncake master in a background thread, which withdraws the memory that this client lent.
         Idempotent.
 
-        The library holds Python's global interpreter lock meanwhile, for a second or two.
+        For a second or two meanwhile, Mooncake's library holds Python's global interpreter lock.
         """
         self._leave(StoreLost("this client is closed", op="connect", peer=self.master.peer), lost=False)
 
@@ -199,8 +201,8 @@ class MooncakeClient:
         return watch
 
     def _watch_master(self) -> None:
-        """Wait for the end of an idle connection to the master. It shows at once, and not only after the library's
-        retries, that the master has ended."""
+        """Wait on an otherwise unused connection to the Mooncake master until it breaks, then make all calls fail. The
+        end of the master is thus noticed at once, and not only after the library's retries."""
         try:
             self._watch.recv(1)
         except OSError:
@@ -209,7 +211,7 @@ class MooncakeClient:
 
     def _leave(self, error: StoreLost, *, lost: bool) -> None:
         """Make all calls raise `error`, then end the library's client, which would otherwise go on calling a dead
-        master for ever."""
+        Mooncake master for ever."""
         with self._lock:
             if self._leaving is None:
                 self._threads.end(error)

@@ -1,4 +1,4 @@
-"""Runs the Mooncake master of one run: a child process with its own ports, which never outlives its parent."""
+"""Runs the Mooncake master (metadata server) of one run: a child process with its own ports, ending with its parent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from ..errors import StoreLost
 
 START_TIMEOUT_S = 30.0
 PORT_ATTEMPTS = 5
-"""Maximum number of attempts to start the master. A port that was free may be taken before the master binds it."""
+"""Maximum number of attempts to start the Mooncake master. Each takes a free port, which another process may take
+first."""
 HOW_TO_GET_IT = "pip install -e '.[mooncake]' and apt-get install libibverbs1"
 
 # Blocks are pinned and their room is accounted for, so that nothing is to be evicted; a segment's owner is in the
@@ -45,7 +46,7 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True, slots=True)
 class MasterAddress:
-    """Describes where a Mooncake master listens."""
+    """Address and pid of a running Mooncake master."""
 
     name: str
     pid: int
@@ -58,7 +59,7 @@ class MasterAddress:
 
     @property
     def peer(self) -> str:
-        """Name of the master in error messages, with its pid and address."""
+        """Name of the Mooncake master in error messages, with its pid and address."""
         return f"{self.name} pid={self.pid} {self.endpoint}"
 
 
@@ -66,9 +67,9 @@ class MooncakeMaster:
     """Starts and ends the process of the run's Mooncake master."""
 
     def __init__(self, run_id: str, host: str, options: tuple[str, ...] = OPTIONS) -> None:
-        """host: address on which the master listens; loopback for a run on one host.
+        """host: address on which the Mooncake master listens; loopback for a run on one host.
 
-        Raises ValueError when mooncake is not installed, and StoreLost when the master does not start.
+        Raises ValueError if mooncake is not installed, and StoreLost if the master does not start.
         """
         self._binary = _binary()
         self._options = options
@@ -88,14 +89,14 @@ class MooncakeMaster:
                 raise StoreLost(f"mooncake master {why}: {said}", op="start", peer=name, elapsed_s=elapsed)
 
     def close(self) -> None:
-        """Kill the master's process, and wait until it has ended. Idempotent."""
+        """Kill the process of the Mooncake master, and wait until it has ended. Idempotent."""
         self._process.kill()
         self._process.wait()
         self._log.close()
 
     def _start(self, name: str, host: str, port: int) -> tuple[subprocess.Popen[bytes], Any]:
-        """Start the master from a thread that lives as long as the master does, because the kernel kills the master
-        when the thread that started it ends (PR_SET_PDEATHSIG). Returns the process and its log file."""
+        """Start the Mooncake master from a thread that lives as long as the master does, because the kernel kills the
+        master when the thread that started it ends (PR_SET_PDEATHSIG). Returns the process and its log file."""
         log = tempfile.TemporaryFile()
         arguments = [name, f"--rpc_address={host}", f"--rpc_port={port}", f"--metrics_host={host}", "--metrics_port=0"]
         command = [name, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *arguments, *self._options]
@@ -136,7 +137,7 @@ class MooncakeMaster:
 
 
 def _binary() -> Path:
-    """Return the path of the master's binary, without importing the library. Raises ValueError when it is not
+    """Return the path of the program mooncake_master, without importing the library. Raises ValueError if it is not
     installed."""
     spec = importlib.util.find_spec("mooncake")
     folders = list(spec.submodule_search_locations or ()) if spec else []

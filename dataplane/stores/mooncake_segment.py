@@ -1,8 +1,8 @@
-"""Lends a run's memory to its Mooncake master from a separate process, which ends with the master.
+"""Lends a run's memory to its Mooncake master (metadata server) from a separate process that ends with the master.
 
-In a process that lends memory, the library's threads go on calling a dead master for ever, and signing off from one
-takes 20 s under Python's global interpreter lock. In a separate process they end with that process, and the directory's
-process is not disturbed.
+If a process lends memory and the master dies, the threads of Mooncake's library go on calling the dead master for ever,
+and disconnecting from it takes 20 s under Python's global interpreter lock. In a separate process these threads end
+with the process, and the directory's process is not disturbed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class MooncakeSegment:
         """nbytes: number of bytes to lend. lost: function that is called from a thread if the process ends before
         `close`.
 
-        Raises StoreLost when the process does not start in time, or when it reports that its client could not be made.
+        Raises StoreLost if the process does not start in time, or reports that its Mooncake client could not be
+        created.
         """
         arguments = [master.name, master.pid, master.host, master.port, protocol, device, nbytes]
         started = time.monotonic()
@@ -75,8 +76,8 @@ class MooncakeSegment:
 
 
 def main(tell: int, name: str, pid: int, host: str, port: int, protocol: str, device: str, nbytes: int) -> None:
-    """Run the process that lends the memory until the master ends. The master, for its part, ends with the process that
-    started it. tell: file descriptor to which "ready" or an error is written."""
+    """Run the process that lends memory to the Mooncake master, until the master ends. The master itself ends with the
+    process that started it. tell: file descriptor to which "ready" or an error is written."""
     with os.fdopen(tell, "w") as answers:
         try:
             client = MooncakeClient(MasterAddress(name, pid, host, port), protocol, device, nbytes)

@@ -5,9 +5,9 @@ together take 5 to 7 ms to put and 5 ms to get, whereas TransferQueue, with one 
 and 116 ms for 12 MB (TCP loopback, 2 cores, separate runs). TransferQueue's store also retries for 2 s on missing
 objects, returns uninitialised memory for repeated keys, and kills the masters of other runs.
 
-A separate process lends the memory (`mooncake_segment.py`). Producers and consumers lend none, so no rows are lost when
-they die. The master belongs to the run. Reads are safe because keys are never used twice, because a block can be freed
-even while others read it, and because `settle` then asks whether the block is still there.
+A separate process lends Mooncake the memory (`mooncake_segment.py`). Producers and consumers lend none, so no rows are
+lost when they die. Every run has its own Mooncake master (metadata server). Reads are safe, even if a block is freed
+meanwhile: keys are never used twice, and `settle` asks after the read whether the block is still there.
 
 Mooncake's data and handshake ports (15000-17000, per process) listen on all interfaces without a password, so that
 network must be private. The master listens on the run's interface only.
@@ -39,23 +39,24 @@ from .unfreed import FREE_TIMEOUT_S, RETRY_TIMEOUT_S
 _logger = logging.getLogger(__name__)
 
 SLACK_BYTES = 64 << 20
-"""Number of bytes by which the segment exceeds the capacity plus a quarter of it, for holes between blocks and for puts
-whose writer died."""
+"""Number of bytes of memory lent to Mooncake in addition to 5/4 of the capacity. They allow for holes between blocks,
+and for puts whose writer died."""
 SETTLE_TIMEOUT_S = 10.0
 LATE_BLOCKS = 256
-"""Maximum number of blocks freed before they were written that each later removal asks for again."""
+"""Number of freed blocks that are remembered because they had not been written when they were freed. Every later
+removal includes them, in case a late writer has written them since."""
 
 
 class MooncakeHost:
     """Starts the run's Mooncake master, lends it memory (the segment) and counts the bytes in use. Called from one
-    thread (the directory's)."""
+    thread of the directory's process."""
 
     def __init__(
         self, run_id: str, capacity_bytes: int, *, host: str = "127.0.0.1", protocol: str = "tcp", device: str = ""
     ) -> None:
         """host: address of the interface that the run's processes share.
 
-        Raises ValueError when mooncake or an RDMA device is missing, StoreLost when the master does not start.
+        Raises ValueError if mooncake or an RDMA device is missing, and StoreLost if the Mooncake master does not start.
         """
         if device and protocol != "rdma":
             raise ValueError(f"dataplane.store.device: got {device!r} with protocol {protocol!r}, expected rdma")
@@ -64,10 +65,11 @@ class MooncakeHost:
         self._used_bytes = 0
         """Number of bytes of all blocks that are reserved or written, which is the sum of `_bytes`."""
         self._unfinished: dict[int, int] = {}
-        """Freed blocks that still take space, block id -> bytes. Either they were freed during their put (Mooncake
-        keeps the space until the put ends, or 10 minutes if it never does), or the master did not answer."""
+        """Freed blocks that still take up space: block id -> number of bytes. Either the block was freed during its
+        put, and Mooncake keeps the space until the put ends (or for 10 minutes if it never does), or the Mooncake
+        master did not answer."""
         self._silent = False
-        """True when the master did not answer the last request to remove blocks."""
+        """True if the Mooncake master did not answer the last request to remove blocks."""
         self._late: deque[int] = deque(maxlen=LATE_BLOCKS)
         self._lost = False
         self._limit_bytes = capacity_bytes + capacity_bytes // 4 + SLACK_BYTES
@@ -109,7 +111,7 @@ class MooncakeHost:
         self.free_many([(block_id, location)])
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Remove these blocks from the store in one round trip to the master, about 0.1 ms. Idempotent."""
+        """Remove these blocks from the store in one round trip to the Mooncake master, about 0.1 ms. Idempotent."""
         self._remove([block_id for block_id, _ in blocks if block_id in self._bytes])
 
     def usage_bytes(self) -> int:
@@ -118,23 +120,24 @@ class MooncakeHost:
         return self._used_bytes + sum(self._unfinished.values())
 
     def unfreed_bytes(self) -> int:
-        """Ask the master again to remove freed blocks, and return the number of bytes of those that still take
-        space."""
+        """Ask the Mooncake master again to remove freed blocks, and return the number of bytes of those that still take
+        up space."""
         if self._unfinished:
             self._remove([])
         return sum(self._unfinished.values())
 
     def shortage(self) -> str:
-        """Say for an error how many bytes of freed blocks the master has not removed yet; "" when there are none."""
+        """Return a text for an error message that says how many bytes of freed blocks the Mooncake master has not
+        removed yet; "" if there are none."""
         held = sum(self._unfinished.values())
         return f"{held} bytes of cleared blocks are not removed by {self._master.address.peer} yet" if held else ""
 
     def processes(self) -> dict[str, int]:
-        """Return the pids of the master and of the process that lends the memory, by name."""
+        """Return the pids of the Mooncake master and of the process that lends it memory, by name."""
         return {"mooncake master": self._master.address.pid, "mooncake segment": self._segment.pid}
 
     def close(self) -> None:
-        """End the master and the process that lends the memory. Idempotent."""
+        """End the Mooncake master and the process that lends it memory. Idempotent."""
         self._client.close()
         self._segment.close()
         self._master.close()
@@ -177,7 +180,7 @@ class MooncakeStore:
     """Reads and writes blocks through a Mooncake client in this process. Thread-safe; needs no Ray."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        """Raise ValueError when mooncake is not installed, and StoreLost when the master has ended."""
+        """Raise ValueError if mooncake is not installed, and StoreLost if the Mooncake master has ended."""
         address: Any = spec.address
         master = MasterAddress(address["name"], address["pid"], address["host"], address["port"])
         self._run_id = spec.run_id
@@ -192,11 +195,11 @@ class MooncakeStore:
     def put_many(
         self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
     ) -> tuple[bytes, ...]:
-        """Copy the blocks into one registered buffer and write them to the segment, which holds them when this returns.
+        """Copy the blocks into one registered buffer and write them to Mooncake, which holds them when this returns.
 
         The library never reads the caller's own memory, because a call that has run out of time would go on reading it.
-        Raises CapacityExceeded when the segment has no free range that is large enough, and StoreLost when the write
-        fails or the master does not answer.
+        Raises CapacityExceeded if the memory lent to Mooncake has no free range that is large enough, and StoreLost if
+        the write fails or Mooncake does not answer.
         """
         started = time.monotonic()
         layouts = [BlockLayout((), 0, 0, tuple(part.nbytes for part in parts)) for parts in blocks]
@@ -249,7 +252,7 @@ class MooncakeStore:
             raise RowsCleared(f"block {block_id} was freed", op="get", peer=self._client.master.peer)
 
     def close(self) -> None:
-        """Disconnect this process from the master. The run's store goes on."""
+        """Disconnect this process from the Mooncake master. The run's store continues to exist."""
         self._client.close()
 
 
@@ -264,11 +267,11 @@ def _aligned(nbytes: int) -> int:
 def _spans(
     layout: BlockLayout, parts: Sequence[int], end: int
 ) -> tuple[list[tuple[int, int, int]], dict[int, int], int]:
-    """Plan how to read `parts` of a block into a buffer that is filled up to offset `end`.
+    """Plan how to read `parts` of a block into a buffer that is already filled up to offset `end`.
 
-    Returns the spans to read, (offset in the block, nbytes, offset in the buffer), one for each run of neighbouring
-    parts, then the offset of each part in the buffer, and the buffer's new end. Parts stay aligned. If all wanted parts
-    are empty, the block's header is read too, to learn whether the block is still there.
+    Returns the byte ranges to read (offset in the block, nbytes, offset in the buffer), where neighbouring parts share
+    a range; the offset of each part in the buffer; and the offset at which the buffer is filled then. Parts stay
+    aligned. If all wanted parts are empty, the block's header is read too, to learn whether the block still exists.
     """
     offsets, sizes = layout.offsets, layout.part_bytes
     wanted = parts if any(sizes[part] for part in parts) else sorted({0, *parts})
@@ -290,8 +293,8 @@ def _spans(
 
 
 def _open_host(config: StoreConfig, run_id: str, one_host: bool) -> StoreHost:
-    """Start the store of a run. It listens on loopback, or, for clients on several hosts, on this node's address in
-    Ray."""
+    """Start the store of a run. It listens on loopback if all clients are on this host, otherwise on this node's
+    address in Ray."""
     import ray  # mooncake itself needs no Ray
 
     host = "127.0.0.1" if one_host else ray.util.get_node_ip_address()

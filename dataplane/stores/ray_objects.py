@@ -35,20 +35,20 @@ LATE_BLOCKS = 1 << 16
 
 
 class Keeper:
-    """Owns the blocks written on one node. Runs as a Ray actor."""
+    """Ray actor that owns the blocks written on its node."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, ray.ObjectRef] = {}
         self._dropped_early: dict[int, None] = {}
-        """Ids of the blocks that were dropped before they arrived; only the latest LATE_BLOCKS are kept."""
+        """Ids of the blocks that were freed before their content arrived; only the latest LATE_BLOCKS are kept."""
 
     def pid(self) -> int:
         """Return the pid of the actor's process."""
         return os.getpid()
 
     def keep(self, first_block_id: int, blocks: list[list[np.ndarray]]) -> bool:
-        """Copy each block's parts into an object that this process owns. Returns False at the first block that was
-        dropped before it arrived."""
+        """Copy each block's parts into an object that this process owns. Returns False as soon as it meets a block that
+        has already been freed; later blocks are not kept."""
         for block_id, parts in enumerate(blocks, first_block_id):
             if block_id not in self._dropped_early:
                 self._blocks[block_id] = ray.put(parts)
@@ -62,7 +62,7 @@ class Keeper:
         return [self._blocks.get(block_id) for block_id in block_ids]
 
     def drop(self, block_ids: list[int]) -> None:
-        """Forget blocks. Those that have not arrived yet are refused when they do."""
+        """Forget blocks. A block whose content has not arrived yet is refused when it arrives."""
         for block_id in block_ids:
             if self._blocks.pop(block_id, None) is None:
                 self._dropped_early[block_id] = None
@@ -71,12 +71,12 @@ class Keeper:
 
 
 class RayObjectsHost(RayActorsHost):
-    """Starts a keeper actor on every node that is alive now; nodes that join later use the first keeper. Called from
-    one thread."""
+    """Starts a keeper (the actor that owns the blocks) on every node that is alive now. Nodes that join later use the
+    first keeper. Called from one thread."""
 
     def __init__(self, run_id: str, capacity_bytes: int) -> None:
-        """Raise ValueError when Ray is not initialised, and StoreLost when a keeper does not start within
-        START_TIMEOUT_S."""
+        """Raise ValueError if Ray is not initialised, and StoreLost if a keeper (an actor that owns blocks) does not
+        start within START_TIMEOUT_S."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='ray' needs Ray: call ray.init() first, or use 'local' or 'shm'")
         self._keepers: list[Any] = []
@@ -112,11 +112,11 @@ class RayObjectsHost(RayActorsHost):
         self.spec = StoreSpec(kind="ray", run_id=run_id, address=address)
 
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Make the keepers drop these blocks, so that nobody can read them any more. It takes one round trip, about a
-        millisecond. Idempotent.
+        """Make the keepers (the actors that own the blocks) drop these blocks, so that nobody can read them any more.
+        It takes one round trip, about a millisecond. Idempotent.
 
-        The blocks of a keeper that does not answer are remembered, and the keeper is asked again at the next call,
-        unless it is dead.
+        If a keeper does not answer, its blocks are remembered, and it is asked again at the next call unless it is
+        dead.
         """
         for block_id, location in blocks:
             nbytes = self._bytes.pop(block_id, None)
@@ -128,7 +128,7 @@ class RayObjectsHost(RayActorsHost):
         self._deliver()
 
     def _deliver(self) -> None:
-        """Ask every keeper to drop those of its blocks that are still to be freed."""
+        """Ask every keeper (the actor that owns a node's blocks) to drop the freed blocks that it still holds."""
         calls = [
             (number, block_ids, self._keepers[number].drop.remote(block_ids).future())
             for number, block_ids in self._unfreed.waiting()
@@ -142,12 +142,12 @@ class RayObjectsHost(RayActorsHost):
                 self._unfreed.delivered(number, block_ids)
 
     def processes(self) -> dict[str, int]:
-        """Return the pids of the keepers on this node, by name."""
+        """Return the pids of the keepers (actors that own the blocks) on this node, by name."""
         return dict(self._local)
 
     def close(self) -> None:
-        """Kill the keepers, and with them their objects. The keepers on this node have ended when this returns.
-        Idempotent."""
+        """Kill the keepers (the actors that own the blocks), and with them their objects. The keepers on this node have
+        ended when this returns. Idempotent."""
         keepers, self._keepers = self._keepers, []
         if keepers:
             end_actors(keepers, list(self._local.values()))
@@ -157,7 +157,8 @@ class RayObjectsStore:
     """Reads and writes blocks through the keeper actors, from any process connected to the Ray cluster. Thread-safe."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        """Raise ValueError when Ray is not initialised, and StoreLost when a keeper has ended."""
+        """Raise ValueError if Ray is not initialised, and StoreLost if a keeper (an actor that owns blocks) has
+        ended."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='ray' needs Ray: call ray.init() before connecting")
         started = time.monotonic()
@@ -227,11 +228,11 @@ class RayObjectsStore:
         return found
 
     def settle(self, wants: Sequence[Want]) -> None:
-        """No-op: a view keeps its object unchanged, so even a block that was freed during the copy was read
-        correctly."""
+        """No-op: Ray's objects never change, so a view shows the right bytes even if its block was freed during the
+        copy."""
 
     def close(self) -> None:
-        """Drop this process's handles to the keepers. The keepers go on."""
+        """Drop this process's handles to the keepers (the actors that own the blocks), which go on running."""
         self._keepers = []
 
     def _wait(self, op: str, number: int, reference: Any, started: float, timeout_s: float) -> Any:

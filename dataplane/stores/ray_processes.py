@@ -19,8 +19,8 @@ _logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 5.0
 DEATH_TIMEOUT_S = 0.5
-"""Seconds to wait for an actor's sign of life, or for Ray's word that it has died. A live actor that is busy may not
-answer in time."""
+"""Seconds to wait for an actor's answer, or for Ray's report that it has died. A live actor that is busy may not answer
+in time."""
 
 
 class RayActorsHost(ABC):
@@ -39,7 +39,7 @@ class RayActorsHost(ABC):
 
     @abstractmethod
     def _deliver(self) -> None:
-        """Ask every actor to drop those of its blocks that are still to be freed."""
+        """Ask every actor to drop the freed blocks that it still holds."""
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
         """Count the bytes of a block. Returns b"" for the location, which is known only after the write. Returns None
@@ -67,12 +67,12 @@ class RayActorsHost(ABC):
         return self._unfreed.nbytes
 
     def shortage(self) -> str:
-        """Say for an error which actors still hold cleared blocks; "" when none do."""
+        """Return a text for an error message that says which actors still hold freed blocks; "" if none do."""
         return self._unfreed.described()
 
     def _undelivered(self, peer: int, actor: Any, error: Exception) -> None:
-        """Record that an actor did not free its blocks. They are kept for the next request, or dropped if the actor is
-        dead."""
+        """Record that an actor did not confirm that it has dropped freed blocks. They are kept for the next request,
+        unless the actor is dead."""
         if _has_died(actor):
             self._unfreed.died(peer, error)
         else:
@@ -91,10 +91,10 @@ def _has_died(actor: Any) -> bool:
 
 
 def end_actors(actors: Sequence[Any], local_pids: Sequence[int]) -> None:
-    """Kill `actors`, and wait until the processes of those on this node have ended, for 5 s at most. A warning names
+    """Kill `actors`, and wait for at most 5 s until the processes of those on this node have ended. A warning names
     processes that have not ended by then.
 
-    Ray's kill returns before the process has gone, and until then the actor would go on answering.
+    Ray's kill returns before the process has ended, and until then the actor would go on answering.
     """
     if ray.is_initialized():
         for actor in actors:

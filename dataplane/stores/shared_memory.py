@@ -50,7 +50,8 @@ from .shm_folder import (
 _logger = logging.getLogger(__name__)
 
 SPARE_PART = 8
-"""Divisor that gives the share of the capacity by which the pool may exceed it, for holes between ranges."""
+"""Divisor that gives the share of the capacity, one eighth, by which the pool may be larger than the capacity. It makes
+up for holes between ranges."""
 SPARE_BYTES = 16 << 20
 """Number of bytes by which the pool may exceed the capacity, in addition to the share that SPARE_PART gives."""
 
@@ -95,8 +96,8 @@ class SharedMemoryHost:
         self.spec = StoreSpec(kind="shm", run_id=run_id, address={"folder": str(self._folder)})
 
     def allocate(self, block_id: int, nbytes: int) -> bytes | None:
-        """Allocate a range of the pool and a slot to a block, and return their location. Returns None when the pool or
-        /dev/shm itself has no room; `shortage` says which.
+        """Allocate a range of the pool, and a slot (an entry in the table of blocks), for a block. Returns their
+        location, or None if the pool or /dev/shm itself has no room; `shortage` says which.
 
         It takes a millisecond or more when the pool grows. Other calls are not blocked meanwhile.
         """
@@ -119,9 +120,9 @@ class SharedMemoryHost:
         self._extend(_rounded(nbytes))
 
     def cut(self, block_id: int, sizes: Sequence[int]) -> list[bytes]:
-        """Divide the range of `block_id` into blocks of `sizes` bytes with consecutive ids, and free the rest; see
-        `Cuts`. The first block keeps the slot, because the writer has checked that one. Raises CapacityExceeded when
-        slots run out."""
+        """Divide the range of `block_id` into blocks of `sizes` bytes with consecutive ids, and free the rest of the
+        range. The first block keeps its slot (its entry in the table of blocks), because its writer has checked that
+        one. Raises CapacityExceeded if there are not enough slots."""
         with self._lock:
             slot, offset, held_bytes = self._held[block_id]
             assert sum(sizes) <= held_bytes and not any(size % ALIGN for size in sizes), (sizes, held_bytes)
@@ -171,8 +172,8 @@ class SharedMemoryHost:
             return sum(nbytes for _, _, nbytes in self._quarantined)
 
     def shortage(self) -> str:
-        """Say why `allocate` finds no room: unfinished writers, a full /dev/shm, no slots left, or free ranges that are
-        too small."""
+        """Return a text for an error message that says why `allocate` finds no room: unfinished writers, a full
+        /dev/shm, no free entry in the table of blocks, or only free ranges that are too small."""
         unfreed_bytes = self.unfreed_bytes()
         with self._lock:
             if unfreed_bytes:
@@ -200,8 +201,8 @@ class SharedMemoryHost:
             self._owner = -1
 
     def _place(self, block_id: int, size: int) -> bytes | None:
-        """Allocate a range without letting the pool grow, and a slot. Returns their location, or None when one of them
-        is lacking."""
+        """Allocate a range without letting the pool grow, and a slot (an entry in the table of blocks). Returns their
+        location, or None if there is no free range or slot."""
         assert block_id not in self._held, block_id
         self._release_quarantined()
         slot = self._take_slot()
@@ -217,8 +218,8 @@ class SharedMemoryHost:
         return _LOCATION.pack(slot, offset)
 
     def _writer_lives(self, slot: int) -> bool:
-        """Return whether a living process is writing to the slot's range. A process that cannot be looked up now,
-        because file descriptors have run out, counts as alive."""
+        """Return whether a living process is writing to the range of the block in this slot of the table. If that
+        process cannot be looked up, because file descriptors have run out, it counts as alive."""
         pid = int(self._slots[slot, WRITER_PID])
         try:
             return pid != 0 and process_start(pid) == int(self._slots[slot, WRITER_START])
@@ -303,9 +304,9 @@ class SharedMemoryStore:
     def put(
         self, block_id: int, location: bytes, parts: Sequence[np.ndarray], offsets: Sequence[int], timeout_s: float
     ) -> bytes:
-        """Copy the parts into the block's range.
+        """Copy the block's parts into its range of the pool.
 
-        Raises RowsCleared when the put's reservation has ended, and StoreLost after the host's `close`.
+        Raises RowsCleared if the put's reservation has ended, and StoreLost after the host's `close`.
         """
         started = time.monotonic()
         slot, base = _LOCATION.unpack(location)
@@ -355,7 +356,8 @@ class SharedMemoryStore:
             self._check("get", want.block.block_id, _LOCATION.unpack(want.block.location)[0], started)
 
     def close(self) -> None:
-        """Drop this store's mapping of the pool, which ends with the last view of it. The run's store goes on."""
+        """Drop this process's mapping of the pool. The memory stays mapped until its last view is gone. The run's store
+        continues to exist."""
         self._pool = None
 
     def _check(self, op: str, block_id: int, slot: int, started: float) -> None:

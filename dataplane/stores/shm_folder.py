@@ -27,10 +27,12 @@ from ...codecs.owned_folder import PREFIX, SHARED_MEMORY, create_owned_folder
 SLOT_BYTES = 32
 MAX_SLOTS = 1 << 20
 SLOTS_CHUNK = 2048
-"""Number of slots for which memory is reserved at a time (64 KiB). The rest of the table is a hole in the file."""
+"""Number of entries of the table of blocks (slots) for which memory is reserved at a time (64 KiB). The rest of the
+file is a hole without memory."""
 
 GENERATION, WRITER_PID, WRITER_START = 0, 1, 2
-"""Columns of the table of slots. Slot 0 belongs to the host, and its generation is OPEN or CLOSED."""
+"""Columns of the table of blocks, whose entries are called slots. Slot 0 belongs to the host, and its generation is
+OPEN or CLOSED."""
 OPEN, CLOSED = 1, 2
 PIECE_BYTES = 4 << 20
 """Number of bytes of the pool that are reserved, and mapped, at a time. Reserving them takes the host about 1 ms."""
@@ -60,8 +62,8 @@ def _make_files(pool_bytes: int, folder: Path) -> None:
 
 
 def map_slots(folder: Path) -> np.ndarray:
-    """Map the table of slots as a uint64 array `[MAX_SLOTS, 4]`, which keeps the mapping alive. Raises
-    FileNotFoundError when there is no table."""
+    """Map the table of blocks as a uint64 array `[MAX_SLOTS, 4]`. The mapping exists as long as the array. Raises
+    FileNotFoundError if there is no table."""
     descriptor = os.open(folder / "slots", os.O_RDWR)
     try:
         mapping = mmap.mmap(descriptor, MAX_SLOTS * SLOT_BYTES)
@@ -85,15 +87,16 @@ class PoolMapping:
         """For each piece of the pool, 1 when its pages are mapped into this process, else 0."""
 
     def range(self, offset: int, nbytes: int) -> np.ndarray:
-        """Return a range of the pool's reserved part as a uint8 array `[nbytes]`, which keeps the mapping alive."""
+        """Return a range of the pool as a uint8 array `[nbytes]`. The range must be reserved, and stays mapped as long
+        as the array exists."""
         for piece in range(offset // PIECE_BYTES, ceil_div(offset + nbytes, PIECE_BYTES)):
             if not self._mapped[piece]:
                 self._populate(piece)
         return self._bytes[offset : offset + nbytes]
 
     def _populate(self, piece: int) -> None:
-        """Map all pages of a piece at once, in 0.5 ms per MiB here, so that the first copies cause no page fault per 4
-        KiB."""
+        """Map all pages of a piece of the pool at once, which takes 0.5 ms per MiB, so that the first copies do not
+        cause a page fault for every 4 KiB."""
         start = piece * PIECE_BYTES
         with contextlib.suppress(OSError):  # an older kernel: the pages are mapped as they are touched
             self._mapping.madvise(_MADV_POPULATE_WRITE, start, min(PIECE_BYTES, len(self._bytes) - start))
@@ -122,8 +125,8 @@ def free_memory(root: Path = SHARED_MEMORY) -> int:
 
 
 def reserve_memory(path: Path, offset: int, nbytes: int) -> None:
-    """Allocate the memory of a range of a file in advance, so that a lack of memory raises OSError here instead of
-    SIGBUS in a process that writes."""
+    """Allocate the memory of a range of a file in advance. A lack of memory then raises OSError here, instead of
+    killing a process that writes to the range with SIGBUS."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.posix_fallocate(descriptor, offset, nbytes)

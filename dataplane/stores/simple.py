@@ -55,7 +55,7 @@ tq_storage.TQ_NUM_THREADS = 1
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Describes where a storage unit listens."""
+    """Address of one storage unit, the TransferQueue process that stores blocks."""
 
     unit_id: str
     name: str
@@ -91,7 +91,8 @@ class UnitLink:
         self._finalizer = weakref.finalize(self, _close_all, self._idle)  # for a client that nobody closed
 
     def exchange(self, op: str, requests: Sequence[Request], timeout_s: float) -> list[ZMQMessage]:
-        """Send all requests, then wait for all answers. Raises StoreLost naming the unit that did not answer."""
+        """Send all requests to their storage units, then wait for all answers. Raises StoreLost if a unit does not
+        answer; the error names it."""
         started = time.monotonic()
         with self._sockets([request.unit for request in requests]) as sockets:
             for request, (channel, _) in zip(requests, sockets, strict=True):
@@ -127,8 +128,8 @@ class UnitLink:
 
     @contextmanager
     def _sockets(self, units: Sequence[int]) -> Iterator[list[tuple[zmq.Socket, zmq.Socket]]]:
-        """Lend a socket and its connection monitor for each unit. They are closed after an error, so that a late answer
-        is not taken for the answer to another request."""
+        """Lend a socket and its connection monitor for each storage unit. They are closed after an error, so that a
+        late answer is not taken for the answer to another request."""
         if self._closed:
             raise StoreLost("this client is closed", op="connect", peer=self.units[0].peer)
         pairs = []
@@ -167,7 +168,7 @@ class UnitLink:
         return channel, monitor
 
     def close(self) -> None:
-        """Close idle sockets now, and each socket in use once its request is over. Idempotent."""
+        """Close idle sockets now, and each socket in use as soon as its request is over. Idempotent."""
         with self._lock:
             self._closed = True
             _close_all(self._idle)
@@ -191,10 +192,11 @@ def _prepare_unit(unit: Any) -> int:
 
 
 class SimpleHost(RayActorsHost):
-    """Starts and ends the storage units. Called from one thread (the directory's)."""
+    """Starts and ends the storage units (TransferQueue's processes). Called from one thread of the directory's
+    process."""
 
     def __init__(self, run_id: str, num_units: int, capacity_bytes: int) -> None:
-        """Raise ValueError when Ray is not initialised, and StoreLost when a unit does not start within
+        """Raise ValueError if Ray is not initialised, and StoreLost if a storage unit does not start within
         START_TIMEOUT_S."""
         if not ray.is_initialized():
             raise ValueError("dataplane.store.kind='simple' needs Ray: call ray.init() first, or use 'local' or 'shm'")
@@ -228,9 +230,9 @@ class SimpleHost(RayActorsHost):
     def free_many(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Delete these blocks from the storage units, with one round trip to each, about a millisecond. Idempotent.
 
-        A block that was never committed may still be on its way to its unit, so it is deleted again together with later
-        blocks. The blocks of a unit that does not answer are remembered, and the unit is asked again at the next call,
-        unless it is dead.
+        A block that was never committed may still be on its way to its storage unit, so it is deleted again together
+        with later blocks. If a storage unit does not answer, its blocks are remembered, and it is asked again at the
+        next call unless it is dead.
         """
         for block_id in self._uncommitted:
             self._unfreed.add(block_id % len(self._link.units), block_id, 0)
@@ -242,7 +244,7 @@ class SimpleHost(RayActorsHost):
         self._deliver()
 
     def _deliver(self) -> None:
-        """Ask every unit to delete those of its blocks that are still to be freed."""
+        """Ask every storage unit to delete the freed blocks that it still holds."""
         for unit, block_ids in self._unfreed.waiting():
             try:
                 request = Request(unit, ZMQRequestType.CLEAR_DATA, {"global_indexes": block_ids})
@@ -255,12 +257,12 @@ class SimpleHost(RayActorsHost):
                 self._unfreed.delivered(unit, block_ids)
 
     def processes(self) -> dict[str, int]:
-        """Return the pids of the units on this node, by name."""
+        """Return the pids of the storage units on this node, by name."""
         here = ray.util.get_node_ip_address() if ray.is_initialized() else ""
         return {unit.name: unit.pid for unit in self._link.units if unit.ip == here}
 
     def close(self) -> None:
-        """Kill the units. Those on this node have ended when this returns. Idempotent."""
+        """Kill the storage units. Those on this node have ended when this returns. Idempotent."""
         self._link.close()
         self._end(list(self.processes().values()))
 
@@ -288,8 +290,8 @@ class SimpleStore:
     def put_many(
         self, first_block_id: int, blocks: Sequence[Sequence[np.ndarray]], timeout_s: float
     ) -> tuple[bytes, ...]:
-        """Send each unit its blocks in one message, straight from the parts' own memory, and return once the units hold
-        them."""
+        """Send each storage unit its blocks in one message, straight from the parts' own memory, and return once the
+        units hold them."""
         by_unit: dict[int, list[int]] = {}
         for number in range(len(blocks)):
             by_unit.setdefault((first_block_id + number) % len(self._link.units), []).append(number)
@@ -305,8 +307,8 @@ class SimpleStore:
         return tuple(((first_block_id + number) % len(self._link.units)).to_bytes(2) for number in range(len(blocks)))
 
     def get(self, wants: Sequence[Want], timeout_s: float) -> list[dict[int, np.ndarray]]:
-        """Return views of the received messages. Blocks of one unit of which the same parts are wanted share one
-        request."""
+        """Return the wanted parts as views of the received messages. Blocks in the same storage unit from which the
+        same parts are wanted are fetched with one request."""
         together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for position, want in enumerate(wants):
             unit = want.block.block_id % len(self._link.units)

@@ -12,7 +12,7 @@ from ...codecs.memory import ALIGN
 
 MIN_BYTES = 1 << 20
 KEEP_BYTES = 256 << 20
-"""Number of bytes in idle buffers above which idle buffers are freed when a new one has to be made."""
+"""Limit on the bytes in idle buffers. When a new buffer has to be made, idle ones beyond this limit are freed."""
 
 
 class _Memory:
@@ -27,7 +27,7 @@ class _Memory:
 
 
 class _Loan:
-    """Base object of the arrays that share one lent buffer. It is garbage-collected with the last of them, and then
+    """Base object of all arrays that share one lent buffer. When the last of them is gone, it is garbage-collected and
     returns the buffer to the pool."""
 
     __slots__ = ("_pool", "_memory", "__array_interface__")

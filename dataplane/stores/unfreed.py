@@ -9,24 +9,25 @@ _logger = logging.getLogger(__name__)
 FREE_TIMEOUT_S = 5.0
 """Seconds that a process may take to answer a request to free blocks."""
 RETRY_TIMEOUT_S = 0.5
-"""Seconds that a process may take once it has failed to answer. They are few, so that a stopped process delays the
-requests to the others only a little."""
+"""Seconds that a process may take to answer once it has failed to answer before. They are few, so that a stopped
+process hardly delays the requests to the others."""
 
 
 class Unfreed:
-    """Holds the blocks that are still to be freed, for each process by its number. Not thread-safe.
+    """Holds the blocks that have been freed but that a store's processes have not deleted yet, by process number. Not
+    thread-safe.
 
     A process that does not answer may be stopped, swapped out or busy, so its blocks stay here and it is asked again.
     Only the blocks of a process that is proven dead are dropped, because they are gone with it.
     """
 
     def __init__(self, peers: list[str], limit_bytes: int) -> None:
-        """peers: names of the processes, as shown in the log. limit_bytes: number of bytes of unfreed blocks above
-        which nothing new should be written."""
+        """peers: names of the processes, as shown in the log. limit_bytes: number of bytes of blocks freed but not
+        deleted yet above which nothing new should be written."""
         self._peers = peers
         self._limit_bytes = limit_bytes
         self._blocks: list[dict[int, int]] = [{} for _ in peers]
-        """For each process, block id -> number of bytes."""
+        """Blocks freed but not deleted yet, for each process: block id -> number of bytes."""
         self._silent: set[int] = set()
         self._dead: set[int] = set()
 
@@ -75,15 +76,17 @@ class Unfreed:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of the blocks that wait to be freed."""
+        """Number of bytes of the blocks that have been freed but not deleted yet."""
         return sum(sum(blocks.values()) for blocks in self._blocks)
 
     @property
     def over_limit(self) -> bool:
-        """True when so many bytes wait to be freed that nothing new should be written."""
+        """True if the blocks that have not been deleted yet take up so many bytes that nothing new should be
+        written."""
         return self.nbytes > self._limit_bytes
 
     def described(self) -> str:
-        """Say for an error which processes still hold how many bytes of cleared blocks; "" when there are none."""
+        """Return a text for an error message that says which processes still hold how many bytes of cleared blocks; ""
+        if none do."""
         silent = [f"{self._peers[peer]} ({sum(self._blocks[peer].values())} bytes)" for peer, _ in self.waiting()]
         return f"cleared blocks are not freed yet by {', '.join(silent)}" if silent else ""

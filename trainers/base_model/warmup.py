@@ -38,13 +38,14 @@ the letter means."""
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part of the corpus: prompts that start with one letter and are answered with one skill."""
+    """A part of the training corpus: prompts that start with one letter and are answered with one skill."""
 
     weight: float
     letter: str
     """Letter that the prompt starts with."""
     skill: str
-    """Skill that the answer applies, which may differ from the prompt's letter, as in real-world text."""
+    """Skill with which the answers are computed. It may differ from the skill that the letter stands for, as in noisy
+    real-world text."""
 
 
 DIGIT_SKILLS = (
@@ -56,7 +57,7 @@ answered with a random skill, which is the reversal in 18 % of the cases."""
 
 SHORTEST, LONGEST = 1, 8
 FALL_STEPS = 80
-"""Number of steps at the end in which the learning rate falls to 0."""
+"""Number of steps at the end of the training in which the learning rate falls to 0."""
 RECENT_STEPS = 20
 """Number of steps over which the loss is averaged."""
 
@@ -99,7 +100,8 @@ def corpus(seed: int, batch_size: int, shares: tuple[Share, ...] = DIGIT_SKILLS)
 
 
 def draw_digits(rng: random.Random) -> str:
-    """Draw a string over a random alphabet of 2 to 10 digits, whose `reverse` prompt is not held out.
+    """Draw a string of digits from a random alphabet of 2 to 10 digits. Strings whose prompt in the task `reverse` is
+    held out for validation are never drawn.
 
     Repeated digits make look-up by content ambiguous, so that the model learns skills by position.
     """
@@ -169,7 +171,8 @@ def collate(
 def answer_loss(
     model: Qwen3ForCausalLM, batch: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[torch.Tensor, float]:
-    """Return the mean cross-entropy of all answer tokens, and that of the answers to prompts with a known letter."""
+    """Return the mean cross-entropy of all answer tokens (a tensor to train on), and that of the answers to prompts
+    with one of the known letters (a number)."""
     ids, attention, target = collate(batch, tokenizer)
     logits = model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1]
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")

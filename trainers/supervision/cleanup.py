@@ -23,8 +23,8 @@ class Family:
     """
 
     def __init__(self, driver_pid: int, strangers: Iterable[int] = ()) -> None:
-        """Start with no members. `strangers` are pids of descendants that the driver had before the run; they never
-        become members, and neither does the calling process."""
+        """Start with an empty family. `strangers` are the pids of descendants that the driver had before the run
+        started; they never become members, and neither does the calling process."""
         self.driver = next(iter(_processes([driver_pid])), None)
         """The driver's process; None when it was already gone."""
         self._strangers = {psutil.Process(), *_processes(strangers)}

@@ -1,7 +1,8 @@
 """The heartbeat records the driver's current stage in memory that it shares with its watchdog.
 
-It is one record of fixed size with a checksum. The driver's threads write it one at a time (one copy under the
-interpreter's lock). A reader that sees a partial record notices the wrong checksum and reads again.
+It is one record of fixed size with a checksum. Only one thread of the driver writes it at a time, because the
+interpreter's lock is held for the single copy. A reader that sees a partial record notices the wrong checksum and reads
+again.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ microsecond."""
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One record of the heartbeat."""
+    """One heartbeat record: the stage that the driver is in, since when, and for how long it may be."""
 
     step: int
-    """Number of the current step; 0 before the first."""
+    """Number of the current step; 0 before the first step."""
     stage: str
     """Name of the current stage, or of the last one when none is in progress."""
     inside: bool
     """True while the stage is in progress, False when it has ended and the next one has not begun."""
     since_s: float
-    """Time at which the stage began or ended, by `time.monotonic`, which all processes of a host share."""
+    """Time in seconds at which the stage began or ended, by `time.monotonic()`, a clock that all processes of a host
+    share."""
     bound_s: float
-    """Seconds that the stage, or the time until the next one, may take; infinite when that is unknown."""
+    """Maximum number of seconds for the stage, or for the time until the next one; infinite when there is no limit."""
 
     def __str__(self) -> str:
         step = f"step {self.step}, " if self.step else ""
@@ -48,11 +50,11 @@ class Heartbeat:
     """Writes the heartbeat (the driver's current stage) in the driver. Thread-safe."""
 
     def __init__(self, descriptor: int = -1, *, bound_s: float = math.inf) -> None:
-        """Write to the memory of `descriptor`, which `shared_memory` returned. With -1, write to memory that nobody
-        reads.
+        """Write to the shared memory of `descriptor`, which `shared_memory` returned. If it is -1, write to memory that
+        nobody reads.
 
-        `bound_s` is the number of seconds that stages without a time limit of their own, and the time between stages,
-        may take.
+        `bound_s` is the maximum number of seconds for the time between stages, and for stages without a time limit of
+        their own.
         """
         self._memory = mmap.mmap(descriptor, SIZE)
         self._bound_s = bound_s
@@ -97,7 +99,7 @@ class HeartbeatReader:
         self._last = Beat(0, "start", False, time.monotonic(), math.inf)
 
     def read(self) -> Beat:
-        """Return the newest record, or the one before it when the driver was killed while it wrote."""
+        """Return the newest record. If the driver was killed while writing it, return the record before it."""
         for _ in range(_LOOKS):
             record = self._memory[:_RECORD]
             body = record[_SUM.size :]

@@ -30,7 +30,8 @@ DRIVER = "driver"
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The message that a run sends to its watchdog once its data plane is open. Plain data."""
+    """Message that a run sends to its watchdog once its data plane is open, with the address of the directory. Plain
+    data."""
 
     run_id: str
     """Id of the run, which is part of the names of its folders in shared memory and is written in its actors.json."""
@@ -38,20 +39,22 @@ class Opened:
     host: str
     port: int
     token: str
-    """Token in hexadecimal; `local`, `host`, `port` and `token` are the directory's `DirectoryAddress`."""
+    """Secret in hexadecimal with which clients authenticate to the directory. Together with `local`, `host` and `port`
+    it forms a `DirectoryAddress`."""
     peer: str
     """Name of the directory in error messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorLine:
-    """One process in actors.json."""
+    """One entry of actors.json: a process of the run."""
 
     name: str
     pid: int
     host: str
     start: int | None = None
-    """Start time as `process_start`; None when the process was already gone or is on another host."""
+    """Start time of the process in clock ticks, as `process_start` returns it; None if the process had already ended or
+    is on another host."""
 
     @property
     def here(self) -> bool:
@@ -60,8 +63,8 @@ class ActorLine:
 
 
 def read_actors(folder: Path, run_id: str | None = None) -> list[ActorLine]:
-    """Read actors.json in the run's `folder`. Returns [] when there is none, or when it was written by a launch with
-    another id than `run_id` (None accepts any)."""
+    """Read the list of processes from actors.json in the run's `folder`. Returns [] if the file is missing or
+    unreadable, or if the run id in it is not `run_id` (None accepts any id)."""
     try:
         content = json.loads((folder / "actors.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -87,10 +90,10 @@ def write_actors(folder: Path, run_id: str, actors: Iterable[tuple[str, int, str
 def write_report(
     folder: Path, sentence: str, driver_pid: int, opened: Opened | None, groups: int, group_size: int
 ) -> Path:
-    """Write watchdog.txt for the run in `folder`; returns its path.
+    """Write the report watchdog.txt into the run's `folder`, and return its path.
 
-    `sentence` says what happened. `opened` is None when the run has not sent it yet. A step takes `groups` groups of
-    `group_size` rows.
+    `sentence` says what happened. `opened` is None if the run has not yet told the watchdog the directory's address. A
+    step takes `groups` groups of `group_size` rows.
     """
     actors = read_actors(folder, opened.run_id) if opened is not None else []
     everyone = [ActorLine(DRIVER, driver_pid, socket.gethostname()), *actors]

@@ -19,15 +19,15 @@ FOLDER = "stacks"
 """Name of the folder of stack files in the run's folder."""
 SIGNAL = signal.SIGUSR1
 SETTLE_S = 0.2
-"""Seconds without growth after which a file is considered complete."""
+"""Seconds for which a stack file must not have grown before it is considered complete."""
 
 _files: list[TextIO] = []
 """The open stack file. It must stay referenced, because faulthandler keeps only its descriptor."""
 
 
 def answer_with_stacks(folder: str | os.PathLike[str]) -> None:
-    """Make this process write the stacks of its threads to a file in the run's `folder` on SIGUSR1. A second call
-    changes the folder."""
+    """Install a handler of SIGUSR1 that writes the stacks of this process's threads to a file in the run's `folder`. A
+    later call replaces the folder."""
     path = stacks_path(folder, os.getpid())
     path.parent.mkdir(parents=True, exist_ok=True)
     _files.append(open(path, "w", encoding="utf-8"))

@@ -35,19 +35,19 @@ LOOK_S = 5.0
 STOP = signal.SIGUSR2
 """Signal that asks the driver to end. It is not SIGINT, because shells make background commands ignore that."""
 MARGIN_S = 30.0
-"""Seconds that a stage may exceed its time limit, so that the code that waits in it can give up first, with a better
-error."""
+"""Seconds that a stage may exceed its time limit before the watchdog acts. In this time, the code that waits in the
+stage can fail by itself with a better error."""
 GRACE_S = 30.0
 """Seconds without a sign of life after which a driver that was asked to stop is killed."""
 END = {"end": True}
-"""Last message of the driver to the watchdog, which means that the run has ended and needs no watchdog any more."""
+"""Message with which the driver tells the watchdog that the run has ended and needs no watchdog any more."""
 
 
 class Watchdog:
     """Watches one driver until its run is over or has to be ended."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Watch the driver that the command-line options of `main` name."""
+        """Create the watchdog of one driver. `options` are the parsed command-line options of `main`."""
         self._folder: Path = options.folder
         self._pid: int = options.pid
         self._margin_s: float = options.margin_s
@@ -159,7 +159,7 @@ class Watchdog:
         return True
 
     def _wait_for_end(self) -> None:
-        """Wait until the driver reports that it has ended, is gone, or has given no sign of life for the grace
+        """Wait until the driver reports the end of the run, has died, or has not updated its heartbeat for the grace
         period."""
         told_s = time.monotonic()
         while not self._over and self._driver_is_alive():
@@ -168,8 +168,8 @@ class Watchdog:
                 return
 
     def _clean_up(self, sentence: str, path: Path | None = None) -> None:
-        """Kill the processes that are left of the run, remove its shared memory, and say so in watchdog.txt, after the
-        report at `path` if there is one."""
+        """Kill the remaining processes of the run and remove its shared memory. What was done is written to
+        watchdog.txt, after the report at `path` if there is one."""
         self._look()
         killed = self._family.kill()
         removed = [name for run_id in self._run_ids for name in remove_shared_memory(run_id)]
@@ -189,7 +189,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def _say(text: str) -> None:
-    """Print a line to standard error, which is in the run's log."""
+    """Print a line to standard error, which the driver's terminal or log shows."""
     try:
         print(f"headrace watchdog: {text}", file=sys.stderr, flush=True)
     except OSError:

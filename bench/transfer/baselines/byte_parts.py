@@ -1,4 +1,4 @@
-"""Gives the bytes of a workload, as one part per field, to baselines that do not know rows."""
+"""Converts a workload to plain byte arrays, one for each field, for baselines that do not know rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ..workloads import Load
 
 
 def parts_of(load: Load) -> list[np.ndarray]:
-    """Return the bytes of each field of the first put as 1-D uint8: the columns' own memory, objects as msgpack."""
+    """Return the values of each field of the workload's first put as a 1-D uint8 array: the column's own memory, or
+    msgpack for a column of objects."""
     parts = []
     for name in load.first:
         column = load.batch[name]
@@ -28,7 +29,7 @@ def parts_of(load: Load) -> list[np.ndarray]:
 
 
 def slices(parts: list[np.ndarray], share: Share) -> list[np.ndarray]:
-    """Return the piece of every part that belongs to a reader's share."""
+    """Return the piece of each field's byte array that belongs to a reader's share."""
     ranges = [share.byte_range(len(part)) for part in parts]
     return [part[start:stop] for part, (start, stop) in zip(parts, ranges, strict=True)]
 

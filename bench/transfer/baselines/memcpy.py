@@ -1,4 +1,4 @@
-"""The memcpy baseline copies the same bytes into warm memory within one process, a limit that no contender can beat."""
+"""The memcpy baseline copies the same bytes within one process, into warm memory. No contender can be faster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .byte_parts import digest, parts_of, slices
 
 
 class MemcpyContender:
-    """The memcpy baseline in the driver. It starts nothing, because it copies within one process."""
+    """The memcpy baseline in the driver. It has no server, because it copies within one process."""
 
     name = "memcpy"
     ops: frozenset[Op] = BYTE_OPS
@@ -48,7 +48,8 @@ class MemcpyEndpoint:
         return tuple(len(part) for part in self._parts)
 
     def get(self, token: tuple[int, ...], share: Share, fields: Sequence[str] | None) -> list[np.ndarray]:
-        """Copy as many bytes as the share has, from memory of this process that holds a pattern known to `expected`."""
+        """Copy as many bytes as a reader's share has, within this process. The source holds a known pattern, so that
+        `expected` can compute the digests of a correct copy."""
         if share.count not in self._sources:
             sources = _pattern(token, share)
             self._sources[share.count] = sources, [np.ones_like(piece) for piece in sources]

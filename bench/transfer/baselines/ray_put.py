@@ -21,8 +21,8 @@ class RayToken:
     """A reference to the object in Ray's object store, and the schema of its rows."""
 
     refs: tuple[ray.ObjectRef, ...]
-    """A tuple with the one reference, because Ray would fetch a bare reference for every call that has it as an
-    argument."""
+    """The one reference, in a tuple. If it were passed to an actor by itself, Ray would fetch the object for every such
+    call."""
     schema: Schema
 
 
@@ -43,7 +43,8 @@ class RayPutContender:
 
 
 class RayPutEndpoint:
-    """Reads and writes with Ray's own put and get. A reader of a share must fetch all rows and select its own."""
+    """Reads and writes rows with Ray's own put and get. The reader of a share (some of the rows) must fetch all rows
+    and select its own."""
 
     def put(self, load: Load, values: TensorDict, keys: Sequence[str]) -> RayToken:
         return RayToken((ray.put(values),), load.schema.subset(load.first))
@@ -56,4 +57,5 @@ class RayPutEndpoint:
         return row_digests({str(name): got[str(name)] for name in got.keys()})
 
     def close(self) -> None:
-        """No-op: the references that the driver holds own the objects, so nothing has to be released here."""
+        """No-op: the driver's references keep the objects in Ray's object store, so there is nothing to release
+        here."""

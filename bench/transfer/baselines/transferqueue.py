@@ -22,10 +22,11 @@ from ..workloads import Load, LoadSpec, column_bytes
 START_TIMEOUT_S = 90.0
 CLOSE_TIMEOUT_S = 30.0
 NUM_CPUS = 2
-"""Number of free CPUs that Ray must have for TransferQueue."""
+"""Number of free CPUs that Ray must have so that TransferQueue can start."""
 PROCESS_ENV = {"TQ_NUM_THREADS": "1"}
-"""Environment of every process that uses TransferQueue, which reads it at import. Above 1 it changes torch's number of
-threads around every request, and the idle OpenMP threads spin, so that 12 MB take 100 ms instead of 13."""
+"""Environment variables that every process needs before it imports TransferQueue. With more than one thread,
+TransferQueue changes torch's number of threads around every request, and the idle OpenMP threads spin, so that 12 MB
+take 100 ms instead of 13."""
 
 
 class TransferQueueContender:
@@ -34,9 +35,10 @@ class TransferQueueContender:
     ops: frozenset[Op] = ROW_OPS
 
     def __init__(self, name: str = "transferqueue", backend: dict[str, Any] | None = None) -> None:
-        """Start TransferQueue with its `backend` section; None means SimpleStorage in one unit.
+        """Start TransferQueue with `backend` as the section `backend` of its configuration; None selects SimpleStorage
+        with one storage unit.
 
-        Raises RuntimeError when Ray has too few free CPUs, and Ray's own error when the start takes longer than
+        Raises RuntimeError if Ray has too few free CPUs, and Ray's own error if the start takes longer than
         START_TIMEOUT_S.
         """
         self.name = name
@@ -81,8 +83,8 @@ class TransferQueueContender:
 
 
 class _Owner:
-    """Runs in the actor that initialises TransferQueue first and therefore owns it: TransferQueue ends with this
-    actor."""
+    """Runs in the actor that initialises TransferQueue first and therefore owns it. TransferQueue ends when this actor
+    ends."""
 
     def open(self, backend: dict[str, Any]) -> None:
         import transfer_queue
@@ -96,7 +98,7 @@ class _Owner:
 
 
 class TransferQueueEndpoint:
-    """The TransferQueue baseline in a worker process, which joins the queue with its first call."""
+    """The TransferQueue baseline in a worker process, which connects to TransferQueue at its first call."""
 
     def __init__(self, partition: str) -> None:
         import transfer_queue

@@ -1,6 +1,7 @@
-"""The second TransferQueue baseline uses its MooncakeStore over TCP, with a mooncake master that the benchmark starts.
+"""The second TransferQueue baseline uses its MooncakeStore over TCP, with its own Mooncake master (metadata server).
 
-TransferQueue's own bootstrap (`auto_init`) ends every mooncake_master of the host, so it stays off.
+TransferQueue could start the master itself (`auto_init`), but would then end every mooncake_master of the host. So the
+benchmark starts it, and that option stays off.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ BUFFER_BYTES = 1 << 30
 
 
 class MooncakeContender(TransferQueueContender):
-    """The TransferQueue baseline on MooncakeStore in the driver, with its own mooncake master."""
+    """The TransferQueue baseline on MooncakeStore in the driver, with its own Mooncake master (metadata server)."""
 
     def __init__(self, name: str) -> None:
-        """Start the master and TransferQueue.
+        """Start the Mooncake master and TransferQueue.
 
-        Raises ValueError without mooncake, StoreLost or RuntimeError when the master or TransferQueue does not start.
+        Raises ValueError if mooncake is not installed, and StoreLost or RuntimeError if the Mooncake master or
+        TransferQueue does not start.
         """
         self._master = MooncakeMaster(f"bench-{uuid.uuid4().hex[:8]}", "127.0.0.1")
         section: dict[str, Any] = {
