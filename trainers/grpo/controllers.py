@@ -1,4 +1,4 @@
-"""Runs the training steps, by one loop (a controller) for each `algorithm.mode`; says what each stage waits for.
+"""Runs the training steps of a run, in one loop (a controller) for each `algorithm.mode`.
 
 Every wait is bounded by resources.stage_timeout_s or dataplane.timeout_s; an actor that dies or fails ends it at once.
 """
