@@ -33,7 +33,7 @@ class TrainHandle(ActorHandle):
     methods with the decorator `in_thread_of`, which run in threads of their own."""
 
     def ping(self) -> Call[ActorInfo]:
-        """Ask who the actor is, which also shows that it answers."""
+        """Ask for the actor's name, process id and host. An answer also shows that the actor is responsive."""
         return self._call(TrainActor.info)
 
     def progress(self) -> Call[int]:
@@ -95,7 +95,7 @@ class EngineHandle(ActorHandle):
     """Handle of an actor with a generation engine. Its calls run concurrently."""
 
     def ping(self) -> Call[ActorInfo]:
-        """Ask who the actor is, which also shows that it answers."""
+        """Ask for the actor's name, process id and host. An answer also shows that the actor is responsive."""
         return self._call(EngineHost.info)
 
     def progress(self) -> Call[int]:
