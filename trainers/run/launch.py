@@ -1,5 +1,4 @@
-"""Carries out a run: opens run folder, base model, Ray, data plane and actors, trains, and closes everything in
-reverse."""
+"""Carries out a run: opens run folder, model, Ray, data plane and actors, trains, and closes all of it in reverse."""
 
 from __future__ import annotations
 
