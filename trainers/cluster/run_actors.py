@@ -1,5 +1,4 @@
-"""Starts the actors of a run, builds them in parallel, connects engines with rollout actors, and replaces dead
-actors."""
+"""Starts the actors of a run, builds them in parallel, connects engines with rollout actors, and replaces dead ones."""
 
 from __future__ import annotations
 
