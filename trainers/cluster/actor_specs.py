@@ -58,7 +58,7 @@ def sampler(config: Config) -> str:
 
 
 def task(config: Config, next_prompt: int, outstanding: Sequence[int]) -> TaskConfig:
-    """Return the settings of the train task, through which the driver claims rows.
+    """Return the settings of the train task, the data plane's consumer through which the driver claims rows.
 
     next_prompt: position in the prompt stream of the first prompt that was never issued. outstanding: earlier positions
     whose groups were not trained on yet.
@@ -203,7 +203,7 @@ def _fingerprint(config: Config) -> str:
 
 
 def reward_weights(config: Config) -> dict[str, float]:
-    """Return reward name -> its weight in the rubric, the weighted sum of all rewards."""
+    """Return the weight of each reward in the rubric, which is the weighted sum of all rewards: name -> weight."""
     return {function.label: function.weight for function in config.reward.functions}
 
 

@@ -67,8 +67,8 @@ class EnginePool:
 
     engines: list[Engine]
     embedded: bool
-    """Whether each engine is embedded in a rollout actor of its own, so that leaving out the engine leaves out that
-    actor."""
+    """Whether each engine is embedded in a rollout actor of its own. An engine that gets no requests then leaves its
+    rollout actor idle, too."""
     on_change: list[Callable[[Engine], None]] = field(default_factory=list)
     """Callbacks that receive an engine after it stopped getting requests or gets them again."""
 

@@ -5,8 +5,8 @@
       EngineHandle       an actor with a generation engine (`EngineActor`, and what it shares with `RolloutActor`)
         RolloutHandle    a rollout actor (`RolloutActor` and the `RolloutWorker` that it hosts)
 
-Every method sends its call and returns at once with a `Call`, whose result `gather` (calls.py) waits for. What a call
-does is documented at the method of the actor's class that its body names.
+Every method sends its call and returns at once with a `Call`, whose result `gather` (calls.py) waits for. For what a
+call does, see the method of the actor's class that is named in the body of the handle's method.
 """
 
 from __future__ import annotations

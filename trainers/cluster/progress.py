@@ -1,7 +1,7 @@
 """Tells slow actors from stuck ones: asks them about their progress while they work on long calls.
 
-`gather_moving` waits for calls of which some may fail, and returns each one's outcome. `gather_slow` waits for calls of
-train workers that are useful only together, and raises the first failure.
+`gather_moving` waits for calls that may fail independently of each other, and returns each one's outcome. `gather_slow`
+waits for calls of train workers that are useful only together, and raises the first failure.
 """
 
 from __future__ import annotations

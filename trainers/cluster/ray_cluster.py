@@ -133,8 +133,8 @@ def any_agent_port() -> Iterator[None]:
 def _own_signal_handlers() -> Iterator[None]:
     """Context manager that restores the handlers of SIGTERM and SIGINT at its end. A no-op outside the main thread.
 
-    Ray installs handlers of its own, in Python and in C++, where SIGTERM aborts the process, and removes them when it
-    shuts down.
+    Ray installs handlers of its own in Python and in C++, and removes them when it shuts down. With its C++ handler,
+    SIGTERM aborts the process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -51,8 +51,8 @@ class Checkpoints:
 
     def is_due(self, run: RunConfig, step: int) -> bool:
         """Return whether a checkpoint is due after `step`: the step is a multiple of `run.checkpoint_every`,
-        `run.checkpoint_minutes` have passed since the last checkpoint began, or the last one could not be written.
-        Always False at step 0 and in runs without checkpoints."""
+        `run.checkpoint_minutes` minutes have passed since the last checkpoint began, or the last one could not be
+        written. Always False at step 0 and in runs without checkpoints."""
         if not run.saves_checkpoints or not step:
             return False
         by_step = run.checkpoint_every > 0 and step % run.checkpoint_every == 0
@@ -102,7 +102,7 @@ class Checkpoints:
             self._prune()
 
     def finish(self, run: Run, state: State) -> None:
-        """Save a checkpoint of `state`, unless it has one already, and wait until it is complete. A failed attempt is
+        """Save a checkpoint of `state`, unless one exists already, and wait until it is complete. A failed attempt is
         repeated once. A run that writes no checkpoints (run.checkpoint_every and run.checkpoint_minutes are 0) gets
         none. Raises ActorFailed as `save` does."""
         for _ in range(ATTEMPTS if run.config.run.saves_checkpoints and state.step else 0):

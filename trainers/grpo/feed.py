@@ -45,8 +45,7 @@ from .steps import State
 # ---------------- What the feed reads from a group's tags: whether it has a signal.
 
 ALIKE = 1e-6
-"""Smallest difference between the largest and the smallest reward in a group at which the group has a training
-signal."""
+"""Smallest range of rewards (largest minus smallest) with which a group counts as having a training signal."""
 
 
 def flat_groups(meta: KVBatchMeta, components: Sequence[tuple[str, float]]) -> list[int]:
@@ -97,7 +96,8 @@ class Rollouts(Protocol):
         ...
 
     def begin_watch(self) -> None:
-        """Restart the clock that `still_s` reads for every actor, at the beginning of a new wait for rollouts."""
+        """Reset the time without progress that `still_s` returns for each actor. Called when a new wait for rollouts
+        begins."""
         ...
 
     def look(self, version: int) -> bool:

@@ -44,7 +44,8 @@ class RolloutPool:
         gather_each([actor.end_rollouts() for actor in actors], "surplus", HEALTH_S)
 
     def begin_watch(self) -> None:
-        """Restart the clock that `still_s` reads for every actor, at the beginning of a new wait for rollouts."""
+        """Reset the time without progress that `still_s` returns for each actor. Called when a new wait for rollouts
+        begins."""
         rollouts, engines = self._actors.rollouts, self._actors.engines
         self._watch = ProgressWatch(rollouts if engines.embedded else [*rollouts, *_hosts(engines.engines)])
 

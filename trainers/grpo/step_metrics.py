@@ -17,7 +17,7 @@ from .steps import Run, State
 from .weight_sync import SyncReport
 
 MANY = 5
-"""Staleness in versions from which on rows are counted together, as `staleness/share_5_or_more`."""
+"""Staleness, in policy versions, from which on rows are counted together as `staleness/share_5_or_more`."""
 
 
 def step_metrics(

@@ -124,7 +124,8 @@ def with_advantages(estimate: AdvantageEstimator, meta: KVBatchMeta) -> KVBatchM
 
 
 def ship_plan(run: Run, meta: KVBatchMeta, step: int) -> None:
-    """Plan which rank reads which rows of `meta` in which microbatch, and send each rank its shard."""
+    """Plan which rank reads which rows of the receipt `meta` in which microbatch, and send each rank its shard of the
+    plan."""
     with run.stages.timed("plan"):
         shards = plan_step(run.config, run.budget, meta, step, traced=run.stages.tracer.recording)
         run.gather([worker.begin(shard) for worker, shard in zip(run.workers, shards, strict=True)], "plan")

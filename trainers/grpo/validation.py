@@ -35,7 +35,8 @@ class Validation:
     the next step until its optimizer step."""
 
     def __init__(self, run: Run) -> None:
-        """Read the value of the best model so far from the run folder, which holds one if the run was resumed."""
+        """Read the value of the best model so far from the run folder. There is none before a run's first
+        validation."""
         self._run = run
         self._folder = Path(run.config.run.dir or ".")
         self._calls: list[tuple[RolloutHandle, Call[ValidationReport]]] = []

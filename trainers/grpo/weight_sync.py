@@ -36,8 +36,8 @@ from ..cluster.progress import gather_moving
 from ..config.config import SyncConfig
 
 MARGIN_S = 10.0
-"""Seconds for which the driver waits longer for progress than sync.timeout_s, the time after which the sender and the
-receivers of a transfer give up by themselves."""
+"""Seconds added to sync.timeout_s when the driver waits for progress, because the sender and the receivers of a
+transfer give up by themselves after sync.timeout_s."""
 HEALTH_S = 5.0
 """Seconds that a sync waits for an engine's answer to a `ping`. Later syncs do not wait for that answer again: an
 engine that answers late takes part in the first sync afterwards."""
@@ -53,15 +53,15 @@ class SyncReport:
     bytes_sent: int
     """Number of bytes that the trainer sent to all engines: the payloads of buckets in every attempt."""
     num_bytes: int
-    """Number of bytes of the weights."""
+    """Size of the weights in bytes."""
     gathers: int
     """Number of times that the train workers gathered the full weights."""
     gather_s: float
     """Seconds for which train rank 0 waited for gathered weights."""
     pause_s: float
-    """Largest number of seconds that an engine took to pause."""
+    """Seconds that the slowest engine took to pause."""
     load_s: float
-    """Largest number of seconds that an engine took to load the staged bytes into its parameters."""
+    """Seconds that the slowest engine took to load the staged bytes into its parameters."""
     kept: int
     """Number of requests in flight that continued with the new weights."""
     aborted: int
@@ -146,12 +146,12 @@ class WeightSync:
         self._last = None
 
     def catch_up(self, engine: Engine) -> None:
-        """Bring one engine (new, woken, or left out) to the newest version that was sent, while the train workers do
-        something else.
+        """Bring one engine, such as a new one or one that was left out, to the newest version that was sent, while the
+        train workers do something else.
 
         The weights come from the transport, if it keeps versions that were sent, or from train rank 0's host memory
         (`sync.cache`). Raises ActorFailed if that fails; the engine then stays as it was. Raises ValueError if no
-        version was ever sent, or if neither source has it.
+        version was ever sent, or if neither source keeps versions.
         """
         if self._last is None:
             raise ValueError("weights: no version was ever sent, nothing to catch up with")
@@ -218,8 +218,8 @@ class WeightSync:
         return self._config.in_flight == "wait" and may_join
 
     def _hold(self, engines: Sequence[Engine]) -> dict[str, ActorFailed]:
-        """Let the running requests of `engines` end while new ones wait. Returns the engines where that failed: name ->
-        failure."""
+        """Make new requests to `engines` wait, and wait until the running ones have ended. Returns the engines where
+        that failed: name -> failure."""
         pauses = [engine.handle.pause("wait") for engine in engines]
         return _failures(engines, gather_moving(pauses, "hold", self._bound_s, EngineHandle.progress))
 
@@ -260,8 +260,8 @@ class WeightSync:
         return self._last.version if {engine.version for engine in engines} == {self._last.version} else None
 
     def _commit(self, version: int, engines: Sequence[Engine], tally: _Tally) -> dict[str, ActorFailed]:
-        """Have `engines` load and serve what they have prepared. Returns the engines where that failed: name ->
-        failure."""
+        """Have `engines` load and serve the version that they have prepared. Returns the engines where that failed:
+        name -> failure."""
         wall = time.time()
         calls = [engine.handle.commit_weights(version, self._config.in_flight) for engine in engines]
         outcomes = gather_moving(calls, "commit", self._bound_s, EngineHandle.progress)
@@ -330,7 +330,7 @@ def _blamed(sent: Sequence[object]) -> set[str]:
 
 
 class _Tally:
-    """Accumulates over the attempts of one sync what its SyncReport contains."""
+    """Accumulates the measurements of one sync, over all its attempts, for its SyncReport."""
 
     def __init__(self) -> None:
         self.sends: list[SendReport] = []

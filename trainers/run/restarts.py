@@ -1,4 +1,4 @@
-"""Decides whether a failure is the loss of a process, after which a run can go on from its last checkpoint."""
+"""Decides whether a failure means that a process was lost, after which a run can go on from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def is_about_another(error: Exception) -> bool:
 
 
 def lost_process(error: Exception) -> str | None:
-    """Return a sentence about the process that was lost. Returns None if `error` was raised by the code of an actor or
-    of the driver, because it would then happen again after a restart.
+    """Return a sentence about the lost process that caused `error`. Returns None if the cause is the code of an actor
+    or of the driver, because the error would then happen again after a restart.
 
     error: result of `blamed`, if the actors had been started.
     """
