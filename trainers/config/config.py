@@ -85,7 +85,7 @@ class AlgorithmConfig(Section):
 
 
 class RunConfig(Section):
-    """Files, seed and restarts of a run."""
+    """Folder, seed, checkpoints and restarts of a run."""
 
     dir: str | None = None
     """Path of the run folder. Unset: `runs/{name}-{YYYYmmdd-HHMMSS}` in the current folder."""
@@ -113,7 +113,8 @@ class RunConfig(Section):
     may differ."""
     keep_best: bool = False
     """Whether the model with the best validation, judged by `validation.metric`, is exported to `best/` in the run
-    folder. The validation before the first step is what later ones must beat, and is never exported itself."""
+    folder. The validation before the first step sets the value that later ones must beat; the initial model is never
+    exported."""
     max_restarts: CountOrZero = 3
     """Number of times that a run recovers from the death of one of its processes. A rollout actor or engine that died
     is replaced. Train workers return to the last checkpoint, while rollouts continue if a journal is kept. After any
@@ -269,7 +270,8 @@ class Config(Section):
 
 
 def with_run_dir(config: Config, now: datetime.datetime | None = None) -> Config:
-    """Return `config` with `run.dir` set and `run.dir` and `run.replay` absolute; `now` defaults to the local time."""
+    """Return `config` with `run.dir` filled in and with absolute paths in `run.dir` and `run.replay`. now: time in the
+    default folder's name; None: the current local time."""
     folder = config.run.dir
     if folder is None:
         stamp = (now or datetime.datetime.now()).strftime("%Y%m%d-%H%M%S")

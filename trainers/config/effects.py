@@ -194,7 +194,7 @@ def idle_key_problems(config: Config, overridden: Collection[str] = ()) -> list[
 
     A key with its default value is never a problem, because a resolved configuration, which has all keys, must load
     again. overridden: dotted keys given on the command line. A key of the file is no problem either if one of these
-    overrides is the reason why it has no effect. The same holds for any key if the override turns off the part of the
+    overrides is the reason why it has no effect. The same holds for any key if an override turns off the part of the
     run that the key belongs to: `validation.every=0` requires no other change.
     """
     problems = []
@@ -254,8 +254,8 @@ COLUMNS = {"algorithm.mode": ("sync", "async", "streaming"), "trainer.backend": 
 
 
 def effect_rows(keys: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """Yield, for each of `keys`, its row in the table of effects: the dotted key, an `x` in each column whose value it
-    has an effect with, and its other conditions in words."""
+    """Yield, for each of `keys`, its row in the table of effects: the dotted key, an `x` in the columns of the values
+    with which it has an effect, and its other conditions in words."""
     for key in keys:
         needs = EFFECTS.get(key, ())
         marks = [

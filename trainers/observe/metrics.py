@@ -23,8 +23,8 @@ from ...codecs.imports import MissingExtra
 FINISHED = "finished"
 RESUMED = "resumed"
 REPLACED = "replaced"
-"""Name of the event that an actor was replaced; FINISHED and RESUMED are names of events, too. An event is a line of
-metrics.jsonl that reports something other than a step."""
+"""Name of the event that reports the replacement of an actor; FINISHED and RESUMED are names of events, too. An event
+is a line of metrics.jsonl that reports something other than a step."""
 ELAPSED = "time/elapsed_s"
 Record = dict[str, Any]
 """A line of metrics.jsonl."""

@@ -39,8 +39,8 @@ LOSSES = (
     ("restarts", "run/restarts", False),
     ("engines left out", "sync/engines_left_out", False),
 )
-"""Metrics of losses that a run survives, shown if they are above 0: (label, metric key, whether the value counts a
-single step and must be summed)."""
+"""Failures that a run survives, such as dropped groups and replaced actors, which are shown if their count is above 0:
+(label, metric key, whether the value counts a single step and must be summed)."""
 
 LINE_EVERY_S = 60.0
 """Seconds without output after which the next finished step prints a line, in a run without a terminal."""
@@ -78,9 +78,10 @@ class Progress:
         self._metrics: dict[str, float] = {}
         self._rewards: list[float] = []
         self._lost: dict[str, float] = {}
-        """Label in LOSSES -> count so far."""
+        """Counts so far of the failures in LOSSES: label -> count."""
         self._ahead = self._overlapping = False
-        """Whether rollouts have run ahead of training so far, and whether they have overlapped with it."""
+        """Whether rollouts have run ahead of training so far, and (`_overlapping`) whether they have overlapped with
+        it."""
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
@@ -174,7 +175,7 @@ class Progress:
         return [*((queue, staleness) if self._ahead else ()), *([("idle", ", ".join(idle))] if idle else [])]
 
     def _losses(self) -> list[tuple[str, str]]:
-        """Return (label, count) of every metric in LOSSES whose count so far is above 0."""
+        """Return (label, count) of every kind of failure in LOSSES whose count so far is above 0."""
         return [(label, f"{count:.0f}") for label, count in self._lost.items() if count]
 
     def _left_s(self) -> float | None:

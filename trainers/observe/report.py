@@ -215,8 +215,8 @@ def summary_cards(records: Sequence[Record], judged: str = REWARD) -> list[tuple
 
 
 def _losses(records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """Return one card, as (label, value, small print), for each kind of loss that the run survived, such as groups
-    dropped or restarts."""
+    """Return one card, as (label, value, small print), for each kind of failure that the run survived, such as dropped
+    groups or restarts."""
     cards = []
     for label, key, small in (
         ("Groups dropped", "rollout/groups_dropped", "no signal; other prompts in their place"),

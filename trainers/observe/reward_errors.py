@@ -1,4 +1,4 @@
-"""Reports why rewards failed: each kind of failure once on the terminal, all of them in reward_errors.jsonl."""
+"""Reports why rewards failed: each kind of failure once on the terminal, the first of each rollout call in a file."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Tracer:
 
     @property
     def awaited(self) -> bool:
-        """Whether a span that starts now may overlap the window, which is in progress or still to come."""
+        """Whether the window is in progress or still to come, so that a span that starts now may overlap it."""
         return 0 < self.step and self._current < self.step + self.num_steps
 
     def span(self, name: str) -> OpenSpan:
